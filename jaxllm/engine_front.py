@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import Core
 from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.hub import short_name
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
@@ -71,7 +72,7 @@ class EngineFront:
         self._stat_logger: StatLogger | None = None
         if not self.config.observe.disable_log_stats:
             cache_config = {name: str(value) for name, value in dataclasses.asdict(self.config.cache).items()}
-            count = partial(EngineMetrics, self.config.model.model, self.max_model_len, cache_config=cache_config)
+            count = partial(EngineMetrics, short_name(self.config.model.model), self.max_model_len, cache_config=cache_config)
             self._metrics = [count(engine=str(replica)) for replica in range(len(core.loads()))]
             self._stat_logger = StatLogger(self._metrics) if log_stats else None
         self.input_processor = InputProcessor(
@@ -178,9 +179,9 @@ class EngineFront:
             raise ConfigError("there is no tokenizer, because skip_tokenizer_init was set")
         return self.tokenizer
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the model's generation config."""
-        return self.input_processor.default_sampling_params()
+    def get_default_sampling_params(self, *, chat: bool = False) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config. `chat`: with those of llama.cpp where it has none."""
+        return self.input_processor.default_sampling_params(chat=chat)
 
     def get_metrics(self) -> list[Metric]:
         """All metrics now. Raises ConfigError if disable_log_stats was set."""

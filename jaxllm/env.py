@@ -3,8 +3,11 @@
 import os
 from pathlib import Path
 
+from jaxllm.errors import ConfigError
+
 CONFIG_FILE = "JAXLLM_CONFIG"  # path of a YAML file with engine options
 CACHE_DIR = "JAXLLM_CACHE_DIR"  # where compiled programs are kept
+CACHE_BYTES = "JAXLLM_CACHE_BYTES"  # how much they may take there
 FAULT = "JAXLLM_FAULT"  # failures to inject, for rehearsals: docs/FAULTS.md
 LOG_LEVEL = "JAXLLM_LOG_LEVEL"  # debug, info, warning, error
 LOG_FORMAT = "JAXLLM_LOG_FORMAT"  # text, json
@@ -22,3 +25,17 @@ def cache_dir() -> Path:
         return Path(path).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "jaxllm"
+
+
+def cache_bytes() -> int:
+    """Most bytes that a folder of compiled programs keeps from start to start: $JAXLLM_CACHE_BYTES, else 4 GiB. Raises ConfigError."""
+    from jaxllm.flag_arguments import whole_number
+
+    text = os.environ.get(CACHE_BYTES) or "4G"
+    try:
+        if (found := whole_number(text)) >= 0:
+            return found
+        reason = "must be at least 0"
+    except ValueError as error:
+        reason = str(error)
+    raise ConfigError(f"${CACHE_BYTES} is {text!r}: {reason}")

@@ -272,9 +272,9 @@ class LLM(LoraCalls, ControlCalls):
         """The tokenizer. Raises ConfigError if there is none."""
         return self.llm_engine.get_tokenizer()
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the model's generation config."""
-        return self.llm_engine.get_default_sampling_params()
+    def get_default_sampling_params(self, *, chat: bool = False) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config. `chat`: with those of llama.cpp where it has none."""
+        return self.llm_engine.get_default_sampling_params(chat=chat)
 
     def get_metrics(self) -> list[Metric]:
         """All metrics now."""

@@ -39,6 +39,7 @@ from server.routes import (
     metrics,
     models,
     ollama,
+    ollama_models,
     page,
     pooling,
     responses,
@@ -70,7 +71,15 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     context = ServerContext(engine, options)
     public_paths: set[str] = set()
     rooms: list[Router] = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
-    rooms += [chat_batch.router, pooling.router, invocations.router, ollama.router, health.router, metrics.router]
+    rooms += [
+        chat_batch.router,
+        pooling.router,
+        invocations.router,
+        ollama.router,
+        ollama_models.router,
+        health.router,
+        metrics.router,
+    ]
     if options.access.enable_tokenizer_info_endpoint:
         rooms.append(tokenizer_info.router)
     if options.access.enable_dev_endpoints:

@@ -37,7 +37,7 @@ class GgufFile:
             from gguf import GGUFReader
         except ImportError as error:
             raise ModelLoadError(
-                f"{self.file} is a GGUF file, for which the package gguf is missing: pip install 'jaxllm[gguf]'"
+                f"{self.file} is a GGUF file, for which the package gguf is missing: pip install gguf"
             ) from error
         self.tensors: dict[str, StoredTensor] = {}
         for part in parts:

@@ -27,14 +27,16 @@ _GPT4O = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS: Mapping[str, str | None] = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2"), None),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "tekken": _TEKKEN,
-    "gpt-4o": _GPT4O,
+_GPT2 = r"'(?:[stmd]|re|ve|ll)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SPLITS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2"), (_GPT2,)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
+    "smollm": (r"\p{N}", _GPT2),
+    "tekken": (_TEKKEN,),
+    "gpt-4o": (_GPT4O,),
 }
-"""How texts are split before merging, by llama.cpp's name; None: as GPT-2 does."""
+"""How texts are split before merging, by llama.cpp's name: each pattern splits what the one before it left."""
 
 
 def tokenizer_files(file: GgufFile) -> tuple[str, dict[str, Any]]:
@@ -72,15 +74,14 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
             f"{file.file} splits texts as {split!r}, supported: {', '.join(SPLITS)}; pass --tokenizer with the original model's"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges") or []]
-    pattern = SPLITS[split]
+    patterns = SPLITS[split]
     # Vocabularies of these kinds hold words that their merges do not reach.
-    backend = Tokenizer(models.BPE(_ids(tokens), merges, ignore_merges=pattern in (_LLAMA3, _TEKKEN)))
-    bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    if pattern is None:
-        backend.pre_tokenizer = bytes_alone
-    else:
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_alone])
-    if pattern == _QWEN2:
+    backend = Tokenizer(models.BPE(_ids(tokens), merges, ignore_merges=patterns in ((_LLAMA3,), (_TEKKEN,))))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    if patterns == (_QWEN2,):
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend

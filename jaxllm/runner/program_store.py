@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import pickle
-import shutil
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 
+from jaxllm.cache_folders import keep_recent
+from jaxllm.env import cache_bytes
 from jaxllm.errors import ConfigError
 from jaxllm.log import logger
 from jaxllm.runner.split_program import CompiledProgram, Pieces, SplitProgram, Wiring
@@ -28,8 +29,6 @@ from jaxllm.runner.step_programs import ProgramKey
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-MAX_LOCAL_STORES = 8
-"""Number of engines whose programs are kept in this machine's cache. The least recently used are removed first."""
 
 Fingerprint = Mapping[str, Any]
 """All that programs depend on, by a name that an error message can use; JSON values."""
@@ -126,8 +125,8 @@ def local_store(parent: Path, fingerprint: Fingerprint, devices: Sequence[jax.De
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(directory)
-        write_manifest(directory, fingerprint)
-        _remove_oldest(parent, MAX_LOCAL_STORES)
+        write_manifest(directory, fingerprint)  # which also says that it is used
+        keep_recent(parent, cache_bytes(), in_use=directory)
     except (OSError, ConfigError) as error:
         logger.warning("compiled programs are not kept: %s", error)
         return None
@@ -218,12 +217,6 @@ def _write(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
-
-
-def _remove_oldest(parent: Path, keep: int) -> None:
-    stores = sorted(parent.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for manifest in stores[keep:]:
-        shutil.rmtree(manifest.parent, ignore_errors=True)
 
 
 def _short(value: Any, limit: int = 60) -> str:

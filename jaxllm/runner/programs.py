@@ -11,6 +11,8 @@ from typing import Generic, Protocol, TypeVar
 import jax
 
 from jaxllm.at_exit import shut_down_at_exit
+from jaxllm.cache_folders import keep_recent
+from jaxllm.env import cache_bytes
 from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner.split_program import CompiledProgram, Lowered
@@ -280,8 +282,12 @@ class Programs(Generic[Key]):
 
 
 def use_persistent_cache(directory: Path) -> None:
-    """Keep everything that XLA compiles in `directory`, however small or quick to compile, with its autotuning results."""
+    """Keep everything that XLA compiles in `directory`, however small or quick to compile, with its autotuning results.
+
+    What was not used for longest is removed now, so that a process may exceed `cache_bytes` by what it compiles itself.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    keep_recent(directory, cache_bytes())
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

