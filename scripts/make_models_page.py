@@ -10,6 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm.gguf_files import families as gguf_families
+from jaxllm.gguf_files.splits import CHARACTERS, SPLITS, pre_tokenizer
+from jaxllm.gguf_files.tokenizer import KINDS
 from jaxllm.loaders.formats import FORMATS
 from jaxllm.loaders.gguf import READABLE
 from jaxllm.models.registry import FAMILIES
@@ -110,7 +112,7 @@ def _formats() -> str:
     gguf = ", ".join(f"{name} (`{family.architecture}`)" for name, family in gguf_families.FAMILIES.items())
     gguf_text = (
         f"**GGUF.** Architectures: {gguf}. Number formats: {', '.join(READABLE)}; all are widened to the model's type while they load. A "
-        "model in several files is named by its first. Other kinds of tokenizers than gpt2 and llama need `--tokenizer`."
+        f"model in several files is named by its first. Kinds of tokenizers: {', '.join(KINDS)}; a file with another needs `--tokenizer`."
     )
     return "\n".join(
         [
@@ -123,8 +125,31 @@ def _formats() -> str:
             "The first of these that a directory has is read, orbax before all. `tests/loaders` compares each with safetensors.\n",
             textwrap.fill(gguf_text, 120, break_long_words=False, break_on_hyphens=False),
             "",
+            *_splits(),
+            "",
         ]
     )
+
+
+def _splits() -> Iterable[str]:
+    """What is said of tokenizer.ggml.pre: a row for each way to split."""
+    text = "It's 12345 fooBar's\n\n  x"
+    about = (
+        "How a tokenizer of the kind gpt2 splits texts before it merges bytes, by the file's `tokenizer.ggml.pre`, with the parts of "
+        f"`{text!r}`. A file without it splits as `default`, as llama.cpp does. Of {_names(CHARACTERS)} the whole text is "
+        "merged from characters. A file with another name needs `--tokenizer`."
+    )
+    yield from (textwrap.fill(about, 120, break_long_words=False, break_on_hyphens=False), "", "| names | parts |", "|---|---|")
+    by_patterns: dict[tuple[str, ...], list[str]] = {}
+    for name, patterns in SPLITS.items():
+        by_patterns.setdefault(patterns, []).append(name)
+    for names in by_patterns.values():
+        parts = (part.replace("Ġ", "␣").replace("Ċ", "↵") for part, _ in pre_tokenizer(names[0]).pre_tokenize_str(text))
+        yield f"| {_names(names)} | {' '.join(f'`{part}`' for part in parts)} |"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def main() -> None:

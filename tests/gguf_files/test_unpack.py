@@ -83,15 +83,6 @@ def test_a_directory_that_cannot_be_made_is_an_error(file, monkeypatch):
         resolve_model(str(file))
 
 
-def test_smollm_splits_digits_one_by_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
-    tokens = {
-        pre: load_tokenizer(resolve_model(str(write(tmp_path / f"{pre}.gguf", pre=pre)))).encode("12")
-        for pre in ("gpt-2", "smollm")
-    }
-    assert tokens == {"gpt-2": [2], "smollm": [0, 1]}
-
-
 def test_sampling_values_that_a_file_recommends_are_the_models_defaults(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
     recommended = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.05, "mirostat": 2}
