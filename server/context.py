@@ -41,7 +41,7 @@ class ServerContext:
         self.defaults: dict[str, Any] = {name: getattr(own, name) for name in MODEL_DEFAULTS}
         self.default_max_tokens = own.max_tokens if own.max_tokens != SamplingParams().max_tokens else None
         """Defaults from the model's generation config."""
-        self.http_metrics = HttpMetrics()
+        self.http_metrics = HttpMetrics(engine.config.model.model)
         engine.add_metrics(self.http_metrics.snapshot)
         self.request_log = RequestLog(options.logging)
         self.queue_timeout_seconds = options.limits.queue_timeout or None
