@@ -137,6 +137,8 @@ def test_what_is_not_tagged_sleeps_on(operator: Client) -> None:
         assert operator.post(f"/wake_up{query}").status_code == 200
         assert operator.get("/is_sleeping").json() == {"is_sleeping": sleeps}
     assert operator.post("/wake_up?tags=cache").json()["error"]["param"] == "tags"
+    found = [m for m in operator.app.state.context.http_metrics.snapshot() if "sleep_mode_operation" in m.name]
+    assert {m.labels["operation"]: m.count for m in found} == {"sleep": 1, "wake": 2}
 
 
 @pytest.mark.parametrize(
