@@ -39,6 +39,8 @@ class HttpMetrics:
         """By route: requests, bytes of their bodies, bytes of the answers."""
         self._tool_calls = dict.fromkeys(product(MODES, OUTCOMES, get_args(RequestType)), 0)
         self._sleep_seconds: dict[str, Observations] = {}
+        self._sleep_calls = dict.fromkeys(get_args(SleepOperation), 0)
+        """Calls under way."""
 
     def request_done(
         self, method: str, status: int, handler: str, seconds: float, *, request_bytes: int = 0, answer_bytes: int = 0
@@ -60,9 +62,11 @@ class HttpMetrics:
     def sleep_mode(self, operation: SleepOperation) -> Iterator[None]:
         """Measure how long the engine takes to fall asleep or to wake up."""
         began = time.perf_counter()
+        self._sleep_calls[operation] += 1
         try:
             yield
         finally:
+            self._sleep_calls[operation] -= 1
             self._sleep_seconds.setdefault(operation, Observations(SLEEP_SECONDS)).add(time.perf_counter() - began)
 
     def snapshot(self) -> list[Metric]:
@@ -93,6 +97,9 @@ class HttpMetrics:
         for operation, seconds in self._sleep_seconds.items():
             about = "time that putting the engine to sleep or waking it up took"
             own.histogram("sleep_mode_operation_duration_seconds", seconds, about, operation=operation)
+        for operation, count in self._sleep_calls.items():
+            about = "such calls under way in the HTTP process that answers"
+            own.gauge("sleep_mode_operations_in_flight", count, about, operation=operation)
         return found.metrics + own.metrics
 
 

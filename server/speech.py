@@ -137,7 +137,7 @@ class AnswerReader:
         include_reasoning: bool,
         note_calls: Callable[[bool], None] | None = None,
     ):
-        """note_calls: told of each answer, when it ends, whether calls were found."""
+        """note_calls: called for each answer when it ends, with whether calls were found."""
         self._tool = tool
         self._reasoning = reasoning
         self._settings = settings

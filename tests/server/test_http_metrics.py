@@ -6,6 +6,7 @@ import pytest
 from fastapi import FastAPI, HTTPException, Request, Response
 from starlette.testclient import TestClient
 
+from jaxllm.errors import ConfigError
 from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Counter, Histogram, Summary
 from jaxllm.metrics.prometheus import exposition
@@ -129,6 +130,17 @@ def test_answers_are_counted_by_the_calls_found_in_them(tmp_path: Path) -> None:
         ("non_streaming", "tool_call", "responses"): 1,
         ("non_streaming", "tool_call", "other"): 1,
     }
+
+
+def test_a_call_to_sleep_is_counted_while_it_is_under_way() -> None:
+    def in_flight() -> dict[str, float]:
+        return {m.labels["operation"]: m.value for m in metrics.snapshot() if m.name.endswith("operations_in_flight")}
+
+    metrics = HttpMetrics("m")
+    with pytest.raises(ConfigError), metrics.sleep_mode("sleep"):
+        assert in_flight() == {"sleep": 1, "wake": 0}
+        raise ConfigError("it cannot")
+    assert in_flight() == {"sleep": 0, "wake": 0}
 
 
 def test_the_page_of_a_server_has_every_series_once(client: Client) -> None:
