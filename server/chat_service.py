@@ -22,6 +22,7 @@ from server.chat_encoding import ChatEncoder
 from server.dialects import AskedChoice, check_tools
 from server.endings import end_of
 from server.errors import bad_request, constraint_error
+from server.http_metrics import RequestType
 from server.options import ChatOptions
 from server.prompts import check_length, check_room, truncated
 from server.speech import AnswerReader, Speech
@@ -42,6 +43,8 @@ class Conversation:
     beam_search: BeamSearchParams | None = None
     """If set, runs a beam search; `params` then gives only the number of answers and the output format."""
     request_id: str
+    request_type: RequestType = "chat_completions"
+    """For metrics."""
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: AskedChoice | None = None
     """Both in OpenAI's shape."""
@@ -167,6 +170,7 @@ class ChatService:
             text,
             parallel=conversation.parallel_tool_calls,
             include_reasoning=conversation.include_reasoning,
+            request_type=conversation.request_type,
         )
         max_model_len = self._engine.max_model_len
         search = conversation.beam_search

@@ -340,7 +340,7 @@ class ResponsesService:
         """The conversation for the engine; with truncation auto, drops as few of its first turns as needed to fit."""
 
         def converted(kept: list[dict[str, Any]]) -> Conversation:
-            conversation = conversation_of(chat_fields(request, kept), self._context, request_id)
+            conversation = conversation_of(chat_fields(request, kept), self._context, request_id, "responses")
             conversation.adapter = adapter
             return conversation
 
