@@ -27,7 +27,6 @@ def conversation_of(fields: Mapping[str, Any], context: ServerContext, request_i
         request_id,
     )
     conversation.request_id = request_id
-    conversation.max_tokens_param = None  # the other APIs have a stop reason for an answer cut at the context length
     return conversation
 
 

@@ -23,6 +23,7 @@ from server.errors import bad_request
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
 from server.options import ChatOptions
+from server.prompts import check_max_tokens
 from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
 from server.sampling import constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
@@ -63,7 +64,9 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
     if body.logprobs and not body.logprob_token_ids:
         top = 0 if body.top_logprobs is None else body.top_logprobs
     named = next((name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name) is not None), None)
-    max_tokens = context.default_max_tokens if named is None else getattr(body, named)
+    asked = None if named is None else getattr(body, named)
+    check_max_tokens(asked, context.engine.max_model_len, named or "max_tokens")
+    max_tokens = context.default_max_tokens if asked is None else asked
     limits, search = context.options.limits, None
     if body.use_beam_search:
         search = beam_search_params(
@@ -100,7 +103,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
         constraint_param=constraint_param(body),
-        max_tokens_param=named,
+        asked_tokens=asked,
         cache_salt=body.cache_salt,
         priority=body.priority,
     )

@@ -145,7 +145,7 @@ class _Chat:
         adapter: str | None,
     ) -> "_Chat":
         """Raises ApiError, InvalidRequestError or ValidationError."""
-        conversation = conversation_of(chat_fields(body), context, request_id)
+        conversation = conversation_of(chat_fields(body, context.engine.max_model_len), context, request_id)
         conversation.adapter = adapter
         if body.think is not None:
             conversation.enable_thinking = bool(body.think)
@@ -175,12 +175,12 @@ class _Raw:
         cls, body: OllamaGenerateRequest, context: ServerContext, request_id: str, adapter: str | None
     ) -> "_Raw":
         """Raises ApiError or InvalidRequestError."""
-        fields = {"max_tokens": context.engine.max_model_len, **sampling_fields(body, "max_tokens"), "prompt": body.prompt}
+        longest = context.engine.max_model_len
+        fields = {"max_tokens": longest, **sampling_fields(body, "max_tokens", longest), "prompt": body.prompt}
         try:
             wanted = CompletionRequest.model_validate(fields)
         except ValidationError as error:
             raise as_api_error(error) from None
-        wanted.model_fields_set.discard("max_tokens")  # the text is cut at the context length
         return cls((await completions.prepare(wanted, context, request_id, adapter)).requests[0], context)
 
     async def deltas(self) -> Pieces:

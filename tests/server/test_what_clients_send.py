@@ -47,10 +47,10 @@ def test_what_clients_send_is_taken(client: Client, fields: Mapping[str, Any]) -
         (CHAT, {"max_tokns": 5}, "max_tokns", "did you mean max_tokens?"),
         (CHAT, {"repeat_penalty": 1.2}, "repeat_penalty", "did you mean repetition_penalty?"),
         (COMPLETIONS, {"prompts": ["a"]}, "prompts", "did you mean prompt?"),
-        (CHAT, {"max_tokens": 500}, "max_tokens", "maximum context length is 200 tokens"),
-        (CHAT, {"max_completion_tokens": 500, "stream": True}, "max_completion_tokens", "max_completion_tokens may be at most"),
-        (CHAT, {"max_tokens": 500, "use_beam_search": True}, "max_tokens", "lower it"),
-        (COMPLETIONS, {"max_tokens": 200}, "max_tokens", "max_tokens is 200, but the prompt has 3 tokens"),
+        (CHAT, {"max_tokens": 201}, "max_tokens", "maximum context length is 200 tokens"),
+        (CHAT, {"max_completion_tokens": 500, "stream": True}, "max_completion_tokens", "leave it out for as many as fit"),
+        (CHAT, {"max_tokens": 500, "use_beam_search": True}, "max_tokens", "lower the limit"),
+        (COMPLETIONS, {"max_tokens": 201}, "max_tokens", "201 output tokens are requested"),
         (COMPLETIONS, {"temperature": 1e9}, "temperature", "at most 1000000.0"),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "does not read"),
         (CHAT, {"thinking_token_budget": 0}, "thinking_token_budget", "or limit max_tokens"),
@@ -66,9 +66,35 @@ def test_what_cannot_be_meant_is_refused_with_the_way_out(
     assert text in error["message"]
 
 
-def test_an_answer_may_fill_the_context_and_a_cut_prompt_leaves_room_for_it(client: Client) -> None:
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [
+        (COMPLETIONS, "max_tokens"),
+        (CHAT, "max_tokens"),
+        (CHAT, "max_completion_tokens"),
+        ("/v1/responses", "max_output_tokens"),
+        ("/v1/messages", "max_tokens"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_max_tokens_is_cut_to_what_the_prompt_leaves(
+    client: Client, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch, path: str, limit: str, stream: bool
+) -> None:
+    monkeypatch.setattr(core, "_script", lambda request: [70] * 1000)
+    prompt = {COMPLETIONS: {"prompt": "hi"}, "/v1/responses": {"input": "hi"}}.get(path, {"messages": [USER]})
+    reply = client.post(path, {**prompt, limit: 200, "stream": stream})
+    assert reply.status_code == 200, reply.text
+    request = core.requests[-1]
+    assert request.sampling_params is not None
+    assert request.sampling_params.max_tokens == 200 - len(request.prompt_token_ids)
+    refused = client.post(path, {**prompt, limit: 201, "stream": stream})
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and "201 output tokens are requested" in error["message"]
+    assert error.get("param", limit) == limit, "Anthropic's errors have no param"
+
+
+def test_a_cut_prompt_leaves_room_for_the_answer(client: Client) -> None:
     for path, fields in (
-        (COMPLETIONS, {"prompt": "hi", "max_tokens": 197}),
         (COMPLETIONS, {"prompt": "one " * 300, "max_tokens": 150, "truncate_prompt_tokens": -1}),
         (CHAT, {"messages": [{"role": "user", "content": "one " * 300}], "max_tokens": 150, "truncate_prompt_tokens": -1}),
     ):

@@ -111,8 +111,8 @@ MODEL_AND_MESSAGES = [
 SAMPLING = [
     *_each("max_tokens", CHAT, "max_tokens", [0, -1, 1.5, "5", True]),
     *_each("max_completion_tokens", CHAT, "max_completion_tokens", [0, -1, 1.5, "5", True]),
-    *_each("max_tokens beyond the context", COMPLETIONS, "max_tokens", [10**6, 10**12], code="context_length_exceeded"),
-    *_each("max_tokens beyond the context", CHAT, "max_completion_tokens", [10**12], code="context_length_exceeded"),
+    *_each("max_tokens beyond the context", COMPLETIONS, "max_tokens", [10**6, 10**12], text="output tokens are requested"),
+    *_each("max_tokens beyond the context", CHAT, "max_completion_tokens", [10**12], text="output tokens are requested"),
     *_each("temperature", CHAT, "temperature", ["NaN", -0.1, 1e7, "1", True]),
     *_raw("temperature", CHAT, "temperature", ["NaN", "Infinity", "-Infinity", "1e999"]),
     *_each("top_p", CHAT, "top_p", [0, -1, 1.01, "1"]),
