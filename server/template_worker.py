@@ -1,9 +1,11 @@
 """A process that renders conversations: a template that takes too much time or memory ends only this process.
 
 Reads msgpack frames from its input: first {"seconds", "memory_bytes", "special_tokens_map", "chat_templates"}, then jobs,
-the arguments of `render_chat`; answers each with {"text"} or {"error", "param"}. Imports neither a web framework nor JAX.
+the arguments of `render_chat`; answers each with {"text"} or {"error", "param"}, and "log": [[level, message]]. Imports
+neither a web framework nor JAX.
 """
 
+import logging
 import resource
 import signal
 import sys
@@ -14,6 +16,7 @@ import msgspec
 
 from jaxllm import worker_pipe
 from jaxllm.errors import InvalidRequestError
+from jaxllm.log import logger
 from jaxllm.text.chat_template import choose_template, render_chat, template_variables
 
 MAX_TEXT_CHARACTERS = 64 << 20
@@ -31,6 +34,18 @@ class _Tokens:
     chat_templates: dict[str, str]
 
 
+class _Log(logging.Handler):
+    """Collects what is logged during a job."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message."""
+        self.lines.append((record.levelno, record.getMessage()))
+
+
 def main() -> None:
     """Render jobs until the input ends."""
     first = worker_pipe.read(sys.stdin.buffer)
@@ -43,11 +58,15 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     variables: dict[str, set[str]] = {}
+    log = _Log()
+    logger.handlers, logger.propagate = [log], False
+    logger.setLevel(logging.DEBUG)
     while (frame := worker_pipe.read(sys.stdin.buffer)) is not None:
         signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # SIGALRM ends the process at any point
         answer = _answer(msgspec.msgpack.decode(frame), tokens, variables)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        worker_pipe.write(sys.stdout.buffer, msgspec.msgpack.encode(answer))
+        worker_pipe.write(sys.stdout.buffer, msgspec.msgpack.encode({**answer, "log": log.lines}))
+        log.lines = []
 
 
 def _answer(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ class CalledFunction(RequestModel):
     """What a tool call calls."""
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Any = None
+    """JSON text, or an object. Anything else is taken as no arguments: an earlier answer cannot be corrected."""
 
 
 class MessageToolCall(RequestModel):

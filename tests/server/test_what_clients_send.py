@@ -40,6 +40,24 @@ def test_what_clients_send_is_taken(client: Client, fields: Mapping[str, Any]) -
     assert reply.status_code == 200, reply.text
 
 
+def test_a_tool_call_of_the_history_with_cut_arguments_ends_no_conversation(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = {"name": "f", "arguments": '{"path": "/a/b'}
+    chat = [USER, {"role": "assistant", "tool_calls": [{**CALL, "function": cut}]}]
+    item = {"type": "function_call", "call_id": "1", **cut}
+    result = {"type": "function_call_output", "call_id": "1", "output": "no such file"}
+    for path, fields in (
+        (CHAT, {"messages": [*chat, {"role": "tool", "tool_call_id": "1", "content": "no such file"}]}),
+        ("/v1/responses", {"input": [USER, item, result]}),
+        ("/api/chat", {"messages": [*chat, {"role": "tool", "content": "no such file"}]}),
+    ):
+        with caplog.at_level(logging.DEBUG, "jaxllm"):
+            reply = client.post(path, fields)
+        assert reply.status_code == 200, reply.text
+    assert caplog.text.count("message 1 has a tool call whose arguments are no JSON object: taken as {}") == 3
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param", "text"),
     [
