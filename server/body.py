@@ -1,4 +1,4 @@
-"""Reads a request's body: JSON of bounded depth with finite numbers, then the model's strict validation. Errors are 400s."""
+"""Reads a request's body: JSON of bounded depth with finite numbers, then the model's validation. Errors are 400s."""
 
 import difflib
 import functools

@@ -1,12 +1,14 @@
-"""Base of the bodies of all generating requests: strict types, finite numbers, sampling fields, refused fields."""
+"""Base of the bodies of all generating requests: finite numbers, sampling fields, refused fields."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema
 
 from jaxllm.sampling_params import FIELDS, IN_REQUESTS, MAX_BAD_WORDS
 from server.errors import bad_request
+from server.protocol.coercion import coercing
 
 T = TypeVar("T")
 
@@ -56,12 +58,17 @@ _NOTHING: tuple[Any, ...] = (False, "", [], {})
 
 
 class RequestModel(BaseModel):
-    """A body: strict types, no NaN or infinity. Rejects known unsupported fields; `server/body.py` handles unknown ones."""
+    """A body: no NaN or infinity. Rejects known unsupported fields; `server/body.py` handles unknown ones."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", populate_by_name=True)
+    model_config = ConfigDict(allow_inf_nan=False, extra="ignore", populate_by_name=True)
 
     REFUSED: ClassVar[Mapping[str, str]] = {**REMOVED, **UNSUPPORTED}
     """Fields with their alternatives."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The schema, of which numbers may come as texts."""
+        return coercing(handler(source))
 
     @classmethod
     def refuse_unsupported(cls, body: Mapping[str, Any]) -> None:

@@ -178,7 +178,7 @@ def test_texts_that_are_compared_are_cut_each_at_its_own_length(client):
         ({"input": ["a"] * 33, "encoding_format": "bytes"}, "encoding_format"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "a", "truncate_prompt_tokens": 201}, "truncate_prompt_tokens"),
-        ({"input": "a", "softmax": "yes"}, "softmax"),
+        ({"input": "a", "softmax": "perhaps"}, "softmax"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template": "x"}, "chat_template"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": "x" * 5000}}, "chat_template_kwargs"),
     ],

@@ -40,6 +40,44 @@ def test_what_clients_send_is_taken(client: Client, fields: Mapping[str, Any]) -
     assert reply.status_code == 200, reply.text
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"])
+def test_numbers_and_booleans_are_taken_as_clients_serialise_them(client: Client, core: FakeEngineCore, path: str) -> None:
+    prompt = {COMPLETIONS: {"prompt": [5.0, 6.0]}, "/v1/responses": {"input": "hi"}}.get(path, {"messages": [USER]})
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    reply = client.post(
+        path,
+        {
+            **prompt,
+            limit: 8.0,
+            "temperature": "0.5",
+            "top_k": "7",
+            "seed": "3",
+            "stream": "false",
+            "ignore_eos": "True",
+            "stop_token_ids": ["30", 31.0],
+            "logit_bias": {"30": "1"},
+            "repetition_detection": {"max_pattern_size": "3", "min_count": 2.0},
+            "vllm_xargs": {},
+            "priority": "0",
+            "timeout": "60",
+        },
+    )
+    assert reply.status_code == 200, reply.text
+    params = core.requests[-1].sampling_params
+    assert params is not None
+    assert (params.max_tokens, params.temperature, params.top_k, params.seed, params.ignore_eos) == (8, 0.5, 7, 3, True)
+    assert (params.stop_token_ids, params.logit_bias) == ([30, 31], {30: 1.0})
+    assert params.repetition_detection == {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 2}
+    for fields, param in (({"top_k": 7.5}, "top_k"), ({"seed": "x"}, "seed"), ({"logit_bias": {"30": True}}, "logit_bias")):
+        refused = client.post(path, {**prompt, limit: 8, **fields})
+        assert refused.status_code == 400 and refused.json()["error"].get("param", param) == param
+
+
+def test_texts_that_look_like_numbers_stay_texts(client: Client, core: FakeEngineCore) -> None:
+    assert client.complete(prompt=["1", "2"], stop=["3"], user="4").status_code == 200
+    assert [request.sampling_params.stop for request in core.requests[-2:]] == [["3"], ["3"]]  # type: ignore[union-attr]
+
+
 def test_a_tool_call_of_the_history_with_cut_arguments_ends_no_conversation(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
