@@ -43,7 +43,7 @@ def parse_body(raw: bytes, model: type[Model], *, ignore_unknown: bool = False) 
     """Parse bytes as a model. Raises ApiError."""
     body = parse_object(raw)
     model.refuse_unsupported(body)
-    if unknown := sorted(body.keys() - _names(model) - model.REFUSED.keys()):
+    if unknown := sorted(body.keys() - _names(model) - model.REFUSED.keys() - model.NO_EFFECT.keys()):
         if not ignore_unknown:
             _refuse_misspelt(unknown, model)
         log_once(f"ignored unknown fields of a {model.__name__}: {', '.join(map(repr, unknown))}")

@@ -53,7 +53,7 @@ class Conversation:
     documents: Sequence[Mapping[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
-    """Values of the template's variables; a name that it does not read is an error."""
+    """Values of the template's variables."""
     reasoning_effort: str | None = None
     """A hint for templates that read it."""
     enable_thinking: bool | None = None

@@ -164,7 +164,6 @@ def test_several_answers_have_their_index(wire: Wire) -> None:
         ({"text": "hi", "sampling": pb.SamplingParams(stop=["a"] * 65)}, "INVALID_ARGUMENT", "stop has 65 texts"),
         ({"text": "hi", "sampling": pb.SamplingParams(thinking_token_budget=5)}, "INVALID_ARGUMENT", "end its thinking"),
         ({"text": "hi", "cache_salt": "a/b"}, "INVALID_ARGUMENT", "cache_salt"),
-        ({"text": "hi", "priority": -3}, "INVALID_ARGUMENT", "priority is -3"),
         ({"text": "hi", "request_id": "x" * 129}, "INVALID_ARGUMENT", "request_id"),
         ({"token_ids": pb.TokenIds(ids=[99999])}, "INVALID_ARGUMENT", "99999"),
         ({"text": "x" * 3000}, "INVALID_ARGUMENT", "maximum context length"),

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.log import info_once
 from server.app import create_app
+from server.ignored import log_once
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.server.client import Client
 from tests.server.conftest import options
@@ -38,6 +40,37 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f"}}
 def test_what_clients_send_is_taken(client: Client, fields: Mapping[str, Any]) -> None:
     reply = client.post(CHAT, {"messages": [USER], **fields})
     assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "text"),
+    [
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs has 'enable_thinking', which has no"),
+        (CHAT, {"documents": [{"text": "x"}]}, "documents have no effect"),
+        (CHAT, {"verbosity": "low"}, "verbosity has no effect"),
+        ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity has no effect"),
+        (CHAT, {"function_call": "none"}, "function_call has no effect"),
+        (CHAT, {"functions": []}, "functions has no effect"),
+        (COMPLETIONS, {"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params has no effect"),
+        (
+            "/v1/messages",
+            {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 9},
+            "kv_transfer_params has no effect",
+        ),
+        (COMPLETIONS, {"priority": 7}, "priority of requests has no effect"),
+    ],
+)
+def test_what_has_no_effect_is_taken_and_logged_once(
+    client: Client, caplog: pytest.LogCaptureFixture, path: str, fields: Mapping[str, Any], text: str
+) -> None:
+    log_once.cache_clear()
+    info_once.cache_clear()
+    prompt = {COMPLETIONS: {"prompt": "hi"}, "/v1/responses": {"input": "hi"}}.get(path, {"messages": [USER]})
+    with caplog.at_level(logging.INFO, "jaxllm"):
+        for _ in range(2):
+            reply = client.post(path, {**prompt, **fields})
+            assert reply.status_code == 200, reply.text
+    assert caplog.text.count(text) == 1
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"])
@@ -108,7 +141,10 @@ def test_a_tool_call_of_the_history_with_cut_arguments_ends_no_conversation(
         (CHAT, {"max_tokens": 500, "use_beam_search": True}, "max_tokens", "lower the limit"),
         (COMPLETIONS, {"max_tokens": 201}, "max_tokens", "201 output tokens are requested"),
         (COMPLETIONS, {"temperature": 1e9}, "temperature", "at most 1000000.0"),
-        (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "does not read"),
+        (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "leave it out"),
+        (CHAT, {"best_of": 2}, "best_of", "use n and choose among the answers"),
+        (CHAT, {"function_call": "auto"}, "function_call", "use tool_choice"),
+        (CHAT, {"guided_choice": []}, "guided_choice", "use structured_outputs {'choice': …}"),
         (CHAT, {"thinking_token_budget": 0}, "thinking_token_budget", "or limit max_tokens"),
         (CHAT, {"length_penalty": 2.0}, "length_penalty", "set use_beam_search"),
     ],

@@ -171,7 +171,10 @@ SAMPLING = [
     *_each("suffix", COMPLETIONS, "suffix", ["end"]),
     *_each("chat_template", CHAT, "chat_template", ["{{ messages }}"]),
     *_each(
-        "chat_template_kwargs", CHAT, "chat_template_kwargs", [{"tokenize": True}, {"messages": []}, {"a": "b" * 10_000_000}, 5]
+        "chat_template_kwargs",
+        CHAT,
+        "chat_template_kwargs",
+        [{"add_generation_prompt": True}, {"messages": []}, {"a": "b" * 10_000_000}, 5],
     ),
     *_each("timeout", CHAT, "timeout", [-1, "x"]),
 ]
