@@ -234,8 +234,6 @@ def _normalised(message: Any, number: int, *, as_parts: bool, keep_strings: bool
         raise InvalidRequestError(f"{where} has the role {role!r}, must be a string like 'user' or 'assistant'", "messages")
     normalised = dict(message)
     if content is None:
-        if not (role in ("tool", "function") or (role == "assistant" and message.get("tool_calls"))):
-            raise InvalidRequestError(f"{where} ({role}) has no content", "messages")
         normalised["content"] = ""
     elif isinstance(content, str):
         if as_parts and not keep_strings:

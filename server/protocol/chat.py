@@ -52,7 +52,7 @@ class Message(RequestModel):
 class FunctionDefinition(RequestModel):
     """A function that the model may call."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
+    name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

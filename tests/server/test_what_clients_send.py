@@ -11,7 +11,7 @@ from jaxllm.log import info_once
 from server.app import create_app
 from server.ignored import log_once
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.server.client import Client
+from tests.server.client import Client, events
 from tests.server.conftest import options
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -34,6 +34,8 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f"}}
         {"max_tokens": None, "guided_json": None},
         {"chat_id": "x", "background_tasks": {}},
         {"thinking_token_budget": -1},
+        {"messages": [{"role": "system"}, {"role": "user"}]},
+        {"tools": [{"type": "function", "function": {"name": name}} for name in ("get weather", "get weather", "n" * 128)]},
     ],
     ids=lambda fields: next(iter(fields)),
 )
@@ -104,6 +106,42 @@ def test_numbers_and_booleans_are_taken_as_clients_serialise_them(client: Client
     for fields, param in (({"top_k": 7.5}, "top_k"), ({"seed": "x"}, "seed"), ({"logit_bias": {"30": True}}, "logit_bias")):
         refused = client.post(path, {**prompt, limit: 8, **fields})
         assert refused.status_code == 400 and refused.json()["error"].get("param", param) == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "echoed"),
+    [
+        ({}, ""),
+        ({"messages": [USER, {"role": "assistant", "content": "Sure, "}]}, "Sure, "),
+        ({"messages": [USER], "add_generation_prompt": False}, "hi"),
+        ({"messages": [USER, {"role": "assistant", "content": "So "}], "continue_final_message": True}, "So "),
+    ],
+)
+def test_a_chat_echoes_the_last_message_if_the_answer_is_of_the_same_role(
+    client: Client, fields: Mapping[str, Any], echoed: str, stream: bool
+) -> None:
+    reply = client.chat(echo=True, stream=stream, **fields)
+    if stream:
+        text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in events(reply))
+    else:
+        text = reply.json()["choices"][0]["message"]["content"]
+    assert text == echoed + "one two three"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
+def test_a_text_that_max_tokens_cuts_inside_a_character_ends_before_it(
+    client: Client, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    ids = client.app.state.context.tokenizer.encode("a😀b", add_special_tokens=False)
+    assert len(ids) == 5, "the middle character has three tokens"
+    monkeypatch.setattr(core, "_script", lambda request: ids)
+    asked = {"max_tokens": num_tokens, "logprobs": 1, "return_token_ids": True}
+    whole = client.complete(**asked).json()["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in events(client.complete(**asked, stream=True))]
+    assert whole["text"] == "".join(chunk["text"] for chunk in chunks) == ("a😀" if num_tokens == 4 else "a")
+    assert whole["token_ids"] == ids[:num_tokens] == [id for chunk in chunks for id in chunk["token_ids"]]
+    assert len(whole["logprobs"]["tokens"]) == num_tokens
 
 
 def test_texts_that_look_like_numbers_stay_texts(client: Client, core: FakeEngineCore) -> None:

@@ -263,7 +263,7 @@ TOOLS = [
         param="tool_choice",
     ),
     Case("odd tool_choice", CHAT, {"tools": [TOOL], "tool_choice": "perhaps"}, param="tool_choice"),
-    *[Case(f"tool name {name[:12]!r}", CHAT, {"tools": [_tool(name=name)]}, param="tools") for name in ("a b", "n" * 65, "")],
+    *[Case(f"tool name {name[:12]!r}", CHAT, {"tools": [_tool(name=name)]}, param="tools") for name in ("a\nb", "n" * 129, "")],
     *[
         Case(f"tools {value!r:.20}", CHAT, {"tools": value}, param="tools")
         for value in ({"a": 1}, "tools", ["f"], [{"type": "browser"}])
