@@ -44,6 +44,12 @@ def text_stream(
     return make(tokenizer, prompt_ids, skipped, glued)
 
 
+def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """The text of tokens, without a character that their end cuts."""
+    stream = text_stream(tokenizer, [], skip_special_tokens=skip_special_tokens)
+    return "".join(map(stream.push, token_ids)) + stream.flush()
+
+
 class ByteTextStream(TextStream):
     """For byte-level tokenizers, whose text is the concatenation of the tokens' bytes."""
 
