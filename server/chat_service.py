@@ -24,7 +24,7 @@ from server.endings import end_of
 from server.errors import bad_request, constraint_error
 from server.http_metrics import RequestType
 from server.options import ChatOptions
-from server.prompts import check_length, check_room, truncated
+from server.prompts import check_length, truncated
 from server.speech import AnswerReader, Speech
 from server.template_process import MAX_PROCESSES, TemplateProcesses
 from server.usage import Usage
@@ -56,7 +56,7 @@ class Conversation:
     documents: Sequence[Mapping[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
-    """Values of the template's variables; a name that it does not read is an error."""
+    """Values of the template's variables."""
     reasoning_effort: str | None = None
     """A hint for templates that read it."""
     enable_thinking: bool | None = None
@@ -65,8 +65,8 @@ class Conversation:
     truncation_side: str | None = None
     constraint_param: str = "structured_outputs"
     """The client's name for the field that constrains the answer, for errors."""
-    max_tokens_param: str | None = None
-    """The client's name for max_tokens if that many must fit the context; None: the answer is cut at the context length."""
+    asked_tokens: int | None = None
+    """The client's limit of output tokens, which truncate_prompt_tokens -1 leaves room for; None: the client has set none."""
     cache_salt: str | None = None
     priority: int = 0
     adapter: str | None = None
@@ -174,11 +174,10 @@ class ChatService:
         )
         max_model_len = self._engine.max_model_len
         search = conversation.beam_search
-        asked = None if conversation.max_tokens_param is None else (search or params).max_tokens
-        ids = truncated(ids, conversation.truncate_prompt_tokens, conversation.truncation_side, max_model_len, asked)
+        ids = truncated(
+            ids, conversation.truncate_prompt_tokens, conversation.truncation_side, max_model_len, conversation.asked_tokens
+        )
         check_length(len(ids), max_model_len, "messages")
-        if conversation.max_tokens_param is not None and asked is not None:
-            check_room(len(ids), asked, max_model_len, conversation.max_tokens_param)
         if search is not None:
             assert params.structured_outputs is None, "a search follows no grammar"
             search = dataclasses.replace(search, skip_special_tokens=params.skip_special_tokens)

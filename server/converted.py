@@ -31,7 +31,6 @@ def conversation_of(
     )
     conversation.request_id = request_id
     conversation.request_type = request_type
-    conversation.max_tokens_param = None  # the other APIs have a stop reason for an answer cut at the context length
     return conversation
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.log import info_once
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, Grammar
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -142,14 +143,14 @@ class InputProcessor:
             )
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"priority is {priority!r}, must be an integer", "priority")
-        if priority != 0 and self._policy != "priority":
-            raise InvalidRequestError(
-                f"priority is {priority}, but requests are served in the order of arrival; leave it out, or start the engine with "
-                "--scheduling-policy priority",
-                "priority",
-            )
         if not -(2**63) <= priority < 2**63:
             raise InvalidRequestError(f"priority is {priority}, must fit 64 bits", "priority")
+        if priority != 0 and self._policy != "priority":
+            info_once(
+                "priority of requests has no effect: they are served in the order of arrival (--scheduling-policy priority "
+                "changes that)"
+            )
+            priority = 0
         _check_rank(data_parallel_rank, self._num_replicas)
         for name, seconds in (("queue_timeout_seconds", queue_timeout_seconds), ("timeout_seconds", timeout_seconds)):
             _check_timeout(name, seconds)

@@ -92,7 +92,7 @@ class XmlCalls(ToolDialect):
         tags = self.tags
         name, marker = yield from parser.text_until(self._after_name, MAX_NAME)
         name = name.strip()
-        if not NAME.fullmatch(name):
+        if not NAME.fullmatch(name) and name not in parser.tools:
             raise Broken
         parser.start_call(name)
         tool = parser.tools.get(name)

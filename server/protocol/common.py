@@ -1,12 +1,15 @@
-"""Base of the bodies of all generating requests: strict types, finite numbers, sampling fields, refused fields."""
+"""Base of the bodies of all generating requests: finite numbers, sampling fields, refused fields."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema
 
 from jaxllm.sampling_params import FIELDS, IN_REQUESTS, MAX_BAD_WORDS
 from server.errors import bad_request
+from server.ignored import log_once
+from server.protocol.coercion import coercing
 
 T = TypeVar("T")
 
@@ -36,7 +39,6 @@ UNSUPPORTED = {
     "mm_payload": "text only: this server takes no media",
     "return_mm_kwargs": "text only: this server takes no media",
     "audio": "text only: this server takes no media",
-    "kv_transfer_params": "nothing: this server moves no KV cache",
     "ec_transfer_params": "nothing: this server moves no caches",
     "session_id": "cache_salt or nothing: prompts share the prefix cache without it",
     "return_token_offsets": "logprobs with text_offset",
@@ -52,26 +54,41 @@ UNSUPPORTED = {
     "adapter_id": "model",
     "lora_request": "model",
 }
+NO_EFFECT = {"kv_transfer_params": "this server moves no KV cache"}
+NO_VERBOSITY = "ask for it in the system message"
 _NOTHING: tuple[Any, ...] = (False, "", [], {})
+_NOTHING_IN: Mapping[str, Any] = {"function_call": "none"}
+"""Values of unsupported fields that ask for nothing."""
 
 
 class RequestModel(BaseModel):
-    """A body: strict types, no NaN or infinity. Rejects known unsupported fields; `server/body.py` handles unknown ones."""
+    """A body: no NaN or infinity. Rejects known unsupported fields; `server/body.py` handles unknown ones."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", populate_by_name=True)
+    model_config = ConfigDict(allow_inf_nan=False, extra="ignore", populate_by_name=True)
 
     REFUSED: ClassVar[Mapping[str, str]] = {**REMOVED, **UNSUPPORTED}
     """Fields with their alternatives."""
+    NO_EFFECT: ClassVar[Mapping[str, str]] = NO_EFFECT
+    """Fields that are accepted without effect, with the reason."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The schema, of which numbers may come as texts."""
+        return coercing(handler(source))
 
     @classmethod
     def refuse_unsupported(cls, body: Mapping[str, Any]) -> None:
-        """Raise ApiError for the first set field that is not supported."""
-        for name in body:
-            if name not in cls.REFUSED or name in cls.model_fields or body[name] is None:
+        """Raise ApiError for the first set field that is not supported. Log fields without effect."""
+        for name, value in body.items():
+            if value is None:
                 continue
-            if name in REMOVED or body[name] not in _NOTHING:
-                verb = "was removed" if name in REMOVED else "is not supported"
-                raise bad_request(f"{name} {verb}; use {cls.REFUSED[name]}", name, "unsupported_parameter")
+            if name in cls.NO_EFFECT:
+                log_once(f"{name} has no effect: {cls.NO_EFFECT[name]}")
+            elif name in cls.REFUSED and name not in cls.model_fields:
+                if name in REMOVED or (value not in _NOTHING and value != _NOTHING_IN.get(name)):
+                    verb = "was removed" if name in REMOVED else "is not supported"
+                    raise bad_request(f"{name} {verb}; use {cls.REFUSED[name]}", name, "unsupported_parameter")
+                log_once(f"{name} has no effect: it asks for nothing")
 
 
 class StreamOptions(RequestModel):

@@ -327,10 +327,11 @@ class ResponsesService:
             raise bad_request("the response of previous_response_id is still being made", "previous_response_id")
         items = self._store.conversation(previous_response_id, owner)
         if items is None:
-            raise bad_request(
+            raise ApiError(
+                404,
                 f"the response {previous_response_id[:80]!r}, or one before it, is not stored (any more); send the whole conversation",
-                "previous_response_id",
-                "previous_response_not_found",
+                param="previous_response_id",
+                code="previous_response_not_found",
             )
         return items
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from server.errors import bad_request
+from server.ignored import log_once
+from server.protocol.common import NO_VERBOSITY
 from server.protocol.nested import parse
 from server.protocol.responses import (
     MAX_METADATA,
@@ -34,8 +36,8 @@ def check(request: ResponsesRequest) -> None:
         raise bad_request(
             "reasoning.summary is not supported beyond auto: reasoning comes whole, as reasoning_text", "reasoning"
         )
-    if request.text is not None and request.text.verbosity not in (None, "medium"):
-        raise bad_request("text.verbosity is not supported; ask for it in instructions", "text")
+    if request.text is not None and request.text.verbosity is not None:
+        log_once(f"text.verbosity has no effect: {NO_VERBOSITY}")
     _check_metadata(request.metadata or {})
 
 

@@ -23,6 +23,7 @@ from server.errors import bad_request
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
 from server.options import ChatOptions
+from server.prompts import check_max_tokens
 from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
 from server.sampling import constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
@@ -63,7 +64,9 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
     if body.logprobs and not body.logprob_token_ids:
         top = 0 if body.top_logprobs is None else body.top_logprobs
     named = next((name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name) is not None), None)
-    max_tokens = context.default_max_tokens if named is None else getattr(body, named)
+    asked = None if named is None else getattr(body, named)
+    check_max_tokens(asked, context.engine.max_model_len, named or "max_tokens")
+    max_tokens = context.default_max_tokens if asked is None else asked
     limits, search = context.options.limits, None
     if body.use_beam_search:
         search = beam_search_params(
@@ -100,7 +103,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
         constraint_param=constraint_param(body),
-        max_tokens_param=named,
+        asked_tokens=asked,
         cache_salt=body.cache_salt,
         priority=body.priority,
     )
@@ -126,8 +129,6 @@ def to_message(message: Message) -> dict[str, Any]:
 def _content(message: Message) -> Any:
     content = message.content
     if content is None:
-        if message.role in ("system", "developer", "user"):
-            raise bad_request(f"messages has a {message.role} message without content", "messages")
         return message.refusal or ("" if not message.tool_calls else None)
     if isinstance(content, str):
         return content
@@ -162,8 +163,6 @@ def _check(body: ChatCompletionRequest, context: ServerContext) -> None:
         raise bad_request(f"max_completion_tokens is {body.max_completion_tokens}, must be at least 1", "max_completion_tokens")
     if body.logprob_token_ids and not body.logprobs:
         raise bad_request("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
-    if body.echo and not body.continue_final_message:
-        raise bad_request("echo needs continue_final_message to be true", "echo")
     check_template(body.chat_template, body.chat_template_kwargs, context.options.chat)
 
 
@@ -198,7 +197,15 @@ class ChatReply:
         self._created = int(time.time())
         self._tells_cached = replies.enable_prompt_tokens_details
         self._has_timings = body.include_timings or replies.enable_per_request_metrics
-        self._echoed = _last_text(chat) if body.echo else ""
+        self._echoed = self._last_text() if body.echo else ""
+
+    def _last_text(self) -> str:
+        """The last message's text if the answer continues it, or is of the same role."""
+        conversation, last = self._chat.conversation, self._chat.conversation.messages[-1]
+        if conversation.add_generation_prompt and last["role"] != self._context.options.chat.response_role:
+            return ""
+        content = last.get("content") or ""
+        return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
     # Whole reply
 
@@ -341,8 +348,3 @@ class ChatReply:
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
-
-
-def _last_text(chat: PreparedChat) -> str:
-    content = chat.conversation.messages[-1].get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

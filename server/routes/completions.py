@@ -25,7 +25,7 @@ from server.endings import end_of
 from server.errors import bad_request, constraint_error
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
-from server.prompts import check_length, check_room, check_text_length, encode_prompt, tokenizer_of, truncated
+from server.prompts import check_length, check_max_tokens, check_text_length, encode_prompt, tokenizer_of, truncated
 from server.protocol.completions import CompletionRequest
 from server.sampling import constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
@@ -107,6 +107,7 @@ def _params(body: CompletionRequest, context: ServerContext) -> SamplingParams |
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if body.echo and max_tokens == 0:
         max_tokens = 1  # computed and discarded: the engine requires at least one output token
+    check_max_tokens(_asked_tokens(body), context.engine.max_model_len)
     limits = context.options.limits
     if body.use_beam_search:
         max_logprobs = context.engine.config.model.max_logprobs
@@ -116,6 +117,11 @@ def _params(body: CompletionRequest, context: ServerContext) -> SamplingParams |
         params.prompt_logprobs = params.logprobs
         params.skip_reading_prefix_cache = True
     return params
+
+
+def _asked_tokens(body: CompletionRequest) -> int | None:
+    """The client's limit of output tokens, not the default."""
+    return body.max_tokens if "max_tokens" in body.model_fields_set else None
 
 
 def _prompts(body: CompletionRequest, context: ServerContext, n: int) -> Sequence[str | list[int]]:
@@ -160,11 +166,14 @@ def _encode_all(
             if body.truncate_prompt_tokens is None:
                 check_text_length(tokenizer, prompt, engine.max_model_len)
             text, ids = prompt, encode_prompt(tokenizer, prompt, add_special_tokens=body.add_special_tokens)
-        asked = body.max_tokens if "max_tokens" in body.model_fields_set else None
-        ids = truncated(ids, body.truncate_prompt_tokens, body.truncation_side, engine.max_model_len, asked)  # type: ignore[arg-type]
+        ids = truncated(
+            ids,  # type: ignore[arg-type]
+            body.truncate_prompt_tokens,
+            body.truncation_side,
+            engine.max_model_len,
+            _asked_tokens(body),
+        )
         check_length(len(ids), engine.max_model_len)
-        if asked is not None:
-            check_room(len(ids), asked, engine.max_model_len)
         found.append((text, ids))
     return found
 

@@ -116,7 +116,8 @@ class _Chat:
         adapter: str | None,
     ) -> "_Chat":
         """Raises ApiError, InvalidRequestError or ValidationError."""
-        conversation = conversation_of(chat_fields(body, context.chat_defaults), context, request_id)
+        fields = chat_fields(body, context.engine.max_model_len, context.chat_defaults)
+        conversation = conversation_of(fields, context, request_id)
         conversation.adapter = adapter
         if body.think is not None:
             conversation.enable_thinking = bool(body.think)
@@ -146,16 +147,13 @@ class _Raw:
         cls, body: OllamaGenerateRequest, context: ServerContext, request_id: str, adapter: str | None
     ) -> "_Raw":
         """Raises ApiError or InvalidRequestError."""
-        fields = {
-            "max_tokens": context.engine.max_model_len,
-            **sampling_fields(body, "max_tokens", context.chat_defaults),
-            "prompt": body.prompt,
-        }
+        longest = context.engine.max_model_len
+        sampling = sampling_fields(body, "max_tokens", longest, context.chat_defaults)
+        fields = {"max_tokens": longest, **sampling, "prompt": body.prompt}
         try:
             wanted = CompletionRequest.model_validate(fields)
         except ValidationError as error:
             raise as_api_error(error) from None
-        wanted.model_fields_set.discard("max_tokens")  # the text is cut at the context length
         return cls((await completions.prepare(wanted, context, request_id, adapter)).requests[0], context)
 
     async def deltas(self) -> Pieces:

@@ -130,7 +130,7 @@ def test_what_is_not_to_be_stored_is_not(client: Client) -> None:
     assert response["store"] is False
     assert client.get(f"/v1/responses/{response['id']}").status_code == 404
     refused = respond(client, previous_response_id=response["id"])
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "previous_response_not_found")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "previous_response_not_found")
 
 
 def test_another_key_sees_nothing_of_it(client: Client) -> None:
@@ -138,7 +138,7 @@ def test_another_key_sees_nothing_of_it(client: Client) -> None:
     other = {"authorization": "Bearer other"}
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
         assert client.request(method, f"/v1/responses/{response_id}{path}", headers=other).status_code == 404
-    assert client.post("/v1/responses", {"input": "x", "previous_response_id": response_id}, headers=other).status_code == 400
+    assert client.post("/v1/responses", {"input": "x", "previous_response_id": response_id}, headers=other).status_code == 404
     assert client.get(f"/v1/responses/{response_id}").status_code == 200
 
 
@@ -168,7 +168,6 @@ def test_only_what_runs_in_the_background_can_be_cancelled(client: Client) -> No
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"n": 2}, "n"),
         ({"previous_input_messages": [{"role": "user", "content": "x"}]}, "previous_input_messages"),
-        ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"text": {"format": {"type": "zzz"}}}, "text"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"background": True, "store": False}, "background"),
@@ -182,6 +181,13 @@ def test_wrong_requests_are_refused_before_anything_is_sent(
     refused = respond(client, stream=stream, **body)
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unknown_previous_response_is_not_found(client: Client, stream: bool) -> None:
+    refused = respond(client, stream=stream, previous_response_id="resp_x")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"], error["param"]) == (404, "not_found_error", "previous_response_id")
 
 
 def test_truncation_drops_first_turns_until_the_rest_fits(client: Client, core: FakeEngineCore) -> None:
