@@ -130,6 +130,8 @@ class EngineCoreRequest:
     """Name of the adapter that computes it; None: the model alone."""
     data_parallel_rank: int | None = None
     """The replica that computes it; None: the balancer chooses one."""
+    session_id: str | None = None
+    """Requests of one session go to one replica as long as it takes them at once."""
 
     @property
     def reads_prefix_cache(self) -> bool:

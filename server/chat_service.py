@@ -65,6 +65,8 @@ class Conversation:
     max_tokens_param: str | None = None
     """The client's name for max_tokens if that many must fit the context; None: the answer is cut at the context length."""
     cache_salt: str | None = None
+    session_id: str | None = None
+    """Requests of one session go to one replica."""
     priority: int = 0
     adapter: str | None = None
     """Name of a loaded LoRA adapter."""
@@ -189,6 +191,7 @@ class ChatService:
                 priority=conversation.priority,
                 queue_timeout_seconds=self._queue_timeout_seconds,
                 adapter=conversation.adapter,
+                session_id=conversation.session_id,
             )
         except InvalidRequestError as error:
             if error.param == "logprobs":

@@ -127,12 +127,13 @@ class InputProcessor:
         grammar: Grammar | None = None,
         adapter: str | None = None,
         data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> FrontRequest:
         """Check a prompt and complete its parameters. Raises InvalidRequestError, or TypeError for a request id that is no string.
 
         The request ends with an error if it exceeds its queue timeout or its timeout. `grammar`: the compiled structured
         output of `params`; None: compile it here, and wait for it. `adapter`: the name of a loaded LoRA adapter. `data_parallel_rank`:
-        the replica that is to compute it; None: any.
+        the replica that is to compute it; None: any. `session_id`: of requests that are best computed by one replica.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id is a {type(request_id).__name__}, must be a str")
@@ -171,6 +172,7 @@ class InputProcessor:
                 timeout_seconds=timeout_seconds,
                 adapter=adapter,
                 data_parallel_rank=data_parallel_rank,
+                session_id=session_id,
             )
             sampling, pooling = request.sampling_params, request.pooling_params
             return FrontRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)
@@ -199,6 +201,7 @@ class InputProcessor:
                 thinking_budget=thinking_budget,
                 adapter=adapter,
                 data_parallel_rank=data_parallel_rank,
+                session_id=session_id,
             )
             for index in range(params.n)
         ]
@@ -240,11 +243,11 @@ class InputProcessor:
         if self.tokenizer is None:
             return list(prompts)
         texts = {place: text for place, prompt in enumerate(prompts) if (text := _untokenized(prompt))}
-        tokenized = list(prompts)
+        tokenized: list[Any] = list(prompts)
         all_ids = tokenization.encode(self.tokenizer, list(texts.values()), self.max_model_len)
         for (place, text), token_ids in zip(texts.items(), all_ids, strict=True):
-            rest = prompts[place] if isinstance(prompts[place], Mapping) else {}
-            tokenized[place] = {**rest, "prompt": text, "prompt_token_ids": token_ids}  # type: ignore[dict-item, misc, typeddict-item]
+            known: Any = prompts[place]
+            tokenized[place] = {**({} if isinstance(known, str) else known), "prompt": text, "prompt_token_ids": token_ids}
         return tokenized
 
     def _read_prompt(self, prompt: Any) -> tuple[str | None, list[int], str | None]:

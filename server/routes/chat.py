@@ -102,6 +102,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         constraint_param=constraint_param(body),
         max_tokens_param=named,
         cache_salt=body.cache_salt,
+        session_id=body.session_id,
         priority=body.priority,
     )
 

@@ -86,6 +86,7 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
                     priority=body.priority,
                     queue_timeout_seconds=context.queue_timeout_seconds,
                     adapter=adapter,
+                    session_id=body.session_id,
                 )
             )
         except InvalidRequestError as error:
