@@ -213,6 +213,7 @@ class ChatService:
                 if output.prompt_logprobs is not None:
                     chat.prompt_logprobs = output.prompt_logprobs
                 usage.cached_tokens = output.num_cached_tokens
+                usage.created_cache_tokens = output.num_cache_creation_tokens
                 chat.metrics = output.metrics
                 deltas: list[ChatDelta] = []
                 for answer in output.outputs:

@@ -160,11 +160,11 @@ class ResponseWriter:
         return {**self.response, "output": list(self.response["output"])}
 
 
-def usage_object(num_prompt: int, num_cached: int, num_output: int, num_reasoning: int) -> dict[str, Any]:
+def usage_object(num_prompt: int, num_cached: int, num_created: int, num_output: int, num_reasoning: int) -> dict[str, Any]:
     """Token counts of a response in the Responses API's format."""
     return {
         "input_tokens": num_prompt,
-        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": num_created},
         "output_tokens": num_output,
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": num_prompt + num_output,

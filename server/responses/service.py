@@ -83,7 +83,13 @@ class Run:
 
     def _usage(self) -> dict[str, Any]:
         usage = self.chat.usage
-        return usage_object(usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens, usage.reasoning_tokens or 0)
+        return usage_object(
+            usage.prompt_tokens,
+            usage.cached_tokens or 0,
+            usage.created_cache_tokens,
+            usage.completion_tokens,
+            usage.reasoning_tokens or 0,
+        )
 
 
 @dataclass
