@@ -88,7 +88,10 @@ class EngineFront:
         self._grammar_compiler: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._outputs = OutputProcessor(
-            self.tokenizer, metrics=self._metrics, stream_interval=self.config.scheduler.stream_interval
+            self.tokenizer,
+            metrics=self._metrics,
+            stream_interval=self.config.scheduler.stream_interval,
+            cached_block_tokens=self.config.block_tokens if self.config.cache.enable_prefix_caching else None,
         )
 
     # Requests

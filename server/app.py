@@ -25,7 +25,7 @@ from server.load_header import LoadHeader
 from server.middleware import install_middleware
 from server.openapi import install_openapi
 from server.options import ServerOptions
-from server.rank_header import RankHeader
+from server.placement_headers import PlacementHeaders
 from server.routes import (
     adapters,
     chat,
@@ -110,7 +110,8 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     app = _Application(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
 
     def guarded(inner: ASGIApp) -> ASGIApp:
-        inner = LoadHeader(inner if engine.config.parallel.data_parallel_size == 1 else RankHeader(inner), engine)
+        inner = PlacementHeaders(inner, has_replicas=engine.config.parallel.data_parallel_size > 1)
+        inner = LoadHeader(inner, engine)
         guard = Guard(inner, context, public_paths=public_paths, admin_paths=ADMIN_PATHS)
         return HttpMetricsMiddleware(guard if tracer is None else TraceHeaders(guard), context.http_metrics)
 

@@ -68,6 +68,8 @@ class Conversation:
     asked_tokens: int | None = None
     """The client's limit of output tokens, which truncate_prompt_tokens -1 leaves room for; None: the client has set none."""
     cache_salt: str | None = None
+    session_id: str | None = None
+    """Requests of one session go to one replica."""
     priority: int = 0
     adapter: str | None = None
     """Name of a loaded LoRA adapter."""
@@ -192,6 +194,7 @@ class ChatService:
                 priority=conversation.priority,
                 queue_timeout_seconds=self._queue_timeout_seconds,
                 adapter=conversation.adapter,
+                session_id=conversation.session_id,
             )
         except InvalidRequestError as error:
             if error.param == "logprobs":
@@ -213,6 +216,7 @@ class ChatService:
                 if output.prompt_logprobs is not None:
                     chat.prompt_logprobs = output.prompt_logprobs
                 usage.cached_tokens = output.num_cached_tokens
+                usage.created_cache_tokens = output.num_cache_creation_tokens
                 chat.metrics = output.metrics
                 deltas: list[ChatDelta] = []
                 for answer in output.outputs:

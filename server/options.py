@@ -149,9 +149,14 @@ class ReplyOptions:
         "GGUF file, or its hub id",
     ] = None
     return_tokens_as_token_ids: Annotated[bool, "write the tokens of logprobs as 'token_id:N'"] = False
-    enable_prompt_tokens_details: Annotated[bool, "tell in usage how many prompt tokens came from the cache"] = False
+    enable_prompt_tokens_details: Annotated[
+        bool, "tell in usage how many prompt tokens came from the prefix cache, and how many were written to it"
+    ] = False
     enable_force_include_usage: Annotated[bool, "tell usage in every stream"] = False
-    enable_per_request_metrics: Annotated[bool, "tell times in every reply; a request may ask with include_timings"] = False
+    enable_per_request_metrics: Annotated[
+        bool,
+        "tell times in every reply: timings, and metrics in vLLM's form; a request may ask for timings with include_timings",
+    ] = False
     enable_request_id_headers: Annotated[bool, "send x-request-id"] = True
     fingerprint_mode: Annotated[
         Literal["full", "hash", "none"], "system_fingerprint: version and model's configuration, only a hash of them, or none"

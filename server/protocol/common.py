@@ -16,6 +16,7 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list that reports only its first error: a body may have a million, which would take minutes."""
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+MAX_SESSION_ID = 512
 ShortText = Annotated[str, Field(max_length=512)]
 """Labels that clients put on requests; the server ignores them."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
@@ -40,7 +41,6 @@ UNSUPPORTED = {
     "return_mm_kwargs": "text only: this server takes no media",
     "audio": "text only: this server takes no media",
     "ec_transfer_params": "nothing: this server moves no caches",
-    "session_id": "cache_salt or nothing: prompts share the prefix cache without it",
     "return_token_offsets": "logprobs with text_offset",
     "return_prompt_text": "echo",
     "return_weight_versions": "nothing: weights do not change",
@@ -191,6 +191,8 @@ class SamplingFields(_Sampling):  # type: ignore[misc, valid-type]
     priority: Int64 = 0
     request_id: RequestId | None = None
     cache_salt: CacheSalt | None = None
+    session_id: Annotated[str, Field(max_length=MAX_SESSION_ID)] | None = None
+    """Requests of one session go to one replica; empty: none. The header X-Session-ID serves where a body has none."""
     timeout: Annotated[float, Field(gt=0)] | None = None
 
     user: ShortText | None = None
