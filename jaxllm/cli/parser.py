@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from jaxllm import vllm_environment
 from jaxllm.cli.flags import SHORT_NAMES, all_flags, join_sub_keys
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
@@ -72,7 +73,10 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def take_vllm_flags(self, found: argparse.Namespace) -> None:
-        """Apply vLLM's flags; exits with code 2 if one is refused. Called after the log is set up, because it may log."""
+        """Apply vLLM's flags; exits with code 2 if one is refused. Called after the log is set up, because it may log, as it does
+        about vLLM's variables in the environment."""
+        if self.takes_vllm_flags:
+            vllm_environment.report(os.environ)
         try:
             take_vllm_arguments(found)
         except ConfigError as error:
