@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxllm.config import Flag, unknown_name
-from jaxllm.vllm_flags import WORDS
+from jaxllm.vllm_flags import TABLE, TAKEN, TAKEN_BY_SERVER, WORDS
 
 SEVERAL_WORDS = ("api_key", "served_model_name", "lora_target_modules", "lora_modules")
 """Options whose flag may be followed by several texts, as vLLM has it: `--api-key one two`."""
@@ -29,7 +29,7 @@ def add_flag(
         text += f" (default: {_as_text(flag.default)})"
     common: dict[str, Any] = {"dest": flag.name, "help": text, "default": default}
     if kind is bool:
-        group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+        group.add_argument(*names, action=_Switch, **common)
         return
     if typing.get_origin(kind) is Literal:
         common["choices"] = typing.get_args(kind)
@@ -66,6 +66,16 @@ def _as_text(value: Any) -> str:
 def spelling(name: str) -> str:
     """Turn `max_num_seqs` into `--max-num-seqs`."""
     return "--" + name.replace("_", "-")
+
+
+def opposites(name: str) -> list[str]:
+    """How the command line turns a switch off: --no-X, and --disable-x of enable_x or the reverse, unless that is an own flag."""
+    found = ["--no-" + spelling(name)[2:]]
+    for prefix, other in (("enable_", "disable_"), ("disable_", "enable_")):
+        inverse = other + name.removeprefix(prefix)
+        if name.startswith(prefix) and not any(inverse in names for names in (TABLE, TAKEN, TAKEN_BY_SERVER)):
+            found.append(spelling(inverse))
+    return found
 
 
 def without_none(of_type: Any) -> tuple[Any, bool]:
@@ -120,6 +130,18 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             value = merge(merged[key], value)
         merged[key] = value
     return merged
+
+
+class _Switch(argparse.BooleanOptionalAction):
+    """On by its name, off by its opposites."""
+
+    def __init__(self, option_strings: list[str], dest: str, **more: Any):
+        super().__init__(option_strings, dest, **more)
+        self._off = opposites(dest)
+        self.option_strings = [*option_strings, *self._off]
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, option_string not in self._off)
 
 
 class _Merge(argparse.Action):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.flag_arguments import merge, spelling
+from jaxllm.flag_arguments import merge, opposites, spelling
 from jaxllm.vllm_flags import QUANTIZATIONS, SHORT_NAMES, TABLE, VllmFlag, add_translated, translated
 
 DEST = "vllm_flags"
@@ -37,7 +37,7 @@ def add_vllm_arguments(parser: argparse.ArgumentParser, *, at_once: bool = False
             continue
         names = [name for name in (SHORT_NAMES.get(flag.name),) if name] + [spelling(flag.name)]
         if flag.kind == "switch":
-            names.append("--no-" + spelling(flag.name)[2:])
+            names += opposites(flag.name)
         nargs: int | str | None = {"switch": 0, "list": "+"}.get(flag.kind)  # type: ignore[assignment]
         parser.add_argument(*names, action=action, nargs=nargs, dest=flag.name, default=default, help=argparse.SUPPRESS)
 
@@ -86,7 +86,7 @@ class _TakeAtOnce(argparse.Action):
 def _read(name: str, values: Any, option_string: str) -> Any:
     kind = TABLE[name].kind
     if kind == "switch":
-        return not option_string.startswith("--no-")
+        return option_string not in opposites(name)
     return [_value(entry) for entry in values] if kind == "list" else _value(values)
 
 

@@ -102,8 +102,7 @@ def read_file_setting(name: str, value: Any, known: Mapping[str, Flag], where: s
 
 def join_sub_keys(arguments: list[str], known: Mapping[str, Flag]) -> list[str]:
     """The arguments with names in kebab spelling and `--object.a.b value` turned into `--object={"a": {"b": value}}`."""
-    objects = {spelling(name) for name, flag in known.items() if is_object(flag)}
-    objects |= {spelling(flag.name) for flag in vllm_flags.TABLE.values() if flag.kind == "object"}
+    objects = object_flags(known)
     joined: list[str] = []
     rest = iter(arguments)
     for argument in rest:
@@ -123,6 +122,13 @@ def join_sub_keys(arguments: list[str], known: Mapping[str, Flag]) -> list[str]:
         else:
             joined.append(base + dot + path + equals + value)
     return joined
+
+
+def object_flags(known: Mapping[str, Flag]) -> set[str]:
+    """The flags that take JSON objects, ours and vLLM's."""
+    return {spelling(name) for name, flag in known.items() if is_object(flag)} | {
+        spelling(flag.name) for flag in vllm_flags.TABLE.values() if flag.kind == "object"
+    }
 
 
 def _nested(path: list[str], value: Any) -> dict[str, Any]:

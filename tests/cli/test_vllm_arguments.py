@@ -52,6 +52,16 @@ NOTHING = (
         ("-q fp8", {"quantization": "fp8"}),
         ("-q", {}),
         ("--stream-interval 2", {"stream_interval": 2}),
+        (
+            "--disable-prefix-caching --disable_chunked_prefill",
+            {"enable_prefix_caching": False, "enable_chunked_prefill": False},
+        ),
+        (
+            "--enable-log-stats --enable-hybrid-kv-cache-manager",
+            {"disable_log_stats": False, "disable_hybrid_kv_cache_manager": False},
+        ),
+        ("--enable-custom-all-reduce --disable-flashinfer-autotune --disable-log-requests", {}),
+        ("--tensor-parallel 2 --hf-over.rope_theta 3", {"tensor_parallel_size": 2, "hf_overrides": {"rope_theta": 3}}),
         ("--task embed", {"runner": "pooling"}),
         ("--task embed --runner generate", {"runner": "generate"}),
         ("--generation-config vllm", {"generation_config": "none"}),
@@ -160,3 +170,14 @@ def test_a_script_ends_at_a_flag_that_is_refused(line: str, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         script_parser().parse_args(line.split())
     assert line.split()[0] in capsys.readouterr().err
+
+
+def test_a_unique_prefix_is_taken_and_the_log_names_the_flag(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "jaxllm")
+    assert options_of("--gpu_memory 0.5 --max-logp=3 --enforce") == {"gpu_memory_utilization": 0.5, "max_logprobs": 3}
+    for line in (
+        "--gpu_memory is taken as --gpu-memory-utilization",
+        "--max-logp is taken as --max-logprobs",
+        "--enforce-eager changes",
+    ):
+        assert line in caplog.text
