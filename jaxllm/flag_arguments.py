@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxllm.config import Flag, unknown_name
-from jaxllm.vllm_flags import TABLE, TAKEN, TAKEN_BY_SERVER, WORDS
+from jaxllm.vllm_flags import TABLE, TAKEN, TAKEN_BY_SERVER
+from jaxllm.vllm_values import VALUES, as_here
 
 SEVERAL_WORDS = ("api_key", "served_model_name", "lora_target_modules", "lora_modules")
 """Options whose flag may be followed by several texts, as vLLM has it: `--api-key one two`."""
@@ -32,13 +33,20 @@ def add_flag(
         group.add_argument(*names, action=_Switch, **common)
         return
     if typing.get_origin(kind) is Literal:
-        common["choices"] = typing.get_args(kind)
+        common["choices"] = _Choices(typing.get_args(kind))
     action = _Merge if is_object(flag) else _Extend if is_repeated(flag) else None
     if action is not None:
         common["action"] = action
     if flag.name in SEVERAL_WORDS:
         common["nargs"] = "+"
     group.add_argument(*names, type=_reader(flag), metavar=_metavar(kind), **common)
+
+
+class _Choices(tuple[Any, ...]):
+    """The values of an option; None, which some texts stand for, is one that help does not list."""
+
+    def __contains__(self, value: object) -> bool:
+        return value is None or super().__contains__(value)
 
 
 def _reader(flag: Flag) -> typing.Callable[[str], Any]:
@@ -100,8 +108,8 @@ def is_repeated(flag: Flag) -> bool:
 
 def read_text(flag: Flag, text: str) -> Any:
     """Parse the text of an option's value. Raises ValueError that names the expected form."""
-    if text in WORDS.get(flag.name, {}):
-        return WORDS[flag.name][text]
+    if text in VALUES.get(flag.name, {}):
+        return as_here(flag.name, text)
     kind, optional = without_none(flag.type)
     if optional and text.lower() in ("none", "null"):
         return None

@@ -15,7 +15,7 @@ from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
 from jaxllm.flag_arguments import SEVERAL_WORDS, add_flag, spelling
 from jaxllm.log import info_once
-from jaxllm.vllm_arguments import add_vllm_arguments, help_lines, rewritten, take_vllm_arguments
+from jaxllm.vllm_arguments import add_vllm_arguments, help_lines, notes_on_values, rewritten, take_vllm_arguments
 from jaxllm.vllm_flags import OLDER
 
 MAX_CANDIDATES = 12
@@ -43,6 +43,8 @@ class Parser(argparse.ArgumentParser):
         self.takes_vllm_flags = False
         """Whether vLLM's flags for an engine are accepted or refused with the reason, instead of being unknown."""
         self._short_usage = ""
+        self.typed: dict[str, str] = {}
+        """How keys of objects were typed, by the arguments that they have become."""
         self._notes: list[str] = []
         """What parsing has to say, once the log is set up."""
         self.add_argument(
@@ -68,7 +70,8 @@ class Parser(argparse.ArgumentParser):
             if self.takes_vllm_flags:
                 add_vllm_arguments(self)
                 arguments = rewritten(arguments)
-            joined = join_sub_keys(self._whole_names(arguments), all_flags())
+            joined = join_sub_keys(self._whole_names(arguments), all_flags(), self.typed)
+            self._notes += notes_on_values(joined)
         except ValueError as error:
             self.error(str(error))
         self._short_usage = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxllm import env, vllm_environment, vllm_flags
+from jaxllm import env, vllm_environment, vllm_flags, vllm_values
 from jaxllm.cli.flags import all_flags, read_file_setting
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
@@ -77,6 +77,7 @@ def read_environment(variables: Mapping[str, str]) -> dict[str, Any]:
             found[name] = read_text(known[name], text)
         except ValueError as error:
             raise ConfigError(f"environment variable {variable}: {error}") from None
+        vllm_values.tell(name, text, f"{variable}={text}")
     return found
 
 
@@ -97,6 +98,7 @@ def read_config_file(path: str | None) -> dict[str, tuple[Any, str]]:
             settings = vllm_flags.translated(name, value, f"{where}: {key}")
         else:
             settings = dict([read_file_setting(key, value, known, where)])
+            vllm_values.tell(name, value, f"{where}: {key} {value}")
         for name, typed in settings.items():
             before, origin = found.get(name, (None, where))
             if isinstance(before, Mapping) and isinstance(typed, Mapping) and not before.keys() & typed.keys():

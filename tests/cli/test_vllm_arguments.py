@@ -30,7 +30,8 @@ NOTHING = (
     "--trust-remote-code --enforce-eager --swap-space 4 --disable-log-requests --tokenizer-mode auto "
     "--decode-context-parallel-size 1 --structured-outputs-config.backend xgrammar --compilation-config {} -O3 -cc.mode 3 "
     "--enable-sleep-mode --model-impl auto --max-seq-len-to-capture 8192 "
-    "--disable-custom-all-reduce --no-enable-lora-bias --cudagraph-capture-sizes 1 2 4 --limit-mm-per-prompt.image 2"
+    "--disable-custom-all-reduce --no-enable-lora-bias --cudagraph-capture-sizes 1 2 4 --limit-mm-per-prompt.image 2 "
+    "-dc {} --sleep-preserve-parameter-names a b --hf-token -O.level=3"
 )
 
 
@@ -51,6 +52,8 @@ NOTHING = (
         ("--dtype float", {"dtype": "float32"}),
         ("-q fp8", {"quantization": "fp8"}),
         ("-q", {}),
+        ("-q fp8_per_channel --load-format fastsafetensors", {"quantization": "fp8", "load_format": "auto"}),
+        ("--device-memory-utilization 0.5 --quantization none", {"gpu_memory_utilization": 0.5, "quantization": None}),
         ("--stream-interval 2", {"stream_interval": 2}),
         (
             "--disable-prefix-caching --disable_chunked_prefill",
@@ -79,7 +82,13 @@ def test_flags_of_vllm_are_accepted(line: str, options: dict[str, object], caplo
     caplog.set_level("INFO", "jaxllm")
     assert options_of(line) == options
     if line == NOTHING:
-        for given in ("--enforce-eager", "-O 3", "--cudagraph-capture-sizes 1 2 4", '--compilation-config {"mode": 3}'):
+        for given in (
+            "--enforce-eager",
+            "-O 3",
+            "--cudagraph-capture-sizes 1 2 4",
+            "--compilation-config {} -cc.mode 3 -O.level=3",
+            "--hf-token",
+        ):
             assert f"{given} changes nothing here" in caplog.text
         assert "--no-enable-lora-bias" not in caplog.text
 
@@ -89,7 +98,10 @@ def test_flags_of_vllm_are_accepted(line: str, options: dict[str, object], caplo
     [
         ("-dcp 2", "-dcp 2 is refused (only 1 is taken): the devices that split each layer keep the cache by heads"),
         ("--enable-lora-bias", "--enable-lora-bias is refused: biases of adapters are not supported"),
-        ("-q awq", "unknown value 'awq'"),
+        ("-q awq", "argument --quantization: 'awq' is refused: only fp8 is supported"),
+        ("--hf-token secret", "--hf-token is refused: set $HF_TOKEN"),
+        ("-dc.steps 4", "-dc.steps 4 is refused: no model here has use for it"),
+        ("--omni", "--omni is refused: models read and write text alone"),
         ("--structured-outputs-config.disable_any_whitespace true", "is refused: llguidance"),
         ("--enforce-eagr", "did you mean '--enforce-eager'?"),
         ("--api-key one ./model", "--api-key takes every word after it, './model' too; write the model before it"),
