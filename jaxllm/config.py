@@ -56,6 +56,9 @@ class ModelOptions:
     max_model_len: Annotated[
         int | None, "most tokens of one request, prompt and output; default: the model's own; -1: the largest that fits"
     ] = None
+    allow_long_max_model_len: Annotated[
+        bool, "take a max_model_len above the model's own, beyond which its answers may make no sense, with a warning"
+    ] = False
     seed: Annotated[
         int | None,
         "seed of requests without one of their own, so that a run can be repeated, and of dummy weights; default: random, 0",

@@ -29,6 +29,7 @@ from jaxllm.text.input_processor import FrontRequest, Prompt, TokensPrompt
 from jaxllm.text.tokenization import PLAIN, Tokenization
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.tqdm_bars import LoadingBar, open_bar
+from jaxllm.vllm_environment import with_engine_variables
 from jaxllm.vllm_flags import as_options
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
     """
 
     def __init__(self, model: str = "demo", *, logits_processors: "Sequence[Processor | str]" = (), **options: Any):
-        config = EngineConfig.from_options(model=model, **as_options(options))
+        config = EngineConfig.from_options(model=model, **with_engine_variables(as_options(options)))
         self._start(config, LoadingBar() if config.observe.use_progress_bar else None, None, logits_processors)
 
     @classmethod

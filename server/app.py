@@ -1,6 +1,7 @@
 """Builds the FastAPI application over an engine."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import JaxLLMError
 from jaxllm.log import logger
+from jaxllm.vllm_environment import with_variables
 from server.context import ServerContext
 from server.error_shapes import in_shape_of
 from server.errors import ApiError, as_api_error, validation_error
@@ -24,7 +26,7 @@ from server.http_metrics import HttpMetricsMiddleware
 from server.load_header import LoadHeader
 from server.middleware import install_middleware
 from server.openapi import install_openapi
-from server.options import ServerOptions
+from server.options import ServerOptions, server_flags
 from server.placement_headers import PlacementHeaders
 from server.routes import (
     adapters,
@@ -67,7 +69,8 @@ class _Application(FastAPI):
 
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     """Build the application: routes, exception handlers, and the guard as outermost middleware."""
-    options = options or ServerOptions.from_options()
+    if options is None:
+        options = ServerOptions.from_options(**with_variables({}, [flag.name for flag in server_flags()], os.environ))
     context = ServerContext(engine, options)
     public_paths: set[str] = set()
     rooms: list[Router] = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]

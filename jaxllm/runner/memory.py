@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxllm import gpus
 from jaxllm.cache_spec import CacheLayout, RowState, cache_layout, cache_specs
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
-from jaxllm.errors import ConfigError, OutOfMemoryError
+from jaxllm.errors import OutOfMemoryError
 from jaxllm.layers import build
-from jaxllm.model_config import ModelConfig
+from jaxllm.model_config import ModelConfig, check_max_model_len
 from jaxllm.parallel.exchange import MAX_TOKENS_AT_ONCE
 from jaxllm.parallel.topology import ONE_DEVICE, Topology
 from jaxllm.runner.buckets import MAX_DRAFT_ROWS
@@ -218,11 +218,7 @@ def memory_plan(
     assert max_len is not None and config.scheduler.max_num_seqs is not None
     num_rows = config.scheduler.max_num_seqs + 1
     state_bytes = num_rows * cache.row_bytes // topology.tensor
-    if wanted_len is not None and wanted_len > model.max_position:
-        raise ConfigError(
-            f"max_model_len is {wanted_len}, the model was made for {model.max_position} tokens (max_position_embeddings); "
-            f"use --max-model-len {model.max_position} or less, or override its rope_scaling with --hf-overrides"
-        )
+    check_max_model_len(model, max_len, may_be_long=config.model.allow_long_max_model_len)
     # Blocks that have left a window can still be found in the prefix cache.
     useful = config.scheduler.max_num_seqs * len(cache.groups) * -(-max_len // block_size) + 1
     sized_by, is_cut = None, False

@@ -180,7 +180,8 @@ def test_a_run_is_drawn(stub: Stub, tmp_path: Path) -> None:
         (["--percentile-metrics", "tft"], "'tft' is none of"),
         (["--metric-percentiles", "101"], "from 0 to 100"),
         (["--extra-body", "[]"], "not a JSON object"),
-        (["--num-prompt", "5"], "did you mean '--num-prompts'?"),
+        (["--num-promts", "5"], "did you mean '--num-prompts'?"),
+        (["--random", "5"], "ambiguous option '--random': it may be --random-input-len, --random-output-len"),
     ],
 )
 def test_wrong_arguments_are_refused(
