@@ -123,6 +123,7 @@ class ModelRunner(WeightsHolder):
             max_blocks=max_blocks,
             num_groups=len(plan.cache.groups),
             num_updates=self.shapes.num_updates,
+            fit_tokens=self._fit_tokens if config.compile.share_layers else None,
         )
         self.store = store
         self.programs = Programs(
@@ -373,6 +374,16 @@ class ModelRunner(WeightsHolder):
         self.num_steps += 1
         self.dispatch_seconds += time.perf_counter() - start
         return step
+
+    def _fit_tokens(self, num_tokens: int) -> int:
+        """The token size of a step. While the program of the smallest that holds it is missing, the next size will do if its program is
+        there: the other one is compiled when nothing runs."""
+        sizes, size = self.buckets.tokens, self.buckets.fit_tokens(num_tokens)
+        wanted, *larger = (ProgramKey("forward", size) for size in sizes[sizes.index(size) :][:2])
+        if wanted in self.programs or not larger or larger[0] not in self.programs:
+            return size
+        self.programs.start((), [wanted])
+        return larger[0].size
 
     def batch_of(self, plan: SchedulerOutput) -> Batch:
         """The batch of a step, after rows were freed and given as it says."""

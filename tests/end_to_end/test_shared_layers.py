@@ -5,7 +5,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.runner.split_program import SplitProgram
 from jaxllm.runner.step_programs import ProgramKey
-from tests.helpers import engines
+from tests.helpers import engines, goldens
 from tests.helpers.parity import check
 
 NUM_KINDS = {"qwen3": 1, "qwen2_window": 2, "gemma3": 2, "mixtral": 1, "deepseek_v2_lite": 2, "qwen3_next": 3}
@@ -42,3 +42,22 @@ def test_programs_for_several_devices_are_refused():
         match="share_layers is set, but only programs for one CPU device run in pieces, and these are for 2 devices",
     ):
         engines.make_core("qwen3", share_layers=True, tensor_parallel_size=2)
+
+
+def test_a_step_takes_a_larger_program_while_its_own_is_compiled_behind_it():
+    core = engines.make_core("qwen3", share_layers=True, token_buckets=(16, 64), max_num_batched_tokens=64)
+    try:
+        own, larger = ProgramKey("forward", 16), ProgramKey("forward", 64)
+        programs, prompt = core.runner.programs, goldens.golden("qwen3").results[0].prompt[:10]
+        assert larger in programs and own not in programs
+        tokens = []
+        for wanted in (larger, own):
+            expected, get = set(), programs.get
+            programs.get = lambda key, get=get, expected=expected: (expected.add(key), get(key))[1]
+            tokens.append(engines.run(core, [engines.request("a", prompt, max_tokens=3)])["a"].tokens)
+            programs.get = get
+            assert {key for key in expected if key.kind == "forward"} == {wanted}
+            programs.wait([own])
+        assert tokens[0] == tokens[1]
+    finally:
+        core.shutdown()
