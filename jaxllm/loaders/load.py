@@ -236,8 +236,10 @@ def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, AnySource], confi
 
 
 def _read_by_host(read: Reader, source: Source, axes: Axes, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh) -> Array:
-    array = expand(np, source.read(read).transpose(source.permutation).astype(dtype), axes, shape)
-    return put(array, sharding(mesh, axes))
+    array = source.read(read).transpose(source.permutation)
+    # What is a view of the file is copied, as arrays on a CPU may be this very memory.
+    array = array.astype(dtype, order="C", copy=not array.flags.writeable)
+    return put(expand(np, array, axes, shape), sharding(mesh, axes))
 
 
 def _read_by_device(read: Reader, source: Source, axes: Axes, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh) -> Array:
