@@ -35,23 +35,23 @@ def notes_on_values(arguments: Sequence[str]) -> list[str]:
     return [note for note in notes if note is not None]
 
 
-def add_vllm_arguments(parser: argparse.ArgumentParser, *, at_once: bool = False) -> None:
-    """An argument for each of vLLM's flags that the parser does not have; help does not list them.
+def add_vllm_arguments(parser: argparse.ArgumentParser, *, names: Iterable[str] = TABLE, at_once: bool = False) -> None:
+    """An argument for each of vLLM's flags, or of those named, that the parser does not have; help does not list them.
 
     `at_once`: parsing sets the options and fails for what is refused, and each flag is in the namespace, None if not given. If
     not, `take_vllm_arguments` does all this later.
     """
     action, default = (_TakeAtOnce, None) if at_once else (_Keep, argparse.SUPPRESS)
-    for flag in TABLE.values():
+    for flag in map(TABLE.__getitem__, names):
         if spelling(flag.name) in parser._option_string_actions:
             continue
-        names = [name for name in (SHORT_NAMES.get(flag.name),) if name] + [spelling(flag.name)]
+        options = [name for name in (SHORT_NAMES.get(flag.name),) if name] + [spelling(flag.name)]
         if flag.kind == "switch":
-            names += opposites(flag.name)
+            options += opposites(flag.name)
         nargs: int | str | None = {"switch": 0, "list": "+", "optional": "?"}.get(flag.kind)  # type: ignore[assignment]
         const = "true" if flag.kind == "optional" else None
         more: dict[str, Any] = {"dest": flag.name, "default": default, "help": argparse.SUPPRESS}
-        parser.add_argument(*names, action=action, nargs=nargs, const=const, **more)
+        parser.add_argument(*options, action=action, nargs=nargs, const=const, **more)
 
 
 def take_vllm_arguments(found: argparse.Namespace) -> None:

@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         self._short_usage = ""
         self.typed: dict[str, str] = {}
         """How keys of objects were typed, by the arguments that they have become."""
-        self._notes: list[str] = []
+        self.notes: list[str] = []
         """What parsing has to say, once the log is set up."""
         self.add_argument(
             "-h",
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
                 add_vllm_arguments(self)
                 arguments = rewritten(arguments)
             joined = join_sub_keys(self._whole_names(arguments), all_flags(), self.typed)
-            self._notes += notes_on_values(joined)
+            self.notes += notes_on_values(joined)
         except ValueError as error:
             self.error(str(error))
         self._short_usage = (
@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
     def take_vllm_flags(self, found: argparse.Namespace) -> None:
         """Apply vLLM's flags; exits with code 2 if one is refused. Called after the log is set up, because it may log, as it does
         about vLLM's variables in the environment."""
-        for note in self._notes:
+        for note in self.notes:
             info_once(note)
         if self.takes_vllm_flags:
             vllm_environment.report(os.environ)
@@ -164,7 +164,7 @@ class Parser(argparse.ArgumentParser):
                     others = f" and {len(options) - MAX_CANDIDATES} more" if len(options) > MAX_CANDIDATES else ""
                     self.error(f"ambiguous option {typed[0]!r}: it may be {', '.join(options[:MAX_CANDIDATES])}{others}")
                 if options:
-                    self._notes.append(f"{typed[0]} is taken as {options[0]}")
+                    self.notes.append(f"{typed[0]} is taken as {options[0]}")
                     argument = options[0] + argument[typed.end() :]
             found.append(argument)
         return found

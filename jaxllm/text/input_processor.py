@@ -87,7 +87,7 @@ class InputProcessor:
     ):
         self.tokenizer = tokenizer
         self._compile_grammar = compile_grammar
-        self._processor_arguments = processor_arguments or {}
+        self.processor_arguments = processor_arguments or {}
         self.max_model_len = max_model_len
         self._vocab_size = model_config.vocab_size
         self._model = config.model.model
@@ -307,7 +307,7 @@ class InputProcessor:
             max_model_len=self.max_model_len,
             max_logprobs=self._max_logprobs,
             num_prompt_tokens=num_prompt_tokens,
-            processors=self._processor_arguments,
+            processors=self.processor_arguments,
         )
         room = self.max_model_len - num_prompt_tokens
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)

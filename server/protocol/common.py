@@ -141,6 +141,9 @@ class ResponseFormat(RequestModel):
     format: dict[str, Any] | None = None
 
 
+ProcessorArguments = dict[str, float | str | Items[float | str]]
+"""By logits processor: numbers and texts, or one of them."""
+
 _JSON_TYPES: Mapping[str, Any] = {
     "top_k": Int64,
     "seed": Int64,
@@ -150,7 +153,7 @@ _JSON_TYPES: Mapping[str, Any] = {
     "allowed_token_ids": Items[int],
     "bad_words": Annotated[Items[str], Field(max_length=MAX_BAD_WORDS)],
     "logit_bias": dict[str, float],
-    "extra_args": dict[str, float | Items[float]],
+    "extra_args": ProcessorArguments,
     "repetition_detection": RepetitionDetection,
     "structured_outputs": StructuredOutputs,
 }
@@ -174,7 +177,7 @@ class SamplingFields(_Sampling):  # type: ignore[misc, valid-type]
     model: str | None = None
     """None or empty: the served model."""
     response_format: ResponseFormat | None = None
-    vllm_xargs: dict[str, float | Items[float]] | None = None
+    vllm_xargs: ProcessorArguments | None = None
 
     use_beam_search: bool = False
     length_penalty: float | None = None

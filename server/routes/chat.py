@@ -25,7 +25,7 @@ from server.openapi import json_body
 from server.options import ChatOptions
 from server.prompts import check_max_tokens
 from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
-from server.sampling import constraint_param, sampling_params
+from server.sampling import check_xargs, constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
 from server.usage import per_request_metrics, timings
 
@@ -81,6 +81,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         )
     else:
         params = sampling_params(body, context.defaults, limits, max_tokens=max_tokens, logprobs=top)
+        check_xargs(body, params, context.engine)
     add_generation_prompt = body.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not body.continue_final_message

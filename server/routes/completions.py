@@ -27,7 +27,7 @@ from server.logprobs import LogprobWriter
 from server.openapi import json_body
 from server.prompts import check_length, check_max_tokens, check_text_length, encode_prompt, tokenizer_of, truncated
 from server.protocol.completions import CompletionRequest
-from server.sampling import constraint_param, sampling_params
+from server.sampling import check_xargs, constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
 from server.usage import Usage, per_request_metrics, timings
 
@@ -114,6 +114,7 @@ def _params(body: CompletionRequest, context: ServerContext) -> SamplingParams |
         max_logprobs = context.engine.config.model.max_logprobs
         return beam_search_params(body, limits, max_tokens=max_tokens, logprobs=body.logprobs, max_logprobs=max_logprobs)
     params = sampling_params(body, context.defaults, limits, max_tokens=max_tokens, logprobs=body.logprobs)
+    check_xargs(body, params, context.engine)
     if body.echo and body.logprobs is not None:
         params.prompt_logprobs = params.logprobs
         params.skip_reading_prefix_cache = True

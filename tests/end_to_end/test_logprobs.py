@@ -25,7 +25,8 @@ def unseen(logits_RV, context):
 
 
 UNSEEN = Processor("unseen", unseen)
-PROCESSORS = (Processor("below", below, num_arguments=1), UNSEEN)
+UNDER = Processor("under", below, num_arguments=1, read=lambda given: [{"ten": 10.0}[given[0]]])
+PROCESSORS = (Processor("below", below, num_arguments=1), UNSEEN, UNDER)
 
 
 class Below(Processor):
@@ -162,6 +163,10 @@ def test_processors_through_llm(core):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, extra_args={"below": [10]})
     output = llm.generate(prompt, params, use_tqdm=False)[0]
     assert max(output.outputs[0].token_ids) < 10
+    params.extra_args = {"under": ["ten"]}
+    assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == output.outputs[0].token_ids
+    with pytest.raises(InvalidRequestError, match=r"'under' cannot read \['six'\]"):
+        llm.generate(prompt, SamplingParams(extra_args={"under": ["six"]}), use_tqdm=False)
     for wrong in ({"above": [1]}, {"below": []}, {"below": [1, 2]}, {"below": ["x"]}):
         with pytest.raises(InvalidRequestError, match="extra_args"):
             llm.generate(prompt, SamplingParams(extra_args=wrong), use_tqdm=False)
