@@ -13,6 +13,7 @@ from jaxllm.config import Flag, Range, at_least, flags, flat_options, in_groups,
 from jaxllm.errors import ConfigError
 
 API_KEY_VARIABLE = "JAXLLM_API_KEY"
+ErrorFormat = Literal["openai", "vllm"]
 ADMIN_KEY_VARIABLE = "JAXLLM_ADMIN_API_KEY"
 
 
@@ -153,6 +154,9 @@ class ReplyOptions:
     fingerprint_mode: Annotated[
         Literal["full", "hash", "none"], "system_fingerprint: version and model's configuration, only a hash of them, or none"
     ] = "full"
+    error_format: Annotated[
+        ErrorFormat, "shape of errors: OpenAI's, or vLLM's, whose code is the HTTP status and whose types have other names"
+    ] = "openai"
     sse_keep_alive_interval: Annotated[float, "seconds of silence after which a stream gets a comment; 0: never"] = 0.0
     disable_fastapi_docs: Annotated[bool, "do not serve /docs and /openapi.json"] = False
     web: Annotated[bool, "serve the web page at /"] = True

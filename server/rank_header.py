@@ -4,6 +4,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.async_llm import pinned_rank
+from server.error_shapes import shaped
 from server.errors import bad_request
 
 HEADER = "x-data-parallel-rank"
@@ -22,7 +23,7 @@ class RankHeader:
             return
         if not rank.isascii() or not rank.isdigit() or len(rank) > 6:
             error = bad_request(f"the header {HEADER} is {rank[:100]!r}, must be the number of a replica", HEADER)
-            await error.response()(scope, receive, send)
+            await shaped(scope, error).response()(scope, receive, send)
             return
         token = pinned_rank.set(int(rank))
         try:
