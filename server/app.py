@@ -19,7 +19,7 @@ from jaxllm.errors import JaxLLMError
 from jaxllm.log import logger
 from jaxllm.vllm_environment import with_variables
 from server.context import ServerContext
-from server.error_shapes import in_shape_of
+from server.error_shapes import shaped
 from server.errors import ApiError, as_api_error, validation_error
 from server.guard import Guard
 from server.http_metrics import HttpMetricsMiddleware
@@ -130,13 +130,13 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
 
 
 def install_errors(app: FastAPI) -> None:
-    """Answer every exception with OpenAI's error envelope."""
+    """Answer every exception with an error of the format that the path's API, or the option, asks for."""
 
     async def told(request: Request, error: Exception) -> Response:
         found = as_api_error(error)
         if found.code == "internal_error":
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return found.response()
+        return shaped(request.scope, found).response()
 
     async def of_framework(request: Request, error: Any) -> Response:
         path, sentence = request.scope["path"], "the request was refused"
@@ -148,10 +148,11 @@ def install_errors(app: FastAPI) -> None:
             sentence = no_such_path(path, app.routes, of_flags=wanting, docs=not replies.disable_fastapi_docs)
         elif error.status_code == 405:
             sentence = no_such_method(request.method, path, (error.headers or {}).get("Allow", ""))
-        return in_shape_of(path, ApiError(error.status_code, sentence, headers=error.headers)).response()
+        return shaped(request.scope, ApiError(error.status_code, sentence, headers=error.headers)).response()
 
     async def of_parameters(request: Request, error: Any) -> Response:
-        return validation_error([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]).response()
+        found = validation_error([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()])
+        return shaped(request.scope, found).response()
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # the client has left

@@ -14,6 +14,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.hub import short_name
 
 API_KEY_VARIABLE = "JAXLLM_API_KEY"
+ErrorFormat = Literal["openai", "vllm"]
 ADMIN_KEY_VARIABLE = "JAXLLM_ADMIN_API_KEY"
 
 
@@ -161,6 +162,9 @@ class ReplyOptions:
     fingerprint_mode: Annotated[
         Literal["full", "hash", "none"], "system_fingerprint: version and model's configuration, only a hash of them, or none"
     ] = "full"
+    error_format: Annotated[
+        ErrorFormat, "shape of errors: OpenAI's, or vLLM's, whose code is the HTTP status and whose types have other names"
+    ] = "openai"
     sse_keep_alive_interval: Annotated[float, "seconds of silence after which a stream gets a comment; 0: never"] = 0.0
     disable_fastapi_docs: Annotated[bool, "do not serve /docs and /openapi.json"] = False
     web: Annotated[bool, "serve the web page at /"] = True

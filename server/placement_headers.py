@@ -6,6 +6,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.placement import Placement, reset_placement, set_placement
+from server.error_shapes import shaped
 from server.errors import ApiError, bad_request
 from server.protocol.common import MAX_SESSION_ID
 
@@ -27,7 +28,7 @@ class PlacementHeaders:
         try:
             found = self._read(Headers(scope=scope)) if scope["type"] == "http" else None
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await shaped(scope, error).response()(scope, receive, send)
             return
         token = set_placement(found)
         try:

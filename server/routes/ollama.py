@@ -19,7 +19,6 @@ from server.context import ServerContext, context_of, request_id_of
 from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline
 from server.endings import end_of
-from server.error_shapes import ShapedRoute
 from server.errors import as_api_error
 from server.ollama.about import time_text
 from server.ollama.errors import as_ollama_error
@@ -29,6 +28,7 @@ from server.openapi import json_body
 from server.protocol.completions import CompletionRequest
 from server.protocol.ollama import OllamaChatRequest, OllamaGenerateRequest
 from server.routes import completions
+from server.shaped_route import ShapedRoute
 from server.sse import EventStream, unless_disconnected
 from server.usage import Usage
 
