@@ -91,7 +91,7 @@ class ModelOptions:
     max_logprobs: Annotated[int, "most logprobs that a request may ask for; -1: the whole vocabulary"] = 20
     logprobs_mode: Annotated[
         Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"],
-        "whether logprobs are taken before or after penalties, temperature and masks",
+        "whether logprobs are taken before or after biases, penalties, temperature and filters; always after the mask of a grammar",
     ] = "raw_logprobs"
     logits_processors: Annotated[
         tuple[str, ...] | None,
