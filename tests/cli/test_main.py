@@ -266,7 +266,7 @@ def test_weights_larger_than_the_memory_are_refused_before_any_is_read(
 ) -> None:
     monkeypatch.setattr(memory, "_machine_bytes", lambda: 23 << 30)
     generate = ["generate", "x", "--model", large, "--tokenizer", "demo"]
-    for command in (["inspect", large], [*generate, "--dry-run"], generate):
+    for command in ([*generate, "--dry-run"], generate):
         assert main(command) == 1
         shown = capsys.readouterr()
         assert "the weights take 262.83 GiB, CPU has 23.00 GiB for the engine" in shown.out + shown.err
@@ -277,7 +277,11 @@ def test_weights_larger_than_the_memory_are_refused_before_any_is_read(
     [
         (["inspect", "owner/name"], 0),
         (["generate", "x", "--model", "owner/name", "--dry-run"], 0),
-        (["generate", "x", "--model", "owner/name", "--load-format", "dummy", "--max-tokens", "1", "--ignore-eos"], 0),
+        pytest.param(
+            ["generate", "x", "--model", "owner/name", "--load-format", "dummy", "--max-tokens", "1", "--ignore-eos"],
+            0,
+            marks=pytest.mark.slow,
+        ),
         (["generate", "x", "--model", "owner/name", "--num-gpu-blocks-override", "2"], 0),
         (["generate", "x", "--model", "owner/name", "--max-tokens", "1", "--ignore-eos"], 1),
     ],
@@ -397,7 +401,7 @@ def test_closed_standard_streams_are_as_good_as_empty_ones() -> None:
         ["--help"],
         ["generate", "--help"],
         ["inspect", "demo"],
-        ["generate", "x", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"],
+        pytest.param(["generate", "x", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"], marks=pytest.mark.slow),
     ],
 )
 def test_a_full_device_is_an_error_in_one_line(arguments: list[str]) -> None:
