@@ -9,6 +9,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.sampling.processors import Processor, load_processors
 from tests.helpers import engines, goldens
+from tests.helpers.slow import slow_except
 
 NAME = "llama_gqa"
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
@@ -72,7 +73,7 @@ def check_rows(expected: np.ndarray, found, tokens: list[int], num_likeliest: in
     assert ((found.ranks >= lowest) & (found.ranks <= highest)).all()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_except(["whole"], SCHEDULES))
 def test_against_dense(core, dense, schedule):
     engines.reschedule(core, **SCHEDULES[schedule])
     prompts = [result.prompt for result in goldens.golden(NAME).results]
@@ -194,6 +195,7 @@ def test_processors_are_imported_by_name(monkeypatch, tmp_path):
         EngineConfig.from_options(logits_processors=("module",))
 
 
+@pytest.mark.slow
 def test_processed_logprobs_of_an_llm_with_processors(dense):
     """Taken after processors, temperature and top-k: what was drawn from."""
     prompt = goldens.golden(NAME).results[0].prompt

@@ -20,6 +20,7 @@ from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from tests.expert_load.engines_that_count import check, check_greedy, new_core, run
 from tests.helpers import engines, goldens
+from tests.helpers.slow import slow_except
 
 
 def layout(core: EngineCore) -> Any:
@@ -34,7 +35,7 @@ def expected(two_devices: EngineCore) -> list[list[int]]:
     return found
 
 
-@pytest.fixture(params=["two_devices", "two_lanes"])
+@pytest.fixture(params=slow_except([], ["two_devices", "two_lanes"]))
 def core(request: pytest.FixtureRequest) -> EngineCore:
     """Their experts lie on two devices, of one lane or of two."""
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]

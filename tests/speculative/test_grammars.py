@@ -40,6 +40,7 @@ def llm() -> Iterator[LLM]:
         llm.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_the_tokens_are_those_without_drafts_and_drafts_are_accepted(llm: LLM, sampling: str) -> None:
     found, num_accepted = {}, {}
@@ -69,6 +70,7 @@ def test_the_tokens_are_those_without_drafts_and_drafts_are_accepted(llm: LLM, s
     assert re.match(r'(\["(name|age)",){6}', found[None]["regex"].text)
 
 
+@pytest.mark.slow
 def test_drafts_save_steps_under_a_grammar(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=FORMS["json"])
     runner = llm.llm_engine.core.runner
