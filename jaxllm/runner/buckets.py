@@ -76,9 +76,9 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
 
 
 def _token_sizes(limit: int, *, fine: bool) -> tuple[int, ...]:
-    """Powers of four from 16. `fine`: powers of two; from 256, where time follows the padded size, also quarters between them, and above
+    """Powers of four from 4. `fine`: powers of two from 16; from 256, where time follows the padded size, also quarters between them, and above
     2048 halves."""
-    sizes, size = [], 16
+    sizes, size = [], 16 if fine else 4
     while size < limit:
         parts = (1 if size < 256 else 4 if size < 2048 else 2) if fine else 1
         sizes += [size + size * part // parts for part in range(parts)]

@@ -34,7 +34,7 @@ def test_a_step_never_has_more_rows_than_tokens_or_than_the_limit():
 
 def test_a_cpu_has_few_sizes_because_each_takes_it_seconds_to_compile():
     buckets = choose(on_gpu=False)
-    assert buckets.tokens == (16, 64, 256, 512)
+    assert buckets.tokens == (4, 16, 64, 256, 512)
     assert buckets.decode_rows == (1, 4, 8, 16, 32)
 
 
