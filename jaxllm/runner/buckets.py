@@ -76,7 +76,7 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
 
 
 def _token_sizes(limit: int, *, fine: bool) -> tuple[int, ...]:
-    """Powers of four from 4. `fine`: powers of two from 16; from 256, where time follows the padded size, also quarters between them, and above
+    """Powers of four from 4. `fine`: of two from 16; from 256, where time follows the padded size, also quarters between them, and above
     2048 halves."""
     sizes, size = [], 16 if fine else 4
     while size < limit:
