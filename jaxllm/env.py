@@ -14,16 +14,18 @@ LOG_FORMAT = "JAXLLM_LOG_FORMAT"  # text, json
 API_KEY = "JAXLLM_API_KEY"  # the key of a server: what clients here send
 HOSTS_TOKEN = "JAXLLM_HOSTS_TOKEN"  # what hosts with replicas of one server must all know
 OPTION_PREFIX = "JAXLLM_OPT_"  # JAXLLM_OPT_MAX_NUM_SEQS=64 sets --max-num-seqs
+VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"  # as LOG_LEVEL, which wins; all others of vLLM: jaxllm/vllm_environment.py
+VLLM_CACHE_ROOT = "VLLM_CACHE_ROOT"  # its folder jaxllm is as CACHE_DIR, which wins
 
 
 KERNEL_VERDICTS = "kernel_checks"  # a folder of the cache directory: what kernel checks found
 
 
 def cache_dir() -> Path:
-    """The folder for compiled programs: $JAXLLM_CACHE_DIR, else $XDG_CACHE_HOME/jaxllm, else ~/.cache/jaxllm."""
+    """The folder for compiled programs: $JAXLLM_CACHE_DIR, else the folder jaxllm of $VLLM_CACHE_ROOT, $XDG_CACHE_HOME or ~/.cache."""
     if path := os.environ.get(CACHE_DIR):
         return Path(path).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    base = os.environ.get(VLLM_CACHE_ROOT) or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "jaxllm"
 
 
@@ -39,3 +41,12 @@ def cache_bytes() -> int:
     except ValueError as error:
         reason = str(error)
     raise ConfigError(f"${CACHE_BYTES} is {text!r}: {reason}")
+
+
+def log_level() -> tuple[str, str] | None:
+    """The level of the log that the environment asks for, in lower case, and the variable that says so."""
+    if level := os.environ.get(LOG_LEVEL):
+        return level.lower(), LOG_LEVEL
+    if level := os.environ.get(VLLM_LOG_LEVEL):
+        return {"critical": "error", "fatal": "error", "warn": "warning"}.get(level.lower(), level.lower()), VLLM_LOG_LEVEL
+    return None

@@ -22,8 +22,9 @@ from server.chat_encoding import ChatEncoder
 from server.dialects import AskedChoice, check_tools
 from server.endings import end_of
 from server.errors import bad_request, constraint_error
+from server.http_metrics import RequestType
 from server.options import ChatOptions
-from server.prompts import check_length, check_room, truncated
+from server.prompts import check_length, truncated
 from server.speech import AnswerReader, Speech
 from server.template_process import MAX_PROCESSES, TemplateProcesses
 from server.usage import Usage
@@ -42,6 +43,8 @@ class Conversation:
     beam_search: BeamSearchParams | None = None
     """If set, runs a beam search; `params` then gives only the number of answers and the output format."""
     request_id: str
+    request_type: RequestType = "chat_completions"
+    """For metrics."""
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: AskedChoice | None = None
     """Both in OpenAI's shape."""
@@ -53,7 +56,7 @@ class Conversation:
     documents: Sequence[Mapping[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
-    """Values of the template's variables; a name that it does not read is an error."""
+    """Values of the template's variables."""
     reasoning_effort: str | None = None
     """A hint for templates that read it."""
     enable_thinking: bool | None = None
@@ -62,9 +65,11 @@ class Conversation:
     truncation_side: str | None = None
     constraint_param: str = "structured_outputs"
     """The client's name for the field that constrains the answer, for errors."""
-    max_tokens_param: str | None = None
-    """The client's name for max_tokens if that many must fit the context; None: the answer is cut at the context length."""
+    asked_tokens: int | None = None
+    """The client's limit of output tokens, which truncate_prompt_tokens -1 leaves room for; None: the client has set none."""
     cache_salt: str | None = None
+    session_id: str | None = None
+    """Requests of one session go to one replica."""
     priority: int = 0
     adapter: str | None = None
     """Name of a loaded LoRA adapter."""
@@ -167,14 +172,14 @@ class ChatService:
             text,
             parallel=conversation.parallel_tool_calls,
             include_reasoning=conversation.include_reasoning,
+            request_type=conversation.request_type,
         )
         max_model_len = self._engine.max_model_len
         search = conversation.beam_search
-        asked = None if conversation.max_tokens_param is None else (search or params).max_tokens
-        ids = truncated(ids, conversation.truncate_prompt_tokens, conversation.truncation_side, max_model_len, asked)
+        ids = truncated(
+            ids, conversation.truncate_prompt_tokens, conversation.truncation_side, max_model_len, conversation.asked_tokens
+        )
         check_length(len(ids), max_model_len, "messages")
-        if conversation.max_tokens_param is not None and asked is not None:
-            check_room(len(ids), asked, max_model_len, conversation.max_tokens_param)
         if search is not None:
             assert params.structured_outputs is None, "a search follows no grammar"
             search = dataclasses.replace(search, skip_special_tokens=params.skip_special_tokens)
@@ -189,6 +194,7 @@ class ChatService:
                 priority=conversation.priority,
                 queue_timeout_seconds=self._queue_timeout_seconds,
                 adapter=conversation.adapter,
+                session_id=conversation.session_id,
             )
         except InvalidRequestError as error:
             if error.param == "logprobs":
@@ -210,6 +216,7 @@ class ChatService:
                 if output.prompt_logprobs is not None:
                     chat.prompt_logprobs = output.prompt_logprobs
                 usage.cached_tokens = output.num_cached_tokens
+                usage.created_cache_tokens = output.num_cache_creation_tokens
                 chat.metrics = output.metrics
                 deltas: list[ChatDelta] = []
                 for answer in output.outputs:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from jaxllm import __version__
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.hub import short_name
 from jaxllm.log import info_once
 from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
 from jaxllm.text.input_processor import FrontRequest
@@ -52,7 +53,7 @@ class ServerContext:
         }
         """Further defaults of ollama's API and of the web page."""
         info_once(f"sampling of the web page and ollama's API: {engine.input_processor.generation_config.describe_chats()}")
-        self.http_metrics = HttpMetrics()
+        self.http_metrics = HttpMetrics(short_name(engine.config.model.model))
         engine.add_metrics(self.http_metrics.snapshot)
         self.request_log = RequestLog(options.logging)
         self.queue_timeout_seconds = options.limits.queue_timeout or None

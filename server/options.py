@@ -14,6 +14,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.hub import short_name
 
 API_KEY_VARIABLE = "JAXLLM_API_KEY"
+ErrorFormat = Literal["openai", "vllm"]
 ADMIN_KEY_VARIABLE = "JAXLLM_ADMIN_API_KEY"
 
 
@@ -149,13 +150,21 @@ class ReplyOptions:
         "GGUF file, or its hub id",
     ] = None
     return_tokens_as_token_ids: Annotated[bool, "write the tokens of logprobs as 'token_id:N'"] = False
-    enable_prompt_tokens_details: Annotated[bool, "tell in usage how many prompt tokens came from the cache"] = False
+    enable_prompt_tokens_details: Annotated[
+        bool, "tell in usage how many prompt tokens came from the prefix cache, and how many were written to it"
+    ] = False
     enable_force_include_usage: Annotated[bool, "tell usage in every stream"] = False
-    enable_per_request_metrics: Annotated[bool, "tell times in every reply; a request may ask with include_timings"] = False
+    enable_per_request_metrics: Annotated[
+        bool,
+        "tell times in every reply: timings, and metrics in vLLM's form; a request may ask for timings with include_timings",
+    ] = False
     enable_request_id_headers: Annotated[bool, "send x-request-id"] = True
     fingerprint_mode: Annotated[
         Literal["full", "hash", "none"], "system_fingerprint: version and model's configuration, only a hash of them, or none"
     ] = "full"
+    error_format: Annotated[
+        ErrorFormat, "shape of errors: OpenAI's, or vLLM's, whose code is the HTTP status and whose types have other names"
+    ] = "openai"
     sse_keep_alive_interval: Annotated[float, "seconds of silence after which a stream gets a comment; 0: never"] = 0.0
     disable_fastapi_docs: Annotated[bool, "do not serve /docs and /openapi.json"] = False
     web: Annotated[bool, "serve the web page at /"] = True

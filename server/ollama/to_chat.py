@@ -18,7 +18,7 @@ from server.protocol.ollama import (
 _SAME = Options.model_fields.keys() & IN_REQUESTS.keys()
 
 
-def sampling_fields(body: OllamaRequest, max_tokens: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def sampling_fields(body: OllamaRequest, max_tokens: str, max_model_len: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Request fields for `options` and `format`, over `defaults`; the maximum number of tokens is called `max_tokens`."""
     fields: dict[str, Any] = {"stream": body.stream is not False}
     if body.options is not None:
@@ -26,7 +26,8 @@ def sampling_fields(body: OllamaRequest, max_tokens: str, defaults: Mapping[str,
         fields |= body.options.model_dump(include=_SAME, exclude_none=True)
         fields["repetition_penalty"] = body.options.repeat_penalty
         limit = body.options.num_predict
-        fields[max_tokens] = None if limit is None or limit < 0 else limit  # -1: unlimited, -2: up to the context length
+        # -1: unlimited, -2: up to the context length, which ends the answer in any case
+        fields[max_tokens] = None if limit is None or limit < 0 else min(limit, max_model_len)
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):
@@ -41,9 +42,11 @@ def _check(options: Options) -> None:
             raise bad_request(f"options has {name[:100]!r}, which is not supported{hint}", "options", "unsupported_parameter")
 
 
-def chat_fields(body: OllamaChatRequest | OllamaGenerateRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def chat_fields(
+    body: OllamaChatRequest | OllamaGenerateRequest, max_model_len: int, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     """The fields of a chat request, over `defaults`. Raises ApiError."""
-    fields = sampling_fields(body, "max_completion_tokens", defaults)
+    fields = sampling_fields(body, "max_completion_tokens", max_model_len, defaults)
     if isinstance(body.think, str):
         fields["reasoning_effort"] = body.think
     if isinstance(body, OllamaGenerateRequest):

@@ -16,7 +16,6 @@ from server.context import ServerContext, context_of, request_id_of
 from server.converted import conversation_of, renamed_params, unless_small
 from server.deadline import Deadline
 from server.early_errors import after_early_errors
-from server.error_shapes import ShapedRoute
 from server.errors import ApiError
 from server.messages.errors import as_anthropic_error
 from server.messages.output import Event, MessageWriter, stop_reason_of, usage_object
@@ -24,6 +23,7 @@ from server.messages.to_chat import chat_fields, enable_thinking, prompt_fields
 from server.named_events import encoded, named_events
 from server.openapi import json_body
 from server.protocol.anthropic import CountTokensRequest, MessagesRequest, Prompt
+from server.shaped_route import ShapedRoute
 from server.sse import EventStream, unless_disconnected
 
 router = APIRouter(tags=["Anthropic"], route_class=ShapedRoute)

@@ -19,7 +19,6 @@ from server.context import ServerContext, context_of, request_id_of
 from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline
 from server.endings import end_of
-from server.error_shapes import ShapedRoute
 from server.errors import as_api_error
 from server.ollama.about import time_text
 from server.ollama.errors import as_ollama_error
@@ -29,6 +28,7 @@ from server.openapi import json_body
 from server.protocol.completions import CompletionRequest
 from server.protocol.ollama import OllamaChatRequest, OllamaGenerateRequest
 from server.routes import completions
+from server.shaped_route import ShapedRoute
 from server.sse import EventStream, unless_disconnected
 from server.usage import Usage
 
@@ -116,7 +116,8 @@ class _Chat:
         adapter: str | None,
     ) -> "_Chat":
         """Raises ApiError, InvalidRequestError or ValidationError."""
-        conversation = conversation_of(chat_fields(body, context.chat_defaults), context, request_id)
+        fields = chat_fields(body, context.engine.max_model_len, context.chat_defaults)
+        conversation = conversation_of(fields, context, request_id)
         conversation.adapter = adapter
         if body.think is not None:
             conversation.enable_thinking = bool(body.think)
@@ -146,16 +147,13 @@ class _Raw:
         cls, body: OllamaGenerateRequest, context: ServerContext, request_id: str, adapter: str | None
     ) -> "_Raw":
         """Raises ApiError or InvalidRequestError."""
-        fields = {
-            "max_tokens": context.engine.max_model_len,
-            **sampling_fields(body, "max_tokens", context.chat_defaults),
-            "prompt": body.prompt,
-        }
+        longest = context.engine.max_model_len
+        sampling = sampling_fields(body, "max_tokens", longest, context.chat_defaults)
+        fields = {"max_tokens": longest, **sampling, "prompt": body.prompt}
         try:
             wanted = CompletionRequest.model_validate(fields)
         except ValidationError as error:
             raise as_api_error(error) from None
-        wanted.model_fields_set.discard("max_tokens")  # the text is cut at the context length
         return cls((await completions.prepare(wanted, context, request_id, adapter)).requests[0], context)
 
     async def deltas(self) -> Pieces:

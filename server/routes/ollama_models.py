@@ -17,13 +17,13 @@ from jaxllm.pooling_params import PoolingParams
 from server.body import read_body
 from server.context import ServerContext, context_of, request_id_of
 from server.deadline import Deadline
-from server.error_shapes import ShapedRoute
 from server.errors import bad_request
 from server.ollama.about import Checkpoint, details, model_info, time_text
 from server.ollama.names import adapter_of
 from server.openapi import json_body
 from server.pooling_service import Input, PoolingService, usage_of
 from server.protocol.ollama import OllamaEmbeddingsRequest, OllamaEmbedRequest, OllamaShowRequest
+from server.shaped_route import ShapedRoute
 from server.sse import unless_disconnected
 
 router = APIRouter(tags=["ollama"], route_class=ShapedRoute)

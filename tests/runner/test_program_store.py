@@ -11,6 +11,7 @@ from jaxllm.env import cache_bytes
 from jaxllm.errors import ConfigError
 from jaxllm.runner.program_store import ProgramStore, local_store, new_artifact, open_artifact, write_manifest
 from jaxllm.runner.programs import use_persistent_cache
+from jaxllm.runner.split_program import Pieces, split
 from jaxllm.runner.step import RowArrays
 from jaxllm.runner.step_programs import ProgramKey
 
@@ -41,6 +42,30 @@ def test_a_program_comes_back_with_its_trees_and_donations(tmp_path):
     assert isinstance(new, RowArrays) and nothing is None
     assert new.last_token_N.tolist() == [3, 4, 5, 6]
     assert rows.last_token_N.is_deleted()
+
+
+def test_a_program_in_pieces_comes_back(tmp_path):
+    rows = RowArrays(jnp.arange(4), jnp.ones((4, 2)))
+    place = jax.sharding.SingleDeviceSharding(DEVICES[0])
+
+    def decoder_layer(x):
+        return x * 2
+
+    def program(rows):
+        layer, x = jax.jit(decoder_layer), rows.last_token_N + 1
+        return rows._replace(last_token_N=layer(layer(x)) + 1), None
+
+    traced = jax.jit(program, donate_argnums=0).trace(rows)
+    in_pieces = split(traced, [True, True], place, Pieces()).compile()
+    assert [len(in_pieces.wiring.calls), len(in_pieces.pieces)] == [4, 2], (
+        "the sums before and behind the layers are alike, too"
+    )
+    store = new_artifact(tmp_path / "a", DEVICES)
+    store.save(KEY, in_pieces)
+    new, nothing = store.load(KEY)(rows)
+    assert isinstance(new, RowArrays) and nothing is None
+    assert new.last_token_N.tolist() == [5, 9, 13, 17] and new.block_table_NB.tolist() == [[1, 1]] * 4
+    assert rows.last_token_N.is_deleted() and not rows.block_table_NB.is_deleted()
 
 
 def test_what_is_not_stored_is_none(tmp_path):

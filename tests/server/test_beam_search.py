@@ -11,6 +11,7 @@ from jaxllm.async_llm import AsyncLLM
 from jaxllm.llm import LLM
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.sampling_params import BeamSearchParams
+from jaxllm.text.detokenizer import text_of
 from server.app import create_app
 from server.beam_search import HONOURED
 from server.protocol.chat import ChatCompletionRequest
@@ -139,7 +140,7 @@ def test_a_chat_is_answered_by_the_same_search(client: Client, script: LLM) -> N
     for choice, sequence in zip(reply["choices"], expected.sequences, strict=True):
         answer = sequence.tokens[len(prompt) :]
         assert choice["token_ids"][: len(answer)] == answer
-        assert choice["message"]["content"] == script.get_tokenizer().decode(answer, skip_special_tokens=True)
+        assert choice["message"]["content"] == text_of(script.get_tokenizer(), answer, skip_special_tokens=True)
         content = choice["logprobs"]["content"]
         assert [len(entry["top_logprobs"]) for entry in content] == [2] * len(choice["token_ids"])
         assert sum(entry["logprob"] for entry in content) == pytest.approx(sequence.cum_logprob)

@@ -53,6 +53,14 @@ def test_a_prompt_is_answered_or_continued(client: Client, core: FakeEngineCore,
     assert (len(core.requests[-1].prompt_token_ids) < 5) == raw
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_any_num_predict_is_cut_to_the_context(client: Client, core: FakeEngineCore, raw: bool) -> None:
+    reply = client.post("/api/generate", {"prompt": "hi", "raw": raw, "options": {"num_predict": 10**6}})
+    assert reply.status_code == 200, reply.text
+    request = core.requests[-1]
+    assert len(request.prompt_token_ids) + request.sampling_params.max_tokens == core.max_model_len
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_and_calls_have_their_places(caller: Client, stream: bool) -> None:
     reply = caller.post("/api/chat", {"messages": [USER], "tools": TOOLS, "stream": stream})

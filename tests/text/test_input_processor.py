@@ -6,6 +6,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.log import info_once
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.generation_config import LLAMA_CPP, GenerationConfig, load_generation_config
 from jaxllm.text.input_processor import InputProcessor
@@ -106,11 +107,14 @@ def test_wrong_arguments_are_clear_errors(tokenizer: Tokenizer) -> None:
         processor.process("r", "x", SamplingParams(logprobs=21))
 
 
-def test_a_priority_needs_the_policy_of_that_name(tokenizer: Tokenizer) -> None:
-    assert processor_of(tokenizer).process("r", "x", SamplingParams(), priority=0).children[0].priority == 0
-    with pytest.raises(InvalidRequestError, match="--scheduling-policy priority") as caught:
-        processor_of(tokenizer).process("r", "x", SamplingParams(), priority=1)
-    assert caught.value.param == "priority"
+def test_a_priority_has_no_effect_without_the_policy_of_that_name(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    info_once.cache_clear()
+    with caplog.at_level("INFO", "jaxllm"):
+        for priority in (0, 1, 2):
+            assert processor_of(tokenizer).process("r", "x", SamplingParams(), priority=priority).children[0].priority == 0
+    assert caplog.text.count("--scheduling-policy priority") == 1
     with pytest.raises(InvalidRequestError, match="64 bits"):
         processor_of(tokenizer, policy="priority").process("r", "x", SamplingParams(), priority=2**63)
 
