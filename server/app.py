@@ -1,6 +1,7 @@
 """Builds the FastAPI application over an engine."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import JaxLLMError
 from jaxllm.log import logger
+from jaxllm.vllm_environment import with_variables
 from server.context import ServerContext
 from server.error_shapes import shaped
 from server.errors import ApiError, as_api_error, validation_error
@@ -24,8 +26,8 @@ from server.http_metrics import HttpMetricsMiddleware
 from server.load_header import LoadHeader
 from server.middleware import install_middleware
 from server.openapi import install_openapi
-from server.options import ServerOptions
-from server.rank_header import RankHeader
+from server.options import ServerOptions, server_flags
+from server.placement_headers import PlacementHeaders
 from server.routes import (
     adapters,
     chat,
@@ -39,6 +41,7 @@ from server.routes import (
     metrics,
     models,
     ollama,
+    ollama_models,
     page,
     pooling,
     responses,
@@ -66,11 +69,20 @@ class _Application(FastAPI):
 
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     """Build the application: routes, exception handlers, and the guard as outermost middleware."""
-    options = options or ServerOptions.from_options()
+    if options is None:
+        options = ServerOptions.from_options(**with_variables({}, [flag.name for flag in server_flags()], os.environ))
     context = ServerContext(engine, options)
     public_paths: set[str] = set()
     rooms: list[Router] = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
-    rooms += [chat_batch.router, pooling.router, invocations.router, ollama.router, health.router, metrics.router]
+    rooms += [
+        chat_batch.router,
+        pooling.router,
+        invocations.router,
+        ollama.router,
+        ollama_models.router,
+        health.router,
+        metrics.router,
+    ]
     if options.access.enable_tokenizer_info_endpoint:
         rooms.append(tokenizer_info.router)
     if options.access.enable_dev_endpoints:
@@ -101,7 +113,8 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     app = _Application(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
 
     def guarded(inner: ASGIApp) -> ASGIApp:
-        inner = LoadHeader(inner if engine.config.parallel.data_parallel_size == 1 else RankHeader(inner), engine)
+        inner = PlacementHeaders(inner, has_replicas=engine.config.parallel.data_parallel_size > 1)
+        inner = LoadHeader(inner, engine)
         guard = Guard(inner, context, public_paths=public_paths, admin_paths=ADMIN_PATHS)
         return HttpMetricsMiddleware(guard if tracer is None else TraceHeaders(guard), context.http_metrics)
 

@@ -22,6 +22,7 @@ from server.chat_encoding import ChatEncoder
 from server.dialects import AskedChoice, check_tools
 from server.endings import end_of
 from server.errors import bad_request, constraint_error
+from server.http_metrics import RequestType
 from server.options import ChatOptions
 from server.prompts import check_length, truncated
 from server.speech import AnswerReader, Speech
@@ -42,6 +43,8 @@ class Conversation:
     beam_search: BeamSearchParams | None = None
     """If set, runs a beam search; `params` then gives only the number of answers and the output format."""
     request_id: str
+    request_type: RequestType = "chat_completions"
+    """For metrics."""
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: AskedChoice | None = None
     """Both in OpenAI's shape."""
@@ -65,6 +68,8 @@ class Conversation:
     asked_tokens: int | None = None
     """The client's limit of output tokens, which truncate_prompt_tokens -1 leaves room for; None: the client has set none."""
     cache_salt: str | None = None
+    session_id: str | None = None
+    """Requests of one session go to one replica."""
     priority: int = 0
     adapter: str | None = None
     """Name of a loaded LoRA adapter."""
@@ -167,6 +172,7 @@ class ChatService:
             text,
             parallel=conversation.parallel_tool_calls,
             include_reasoning=conversation.include_reasoning,
+            request_type=conversation.request_type,
         )
         max_model_len = self._engine.max_model_len
         search = conversation.beam_search
@@ -188,6 +194,7 @@ class ChatService:
                 priority=conversation.priority,
                 queue_timeout_seconds=self._queue_timeout_seconds,
                 adapter=conversation.adapter,
+                session_id=conversation.session_id,
             )
         except InvalidRequestError as error:
             if error.param == "logprobs":
@@ -209,6 +216,7 @@ class ChatService:
                 if output.prompt_logprobs is not None:
                     chat.prompt_logprobs = output.prompt_logprobs
                 usage.cached_tokens = output.num_cached_tokens
+                usage.created_cache_tokens = output.num_cache_creation_tokens
                 chat.metrics = output.metrics
                 deltas: list[ChatDelta] = []
                 for answer in output.outputs:

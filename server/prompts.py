@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.text.input_processor import encode_prompts
+from jaxllm.text.tokenization import encode_prompts
 from jaxllm.text.tokenizer import Tokenizer
 from server.errors import ApiError, bad_request
 

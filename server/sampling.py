@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import InvalidRequestError
 from jaxllm.sampling_params import IN_REQUESTS, MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
 from jaxllm.structured_outputs import StructuredOutputsParams
@@ -41,6 +42,12 @@ def sampling_params(
         "output_kind": RequestOutputKind.DELTA if fields.stream else RequestOutputKind.FINAL_ONLY,
     }
     return SamplingParams(**{**defaults, **values})
+
+
+def check_xargs(fields: SamplingFields, params: SamplingParams, engine: AsyncLLM) -> None:
+    """Check extra_args under the name that the client gave it. Raises InvalidRequestError."""
+    if fields.vllm_xargs is not None:
+        params.verify_processors(engine.input_processor.processor_arguments, "vllm_xargs")
 
 
 def check_limits(fields: SamplingFields, limits: LimitOptions) -> None:

@@ -9,13 +9,14 @@ from jaxllm.cli import model_text, options, planning
 from jaxllm.cli.flags import engine_flags
 from jaxllm.cli.numbers import positive
 from jaxllm.cli.parser import Parser
-from jaxllm.errors import ConfigError, OutOfMemoryError
+from jaxllm.errors import JaxLLMError, ModelLoadError
 
 if TYPE_CHECKING:
     from jaxllm.runner.memory import MemoryPlan
 
 ABOUT = (
-    "The numbers of a model: architecture, parameters, bytes of weights, bytes of KV cache per token, and whether it fits here."
+    "The numbers of a model: architecture, parameters, bytes of weights, bytes of KV cache per token, and whether it fits here and can "
+    "start."
 )
 EXAMPLES = """examples:
   jaxllm inspect demo
@@ -38,14 +39,15 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the numbers. Returns the exit code: 1 if it does not fit."""
+    """Print the numbers. Returns the exit code: 1 if it does not fit or cannot start."""
     options.use_model_argument(arguments)
     plan = planning.plan(options.engine_options(arguments), device_bytes=arguments.device_memory)
-    report, fault = describe(plan), _why_it_does_not_fit(plan)
+    report, fault = describe(plan), _fault(plan)
     if arguments.json:
         memory = _without_cache(plan.memory)
         memory["fits"] = fault is None
-        print(json.dumps({**report, "memory_plan": memory, "host_bytes_while_loading": plan.host_bytes}))
+        told = None if fault is None else str(fault)
+        print(json.dumps({**report, "memory_plan": memory, "host_bytes_while_loading": plan.host_bytes, "fault": told}))
         return 0 if fault is None else 1
     for name, value in report.items():
         if name == "layers":
@@ -54,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
             texts = list(map(model_text.cache_group, value)) if name == "cache_groups" else [model_text.as_text(name, value)]
         print("\n".join(model_text.paragraph(name, text) for text in texts))
     print(plan.describe())
-    print("it fits" if fault is None else f"it does not fit: {fault}")
+    verdict = "it cannot start" if isinstance(fault, ModelLoadError) else "it does not fit"
+    print("it fits" if fault is None else f"{verdict}: {fault}")
     return 0 if fault is None else 1
 
 
@@ -96,9 +99,9 @@ def _without_cache(memory: "MemoryPlan") -> dict[str, Any]:
     return {**values, "block_bytes": memory.block_bytes, "block_size": memory.block_size, "state_bytes": memory.state_bytes}
 
 
-def _why_it_does_not_fit(plan: planning.Plan) -> str | None:
+def _fault(plan: planning.Plan) -> JaxLLMError | None:
     try:
         plan.check()
-    except (OutOfMemoryError, ConfigError) as error:
-        return str(error)
+    except JaxLLMError as error:
+        return error
     return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.cli.terminal import size
 from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import JaxLLMError, ModelLoadError
+from jaxllm.hub import KNOWN
 
 if TYPE_CHECKING:
     from jaxllm.cache_spec import CacheLayout
@@ -27,7 +28,7 @@ class Plan:
     host_bytes: int
     """Peak host memory in bytes while weights are loaded onto GPUs, without the system's file cache."""
     faults: tuple[JaxLLMError, ...] = ()
-    """Reason why this machine could not start it, apart from memory."""
+    """Reasons why this machine could not start it, apart from memory."""
 
     @property
     def cache(self) -> "CacheLayout":
@@ -54,7 +55,9 @@ def plan(options: Mapping[str, Any], *, device_bytes: int | None = None) -> Plan
     """
     from jaxllm.engine import prepare
     from jaxllm.engine.features import check_speculative_config
-    from jaxllm.loaders.load import loading_bytes
+    from jaxllm.engine_front import load_texts
+    from jaxllm.loaders.formats import has_checkpoint
+    from jaxllm.loaders.load import check_weights, loading_bytes
     from jaxllm.parallel.mesh import meshes_of
     from jaxllm.parallel.topology import Topology
     from jaxllm.runner import memory
@@ -74,6 +77,9 @@ def plan(options: Mapping[str, Any], *, device_bytes: int | None = None) -> Plan
     config, model_config = prepare.resolve_sizes(asked, directory, device_bytes=usable_bytes)
     if device_bytes is None:
         _note(faults, lambda: meshes_of(topology))
+    if has_checkpoint(directory):  # else it may be no more than a config.json to plan for
+        _note(faults, lambda: load_texts(config))
+        _note(faults, lambda: check_weights(model_config, directory, load_format=config.model.load_format))
     stages = prepare.lay_out(config, model_config, partial(memory.memory_plan, config, model_config, device_bytes=device_bytes))
     host_bytes = max(loading_bytes(model_config, stage.model, topology.tensor) for stage in stages)
     return Plan(config, model_config, tightest(stages), host_bytes, tuple(faults))
@@ -128,7 +134,7 @@ def cached_models(download_dir: str | None = None) -> list[Any]:
 
 def meant_model(name: str, error: Exception) -> str:
     """`; did you mean 'demo'?`, unless the error already suggests a name or no model here has a similar one."""
-    if "did you mean" in str(error):
+    if name in KNOWN or "did you mean" in str(error):
         return ""
-    _, separator, rest = unknown_name("model", name, ["demo", *(repo.repo_id for repo in cached_models())]).partition("; did")
+    _, separator, rest = unknown_name("model", name, [*KNOWN, *(repo.repo_id for repo in cached_models())]).partition("; did")
     return separator + rest

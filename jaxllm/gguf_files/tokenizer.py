@@ -1,4 +1,5 @@
-"""Makes the tokenizer that a GGUF file describes: byte-level (gpt2) or sentencepiece's byte-pair encoding (llama).
+"""Makes the tokenizer that a GGUF file describes: byte-pair encoding of bytes (gpt2) or of characters, whose merges a file has
+(gemma4) or that follow from scores (llama: sentencepiece), WordPiece (bert), unigram (t5).
 
 Source: llama.cpp's src/llama-vocab.cpp.
 """
@@ -10,91 +11,128 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.gguf_files.reading import GgufFile
+from jaxllm.gguf_files.splits import BEGINNING, CHARACTERS, COMPOSED, SPLITS, WHOLE_WORDS, pre_tokenizer
 
+KINDS = ("gpt2", "gemma4", "llama", "bert", "t5")
+"""What files call the kinds of tokenizers that can be made."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens."""
-_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-
-_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT4O = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLITS: Mapping[str, str | None] = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2"), None),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "tekken": _TEKKEN,
-    "gpt-4o": _GPT4O,
+_NAMES = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "sep_token": "seperator",
+    "pad_token": "padding",
+    "mask_token": "mask",
 }
-"""How texts are split before merging, by llama.cpp's name; None: as GPT-2 does."""
+"""What files call special tokens, as it is spelled there."""
+_DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
+    "llama": {"bos_token": 1, "eos_token": 2, "unk_token": 0},
+    "bert": {"bos_token": 101, "unk_token": 100, "sep_token": 102, "pad_token": 0, "mask_token": 103},
+    "t5": {"eos_token": 1, "unk_token": 2, "pad_token": 0},
+}
+"""Ids of special tokens that a file does not give, by kind."""
+_REMEDY = "pass --tokenizer with the original model's"
 
 
 def tokenizer_files(file: GgufFile) -> tuple[str, dict[str, Any]]:
     """The text of tokenizer.json, and the object of tokenizer_config.json. Raises ModelLoadError."""
-    known = file.metadata
-    tokens = known.get("tokenizer.ggml.tokens") or []
-    names = {name: known.get(f"tokenizer.ggml.{kind}_token_id") for name, kind in _NAMES.items()}
-    config: dict[str, Any] = {name: tokens[id] for name, id in names.items() if id is not None and id < len(tokens)}
-    config["chat_template"] = known.get("tokenizer.chat_template")
-    if whole := known.get("tokenizer.huggingface.json"):
+    kind, tokens = file.metadata.get("tokenizer.ggml.model"), _value(file, "tokens", [])
+    given = {name: _value(file, f"{theirs}_token_id") for name, theirs in _NAMES.items()}
+    ids = {**_DEFAULT_IDS.get(kind or "", {}), **{name: id for name, id in given.items() if id is not None}}
+    config: dict[str, Any] = {name: tokens[id] for name, id in ids.items() if id < len(tokens)}
+    config["chat_template"] = _chat_templates(file)
+    if whole := file.metadata.get("tokenizer.huggingface.json"):
         return whole, config
-    kind = known.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        backend = _byte_level(file, tokens)
-    elif kind == "llama":
-        backend = _sentencepiece(file, tokens, config.get("unk_token"))
-    else:
-        raise ModelLoadError(f"{file.file} has a tokenizer of the kind {kind!r}, supported: gpt2 and llama; pass --tokenizer")
-    _add_tokens(backend, tokens, known.get("tokenizer.ggml.token_type") or [])
-    adds_bos = known.get("tokenizer.ggml.add_bos_token", kind == "llama")
-    bos = config.get("bos_token")
-    if adds_bos and bos is not None:
-        template = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokens.index(bos))]
-        )
-        byte_level = [processors.ByteLevel(trim_offsets=False)] if kind == "gpt2" else []
-        backend.post_processor = processors.Sequence([*byte_level, template])
+    if kind not in KINDS:
+        raise ModelLoadError(f"{file.file} has a tokenizer of the kind {kind!r}, supported: {', '.join(KINDS)}; {_REMEDY}")
+    try:
+        backend = _backend(file, kind, tokens, config)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelLoadError(
+            f"{file.file} has a tokenizer of the kind {kind!r} that cannot be made: {error}; {_REMEDY}"
+        ) from error
     return backend.to_str(), config
 
 
-def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
-    split = file.metadata.get("tokenizer.ggml.pre", "default")
-    if split not in SPLITS:
-        raise ModelLoadError(
-            f"{file.file} splits texts as {split!r}, supported: {', '.join(SPLITS)}; pass --tokenizer with the original model's"
-        )
-    merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges") or []]
-    pattern = SPLITS[split]
-    # Vocabularies of these kinds hold words that their merges do not reach.
-    backend = Tokenizer(models.BPE(_ids(tokens), merges, ignore_merges=pattern in (_LLAMA3, _TEKKEN)))
-    bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    if pattern is None:
-        backend.pre_tokenizer = bytes_alone
+def _backend(file: GgufFile, kind: str, tokens: Sequence[str], config: Mapping[str, Any]) -> Tokenizer:
+    unknown, split = config.get("unk_token"), _value(file, "pre", "default")
+    if kind == "gemma4" or (kind == "gpt2" and split in CHARACTERS):
+        vocabulary = _ids(tokens)
+        backend = _characters(vocabulary, _given_merges(file, vocabulary), unknown, has_prefix=False)
+    elif kind == "gpt2":
+        backend = _bytes(file, tokens, split)
+    elif kind == "llama":
+        backend = _sentencepiece(file, tokens, unknown)
+    elif kind == "bert":
+        backend = _word_piece(file, tokens, unknown)
     else:
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_alone])
-    if pattern == _QWEN2:
+        backend = _unigram(file, tokens, unknown)
+    for token, type in zip(tokens, _value(file, "token_type", []), strict=False):
+        if type == _CONTROL:
+            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif type == _USER_DEFINED and token.strip(" "):
+            backend.add_tokens([AddedToken(token, normalized=False, special=False)])
+    has_bos = _value(file, "add_bos_token", kind in ("llama", "bert", "gemma4") or (kind == "gpt2" and split in BEGINNING))
+    first = config.get("bos_token") if has_bos else None
+    if kind == "bert":
+        last = config.get("sep_token") if _value(file, "add_sep_token", True) else None
+    else:
+        last = config.get("eos_token") if _value(file, "add_eos_token", kind == "t5") else None
+    if first is not None or last is not None:
+        backend.post_processor = _surrounded(first, last, tokens)
+    return backend
+
+
+def _surrounded(first: str | None, last: str | None, tokens: Sequence[str]) -> processors.TemplateProcessing:
+    """Adds a token before and one after a text, or a pair of texts."""
+    special = {token: tokens.index(token) for token in (first, last) if token is not None}
+    one, two = ([part for part in (first, text, last) if part is not None] for text in ("$A", "$B"))
+    pair = [*one, *(f"{part}:1" for part in two)]
+    return processors.TemplateProcessing(single=one, pair=pair, special_tokens=list(special.items()))
+
+
+def _bytes(file: GgufFile, tokens: Sequence[str], split: str) -> Tokenizer:
+    if split not in SPLITS:
+        known = ", ".join([*SPLITS, *CHARACTERS])
+        raise ModelLoadError(f"{file.file} splits texts as {split!r} (tokenizer.ggml.pre), supported: {known}; {_REMEDY}")
+    vocabulary = _ids(tokens)
+    backend = Tokenizer(models.BPE(vocabulary, _given_merges(file, vocabulary), ignore_merges=split in WHOLE_WORDS))
+    backend.pre_tokenizer = pre_tokenizer(split)
+    if split in COMPOSED:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
+def _given_merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    found = _value(file, "merges", [])
+    merges = [(merge[:end], merge[end + 1 :]) for merge in found if (end := merge.find(" ", 1)) > 0]
+    fault = "without tokenizer.ggml.merges" if not merges else ""
+    for left, right in merges:  # of which tokenizers would panic
+        if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
+            fault = f"that merges {left!r} and {right!r}, of which it has not all tokens"
+            break
+    if fault:
+        raise ModelLoadError(f"{file.file} has a tokenizer of pairs {fault}; {_REMEDY}")
+    return merges
+
+
 def _sentencepiece(file: GgufFile, tokens: Sequence[str], unknown: str | None) -> Tokenizer:
     # Runs of spaces are spelled as such in Gemma's files.
     vocabulary = _ids(["▁" * len(token) if token and not token.strip(" ") else token for token in tokens])
-    scores = file.metadata.get("tokenizer.ggml.scores")
+    scores = _value(file, "scores")
     is_gemma = file.architecture.startswith("gemma")  # whose merges come in the order of the tokens, not of the scores
     rank = {token: -id if scores is None or is_gemma else scores[id] for token, id in vocabulary.items()}
-    merges = _merges(vocabulary, rank)
+    return _characters(vocabulary, _merges(vocabulary, rank), unknown, has_prefix=_value(file, "add_space_prefix", True))
+
+
+def _characters(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], unknown: str | None, *, has_prefix: bool
+) -> Tokenizer:
     backend = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    has_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = [normalizers.Replace(" ", "▁")]
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if has_prefix else spaces)
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
@@ -113,13 +151,51 @@ def _merges(vocabulary: Mapping[str, int], rank: Mapping[str, float]) -> list[tu
     return [(left, right) for _, _, _, left, right in sorted(found)]
 
 
-def _add_tokens(backend: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Control tokens are special; user-defined ones are whole in every text."""
-    for token, kind in zip(tokens, types, strict=False):
-        if kind == _CONTROL:
-            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == _USER_DEFINED and token.strip(" "):
-            backend.add_tokens([AddedToken(token, normalized=False, special=False)])
+def _word_piece(file: GgufFile, tokens: Sequence[str], unknown: str | None) -> Tokenizer:
+    # A file marks what begins a word, tokenizers what continues one; neither marks [CLS] and its like.
+    is_name = [token.startswith("[") and token.endswith("]") for token in tokens]
+    pieces = [
+        token if named else token[1:] if token.startswith("▁") else f"##{token}"
+        for token, named in zip(tokens, is_name, strict=True)
+    ]
+    backend = Tokenizer(models.WordPiece(_ids(pieces), unk_token=unknown or "[UNK]"))
+    lowercase = _value(file, "normalizer.lowercase", True)
+    strips = _value(file, "normalizer.strip_accents", lowercase)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strips)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def _unigram(file: GgufFile, tokens: Sequence[str], unknown: str | None) -> Tokenizer:
+    scores = _value(file, "scores")
+    if not scores or unknown is None:
+        raise ModelLoadError(f"{file.file} has a unigram tokenizer without scores or an unknown token; {_REMEDY}")
+    backend = Tokenizer(models.Unigram(list(zip(tokens, scores, strict=False)), tokens.index(unknown)))
+    steps: list[normalizers.Normalizer] = []
+    if charsmap := _value(file, "precompiled_charsmap"):
+        steps.append(normalizers.Precompiled(bytes(charsmap)))
+    if _value(file, "remove_extra_whitespaces", False):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if has_prefix := _value(file, "add_space_prefix", False):
+        steps.append(normalizers.Prepend("▁"))
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always" if has_prefix else "never")
+    return backend
+
+
+def _chat_templates(file: GgufFile) -> dict[str, str]:
+    """By name, the usual one is called "default"."""
+    known = file.metadata
+    found = {name: known.get(f"tokenizer.chat_template.{name}") for name in known.get("tokenizer.chat_templates") or ()}
+    found["default"] = known.get("tokenizer.chat_template")
+    return {name: template for name, template in found.items() if template is not None}
+
+
+def _value(file: GgufFile, name: str, default: Any = None) -> Any:
+    found = file.metadata.get(f"tokenizer.ggml.{name}")
+    return default if found is None else found
 
 
 def _ids(tokens: Sequence[str]) -> dict[str, int]:

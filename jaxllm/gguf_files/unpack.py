@@ -1,6 +1,9 @@
 """Makes a model directory of a GGUF file: config.json and the tokenizer's files beside a link to it, in the cache."""
 
+import functools
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import re
 import shutil
@@ -8,38 +11,57 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxllm import __version__
 from jaxllm.env import cache_dir
 from jaxllm.errors import ModelLoadError
-from jaxllm.gguf_files.families import config_json
+from jaxllm.gguf_files.families import config_json, generation_json
 from jaxllm.gguf_files.reading import GgufFile
 from jaxllm.gguf_files.tokenizer import tokenizer_files
-from jaxllm.log import logger
+
+NO_TOKENIZER = "no_tokenizer.txt"
+"""A file of such a directory without a tokenizer, that says why it has none."""
 
 
 def unpack(file: Path) -> Path:
     """The directory of a GGUF file's model, or of the first part of several. Made once for each state of the file.
 
-    A tokenizer that cannot be made is left out, with a warning, because another may be given. Raises ModelLoadError.
+    A tokenizer that cannot be made is left out, because another may be given. Raises ModelLoadError.
     """
     parts = _parts(file.resolve())
-    state = "\0".join([__version__, *(f"{part} {part.stat().st_size} {part.stat().st_mtime_ns}" for part in parts)])
+    state = "\0".join([_rules(), *(f"{part} {part.stat().st_size} {part.stat().st_mtime_ns}" for part in parts)])
     directory = cache_dir() / "gguf" / hashlib.sha256(state.encode()).hexdigest()[:16]
-    if (directory / "tokenizer.json").is_file():
+    if _is_whole(directory):
         return directory
     opened = GgufFile(parts)
     texts = {"config.json": json.dumps(config_json(opened), indent=2)}
+    if sampling := generation_json(opened):
+        texts["generation_config.json"] = json.dumps(sampling, indent=2)
     try:
         texts["tokenizer.json"], config = tokenizer_files(opened)
         texts["tokenizer_config.json"] = json.dumps(config, indent=2)
     except ModelLoadError as error:
-        logger.warning("%s", error)
+        texts[NO_TOKENIZER] = str(error)
     try:
         _write(directory, texts, parts)
     except OSError as error:
-        if not directory.is_dir():  # nor did another process make it meanwhile
-            raise ModelLoadError(f"{file} cannot be unpacked: {error}; set $JAXLLM_CACHE_DIR to where you may write") from error
+        if not _is_whole(directory):  # which another process may have made meanwhile
+            remedy = f"remove {directory}" if directory.exists() else "set $JAXLLM_CACHE_DIR to where you may write"
+            raise ModelLoadError(f"{file} cannot be unpacked: {error}; {remedy}") from error
     return directory
+
+
+@functools.cache
+def _rules() -> str:
+    """A digest of the code that a directory's files depend on, with the versions of the packages it calls."""
+    digest = hashlib.sha256()
+    for module in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(module.read_bytes())
+    installed = [name for name in ("gguf", "tokenizers") if importlib.util.find_spec(name) is not None]
+    return " ".join([digest.hexdigest(), *map(importlib.metadata.version, installed)])
+
+
+def _is_whole(directory: Path) -> bool:
+    has_tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", NO_TOKENIZER))
+    return has_tokenizer and (directory / "config.json").is_file()
 
 
 def _write(directory: Path, texts: Mapping[str, str], parts: Sequence[Path]) -> None:

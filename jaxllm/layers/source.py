@@ -109,9 +109,10 @@ class Source:
         return tuple(sum(v[i] for v in views) if i == self.axis else n for i, n in enumerate(views[0]))
 
     def read(self, tensor: Callable[[Tensor, Index], np.ndarray]) -> np.ndarray:
-        """The whole concatenation, in memory. `tensor` reads a part of a tensor."""
+        """The whole concatenation. `tensor` reads a part of a tensor."""
         whole = (slice(None),) * len(self.permutation)
-        return np.concatenate([tensor(t, whole) for t in self.tensors], axis=self.axis)
+        parts = [tensor(t, whole) for t in self.tensors]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
 
     def placed(self, axes: Sequence[str], shape: Sequence[int]) -> "Source":
         """The same for a parameter of `shape`, which differs from the stored one as `layout.expand` says: the tensors are read so

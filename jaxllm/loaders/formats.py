@@ -14,6 +14,11 @@ FORMATS: dict[str, type[Checkpoint]] = {
 """By name; the first that a directory has files of is read."""
 
 
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a directory has weights in any of these formats."""
+    return any(kind.files(directory) for kind in FORMATS.values())
+
+
 def open_checkpoint(directory: Path, load_format: str = "auto", dtype: str = "float32") -> Checkpoint:
     """The checkpoint in a directory. load_format: a key of FORMATS, or auto; dtype: of weights that are widened while they are read.
 

@@ -20,7 +20,7 @@ from jaxllm.layers.source import AnySource, Index, Mxfp4, Source, Stacked, Tenso
 from jaxllm.loaders import orbax
 from jaxllm.loaders.checkpoint import BYTES, DTYPES, Checkpoint
 from jaxllm.loaders.dummy import dummy_weights
-from jaxllm.loaders.formats import open_checkpoint
+from jaxllm.loaders.formats import has_checkpoint, open_checkpoint
 from jaxllm.loaders.layout import (
     Axes,
     ParamPath,
@@ -98,10 +98,7 @@ def load_checkpoint(
     Transposing, casting and fusing is done on the devices unless they are the host (`transform_on_device` says otherwise).
     whole: the model that the checkpoint is of, if `model` is one stage of it: the tensors of the other stages are not read.
     """
-    checkpoint = open_checkpoint(directory, load_format, config.dtype)
-    prefix, _, bare = config.names.embedding.partition(".")
-    if f"{bare}.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
-        checkpoint.entries = {f"{prefix}.{name}": entry for name, entry in checkpoint.entries.items()}
+    checkpoint = _open(directory, load_format, config)
     sources = {path: source_of(variable) for path, variable in parameters(model)}
     _check(checkpoint, sources if whole is None else {path: source_of(v) for path, v in parameters(whole)}, config)
     if config.stored_fp8 is not None:
@@ -148,6 +145,17 @@ def load_checkpoint(
     return state_of(model, arrays)
 
 
+def check_weights(config: ModelConfig, directory: Path, *, load_format: str = "auto") -> None:
+    """Raise ModelLoadError if the files of a directory are not this model's weights, or hold them in a form that cannot be read.
+
+    Only the headers of files are read. A directory without weights is not held against it: they may be elsewhere.
+    """
+    if load_format in ("dummy", "orbax") or orbax.is_checkpoint(directory) or not has_checkpoint(directory):
+        return
+    sources = {path: source_of(variable) for path, variable in parameters(build_model(config))}
+    _check(_open(directory, load_format, config), sources, config)
+
+
 def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int:
     """Peak host memory in bytes while `load_checkpoint` loads onto this many GPUs, without the file cache: the slices of
     one tensor in transfer to the devices.
@@ -179,6 +187,14 @@ def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int
                 num_bytes = 2 * num_bytes // (num_devices if split is not None else 1)  # copied, then sent, device by device
             largest = max(largest, num_bytes)
     return largest
+
+
+def _open(directory: Path, load_format: str, config: ModelConfig) -> Checkpoint:
+    checkpoint = open_checkpoint(directory, load_format, config.dtype)
+    prefix, _, bare = config.names.embedding.partition(".")
+    if f"{bare}.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
+        checkpoint.entries = {f"{prefix}.{name}": entry for name, entry in checkpoint.entries.items()}
+    return checkpoint
 
 
 def _num_bytes(checkpoint: Checkpoint, name: str) -> int:
@@ -236,8 +252,10 @@ def _check(checkpoint: Checkpoint, sources: Mapping[ParamPath, AnySource], confi
 
 
 def _read_by_host(read: Reader, source: Source, axes: Axes, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh) -> Array:
-    array = expand(np, source.read(read).transpose(source.permutation).astype(dtype), axes, shape)
-    return put(array, sharding(mesh, axes))
+    array = source.read(read).transpose(source.permutation)
+    # What is a view of the file is copied, as arrays on a CPU may be this very memory.
+    array = array.astype(dtype, order="C", copy=not array.flags.writeable)
+    return put(expand(np, array, axes, shape), sharding(mesh, axes))
 
 
 def _read_by_device(read: Reader, source: Source, axes: Axes, shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh) -> Array:

@@ -29,9 +29,10 @@ def is_quantized_here(path: ParamPath, config: ModelConfig) -> bool:
 def block_scales(path: ParamPath, source: AnySource, config: ModelConfig) -> Iterator[tuple[Tensor, str, tuple[int, int]]]:
     """(weight, name of its scales, their shape) of the tensors of a parameter that the checkpoint holds with a scale per block."""
     stored = config.stored_fp8
+    if stored is None or stored.block_shape is None or path[-1] == "scale":
+        return
     linears = {f"{name}.weight" for modules in config.linears() for name in modules}
-    is_linear = path[-1] != "scale" and all(tensor.name in linears for tensor in source.tensors)
-    if stored is None or stored.block_shape is None or not is_linear:
+    if any(tensor.name not in linears for tensor in source.tensors):
         return
     for tensor in source.tensors:
         module = tensor.name.removesuffix(".weight")

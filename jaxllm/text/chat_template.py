@@ -271,7 +271,7 @@ def _tool_call(call: Any, where: str, format: ArgumentsFormat) -> dict[str, Any]
         raise InvalidRequestError(f"{where} has a tool call without a function", "messages")
     function = dict(call["function"])
     given = function.get("arguments")
-    parsed = _parsed(given)
+    parsed: Any = _parsed(given)
     if parsed is None:
         as_text = format != "object" and isinstance(given, str)
         logger.debug("%s has a tool call whose arguments are no JSON object: taken as %s", where, "text" if as_text else "{}")

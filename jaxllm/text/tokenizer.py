@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders
 
 from jaxllm.errors import ModelLoadError
+from jaxllm.gguf_files.unpack import NO_TOKENIZER
 from jaxllm.text.model_files import read_json
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -283,6 +284,8 @@ def load_tokenizer(directory: Path, *, name: str | None = None) -> Tokenizer:
 
 def _load_with_transformers(name: str, directory: Path) -> Tokenizer:
     missing, remedy = f"tokenizer missing: {directory} has no tokenizer.json", "pass --tokenizer or --skip-tokenizer-init"
+    if (reason := directory / NO_TOKENIZER).is_file():
+        raise ModelLoadError(f"tokenizer missing: {reason.read_text(encoding='utf-8')}")
     known = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
     if not any((directory / file).is_file() for file in known):
         raise ModelLoadError(f"{missing} nor any other tokenizer file; {remedy}")

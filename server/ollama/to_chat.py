@@ -1,5 +1,6 @@
 """Converts ollama's requests to the equivalent chat and completion requests."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.sampling_params import IN_REQUESTS
@@ -17,8 +18,8 @@ from server.protocol.ollama import (
 _SAME = Options.model_fields.keys() & IN_REQUESTS.keys()
 
 
-def sampling_fields(body: OllamaRequest, max_tokens: str, max_model_len: int) -> dict[str, Any]:
-    """Request fields for `options` and `format`; the maximum number of tokens is called `max_tokens`."""
+def sampling_fields(body: OllamaRequest, max_tokens: str, max_model_len: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Request fields for `options` and `format`, over `defaults`; the maximum number of tokens is called `max_tokens`."""
     fields: dict[str, Any] = {"stream": body.stream is not False}
     if body.options is not None:
         _check(body.options)
@@ -31,7 +32,7 @@ def sampling_fields(body: OllamaRequest, max_tokens: str, max_model_len: int) ->
         fields["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": body.format}}
-    return {name: value for name, value in fields.items() if value is not None}
+    return {**defaults, **{name: value for name, value in fields.items() if value is not None}}
 
 
 def _check(options: Options) -> None:
@@ -41,9 +42,11 @@ def _check(options: Options) -> None:
             raise bad_request(f"options has {name[:100]!r}, which is not supported{hint}", "options", "unsupported_parameter")
 
 
-def chat_fields(body: OllamaChatRequest | OllamaGenerateRequest, max_model_len: int) -> dict[str, Any]:
-    """The fields of a chat request. Raises ApiError."""
-    fields = sampling_fields(body, "max_completion_tokens", max_model_len)
+def chat_fields(
+    body: OllamaChatRequest | OllamaGenerateRequest, max_model_len: int, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The fields of a chat request, over `defaults`. Raises ApiError."""
+    fields = sampling_fields(body, "max_completion_tokens", max_model_len, defaults)
     if isinstance(body.think, str):
         fields["reasoning_effort"] = body.think
     if isinstance(body, OllamaGenerateRequest):

@@ -16,6 +16,7 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list that reports only its first error: a body may have a million, which would take minutes."""
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+MAX_SESSION_ID = 512
 ShortText = Annotated[str, Field(max_length=512)]
 """Labels that clients put on requests; the server ignores them."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
@@ -40,7 +41,6 @@ UNSUPPORTED = {
     "return_mm_kwargs": "text only: this server takes no media",
     "audio": "text only: this server takes no media",
     "ec_transfer_params": "nothing: this server moves no caches",
-    "session_id": "cache_salt or nothing: prompts share the prefix cache without it",
     "return_token_offsets": "logprobs with text_offset",
     "return_prompt_text": "echo",
     "return_weight_versions": "nothing: weights do not change",
@@ -141,6 +141,9 @@ class ResponseFormat(RequestModel):
     format: dict[str, Any] | None = None
 
 
+ProcessorArguments = dict[str, float | str | Items[float | str]]
+"""By logits processor: numbers and texts, or one of them."""
+
 _JSON_TYPES: Mapping[str, Any] = {
     "top_k": Int64,
     "seed": Int64,
@@ -150,7 +153,7 @@ _JSON_TYPES: Mapping[str, Any] = {
     "allowed_token_ids": Items[int],
     "bad_words": Annotated[Items[str], Field(max_length=MAX_BAD_WORDS)],
     "logit_bias": dict[str, float],
-    "extra_args": dict[str, float | Items[float]],
+    "extra_args": ProcessorArguments,
     "repetition_detection": RepetitionDetection,
     "structured_outputs": StructuredOutputs,
 }
@@ -174,7 +177,7 @@ class SamplingFields(_Sampling):  # type: ignore[misc, valid-type]
     model: str | None = None
     """None or empty: the served model."""
     response_format: ResponseFormat | None = None
-    vllm_xargs: dict[str, float | Items[float]] | None = None
+    vllm_xargs: ProcessorArguments | None = None
 
     use_beam_search: bool = False
     length_penalty: float | None = None
@@ -191,6 +194,8 @@ class SamplingFields(_Sampling):  # type: ignore[misc, valid-type]
     priority: Int64 = 0
     request_id: RequestId | None = None
     cache_salt: CacheSalt | None = None
+    session_id: Annotated[str, Field(max_length=MAX_SESSION_ID)] | None = None
+    """Requests of one session go to one replica; empty: none. The header X-Session-ID serves where a body has none."""
     timeout: Annotated[float, Field(gt=0)] | None = None
 
     user: ShortText | None = None

@@ -13,6 +13,7 @@ from server.protocol.responses import (
     JsonSchemaFormat,
     ResponsesRequest,
 )
+from server.responses import custom_tools
 from server.responses.items import as_messages
 
 INCLUDABLE = ("message.output_text.logprobs", "reasoning.encrypted_content")
@@ -96,8 +97,11 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
             fields["parallel_tool_calls"] = request.parallel_tool_calls
     choice = request.tool_choice
     if isinstance(choice, Mapping):
-        if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-            raise bad_request('tool_choice must be none, auto, required or {"type": "function", "name": "…"}', "tool_choice")
+        if choice.get("type") not in ("function", "custom") or not isinstance(choice.get("name"), str):
+            raise bad_request(
+                'tool_choice must be none, auto, required or {"type": "function", "name": "…"}, of a custom tool with type custom',
+                "tool_choice",
+            )
         fields["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
     elif choice is not None and (request.tools or choice not in ("auto", "none")):
         fields["tool_choice"] = choice
@@ -105,9 +109,12 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def _as_function(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if given.get("type") == "custom":
+        return custom_tools.as_function(given, where)
     if given.get("type") != "function":
         raise bad_request(
-            f"{where}.type is {given.get('type')!r:.80}, supported is function: this server runs no tools itself", "tools"
+            f"{where}.type is {given.get('type')!r:.80}, supported are function and custom: this server runs no tools itself",
+            "tools",
         )
     tool = parse(FunctionTool, given, where)
     function = tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)

@@ -25,9 +25,9 @@ from server.openapi import json_body
 from server.options import ChatOptions
 from server.prompts import check_max_tokens
 from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
-from server.sampling import constraint_param, sampling_params
+from server.sampling import check_xargs, constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
-from server.usage import timings
+from server.usage import per_request_metrics, timings
 
 router = APIRouter(tags=["OpenAI"])
 _json = msgspec.json.encode
@@ -81,6 +81,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         )
     else:
         params = sampling_params(body, context.defaults, limits, max_tokens=max_tokens, logprobs=top)
+        check_xargs(body, params, context.engine)
     add_generation_prompt = body.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not body.continue_final_message
@@ -105,6 +106,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         constraint_param=constraint_param(body),
         asked_tokens=asked,
         cache_salt=body.cache_salt,
+        session_id=body.session_id,
         priority=body.priority,
     )
 
@@ -196,7 +198,8 @@ class ChatReply:
         self._num_top = -1 if body.logprob_token_ids else body.top_logprobs or 0
         self._created = int(time.time())
         self._tells_cached = replies.enable_prompt_tokens_details
-        self._has_timings = body.include_timings or replies.enable_per_request_metrics
+        self._has_metrics = replies.enable_per_request_metrics
+        self._has_timings = body.include_timings or self._has_metrics
         self._echoed = self._last_text() if body.echo else ""
 
     def _last_text(self) -> str:
@@ -225,9 +228,16 @@ class ChatReply:
         }
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = chat.prompt_token_ids
+        return {**reply, **self._times()}
+
+    def _times(self) -> dict[str, Any]:
+        chat, found = self._chat, {}
         if self._has_timings:
-            reply["timings"] = timings(chat.metrics, chat.usage.completion_tokens)
-        return reply
+            found["timings"] = timings(chat.metrics, chat.usage.completion_tokens)
+        if self._has_metrics:
+            is_one = chat.conversation.params.n == 1
+            found["metrics"] = per_request_metrics(chat.metrics, chat.usage.completion_tokens) if is_one else None
+        return found
 
     def _choice(self, answer: ChatDelta) -> dict[str, Any]:
         content = self._echoed + answer.content
@@ -295,8 +305,7 @@ class ChatReply:
                         parts += self._chunks(delta, chunks, usage)
                     if parts:
                         yield b"".join(parts)
-        extra = {"timings": timings(self._chat.metrics, self._chat.usage.completion_tokens)} if self._has_timings else {}
-        yield chunks.end(self._usage(), extra)
+        yield chunks.end(self._usage(), self._times())
 
     def _first_chunks(self, chunks: ChunkWriter, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
         """The role chunk of each answer; the very first includes information on the prompt."""

@@ -27,9 +27,9 @@ from server.logprobs import LogprobWriter
 from server.openapi import json_body
 from server.prompts import check_length, check_max_tokens, check_text_length, encode_prompt, tokenizer_of, truncated
 from server.protocol.completions import CompletionRequest
-from server.sampling import constraint_param, sampling_params
+from server.sampling import check_xargs, constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
-from server.usage import Usage, timings
+from server.usage import Usage, per_request_metrics, timings
 
 router = APIRouter(tags=["OpenAI"])
 _json = msgspec.json.encode
@@ -86,6 +86,7 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
                     priority=body.priority,
                     queue_timeout_seconds=context.queue_timeout_seconds,
                     adapter=adapter,
+                    session_id=body.session_id,
                 )
             )
         except InvalidRequestError as error:
@@ -113,6 +114,7 @@ def _params(body: CompletionRequest, context: ServerContext) -> SamplingParams |
         max_logprobs = context.engine.config.model.max_logprobs
         return beam_search_params(body, limits, max_tokens=max_tokens, logprobs=body.logprobs, max_logprobs=max_logprobs)
     params = sampling_params(body, context.defaults, limits, max_tokens=max_tokens, logprobs=body.logprobs)
+    check_xargs(body, params, context.engine)
     if body.echo and body.logprobs is not None:
         params.prompt_logprobs = params.logprobs
         params.skip_reading_prefix_cache = True
@@ -194,7 +196,8 @@ class CompletionReply:
         self._num_top = -1 if body.logprob_token_ids else body.logprobs or 0
         self._created = int(time.time())
         self._tells_cached = replies.enable_prompt_tokens_details
-        self._has_timings = body.include_timings or replies.enable_per_request_metrics
+        self._has_metrics = replies.enable_per_request_metrics
+        self._has_timings = body.include_timings or self._has_metrics
         self._is_prompt_only = bool(body.echo) and body.max_tokens == 0
         self._usage_so_far = Usage(prompt_tokens=sum(len(request.prompt_token_ids) for request in work.requests))
         self._metrics: Any = None
@@ -224,9 +227,16 @@ class CompletionReply:
             "usage": self._usage(),
             "system_fingerprint": self._context.fingerprint,
         }
+        return {**reply, **self._times()}
+
+    def _times(self) -> dict[str, Any]:
+        num_tokens, found = self._usage_so_far.completion_tokens, {}
         if self._has_timings:
-            reply["timings"] = timings(self._metrics, self._usage_so_far.completion_tokens)
-        return reply
+            found["timings"] = timings(self._metrics, num_tokens)
+        if self._has_metrics:
+            is_one = len(self._work.requests) * self._work.n == 1
+            found["metrics"] = per_request_metrics(self._metrics, num_tokens) if is_one else None
+        return found
 
     async def _last_output(self, request: FrontRequest) -> RequestOutput:
         last = None
@@ -277,6 +287,7 @@ class CompletionReply:
         self._metrics = output.metrics
         if output.finished:
             usage.cached_tokens = (usage.cached_tokens or 0) + output.num_cached_tokens
+            usage.created_cache_tokens += output.num_cache_creation_tokens
 
     def _usage(self) -> dict[str, Any]:
         return self._usage_so_far.as_dict(tells_cached=self._tells_cached)
@@ -306,8 +317,7 @@ class CompletionReply:
                         parts += self._chunks(place, output, answer, chunks, offsets, usage)
                     if parts:
                         yield b"".join(parts)
-        extra = {"timings": timings(self._metrics, self._usage_so_far.completion_tokens)} if self._has_timings else {}
-        yield chunks.end(self._usage(), extra)
+        yield chunks.end(self._usage(), self._times())
 
     def _chunks(
         self,

@@ -8,6 +8,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.engine.core import EngineCore
 from tests.helpers import engines, goldens
 from tests.helpers.parity import NUM_TOKENS, check
+from tests.helpers.slow import slow_except
 
 LEFT_OUT = (
     *("llama_rope_linear", "llama_rope_llama3", "llama_rope_yarn"),  # tables of frequencies: tests/models and tests/layers
@@ -24,7 +25,7 @@ SMALL_POOL = {"mistral_window": 6, "phi3": 6, "cohere2": 30, "exaone4": 30, "gem
 only a window of 16 tokens need 2 or 3; models with several groups of layers need blocks for each."""
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=slow_except(["llama_gqa", "mistral_window"], VARIANTS))
 def variant(request):
     """Name of a golden, and an engine over it that all checks share."""
     core = engines.make_core(request.param, num_gpu_blocks_override=300)  # enough to keep all that the prompts here compute

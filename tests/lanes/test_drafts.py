@@ -50,6 +50,7 @@ def core(two_lanes):
     return engines.renew(two_lanes)
 
 
+@pytest.mark.slow
 def test_n_grams_while_one_lane_has_nothing_and_from_cached_prefixes(new_core):
     core = new_core(**LANES, speculative_config=NGRAM)
     results = goldens.golden(NAME).results

@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.log import info_once
+from jaxllm.sampling_params import READS_ITSELF
 from server.app import create_app
 from server.ignored import log_once
 from tests.helpers.fake_engine_core import FakeEngineCore
@@ -249,7 +250,7 @@ def test_prompt_logprobs_are_null_unless_they_are_asked_for(client: Client) -> N
 def test_arguments_of_a_processor_may_be_a_single_number(
     core: FakeEngineCore, engine: AsyncLLM, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.input_processor, "_processor_arguments", {"sway": 1})
+    monkeypatch.setattr(engine.input_processor, "processor_arguments", {"sway": 1})
     for value in (2, 2.5, [2.0]):
         assert client.chat(vllm_xargs={"sway": value}).status_code == 200
     assert [request.sampling_params.extra_args for request in core.requests[-3:]] == [
@@ -257,6 +258,23 @@ def test_arguments_of_a_processor_may_be_a_single_number(
         {"sway": [2.5]},
         {"sway": [2.0]},
     ]
+
+
+def test_texts_reach_a_processor_and_refusals_name_the_field_that_was_sent(
+    core: FakeEngineCore, engine: AsyncLLM, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.input_processor, "processor_arguments", {"sway": 1, "tone": READS_ITSELF})
+    for value, given in (("calm", ["calm"]), (["calm", 2], ["calm", 2])):
+        assert client.complete(vllm_xargs={"tone": value}).status_code == 200
+        assert core.requests[-1].sampling_params.extra_args == {"tone": given}
+    for ask in (client.chat, client.complete):
+        for xargs, told in (
+            ({"sway": "calm"}, "vllm_xargs['sway'] is 'calm'"),
+            ({"no": 1}, "vllm_xargs names 'no', which is no"),
+        ):
+            error = ask(vllm_xargs=xargs).json()["error"]
+            assert told in error["message"] and error["param"] == "vllm_xargs"
+            assert ask(extra_args=xargs).json()["error"]["param"] == "extra_args"
 
 
 @pytest.mark.parametrize("name", ["use_activation", "activation", "softmax", "normalize"])

@@ -113,6 +113,7 @@ def test_an_answer_is_remembered(compiler):
     assert (first.start_after_token_ids, again.result().start_after_token_ids) == ((3,), (4,))
 
 
+@pytest.mark.slow
 def test_what_takes_long_does_not_hold_up_the_others(compiler):
     slow = [compiler.submit(StructuredOutputsParams(json={**MANY_PATTERNS, "title": str(i)})) for i in range(4)]
     quick = compiler.submit(StructuredOutputsParams(regex="quick[0-9]"))
@@ -121,6 +122,7 @@ def test_what_takes_long_does_not_hold_up_the_others(compiler):
     assert sum(isinstance(future.exception(), OverloadedError) for future in slow) >= 1
 
 
+@pytest.mark.slow
 def test_what_was_refused_for_the_sake_of_others_may_come_again(compiler):
     forms = [StructuredOutputsParams(json={**MANY_PATTERNS, "title": f"one of five {i}"}) for i in range(5)]
     errors = [future.exception() for future in [compiler.submit(form) for form in forms]]

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.log import info_once
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.text.generation_config import GenerationConfig, load_generation_config
+from jaxllm.text.generation_config import LLAMA_CPP, GenerationConfig, load_generation_config
 from jaxllm.text.input_processor import InputProcessor
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.fake_engine_core import tiny_model_config
@@ -197,6 +198,28 @@ def test_eos_ids_are_the_tokenizer_s_then_the_generation_config_s_or_the_model_s
     assert processor_of(None, GenerationConfig({}, (7,))).eos_token_ids == (7,)
 
 
+@pytest.mark.parametrize(
+    ("option", "content", "override", "in_chats", "elsewhere", "told"),
+    [
+        ("auto", None, None, LLAMA_CPP, {}, "as the model's generation_config.json is missing"),
+        ("auto", {"eos_token_id": 5, "max_new_tokens": 9}, None, {**LLAMA_CPP, "max_tokens": 9}, {"max_tokens": 9}, "sets none"),
+        ("auto", None, {"top_p": 0.5}, {**LLAMA_CPP, "top_p": 0.5}, {"top_p": 0.5}, "is missing, override_generation_config"),
+        ("auto", {"top_k": 7}, {"top_p": 0.5}, {"top_k": 7, "top_p": 0.5}, {"top_k": 7, "top_p": 0.5}, "the model's generation_"),
+        ("none", {"top_k": 7}, None, {}, {}, "no values (generation_config is none)"),
+    ],
+)  # fmt: skip
+def test_chats_sample_as_llama_cpp_where_the_model_says_nothing(
+    tmp_path: Path, option: str, content: Any, override: Any, in_chats: Any, elsewhere: Any, told: str
+) -> None:
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    found = load_generation_config(option, tmp_path, override)
+    processor = processor_of(None, found)
+    assert processor.default_sampling_params(chat=True) == SamplingParams(**in_chats)
+    assert processor.default_sampling_params() == SamplingParams(**elsewhere)
+    assert told in found.describe_chats()
+
+
 def test_defaults_come_from_the_generation_config(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write_tokenizer(
         tmp_path, generation_config={"temperature": 0.6, "top_k": None, "max_new_tokens": 9, "eos_token_id": [4, 5]}
@@ -206,7 +229,6 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path, tokenizer: Tok
     assert processor_of(tokenizer, found).default_sampling_params() == SamplingParams(temperature=0.6, max_tokens=9)
     assert load_generation_config(str(tmp_path), None) == found
     assert load_generation_config("none", tmp_path) == GenerationConfig({}, (4, 5))
-    assert load_generation_config("auto", tmp_path / "nowhere") == GenerationConfig()
     over = {"temperature": 0.1, "max_new_tokens": 7, "min_p": 0.5}
     overridden = found.sampling_values | {"temperature": 0.1, "max_tokens": 7, "min_p": 0.5}
     assert load_generation_config("auto", tmp_path, over) == GenerationConfig(overridden, (4, 5))
