@@ -42,6 +42,7 @@ from server.routes import (
     page,
     pooling,
     responses,
+    scale_out,
     tokenize,
     tokenizer_info,
 )
@@ -49,8 +50,9 @@ from server.sse import ClientDisconnected
 from server.tracing import TraceHeaders, make_tracer
 from server.unknown_paths import no_such_method, no_such_path
 
-DEV_PATHS, ADAPTER_PATHS = (
-    frozenset(route.path for route in router.routes if isinstance(route, Route)) for router in (dev.router, adapters.router)
+DEV_PATHS, ADAPTER_PATHS, SCALE_OUT_PATHS = (
+    frozenset(route.path for route in router.routes if isinstance(route, Route))
+    for router in (dev.router, adapters.router, scale_out.router)
 )
 ADMIN_PATHS = DEV_PATHS | ADAPTER_PATHS
 
@@ -75,6 +77,8 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         rooms.append(tokenizer_info.router)
     if options.access.enable_dev_endpoints:
         rooms.append(dev.router)
+    if options.access.enable_scale_out:
+        rooms.append(scale_out.router)
     if options.adapters.allow_runtime_lora_updating:
         rooms.append(adapters.router)
     if not options.replies.disable_fastapi_docs:
@@ -130,9 +134,11 @@ def install_errors(app: FastAPI) -> None:
         path, sentence = request.scope["path"], "the request was refused"
         if error.status_code == 404:
             replies = request.app.state.context.options.replies
-            wanting = dict.fromkeys(DEV_PATHS, "--enable-dev-endpoints") | dict.fromkeys(
-                ADAPTER_PATHS, "--allow-runtime-lora-updating"
-            )
+            wanting = {
+                **dict.fromkeys(DEV_PATHS, "--enable-dev-endpoints"),
+                **dict.fromkeys(ADAPTER_PATHS, "--allow-runtime-lora-updating"),
+                **dict.fromkeys(SCALE_OUT_PATHS, "--enable-scale-out"),
+            }
             sentence = no_such_path(path, app.routes, of_flags=wanting, docs=not replies.disable_fastapi_docs)
         elif error.status_code == 405:
             sentence = no_such_method(request.method, path, (error.headers or {}).get("Allow", ""))
