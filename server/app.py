@@ -131,8 +131,10 @@ def install_errors(app: FastAPI) -> None:
         return found.response()
 
     async def of_framework(request: Request, error: Any) -> Response:
-        path, sentence = request.scope["path"], "the request was refused"
-        if error.status_code == 404:
+        path, sentence, status = request.scope["path"], "the request was refused", error.status_code
+        if status == 405 and path in SCALE_OUT_PATHS and not any(getattr(route, "path", None) == path for route in app.routes):
+            status = 404  # the path looks like /v1/responses/{response_id}
+        if status == 404:
             replies = request.app.state.context.options.replies
             wanting = {
                 **dict.fromkeys(DEV_PATHS, "--enable-dev-endpoints"),
@@ -140,9 +142,11 @@ def install_errors(app: FastAPI) -> None:
                 **dict.fromkeys(SCALE_OUT_PATHS, "--enable-scale-out"),
             }
             sentence = no_such_path(path, app.routes, of_flags=wanting, docs=not replies.disable_fastapi_docs)
-        elif error.status_code == 405:
+        elif status == 405:
             sentence = no_such_method(request.method, path, (error.headers or {}).get("Allow", ""))
-        return in_shape_of(path, ApiError(error.status_code, sentence, headers=error.headers)).response()
+        return in_shape_of(
+            path, ApiError(status, sentence, headers=error.headers if status == error.status_code else None)
+        ).response()
 
     async def of_parameters(request: Request, error: Any) -> Response:
         return validation_error([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]).response()

@@ -1,5 +1,6 @@
 """With --enable-scale-out: POST /inference/v1/generate and abort_requests, …/render and …/derender."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -120,13 +121,12 @@ async def derender_chat(request: Request) -> Response:
                 raise bad_request(f"{name} is missing: reasoning and tool calls cannot be told from text without it", name)
     num_prompt = len(prompt_ids) if body.prompt_tokens is None else body.prompt_tokens
     if body.stream:
-        choices, state = chat_chunk(body, context, reply, prompt_ids)
+        choices, state = await asyncio.to_thread(chat_chunk, body, context, reply, prompt_ids)
         return _chunk("chat.completion.chunk", body.model, context, reply, choices, state, num_prompt)
-    answers = [TokenAnswer.of(choice, context) for choice in reply.choices]
     given: dict[str, Any] = body.chat_request or {"messages": [{"role": "user", "content": ""}]}
-    if body.chat_request is None and any(answer.logprobs for answer in answers):
+    if body.chat_request is None and any(choice.logprobs for choice in reply.choices):
         given |= {"logprobs": True, "top_logprobs": -1}
-    found = derendered_chat(context, given, answers, reply.request_id or "", prompt_ids)
+    found = await asyncio.to_thread(_derendered_chat, context, given, reply, prompt_ids)
     _tell(found, body.model, reply, num_prompt)
     found["prompt_logprobs"] = reply.prompt_logprobs
     return _json(found)
@@ -148,7 +148,7 @@ async def derender_completion(request: Request) -> Response:
         prompt_ids, counts = _checked_prompt(own, context), body.prompt_tokens
         if isinstance(counts, list):
             raise bad_request("prompt_tokens must be a number: generate_chunk belongs to one prompt", "prompt_tokens")
-        choices, state = completion_chunk(body, context, reply, prompt_ids)
+        choices, state = await asyncio.to_thread(completion_chunk, body, context, reply, prompt_ids)
         num_prompt = len(prompt_ids) if counts is None else counts
         return _chunk("text_completion", body.model, context, reply, choices, state, num_prompt)
     replies = body.generate_responses
@@ -164,10 +164,17 @@ async def derender_completion(request: Request) -> Response:
         ):
             raise bad_request(f"{name} must have an entry for each of the {len(replies)} generate_responses", name)
     prompts = [_checked_prompt(own or reply.prompt_token_ids or [], context) for own, reply in zip(ids, replies, strict=True)]
-    found = derendered(context, body.completion_request, replies, prompts)
+    found = await asyncio.to_thread(derendered, context, body.completion_request, replies, prompts)
     num_prompt = sum(len(own) if count is None else count for own, count in zip(prompts, counts_of, strict=True))
     _tell(found, body.model, replies[0] if len(replies) == 1 else TokensReply(choices=[]), num_prompt)
     return _json(found)
+
+
+def _derendered_chat(
+    context: ServerContext, given: dict[str, Any], reply: TokensReply, prompt_ids: list[int]
+) -> dict[str, Any]:
+    answers = [TokenAnswer.of(choice, context) for choice in reply.choices]
+    return derendered_chat(context, given, answers, reply.request_id or "", prompt_ids)
 
 
 def _reply_of(body: DerenderChatRequest | DerenderCompletionRequest) -> TokensReply:

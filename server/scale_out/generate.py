@@ -1,5 +1,6 @@
 """Tokens in, tokens out: runs a request of token ids and writes its reply, whole or in chunks."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -126,11 +127,12 @@ class GenerateReply:
                 self._count(output)
                 last = output
         assert last is not None
+        is_read = self._body.output_mode == "derender"
         reply = {
             **self._head,
             "model": self._context.name_for(self._request),
             "created": int(time.time()),
-            "choices": self._derendered(last) if self._body.output_mode == "derender" else [*map(self._choice, last.outputs)],
+            "choices": await asyncio.to_thread(self._derendered, last) if is_read else [*map(self._choice, last.outputs)],
             "usage": self._usage_object(),
             "prompt_logprobs": None if last.prompt_logprobs is None else self._logprobs.prompt(last.prompt_logprobs),
             "prompt_token_ids": self._request.prompt_token_ids if self._body.return_token_ids else None,

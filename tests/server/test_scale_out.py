@@ -55,7 +55,7 @@ def without_ids(reply: dict[str, Any]) -> dict[str, Any]:
     return json.loads(text)
 
 
-@pytest.mark.parametrize("path", [GENERATE, ABORT, f"{CHAT}/render", f"{COMPLETIONS}/derender"])
+@pytest.mark.parametrize("path", [GENERATE, ABORT, f"{CHAT}/render", f"{COMPLETIONS}/derender", "/v1/responses/render"])
 def test_the_routes_are_there_with_the_option_alone(engine: AsyncLLM, path: str) -> None:
     with Client(create_app(engine, options())) as client:
         refused = client.post(path, {})
