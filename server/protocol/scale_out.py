@@ -6,9 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from server.protocol.chat import NamedToolChoice, Tool
-from server.protocol.common import MAX_SESSION_ID, CacheSalt, Int64, Items, RequestId, RequestModel, StreamOptions
+from server.protocol.common import MAX_SESSION_ID, CacheSalt, Int64, Items, RequestModel, StreamOptions
 
 TokenId = Annotated[int, Field(ge=0)]
+RenderedId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9._:@/+=-]+$")]
+"""An id from render, which has a prefix before the client's."""
 
 
 class ParseContext(RequestModel):
@@ -33,7 +35,7 @@ class GenerateRequest(RequestModel):
         "content_parts": "text only: this server takes no media",
     }
 
-    request_id: RequestId | None = None
+    request_id: RenderedId | None = None
     token_ids: Annotated[Items[TokenId], Field(min_length=1)]
     sampling_params: dict[str, Any]
     """Fields of SamplingParams."""

@@ -31,7 +31,7 @@ from server.routes.chat import to_conversation
 from server.routes.messages import prepared as prepared_message
 from server.scale_out.chunks import chat_chunk, completion_chunk
 from server.scale_out.completions import derendered
-from server.scale_out.derender import TokenAnswer, derendered_chat
+from server.scale_out.derender import NO_REQUEST, TokenAnswer, derendered_chat
 from server.scale_out.generate import GenerateReply, prepare
 from server.scale_out.render import generate_body, refuse_search
 from server.sse import EventStream, unless_disconnected
@@ -123,7 +123,7 @@ async def derender_chat(request: Request) -> Response:
     if body.stream:
         choices, state = await asyncio.to_thread(chat_chunk, body, context, reply, prompt_ids)
         return _chunk("chat.completion.chunk", body.model, context, reply, choices, state, num_prompt)
-    given: dict[str, Any] = body.chat_request or {"messages": [{"role": "user", "content": ""}]}
+    given = dict(NO_REQUEST if body.chat_request is None else body.chat_request)
     if body.chat_request is None and any(choice.logprobs for choice in reply.choices):
         given |= {"logprobs": True, "top_logprobs": -1}
     found = await asyncio.to_thread(_derendered_chat, context, given, reply, prompt_ids)

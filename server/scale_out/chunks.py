@@ -8,7 +8,7 @@ from server.context import ServerContext
 from server.errors import bad_request
 from server.protocol.scale_out import DerenderChatRequest, DerenderCompletionRequest, StreamState, TokensReply
 from server.scale_out.completions import CompletionReader
-from server.scale_out.derender import ChatReader, TokenAnswer, reason_of, replay
+from server.scale_out.derender import NO_REQUEST, ChatReader, TokenAnswer, reason_of, replay
 
 
 def chat_chunk(
@@ -19,7 +19,7 @@ def chat_chunk(
     answer = _only_answer(chunk, state, context, prompt_ids)
     if answer is None:
         return [], state
-    request = body.chat_request or {"messages": [{"role": "user", "content": ""}]}
+    request = NO_REQUEST if body.chat_request is None else body.chat_request
     reader = ChatReader(context, request, [answer.index], chunk.request_id or "", prompt_ids, stream=True)
     call_ids = list(state.last_tool_call_ids)
 

@@ -21,6 +21,8 @@ from server.protocol.scale_out import TokensChoice
 from server.routes.chat import ChatReply, to_conversation
 from server.usage import Usage
 
+NO_REQUEST: Mapping[str, Any] = {"messages": [{"role": "user", "content": ""}]}
+"""The chat request of answers that are plain text."""
 Positions = list[dict[int, Logprob]]
 
 
@@ -40,19 +42,17 @@ class TokenAnswer:
         tokenizer, ids = tokenizer_of(context.engine, "generate_response"), choice.token_ids or []
         if len(ids) > context.engine.max_model_len:
             raise bad_request(f"token_ids has {len(ids)} ids, at most {context.engine.max_model_len} are possible", "token_ids")
-        if ids and max(ids) >= len(tokenizer):
-            raise bad_request(f"token_ids has the id {max(ids)}; the vocabulary has 0 to {len(tokenizer) - 1}", "token_ids")
-        content = None if choice.logprobs is None else choice.logprobs.content
+        content = [] if choice.logprobs is None else choice.logprobs.content or []
+        rows = [[own, *own.top_logprobs] for own in content]
+        if wrong := [id for id in (*ids, *(each.token_id for row in rows for each in row)) if id >= len(tokenizer)]:
+            raise bad_request(f"token_ids has the id {wrong[0]}; the vocabulary has 0 to {len(tokenizer) - 1}", "token_ids")
+        if content and len(content) != len(ids):
+            raise bad_request(f"logprobs.content has {len(content)} entries for {len(ids)} token_ids", "logprobs")
         positions: Positions | None = None
-        if content is not None:
-            if len(content) != len(ids):
-                raise bad_request(f"logprobs.content has {len(content)} entries for {len(ids)} token_ids", "logprobs")
+        if choice.logprobs is not None and choice.logprobs.content is not None:
             positions = [
-                {
-                    each.token_id: Logprob(each.logprob, each.rank, tokenizer.token_text(each.token_id))
-                    for each in (own, *own.top_logprobs)
-                }
-                for own in content
+                {each.token_id: Logprob(each.logprob, each.rank, tokenizer.token_text(each.token_id)) for each in row}
+                for row in rows
             ]
         return cls(choice.index, ids, choice.finish_reason, choice.stop_reason, positions)
 
@@ -63,6 +63,8 @@ class TokenReader:
     def __init__(
         self, context: ServerContext, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, indices: Sequence[int]
     ):
+        if not indices or len(set(indices)) < len(indices):
+            raise bad_request("choices is empty, or has an index twice", "choices")
         self._eos = frozenset(context.engine.input_processor.eos_token_ids)
         tokenizer = tokenizer_of(context.engine, "generate_response")
         params = dataclasses.replace(params, logprobs=None, logprob_token_ids=None, prompt_logprobs=None)

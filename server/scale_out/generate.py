@@ -19,7 +19,7 @@ from server.errors import bad_request, constraint_error
 from server.logprobs import LogprobWriter, finite
 from server.prompts import check_length, tokenizer_of
 from server.protocol.scale_out import GenerateRequest, ParseContext
-from server.scale_out.derender import TokenAnswer, derendered_chat
+from server.scale_out.derender import NO_REQUEST, TokenAnswer, derendered_chat
 from server.scale_out.sampling import params_of
 from server.sse import DONE, event
 from server.usage import Usage, per_request_metrics
@@ -186,7 +186,7 @@ class GenerateReply:
         has_logprobs = output.outputs[0].logprobs is not None
         chat_request = {
             **_chat_fields(self._body.parse_context),
-            "messages": [{"role": "user", "content": ""}],
+            **NO_REQUEST,
             "return_token_ids": True,
             "logprobs": has_logprobs,
             **({"top_logprobs": self._num_top} if has_logprobs else {}),

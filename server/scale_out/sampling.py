@@ -44,6 +44,10 @@ def params_of(
     check_limits(checked, limits)
     if checked.logit_bias:
         values["logit_bias"] = logit_bias_of(checked.logit_bias)
+    if isinstance(extra := values.get("extra_args"), Mapping):
+        values["extra_args"] = {name: value if isinstance(value, list) else [value] for name, value in extra.items()}
+    if stream and values.get("prompt_logprobs") is not None:
+        raise bad_request("sampling_params.prompt_logprobs cannot be streamed; set stream to false", "sampling_params")
     values.setdefault("max_tokens", max_tokens)
     if not with_text and not values.get("stop"):
         values["detokenize"] = False

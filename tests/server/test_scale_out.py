@@ -55,6 +55,20 @@ def without_ids(reply: dict[str, Any]) -> dict[str, Any]:
     return json.loads(text)
 
 
+def token_by_token(chunks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Chunks of one token each, as from an engine whose client reads each step."""
+    for chunk in chunks:
+        for choice in chunk["choices"] or [{}]:
+            ids, logprobs = choice.get("token_ids", ()), choice.get("logprobs")
+            for place, token_id in enumerate(ids):
+                own: dict[str, Any] = {"index": choice["index"], "token_ids": [token_id]}
+                own["logprobs"] = None if logprobs is None else {"content": [logprobs["content"][place]]}
+                end = {name: choice[name] for name in ("finish_reason", "stop_reason")} if place == len(ids) - 1 else {}
+                yield {**chunk, "choices": [{**own, **end}]}
+            if not ids:
+                yield chunk
+
+
 @pytest.mark.parametrize("path", [GENERATE, ABORT, f"{CHAT}/render", f"{COMPLETIONS}/derender", "/v1/responses/render"])
 def test_the_routes_are_there_with_the_option_alone(engine: AsyncLLM, path: str) -> None:
     with Client(create_app(engine, options())) as client:
@@ -96,6 +110,8 @@ def test_tokens_go_in_and_come_out(client: Client) -> None:
         ({"sampling_params": {"detokenize": False}, "output_mode": "text"}, "sampling_params", "detokenize to be true"),
         ({"output_mode": "derender", "stream": True}, "output_mode", "cannot be streamed"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"stream": True, "sampling_params": {"prompt_logprobs": 1}}, "sampling_params", "cannot be streamed"),
+        ({"sampling_params": {"stop": 5}}, "sampling_params", "sampling_params.stop"),
     ],
 )
 def test_what_generate_refuses_is_named(client: Client, fields: dict[str, Any], param: str, words: str) -> None:
@@ -189,7 +205,7 @@ def test_chunks_of_chats_are_read_one_by_one(caller: Client) -> None:
     body = {**HI, "tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}}
     rendered = ok(caller.post(f"{CHAT}/render", body))
     state, deltas, reasons, last = None, [], [], None
-    for chunk in events(caller.post(GENERATE, rendered)):
+    for chunk in token_by_token(events(caller.post(GENERATE, rendered))):
         given = {"chat_request": body, "prompt_token_ids": rendered["token_ids"], "stream_state": state}
         found = ok(caller.post(f"{CHAT}/derender", {"stream": True, "generate_chunk": chunk, **given}))
         state, last = found["stream_state"], found["chunk"]
@@ -217,7 +233,7 @@ def test_chunks_of_completions_are_read_one_by_one(client: Client, fields: dict[
     body = {"prompt": "a", "max_tokens": 20, **fields}
     [rendered] = ok(client.post(f"{COMPLETIONS}/render", {**body, "stream": True}))
     state, choices = None, []
-    for chunk in events(client.post(GENERATE, rendered)):
+    for chunk in token_by_token(events(client.post(GENERATE, rendered))):
         given = {"completion_request": body, "prompt_token_ids": rendered["token_ids"], "stream_state": state}
         found = ok(client.post(f"{COMPLETIONS}/derender", {"stream": True, "generate_chunk": chunk, **given}))
         state = found["stream_state"]
@@ -239,6 +255,41 @@ def test_other_apis_render_the_prompts_that_they_serve(client: Client, path: str
     assert rendered["token_ids"] == served.prompt_token_ids
     assert rendered["sampling_params"]["max_tokens"] == served.sampling_params.max_tokens
     assert ok(client.post(GENERATE, rendered))["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "fields", "param"),
+    [
+        ({"choices": [{"index": 0, "token_ids": [10**12]}]}, {}, "token_ids"),
+        ({"choices": [{"index": 0, "token_ids": [-1]}]}, {}, "generate_response"),
+        ({"choices": [{"index": 0, "token_ids": [5]}] * 2}, {}, "choices"),
+        ({"choices": [{"index": 0, "token_ids": [5] * 201}]}, {}, "token_ids"),
+        (
+            {"choices": [{"index": 0, "token_ids": [5], "logprobs": {"content": [{"token_id": 10**12, "logprob": -1.0}]}}]},
+            {},
+            "token_ids",
+        ),
+        ({"choices": [], "output_mode": "text"}, {}, "generate_response"),
+        ({"choices": []}, {"prompt_token_ids": [10**12]}, "prompt_token_ids"),
+        ({"choices": []}, {"chat_request": {}}, "chat_request"),
+        (None, {}, "generate_response"),
+        ({"choices": []}, {}, "choices"),
+    ],
+)
+def test_what_derender_cannot_read_is_named(client: Client, reply: Any, fields: dict[str, Any], param: str) -> None:
+    answer = client.post(f"{CHAT}/derender", {"generate_response": reply, "chat_request": HI, **fields})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_an_aborted_answer_keeps_its_text(client: Client) -> None:
+    ids = ok(client.post(GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 2}}))["choices"][0]["token_ids"]
+    choice = {"index": 3, "token_ids": ids, "finish_reason": "abort"}
+    for path, reply in (
+        (CHAT, {"generate_response": {"choices": [choice]}, "chat_request": HI}),
+        (COMPLETIONS, {"generate_responses": [{"choices": [choice]}]}),
+    ):
+        [found] = ok(client.post(f"{path}/derender", reply))["choices"]
+        assert found["finish_reason"] == "abort" and "one two" in (found.get("text") or found["message"]["content"])
 
 
 def test_a_search_is_not_rendered(client: Client) -> None:
