@@ -31,7 +31,7 @@ def sampling_params(
     _check_streaming(fields)
     values = {name: value for name in IN_REQUESTS if (value := getattr(fields, name)) is not None}
     if fields.logit_bias:
-        values["logit_bias"] = _logit_bias(fields.logit_bias)
+        values["logit_bias"] = logit_bias_of(fields.logit_bias)
     if fields.repetition_detection is not None:
         values["repetition_detection"] = fields.repetition_detection.model_dump()
     if (extra := fields.extra_args or fields.vllm_xargs) is not None:
@@ -93,7 +93,8 @@ def _check_streaming(fields: SamplingFields) -> None:
         raise bad_request("prompt_logprobs cannot be streamed; set stream to false", "prompt_logprobs")
 
 
-def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+def logit_bias_of(bias: Mapping[str, float]) -> dict[int, float]:
+    """The biases by token id. Raises ApiError."""
     if len(bias) > MAX_LOGIT_BIAS_ENTRIES:
         raise bad_request(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS_ENTRIES} are possible", "logit_bias")
     found = {}
