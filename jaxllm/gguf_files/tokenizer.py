@@ -96,8 +96,10 @@ def _surrounded(first: str | None, last: str | None, tokens: Sequence[str]) -> p
 
 def _bytes(file: GgufFile, tokens: Sequence[str], split: str) -> Tokenizer:
     if split not in SPLITS:
-        known = ", ".join([*SPLITS, *CHARACTERS])
-        raise ModelLoadError(f"{file.file} splits texts as {split!r} (tokenizer.ggml.pre), supported: {known}; {_REMEDY}")
+        raise ModelLoadError(
+            f"{file.file} splits texts as {split!r} (tokenizer.ggml.pre), none of the {len(SPLITS) + len(CHARACTERS)} names in "
+            f"docs/MODELS.md; {_REMEDY}"
+        )
     vocabulary = _ids(tokens)
     backend = Tokenizer(models.BPE(vocabulary, _given_merges(file, vocabulary), ignore_merges=split in WHOLE_WORDS))
     backend.pre_tokenizer = pre_tokenizer(split)
