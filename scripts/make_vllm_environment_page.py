@@ -22,7 +22,7 @@ Every variable that vLLM 0.33 reads, and older ones that scripts still set, is o
 - **honoured**: it sets an option of jaxllm, and a line of the log says which. It is the weakest way to set one: the command line,
   `JAXLLM_OPT_…`, a `--config` file, keywords of `LLM(...)`, and the variable named in the last column win over it. A value that cannot
   be read, or that the option does not take, is an error. An empty variable counts as unset;
-- **nothing to do**: nobody misses its effect; one line of the log names all that are set;
+- **nothing to do**: its effect is not needed here; one line of the log names all that are set;
 - **without effect**: a warning says what to do instead, unless the value (in brackets) asks for nothing.
 
 Another warning names those that are none of these, but not what Kubernetes sets for a service whose name begins with `vllm`.
