@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -17,6 +16,7 @@ from jaxllm.engine.async_core import AsyncCore, ReplicaInfo, ReplicaState, Threa
 from jaxllm.engine_args import FromOptions
 from jaxllm.engine_front import EngineFront, Texts, load_texts
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
+from jaxllm.hub import short_name
 from jaxllm.llm_engine import make_core
 from jaxllm.lora_calls import AsyncLoraCalls, loras_in_a_loop
 from jaxllm.lora_request import LoRARequest
@@ -25,6 +25,7 @@ from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.replica_states import replica_states
 from jaxllm.outputs import EngineCoreOutput, PoolingRequestOutput, RequestMetrics, RequestOutput, raise_error
+from jaxllm.placement import placement
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from jaxllm.engine.client import EngineClient
     from jaxllm.sampling.processors import Processor
 
-pinned_rank: ContextVar[int | None] = ContextVar("pinned_rank", default=None)
-"""The replica that computes what this task asks for; None: any."""
 DRAIN_POLL_SECONDS = 0.02
 """Interval between checks whether the requests of an engine that pauses with mode "wait" have ended."""
 
@@ -109,9 +108,11 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         timeout_seconds: float | None = None,
         adapter: str | None = None,
         data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> FrontRequest:
         """Check and tokenize a prompt for `stream`. Reports every fault of the prompt here. `adapter`: name of a loaded one.
-        `data_parallel_rank`: the replica that is to compute it; None: that of `pinned_rank`, or any.
+        `data_parallel_rank`: the replica that is to compute it; None: any. `session_id`: requests of one session go to one replica
+        as long as it takes them at once. Where neither is given, `placement` decides.
 
         Raises InvalidRequestError, or OverloadedError if the machine is too busy to check whether a grammar can be used.
         A request that exceeds its queue timeout or its timeout ends with the finish reason "error" and that `error_kind`.
@@ -125,14 +126,16 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         has_tokenizer = self.input_processor.tokenizer is not None
         if has_tokenizer and isinstance(params, SamplingParams) and params.structured_outputs is not None:
             grammar = await asyncio.wrap_future(self._front.grammar_compiler.submit(params.structured_outputs))
+        placed = placement()
         process = partial(
             self.input_processor.process,
-            priority=priority,
+            priority=priority if placed.priority is None else placed.priority,
             queue_timeout_seconds=queue_timeout_seconds,
             timeout_seconds=timeout_seconds,
             grammar=grammar,
             adapter=adapter,
-            data_parallel_rank=pinned_rank.get() if data_parallel_rank is None else data_parallel_rank,
+            data_parallel_rank=placed.data_parallel_rank if data_parallel_rank is None else data_parallel_rank,
+            session_id=session_id or placed.session_id,
         )
         request = await asyncio.to_thread(process, request_id, prompt, params)
         return request if search is None else replace(request, beam_search_params=search)
@@ -180,12 +183,20 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         *,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Load the adapter if need be, `prepare` and `stream`. Raises InvalidRequestError, AdapterError, EngineError or
         EngineDeadError.
         """
-        chosen: dict[str, Any] = {"adapter": await self.loras.use(lora_request), "data_parallel_rank": data_parallel_rank}
-        request = await self.prepare(prompt, sampling_params, request_id, priority=priority, **chosen)
+        request = await self.prepare(
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            adapter=await self.loras.use(lora_request),
+            data_parallel_rank=data_parallel_rank,
+            session_id=session_id,
+        )
         async with contextlib.aclosing(self.stream(request)) as outputs:
             async for output in outputs:
                 yield output
@@ -290,9 +301,9 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         """The text of the chat template set by the options; None if they set none."""
         return self._front.chat_template
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the model's generation config."""
-        return self._front.get_default_sampling_params()
+    def get_default_sampling_params(self, *, chat: bool = False) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config. `chat`: with those of llama.cpp where it has none."""
+        return self._front.get_default_sampling_params(chat=chat)
 
     async def get_metrics(self) -> list[Metric]:
         """All metrics now, those of the other fronts too."""
@@ -316,7 +327,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
     def _states(self) -> list[Metric]:
         """Of several replicas."""
         states = [replica.state for replica in self.replicas()]
-        return replica_states(self.config.model.model, states, get_args(ReplicaState)) if len(states) > 1 else []
+        return replica_states(short_name(self.config.model.model), states, get_args(ReplicaState)) if len(states) > 1 else []
 
     def _added_metrics(self) -> list[Metric]:
         return [metric for source in self._sources for metric in source()]

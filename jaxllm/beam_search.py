@@ -15,7 +15,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, BeamSearchParams, RequestOutputKind, SamplingParams
-from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.detokenizer import Detokenizer, text_of
 from jaxllm.text.input_processor import FrontRequest
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -303,7 +303,7 @@ def _sequence(
 ) -> BeamSearchSequence:
     drops_eos = beam.ended and not params.include_stop_str_in_output
     tokens = beam.tokens[:-1] if drops_eos else beam.tokens
-    text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+    text = None if tokenizer is None else text_of(tokenizer, tokens, skip_special_tokens=params.skip_special_tokens)
     return BeamSearchSequence(
         tokens, beam.logprobs, beam.cum_logprob, text, _finish_reason(beam), _stop_reason(beam, eos_token_ids)
     )

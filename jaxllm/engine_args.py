@@ -19,6 +19,7 @@ from jaxllm.config import (
 )
 from jaxllm.flag_arguments import add_flag
 from jaxllm.vllm_arguments import add_vllm_arguments
+from jaxllm.vllm_environment import with_engine_variables
 from jaxllm.vllm_flags import SHORT_NAMES, TABLE, as_options
 
 
@@ -39,7 +40,8 @@ class EngineArgs(
     """
 
     def __init__(self, model: str = ModelOptions.model, **options: Any):
-        for name, value in EngineConfig.from_options(model=model, **as_options(options)).flat().items():
+        config = EngineConfig.from_options(model=model, **with_engine_variables(as_options(options)))
+        for name, value in config.flat().items():
             object.__setattr__(self, name, value)
 
     @staticmethod

@@ -1,7 +1,6 @@
 """EngineFront: the text side of an engine. Turns prompts into requests to a core and the core's outputs into RequestOutputs."""
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import Core
 from jaxllm.errors import ConfigError, EngineDeadError
-from jaxllm.metrics.engine_metrics import EngineMetrics
+from jaxllm.hub import short_name
+from jaxllm.metrics.engine_metrics import EngineMetrics, cache_labels
+from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
@@ -70,8 +71,8 @@ class EngineFront:
         """Of each replica; none with disable_log_stats."""
         self._stat_logger: StatLogger | None = None
         if not self.config.observe.disable_log_stats:
-            cache_config = {name: str(value) for name, value in dataclasses.asdict(self.config.cache).items()}
-            count = partial(EngineMetrics, self.config.model.model, self.max_model_len, cache_config=cache_config)
+            labels, model_name = cache_labels(self.config.cache), short_name(self.config.model.model)
+            count = partial(EngineMetrics, model_name, self.max_model_len, cache_config=labels)
             self._metrics = [count(engine=str(replica)) for replica in range(len(core.loads()))]
             self._stat_logger = StatLogger(self._metrics) if log_stats else None
         self.input_processor = InputProcessor(
@@ -87,7 +88,10 @@ class EngineFront:
         self._grammar_compiler: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._outputs = OutputProcessor(
-            self.tokenizer, metrics=self._metrics, stream_interval=self.config.scheduler.stream_interval
+            self.tokenizer,
+            metrics=self._metrics,
+            stream_interval=self.config.scheduler.stream_interval,
+            cached_block_tokens=self.config.block_tokens if self.config.cache.enable_prefix_caching else None,
         )
 
     # Requests
@@ -178,9 +182,9 @@ class EngineFront:
             raise ConfigError("there is no tokenizer, because skip_tokenizer_init was set")
         return self.tokenizer
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the model's generation config."""
-        return self.input_processor.default_sampling_params()
+    def get_default_sampling_params(self, *, chat: bool = False) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config. `chat`: with those of llama.cpp where it has none."""
+        return self.input_processor.default_sampling_params(chat=chat)
 
     def get_metrics(self) -> list[Metric]:
         """All metrics now. Raises ConfigError if disable_log_stats was set."""
@@ -190,7 +194,7 @@ class EngineFront:
 
     def snapshot(self, *, of_engine: bool = True) -> list[Metric]:
         """The metrics as of the latest step, with or without those that the core counts for all fronts together."""
-        return [metric for metrics in self._metrics for metric in metrics.snapshot(of_engine=of_engine)]
+        return merged(metrics.snapshot(of_engine=of_engine) for metrics in self._metrics)
 
     def prometheus_registry(self) -> "CollectorRegistry":
         """The metrics for a Prometheus exporter; each call makes a registry."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxllm.errors import ConfigError
+from jaxllm.log import info_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +26,14 @@ class EplbConfig:
         """From the JSON object. Raises ConfigError with the first thing that is wrong."""
         given, known = dict(raw or {}), {field.name: field for field in fields(cls)}
         for name, value in given.items():
-            if name in _OTHERS:
-                raise ConfigError(f"eplb_config has {name}, which {_OTHERS[name]}; leave it out")
+            if name in NO_EFFECT:
+                continue
             if name not in known:
                 raise ConfigError(f"eplb_config has {name!r}, which is unknown; it takes {', '.join(known)}")
             of_type = type(known[name].default)
             if type(value) is not of_type:
                 raise ConfigError(f"eplb_config.{name} is {value!r}, must be {of_type.__name__}")
+        given = {name: value for name, value in given.items() if name in known}
         config = cls(**given)
         for name, least in (("window_size", 1), ("step_interval", 1), ("num_redundant_experts", 0)):
             if getattr(config, name) < least:
@@ -47,13 +49,21 @@ class EplbConfig:
         return config
 
 
-_OTHERS = {
-    "use_async": "has nothing to choose: a layer moves between two steps, and none waits for the host",
-    "policy": "has nothing to choose: there is one",
-    "communicator": "has nothing to choose: devices exchange weights as they exchange activations",
-    "log_balancedness_interval": "is not known here: the balance is in the log's usual line, every 10 seconds",
+NO_EFFECT = {
+    "use_async": "a layer moves between two steps, and none waits for the host",
+    "policy": "there is one",
+    "communicator": "devices exchange weights as they exchange activations",
+    "log_balancedness_interval": "the balance is in the log's usual line, every 10 seconds",
+    "enable_migration_batching": "each layer moves as a whole",
 }
-"""What else vLLM's object takes."""
+"""What else vLLM's object takes, and why it changes nothing here."""
+
+
+def tell_unused_keys(raw: Mapping[str, Any] | None) -> None:
+    """Log the keys that change nothing."""
+    for name, value in (raw or {}).items():
+        if name in NO_EFFECT:
+            info_once(f"eplb_config.{name} {value!r} changes nothing here: {NO_EFFECT[name]}")
 
 
 def eplb_faults(flat: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxllm.config import Flag, unknown_name
-from jaxllm.vllm_flags import WORDS
+from jaxllm.vllm_flags import TABLE, TAKEN, TAKEN_BY_SERVER
+from jaxllm.vllm_values import VALUES, as_here, tell
 
 SEVERAL_WORDS = ("api_key", "served_model_name", "lora_target_modules", "lora_modules")
 """Options whose flag may be followed by several texts, as vLLM has it: `--api-key one two`."""
@@ -29,24 +30,36 @@ def add_flag(
         text += f" (default: {_as_text(flag.default)})"
     common: dict[str, Any] = {"dest": flag.name, "help": text, "default": default}
     if kind is bool:
-        group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+        group.add_argument(*names, action=_Switch, **common)
         return
     if typing.get_origin(kind) is Literal:
-        common["choices"] = typing.get_args(kind)
+        common["choices"] = _Choices(typing.get_args(kind))
     action = _Merge if is_object(flag) else _Extend if is_repeated(flag) else None
     if action is not None:
         common["action"] = action
     if flag.name in SEVERAL_WORDS:
         common["nargs"] = "+"
-    group.add_argument(*names, type=_reader(flag), metavar=_metavar(kind), **common)
+    group.add_argument(*names, type=_reader(flag, tells=default is not argparse.SUPPRESS), metavar=_metavar(kind), **common)
 
 
-def _reader(flag: Flag) -> typing.Callable[[str], Any]:
+class _Choices(tuple[Any, ...]):
+    """The values of an option; None, which some texts stand for, is one that help does not list."""
+
+    def __contains__(self, value: object) -> bool:
+        return value is None or super().__contains__(value)
+
+
+def _reader(flag: Flag, *, tells: bool) -> typing.Callable[[str], Any]:
+    """The type of an argument. `tells`: whether it logs what becomes of vLLM's values; commands do so once their log is set up."""
+
     def read(text: str) -> Any:
         try:
-            return read_text(flag, text)
+            value = read_text(flag, text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        if tells:
+            tell(flag.name, text, f"{spelling(flag.name)} {text}")
+        return value
 
     return read
 
@@ -66,6 +79,16 @@ def _as_text(value: Any) -> str:
 def spelling(name: str) -> str:
     """Turn `max_num_seqs` into `--max-num-seqs`."""
     return "--" + name.replace("_", "-")
+
+
+def opposites(name: str) -> list[str]:
+    """How the command line turns a switch off: --no-X, and --disable-x of enable_x or the reverse, unless that is an own flag."""
+    found = ["--no-" + spelling(name)[2:]]
+    for prefix, other in (("enable_", "disable_"), ("disable_", "enable_")):
+        inverse = other + name.removeprefix(prefix)
+        if name.startswith(prefix) and not any(inverse in names for names in (TABLE, TAKEN, TAKEN_BY_SERVER)):
+            found.append(spelling(inverse))
+    return found
 
 
 def without_none(of_type: Any) -> tuple[Any, bool]:
@@ -90,8 +113,8 @@ def is_repeated(flag: Flag) -> bool:
 
 def read_text(flag: Flag, text: str) -> Any:
     """Parse the text of an option's value. Raises ValueError that names the expected form."""
-    if text in WORDS.get(flag.name, {}):
-        return WORDS[flag.name][text]
+    if text in VALUES.get(flag.name, {}):
+        return as_here(flag.name, text)
     kind, optional = without_none(flag.type)
     if optional and text.lower() in ("none", "null"):
         return None
@@ -120,6 +143,18 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             value = merge(merged[key], value)
         merged[key] = value
     return merged
+
+
+class _Switch(argparse.BooleanOptionalAction):
+    """On by its name, off by its opposites."""
+
+    def __init__(self, option_strings: list[str], dest: str, **more: Any):
+        super().__init__(option_strings, dest, **more)
+        self._off = opposites(dest)
+        self.option_strings = [*option_strings, *self._off]
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, option_string not in self._off)
 
 
 class _Merge(argparse.Action):

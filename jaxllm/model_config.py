@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.errors import ConfigError
+from jaxllm.log import warn_once
 from jaxllm.model_parts import Attention, GatedDeltaNet, Head, LatentAttention, Layer, MoE, Names, Norm, Positions
 from jaxllm.quantization_config import StoredFp8, StoredMxfp4
 from jaxllm.served_model import ServedModel
@@ -145,3 +146,20 @@ class ModelConfig(ServedModel):
         layers = tuple(split[layer] for layer in self.layers)
         packed = self.packed_experts and all(part.by_expert or part.width // size % 32 == 0 for part in self.mixtures)
         return dataclasses.replace(self, layers=layers, padded_vocab_size=padded_vocab_size, packed_experts=packed)
+
+
+def check_max_model_len(model: ModelConfig, max_model_len: int, *, may_be_long: bool) -> None:
+    """Raise ConfigError for sequences longer than the model was made for, or warn if they may be and positions can be computed."""
+    if max_model_len <= model.max_position:
+        return
+    message = (
+        f"max_model_len is {max_model_len}, the model was made for {model.max_position} tokens (max_position_embeddings); "
+        f"use --max-model-len {model.max_position} or less, or override its rope_scaling with --hf-overrides"
+    )
+    if model.positions is not None:
+        raise ConfigError(
+            f"{message.partition(';')[0]}, and learned a vector for each; use --max-model-len {model.max_position} or less"
+        )
+    if not may_be_long:
+        raise ConfigError(f"{message}; --allow-long-max-model-len starts nevertheless")
+    warn_once(f"{message}: answers may be nonsense from token {model.max_position} on")

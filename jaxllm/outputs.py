@@ -30,6 +30,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """With the first token: the time since that step was planned."""
     pooled: np.ndarray | None = None
     """Set when a pooling request ends: float32, [width] for embed, [prompt tokens, width] for token_embed."""
+    accepted_counts: tuple[int, ...] | None = None
+    """Steps that have verified drafts of the request so far, by the number of drafts that they accepted; None: none has."""
+    num_draft_tokens: int = 0
+    """Drafts that they verified."""
 
 
 @dataclass
@@ -55,6 +59,10 @@ class RequestMetrics:
     """How long the first answer waited in the engine core for its first step."""
     prefill_seconds: float | None = None
     """From that step to its first token."""
+    accepted_counts: tuple[int, ...] | None = None
+    """Of a request with one answer: steps that verified drafts, by the number of drafts that they accepted."""
+    num_draft_tokens: int = 0
+    """Drafts that they verified."""
 
 
 @dataclass
@@ -87,6 +95,9 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One per prompt token; the first is None."""
     num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    num_cache_creation_tokens: int = 0
+    """Prompt tokens that were computed, in full blocks that the prefix cache keeps."""
     metrics: RequestMetrics | None = field(default=None, repr=False)
 
 

@@ -15,6 +15,26 @@ FILES = ("modules.json", "*/config.json", "config_sentence_transformers.json", "
 _MODES = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "last": "last"}
 _TYPE_KEYS = ("pooling_type", "seq_pooling_type")
 _OVERRIDES = (*_TYPE_KEYS, "use_activation", "normalize")
+_NO_HEAD = "classifiers and reward models are not supported; scores are cosines of embeddings (docs/EMBEDDINGS.md)"
+_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
+    "task": ("requests say what they want, vectors of prompts or of tokens", "embed", "token_embed", "embed&token_embed"),
+    "tok_pooling_type": ("vectors of tokens are those of all tokens", "ALL", "all"),
+    "logit_mean": (_NO_HEAD,),
+    "logit_sigma": (_NO_HEAD,),
+    "step_tag_id": (_NO_HEAD,),
+    "returned_token_ids": (_NO_HEAD,),
+    "dimensions": ("a request asks for fewer dimensions",),
+    "enable_chunked_processing": ("a prompt is pooled as a whole, up to --max-model-len tokens", False),
+    "max_embed_len": ("a prompt is pooled as a whole, up to --max-model-len tokens",),
+    "enable_flash_late_interaction": ("scores of many vectors are not offered", True, False),
+}
+"""Other keys of vLLM's object: why they are not supported, and values that ask for nothing."""
+_TYPES_ELSEWHERE = {
+    "cls": "a first token that sees all others needs an encoder, which is not supported",
+    "all": "requests ask for the vectors of all tokens with the task token_embed",
+    "step": _NO_HEAD,
+}
+"""Other values of vLLM's pooling_type, with the reason."""
 _BIDIRECTIONAL = {"is_causal": False, "use_bidirectional_attention": True, "bidirectional": True}
 """What config.json says, by key, of a model in which tokens see those after them."""
 
@@ -122,13 +142,21 @@ def _matryoshka(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...] | No
 
 
 def _overridden(config: PoolingConfig, overrides: Mapping[str, Any]) -> PoolingConfig:
-    for name in overrides:
-        if name not in _OVERRIDES:
+    for name, value in overrides.items():
+        if name in _ELSEWHERE:
+            reason, *harmless = _ELSEWHERE[name]
+            if value is not None and value not in harmless:
+                raise ConfigError(f"pooler_config.{name} is {value!r}, which is not supported: {reason}")
+        elif name not in _OVERRIDES:
             raise ConfigError(f"pooler_config has the unknown key {name!r}; known: {', '.join(_OVERRIDES)}")
     wanted = overrides.get("pooling_type", overrides.get("seq_pooling_type"))
     if wanted is not None:
         if not isinstance(wanted, str) or wanted.lower() not in get_args(PoolingType):
-            raise ConfigError(f"pooler_config: pooling_type is {wanted!r}, must be {' or '.join(get_args(PoolingType))}")
+            reason = _TYPES_ELSEWHERE.get(str(wanted).lower())
+            raise ConfigError(
+                f"pooler_config: pooling_type is {wanted!r}, must be {' or '.join(get_args(PoolingType))}"
+                + (f": {reason}" if reason else "")
+            )
         config = replace(config, pooling_type=wanted.lower())  # type: ignore[arg-type]
     normalize = overrides.get("use_activation", overrides.get("normalize"))
     if normalize is not None:

@@ -130,6 +130,8 @@ class EngineCoreRequest:
     """Name of the adapter that computes it; None: the model alone."""
     data_parallel_rank: int | None = None
     """The replica that computes it; None: the balancer chooses one."""
+    session_id: str | None = None
+    """Requests of one session go to one replica as long as it takes them at once."""
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -172,6 +174,10 @@ class Request:
     """Whether drafts are proposed behind the latest planned step of the request."""
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
+    accepted_counts: list[int] = field(default_factory=list)
+    """Steps that have verified drafts, by the number of drafts that they accepted."""
+    num_draft_tokens: int = 0
+    """Drafts that they verified."""
     num_preemptions: int = 0
     queued_at: float = 0.0
     """When the scheduler received the request, on the monotonic clock."""
@@ -220,6 +226,13 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """A copy of the output tokens. Too slow for the step loop."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a step that verified drafts."""
+        counts = self.accepted_counts
+        counts += [0] * (num_drafts + 1 - len(counts))
+        counts[num_accepted] += 1
+        self.num_draft_tokens += num_drafts
 
     def append_output(self, token_id: int) -> bool:
         """Append one sampled token. Returns whether it can end the request; if not, `check_stop` need not be called."""

@@ -37,6 +37,8 @@ MAX_LENGTH_PENALTY = 10.0
 """And its negative the least: powers of any length stay finite."""
 MAX_BAD_WORDS = 128
 """Token sequences; a word usually is two of them, with and without the space before it."""
+READS_ITSELF = -1
+"""The number of arguments of a logits processor that reads numbers and texts itself."""
 MAX_BAD_WORD_TOKENS = 16
 
 
@@ -277,7 +279,7 @@ class SamplingParams:
             )
         self.verify_logprobs(max_logprobs, vocab_size)
         self._verify_token_ids(vocab_size)
-        self._verify_processors(processors or {})
+        self.verify_processors(processors or {})
 
     def verify_logprobs(self, max_logprobs: int, vocab_size: int | None = None) -> None:
         """Raise InvalidRequestError if more logprobs are asked for than an engine reports, as far as that can be known."""
@@ -326,20 +328,25 @@ class SamplingParams:
                     name,
                 )
 
-    def _verify_processors(self, processors: Mapping[str, int]) -> None:
+    def verify_processors(self, processors: Mapping[str, int], field: str = "extra_args") -> None:
+        """Raise InvalidRequestError for logits processors that are not registered, or that take other arguments.
+
+        `processors`: how many numbers each takes; READS_ITSELF: numbers and texts that it reads in the engine. `field`: the
+        request's name of extra_args.
+        """
         for name, arguments in (self.extra_args or {}).items():
             if name not in processors:
                 known = ", ".join(sorted(processors)) or "none is registered"
-                raise InvalidRequestError(
-                    f"extra_args names {name!r}, which is no logits processor; known: {known}", "extra_args"
-                )
+                raise InvalidRequestError(f"{field} names {name!r}, which is no logits processor; known: {known}", field)
             if not isinstance(arguments, (list, tuple)):
-                raise wrong(f"extra_args[{name!r}]", arguments, "a list of numbers", "extra_args")
+                raise wrong(f"{field}[{name!r}]", arguments, "a list of numbers", field)
+            reads_itself = processors[name] == READS_ITSELF
             for number in arguments:
-                checked_float(f"extra_args[{name!r}]", number, param="extra_args")
-            if len(arguments) != processors[name]:
+                if not (reads_itself and isinstance(number, str)):
+                    checked_float(f"{field}[{name!r}]", number, param=field)
+            if not reads_itself and len(arguments) != processors[name]:
                 raise InvalidRequestError(
-                    f"extra_args[{name!r}] has {len(arguments)} numbers, the processor takes {processors[name]}", "extra_args"
+                    f"{field}[{name!r}] has {len(arguments)} numbers, the processor takes {processors[name]}", field
                 )
 
 

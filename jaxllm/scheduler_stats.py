@@ -38,6 +38,8 @@ class SchedulerStats:
     flight count half: on average they are half done."""
     num_cache_blocks: int = 0
     """Usable blocks of the KV cache."""
+    max_concurrency: float = 0.0
+    """Requests of max_model_len tokens for which the KV cache has room at once."""
     step_token_counts: tuple[int, ...] = ()
     """Steps by their tokens, between the bounds of `observations.STEP_TOKENS`."""
     num_step_tokens: int = 0

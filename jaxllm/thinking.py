@@ -8,7 +8,12 @@ import numpy as np
 from jaxllm.errors import InvalidRequestError
 
 PARAM = "thinking_token_budget"
-MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+MARKERS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
 """The tokens that open and close a thinking section, of the models that have such tokens."""
 KIMI_CALLS = "<|tool_calls_section_begin|>"
 """The token of Kimi K2 that begins tool calls. It ends a thinking section too."""

@@ -2,44 +2,56 @@
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.flag_arguments import merge, spelling
-from jaxllm.vllm_flags import QUANTIZATIONS, SHORT_NAMES, TABLE, VllmFlag, add_translated, translated
+from jaxllm.flag_arguments import merge, opposites, spelling
+from jaxllm.vllm_flags import SECRETS, SHORT_NAMES, TABLE, VllmFlag, add_translated, translated
+from jaxllm.vllm_values import QUANTIZATIONS, VALUES, told_about
 
 DEST = "vllm_flags"
 
 
 def rewritten(arguments: Iterable[str]) -> list[str]:
-    """The arguments with `-q fp8` as --quantization fp8 (`-q` alone is --quiet) and `-cc.key` as --compilation-config.key."""
+    """The arguments with `-q fp8` as --quantization fp8; `-q` alone is --quiet."""
     found: list[str] = []
     for argument in arguments:
-        short, dot, key = argument.partition(".")
         if argument in QUANTIZATIONS and found and found[-1] == "-q":
             found[-1] = "--quantization"
-        elif dot and short in _LONG_NAMES:
-            argument = f"{_LONG_NAMES[short]}.{key}"
         found.append(argument)
     return found
 
 
-def add_vllm_arguments(parser: argparse.ArgumentParser, *, at_once: bool = False) -> None:
-    """An argument for each of vLLM's flags that the parser does not have; help does not list them.
+def notes_on_values(arguments: Sequence[str]) -> list[str]:
+    """What the log should say about values of vLLM's that options of ours take as another."""
+    names = {spelling(name): name for name in VALUES}
+    notes = []
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        flag, equals, value = argument.partition("=")
+        if flag in names:
+            value = value if equals else following
+            notes.append(told_about(names[flag], value, f"{flag} {value}"))
+    return [note for note in notes if note is not None]
+
+
+def add_vllm_arguments(parser: argparse.ArgumentParser, *, names: Iterable[str] = TABLE, at_once: bool = False) -> None:
+    """An argument for each of vLLM's flags, or of those named, that the parser does not have; help does not list them.
 
     `at_once`: parsing sets the options and fails for what is refused, and each flag is in the namespace, None if not given. If
     not, `take_vllm_arguments` does all this later.
     """
     action, default = (_TakeAtOnce, None) if at_once else (_Keep, argparse.SUPPRESS)
-    for flag in TABLE.values():
+    for flag in map(TABLE.__getitem__, names):
         if spelling(flag.name) in parser._option_string_actions:
             continue
-        names = [name for name in (SHORT_NAMES.get(flag.name),) if name] + [spelling(flag.name)]
+        options = [name for name in (SHORT_NAMES.get(flag.name),) if name] + [spelling(flag.name)]
         if flag.kind == "switch":
-            names.append("--no-" + spelling(flag.name)[2:])
-        nargs: int | str | None = {"switch": 0, "list": "+"}.get(flag.kind)  # type: ignore[assignment]
-        parser.add_argument(*names, action=action, nargs=nargs, dest=flag.name, default=default, help=argparse.SUPPRESS)
+            options += opposites(flag.name)
+        nargs: int | str | None = {"switch": 0, "list": "+", "optional": "?"}.get(flag.kind)  # type: ignore[assignment]
+        const = "true" if flag.kind == "optional" else None
+        more: dict[str, Any] = {"dest": flag.name, "default": default, "help": argparse.SUPPRESS}
+        parser.add_argument(*options, action=action, nargs=nargs, const=const, **more)
 
 
 def take_vllm_arguments(found: argparse.Namespace) -> None:
@@ -66,8 +78,11 @@ class _Keep(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         kept = getattr(namespace, DEST, None) or {}
-        value = _merged(kept.get(self.dest, ({},))[0], _read(self.dest, values, str(option_string)))
-        setattr(namespace, DEST, {**kept, self.dest: (value, _written(values, str(option_string)))})
+        value = _read(self.dest, values, str(option_string))
+        how = parser.typed.get(f"{option_string}={values}") or _written(self.dest, values, str(option_string))
+        if isinstance(value, dict) and self.dest in kept:
+            value, how = merge(kept[self.dest][0], value), f"{kept[self.dest][1]} {how}"
+        setattr(namespace, DEST, {**kept, self.dest: (value, how)})
 
 
 class _TakeAtOnce(argparse.Action):
@@ -76,7 +91,7 @@ class _TakeAtOnce(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         value = _merged(getattr(namespace, self.dest, None), _read(self.dest, values, str(option_string)))
         try:
-            options = translated(self.dest, value, _written(values, str(option_string)))
+            options = translated(self.dest, value, _written(self.dest, values, str(option_string)))
         except ConfigError as error:
             parser.error(str(error))
         for option, translation in {**options, self.dest: value}.items():
@@ -86,12 +101,14 @@ class _TakeAtOnce(argparse.Action):
 def _read(name: str, values: Any, option_string: str) -> Any:
     kind = TABLE[name].kind
     if kind == "switch":
-        return not option_string.startswith("--no-")
+        return option_string not in opposites(name)
     return [_value(entry) for entry in values] if kind == "list" else _value(values)
 
 
-def _written(values: Any, option_string: str) -> str:
+def _written(name: str, values: Any, option_string: str) -> str:
     """The flag as it was given, for messages."""
+    if name in SECRETS or TABLE[name].kind == "optional" and values == "true":
+        return option_string
     return " ".join([option_string, *([values] if isinstance(values, str) else values)])
 
 
@@ -106,6 +123,3 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-_LONG_NAMES = {short: spelling(name) for name, short in SHORT_NAMES.items()}

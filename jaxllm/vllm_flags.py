@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from jaxllm.errors import ConfigError
 from jaxllm.log import info_once, warn_once
+from jaxllm.vllm_values import as_here, tell
 
-Kind = Literal["switch", "value", "list", "object"]
+Kind = Literal["switch", "value", "optional", "list", "object"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class VllmFlag:
     name: str
     """As a keyword: enforce_eager."""
     kind: Kind
-    """How the command line writes it: alone (or with no-), with a value, with several, or as a JSON object."""
+    """How the command line writes it: alone (or with no-), with a value, with or without one, with several, or as a JSON object."""
     text: str
     """What is made of it, or why it is refused and what to do instead."""
     refused: bool = False
@@ -41,14 +42,6 @@ class VllmFlag:
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
-
-WORDS: Mapping[str, Mapping[str, Any]] = {
-    "max_model_len": {"auto": -1},
-    "dtype": {"half": "float16", "float": "float32"},
-    "generation_config": {"vllm": "none"},
-    "load_format": {"hf": "auto", "pt": "auto", "gguf": "auto"},
-}
-"""What vLLM calls values of options that both have."""
 
 SHORT_NAMES: Mapping[str, str] = {
     "tensor_parallel_size": "-tp",
@@ -73,13 +66,8 @@ SHORT_NAMES: Mapping[str, str] = {
     "compilation_config": "-cc",
     "speculative_config": "-sc",
     "optimization_level": "-O",
+    "diffusion_config": "-dc",
 }
-QUANTIZATIONS = _names("""
-    fp8 awq awq_marlin gptq gptq_marlin bitsandbytes gguf compressed-tensors modelopt modelopt_fp4 mxfp4 quark torchao fp_quant
-    ptpc_fp8 fbgemm_fp8 experts_int8 deepspeedfp moe_wna16 int8 mxfp8 nvfp4
-""")
-"""Words after `-q`, which alone is --quiet, that make it vLLM's short form of --quantization."""
-
 TAKEN = _names("""
     model tokenizer dtype seed max_model_len quantization runner pooler_config hf_overrides revision generation_config
     override_generation_config max_logprobs logprobs_mode logits_processors skip_tokenizer_init load_format download_dir
@@ -104,7 +92,7 @@ TAKEN_BY_SERVER = _names("""
     exclude_tools_when_tool_choice_none tool_call_parser reasoning_parser max_log_len enable_prompt_tokens_details
     enable_per_request_metrics enable_server_load_tracking enable_force_include_usage sse_keep_alive_interval
     enable_log_requests enable_tokenizer_info_endpoint fingerprint_mode shutdown_timeout served_model_name
-    otlp_traces_endpoint api_server_count lora_modules
+    otlp_traces_endpoint api_server_count lora_modules enable_scale_out
 """)
 """The same for `jaxllm serve`."""
 OLDER = _names("""
@@ -113,14 +101,15 @@ OLDER = _names("""
     num_lookahead_slots tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config enable_reasoning rope_scaling
     rope_theta speculative_model num_speculative_tokens disable_mm_preprocessor_cache enable_lora_bias cuda_graph_sizes
     max_num_partial_prefills max_long_partial_prefills enable_prompt_adapter quantization_param_path worker_use_ray
+    calculate_kv_scales override_attention_dtype enable_bf16x3_router_gemm omni
 """)
-"""Names that vLLM had before 0.33."""
+"""Names that vLLM had before 0.33, and those of packages over it."""
 
 
 def _flags(
-    text: str, *, switches: str = "", values: str = "", lists: str = "", objects: str = "", **more: Any
+    text: str, *, switches: str = "", values: str = "", optional: str = "", lists: str = "", objects: str = "", **more: Any
 ) -> Iterator[VllmFlag]:
-    kinds: dict[Kind, str] = {"switch": switches, "value": values, "list": lists, "object": objects}
+    kinds: dict[Kind, str] = {"switch": switches, "value": values, "optional": optional, "list": lists, "object": objects}
     for kind, names in kinds.items():
         yield from (VllmFlag(name, kind, text, **more) for name in names.split())
 
@@ -133,13 +122,15 @@ _ENGINE = (
     # Model
     *_flags("a checkpoint's own code is never run; models that need it are refused by name", switches="trust_remote_code"),
     *_flags("a checkpoint's own code is never run", values="code_revision"),
-    *_flags("the tokenizer's files say which kind it is", values="tokenizer_mode", refused=True, harmless=("auto", "hf")),
+    *_refused("the tokenizer's files say which kind it is, and chat templates are Jinja; where the checkpoint has none, give one with "
+              "--chat-template", values="tokenizer_mode", harmless=("auto", "hf", "slow")),
     *_refused("the tokenizer is read at --revision; for another, download it and name its directory with --tokenizer",
               values="tokenizer_revision"),
     *_refused("set $HF_TOKEN or run `hf auth login`: a token on the command line is seen in the list of processes",
-              values="hf_token", harmless=(True,)),
+              optional="hf_token", harmless=(True,)),
     *_refused("config.json is read from the model's directory; --hf-overrides changes it", values="hf_config_path"),
-    *_refused("configs are read in the hub's format", values="config_format", harmless=("auto", "hf")),
+    *_refused("configs are read in the hub's format, config.json; give a checkpoint that has it, not params.json",
+              values="config_format", harmless=("auto", "hf")),
     *_refused("every model is an implementation of jaxllm's own; `jaxllm models` lists them",
               values="model_impl", harmless=("auto", "vllm")),
     *_refused("register the family in the source (docs/HOW_TO_ADD.md)", objects="model_class_overrides"),
@@ -149,7 +140,9 @@ _ENGINE = (
             words={"auto": "auto", "generate": "generate", "embed": "pooling", "embedding": "pooling"}),
     *_refused("--quantization fp8 quantises all linear layers of the decoder alike", objects="quantization_config"),
     *_flags("nothing that is quantised here is deprecated", switches="allow_deprecated_quantization"),
-    *_refused("give the scales in the checkpoint", values="quantization_param_path"),
+    *_refused("give the scales in the checkpoint", values="quantization_param_path", switches="calculate_kv_scales"),
+    *_refused("attention is computed in the model's type; --dtype sets it", values="override_attention_dtype"),
+    *_refused("models read and write text alone; images, audio and video need the package vllm-omni", switches="omni"),
     *_flags("every step is a compiled program; --warmup lazy starts sooner", switches="enforce_eager"),
     *_flags("XLA compiles every step; --warmup says when, --decode-buckets and --token-buckets say for which sizes",
             objects="compilation_config", values="optimization_level max_cudagraph_capture_size max_seq_len_to_capture",
@@ -161,7 +154,7 @@ _ENGINE = (
     *_refused("prompts are text or token ids", switches="enable_prompt_embeds enable_prompt_adapter"),
     *_flags("sleep and wake_up need no option in Python, and --enable-dev-endpoints over HTTP",
             switches="enable_sleep_mode sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend",
-            values="sleep_mode_backend sleep_preserve_parameter_names"),
+            values="sleep_mode_backend", lists="sleep_preserve_parameter_names"),
     *_refused("noise is drawn in float32", switches="use_fp64_gumbel"),
     *_refused("answers do not report it", switches="return_sampling_mask enable_return_routed_experts"),
     *_refused("traces cannot be replayed", switches="enable_trace_replay"),
@@ -240,6 +233,7 @@ _ENGINE = (
     *_refused("docs/FAULTS.md says what happens when something fails", switches="enable_fault_tolerance",
               objects="fault_tolerance_config watchdog_config"),
     # KV cache
+    *_flags("vLLM's second name of it", values="device_memory_utilization", option="gpu_memory_utilization"),
     *_flags("preempted requests are computed again, so nothing is swapped out", values="swap_space preemption_mode"),
     *_refused("all layers have one type of cache, --kv-cache-dtype", lists="kv_cache_dtype_skip_layers"),
     *_refused("prefixes match by blocks of --block-size tokens", values="prefix_match_unit prefix_cache_retention_interval", harmless=(0,)),
@@ -317,7 +311,7 @@ _SERVER = (
     *_refused("the server runs no tools", values="tool_server"),
     *_refused("--default-chat-template-kwargs sets what the template reads", objects="reasoning_effort_map",
               values="anthropic_disabled_thinking_effort"),
-    *_refused("there is no such route", switches="tokens_only enable_scale_out"),
+    *_refused("every other route stays; --enable-scale-out adds those for token ids", switches="tokens_only"),
     *_refused("outputs are never logged", switches="enable_log_outputs"),
     *_flags("only matters with --enable-log-outputs, which is refused", switches="enable_log_deltas"),
     *_flags("unexpected errors are always logged with their stack", switches="log_error_stack"),
@@ -329,12 +323,16 @@ _SERVER = (
 TABLE: Mapping[str, VllmFlag] = {flag.name: flag for flag in (*_ENGINE, *_SERVER)}
 
 
+SECRETS = frozenset({"hf_token"})
+"""Flags whose values no message shows."""
+
+
 def translated(name: str, value: Any, how: str | None = None) -> dict[str, Any]:
     """The options of ours that a flag in TABLE sets: usually none, and a line of the log.
 
     `how` it was written, for messages; default: as a keyword. Raises ConfigError for what is refused.
     """
-    flag, how = TABLE[name], how or f"{name}={value!r}"
+    flag, how = TABLE[name], how or (name if name in SECRETS else f"{name}={value!r}")
     if value is None:
         return {}
     if flag.option is not None:
@@ -342,7 +340,7 @@ def translated(name: str, value: Any, how: str | None = None) -> dict[str, Any]:
     if _asks_for_nothing(value):
         return {}
     if not _is_harmless(flag, value):
-        allowed = " or ".join(str(entry) for entry in flag.harmless)
+        allowed = " or ".join(str(entry) for entry in flag.harmless if not isinstance(entry, bool))
         raise ConfigError(f"{how} is refused{f' (only {allowed} is taken)' if allowed else ''}: {flag.text}")
     tell = info_once if flag.harmless or flag.harmless_keys else warn_once
     tell(f"{how} changes nothing here: {flag.text}")
@@ -359,7 +357,11 @@ def as_options(options: Mapping[str, Any]) -> dict[str, Any]:
             if not _asks_for_nothing(value):
                 warn_once(f"{name}={value!r} changes nothing here: it is for clients of `jaxllm serve`")
         else:
-            found[name] = WORDS[name].get(value, value) if name in WORDS and isinstance(value, str) else value
+            try:
+                found[name] = as_here(name, value)
+            except ValueError as error:
+                raise ConfigError(f"{name}: {error}") from None
+            tell(name, value)
     for name, value in options.items():
         if name in TABLE:
             add_translated(found, translated(name, value))

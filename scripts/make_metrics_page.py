@@ -8,12 +8,14 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from jaxllm.config import CacheOptions
 from jaxllm.engine.async_core import ReplicaState
-from jaxllm.metrics.engine_metrics import EngineMetrics
-from jaxllm.metrics.metric import Counter, Histogram, Metric
+from jaxllm.metrics.collect import PREFIX
+from jaxllm.metrics.engine_metrics import EngineMetrics, cache_labels
+from jaxllm.metrics.metric import Counter, Metric
 from jaxllm.metrics.replica_states import replica_states
 from jaxllm.scheduler_stats import SchedulerStats
-from server.http_metrics import HttpMetrics
+from server.http_metrics import HttpMetrics, SleepOperation
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
 HEAD = """# Metrics
@@ -23,7 +25,11 @@ metric, so dashboards and alerts written for it work with the prefix changed; [g
 ready to import, and `jaxllm top` shows the same in the terminal. This page is written by `scripts/make_metrics_page.py`.
 
 With several HTTP processes, counters and histograms are the sums over all of them, whichever answers. `process_*` are those of the process
-that answers. Every engine metric has the labels `model_name` and `engine`; the table lists the others.
+that answers. Metrics of features that this engine does not have are always 0: gateways add them up.
+
+Metrics with the prefix have the labels `model_name` and `engine`, and those of the table. Exceptions:
+
+{exceptions}
 
 | name | type | labels | what it counts |
 |---|---|---|---|
@@ -59,13 +65,15 @@ wait. While requests wait for programs, `awaited_programs` counts these.
 
 def every_metric() -> list[Metric]:
     """One engine's and one front's metrics, with something counted wherever a metric appears only then."""
-    engine = EngineMetrics("m", 100, cache_config={"block_size": "16"})
+    engine = EngineMetrics("m", 100, cache_config=cache_labels(CacheOptions()))
     engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1)
     engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)
     states = replica_states("m", ["serving"], get_args(ReplicaState))
-    http = HttpMetrics()
+    http = HttpMetrics("m")
     http.request_done("GET", 200, "/", 0.0)
-    http.tool_calls_parsed("hermes")
+    for operation in get_args(SleepOperation):
+        with http.sleep_mode(operation):
+            pass
     return [*engine.snapshot(), *states, *http.snapshot()]
 
 
@@ -82,7 +90,7 @@ def rows(metrics: Iterable[Metric]) -> list[str]:
     found = []
     for name, metric in kinds.items():
         shown = name + ("_total" if isinstance(metric, Counter) else "")
-        kind = "histogram" if isinstance(metric, Histogram) else type(metric).__name__.lower()
+        kind = type(metric).__name__.lower()
         named = ", ".join(_label(label, values) for label, values in labels[name].items())
         found.append(f"| `{shown}` | {kind} | {named} | {metric.help} |")
     return found
@@ -95,7 +103,18 @@ def _label(label: str, values: set[str]) -> str:
 
 def page() -> str:
     """The whole text."""
-    return HEAD + "\n".join(rows(every_metric())) + "\n" + FOOT
+    metrics = every_metric()
+    return HEAD.format(exceptions=_exceptions(metrics)) + "\n".join(rows(metrics)) + "\n" + FOOT
+
+
+def _exceptions(metrics: Iterable[Metric]) -> str:
+    """The metrics with the prefix that lack a label which the others have."""
+    lacking: dict[str, dict[str, None]] = {}
+    for metric in metrics:
+        if metric.name.startswith(PREFIX) and "engine" not in metric.labels:
+            own = "without `engine`" if "model_name" in metric.labels else "without both"
+            lacking.setdefault(own, {})[f"`{metric.name.removeprefix(PREFIX)}`"] = None
+    return "\n".join(f"- {own}: {', '.join(names)}" for own, names in lacking.items())
 
 
 def main() -> None:

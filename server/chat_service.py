@@ -14,16 +14,17 @@ from typing import Any
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import InvalidRequestError
-from jaxllm.outputs import Logprob, RequestMetrics
+from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.input_processor import FrontRequest
-from server.chat_deltas import ChatDelta, ToolCallDelta, joined
+from server.chat_deltas import ChatDelta, ToolCallDelta, join_into
 from server.chat_encoding import ChatEncoder
 from server.dialects import AskedChoice, check_tools
 from server.endings import end_of
 from server.errors import bad_request, constraint_error
+from server.http_metrics import RequestType
 from server.options import ChatOptions
-from server.prompts import check_length, check_room, truncated
+from server.prompts import check_length, truncated
 from server.speech import AnswerReader, Speech
 from server.template_process import MAX_PROCESSES, TemplateProcesses
 from server.usage import Usage
@@ -42,6 +43,8 @@ class Conversation:
     beam_search: BeamSearchParams | None = None
     """If set, runs a beam search; `params` then gives only the number of answers and the output format."""
     request_id: str
+    request_type: RequestType = "chat_completions"
+    """For metrics."""
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: AskedChoice | None = None
     """Both in OpenAI's shape."""
@@ -53,7 +56,7 @@ class Conversation:
     documents: Sequence[Mapping[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
-    """Values of the template's variables; a name that it does not read is an error."""
+    """Values of the template's variables."""
     reasoning_effort: str | None = None
     """A hint for templates that read it."""
     enable_thinking: bool | None = None
@@ -62,9 +65,11 @@ class Conversation:
     truncation_side: str | None = None
     constraint_param: str = "structured_outputs"
     """The client's name for the field that constrains the answer, for errors."""
-    max_tokens_param: str | None = None
-    """The client's name for max_tokens if that many must fit the context; None: the answer is cut at the context length."""
+    asked_tokens: int | None = None
+    """The client's limit of output tokens, which truncate_prompt_tokens -1 leaves room for; None: the client has set none."""
     cache_salt: str | None = None
+    session_id: str | None = None
+    """Requests of one session go to one replica."""
     priority: int = 0
     adapter: str | None = None
     """Name of a loaded LoRA adapter."""
@@ -88,6 +93,25 @@ class PreparedChat:
     def prompt_token_ids(self) -> list[int]:
         """The rendered conversation as token ids."""
         return self.request.prompt_token_ids
+
+    def deltas_of(self, output: RequestOutput, end_of: Callable[[CompletionOutput], str | None] = end_of) -> list[ChatDelta]:
+        """Take in an output of the engine. `end_of`: the finish reason of an answer; raises ApiError for failures."""
+        usage, self.metrics = self.usage, output.metrics
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        usage.cached_tokens, usage.created_cache_tokens = output.num_cached_tokens, output.num_cache_creation_tokens
+        deltas: list[ChatDelta] = []
+        for answer in output.outputs:
+            usage.completion_tokens += len(answer.token_ids)
+            reason = end_of(answer)
+            if self.reader is not None:
+                deltas += self.reader.read(answer, reason)
+                usage.reasoning_tokens = self.reader.num_reasoning_tokens
+                continue
+            news = ChatDelta(answer.index, answer.text, "", [], answer.token_ids, answer.logprobs)
+            news.finish_reason, news.stop_reason = reason, answer.stop_reason
+            deltas.append(news)
+        return deltas
 
 
 class ChatService:
@@ -167,14 +191,14 @@ class ChatService:
             text,
             parallel=conversation.parallel_tool_calls,
             include_reasoning=conversation.include_reasoning,
+            request_type=conversation.request_type,
         )
         max_model_len = self._engine.max_model_len
         search = conversation.beam_search
-        asked = None if conversation.max_tokens_param is None else (search or params).max_tokens
-        ids = truncated(ids, conversation.truncate_prompt_tokens, conversation.truncation_side, max_model_len, asked)
+        ids = truncated(
+            ids, conversation.truncate_prompt_tokens, conversation.truncation_side, max_model_len, conversation.asked_tokens
+        )
         check_length(len(ids), max_model_len, "messages")
-        if conversation.max_tokens_param is not None and asked is not None:
-            check_room(len(ids), asked, max_model_len, conversation.max_tokens_param)
         if search is not None:
             assert params.structured_outputs is None, "a search follows no grammar"
             search = dataclasses.replace(search, skip_special_tokens=params.skip_special_tokens)
@@ -189,6 +213,7 @@ class ChatService:
                 priority=conversation.priority,
                 queue_timeout_seconds=self._queue_timeout_seconds,
                 adapter=conversation.adapter,
+                session_id=conversation.session_id,
             )
         except InvalidRequestError as error:
             if error.param == "logprobs":
@@ -204,31 +229,14 @@ class ChatService:
 
         Raises ApiError, EngineError or EngineDeadError.
         """
-        usage = chat.usage
         async with contextlib.aclosing(self._engine.stream(chat.request)) as outputs:
             async for output in outputs:
-                if output.prompt_logprobs is not None:
-                    chat.prompt_logprobs = output.prompt_logprobs
-                usage.cached_tokens = output.num_cached_tokens
-                chat.metrics = output.metrics
-                deltas: list[ChatDelta] = []
-                for answer in output.outputs:
-                    usage.completion_tokens += len(answer.token_ids)
-                    reason = end_of(answer)
-                    if chat.reader is not None:
-                        deltas += chat.reader.read(answer, reason)
-                        usage.reasoning_tokens = chat.reader.num_reasoning_tokens
-                        continue
-                    news = ChatDelta(answer.index, answer.text, "", [], answer.token_ids, answer.logprobs)
-                    news.finish_reason, news.stop_reason = reason, answer.stop_reason
-                    deltas.append(news)
-                yield deltas
+                yield chat.deltas_of(output)
 
     async def complete(self, chat: PreparedChat) -> list[ChatDelta]:
         """Return the complete answers, in order. Raises ApiError, EngineError or EngineDeadError."""
         answers: dict[int, ChatDelta] = {}
         async with contextlib.aclosing(self.stream(chat)) as updates:
             async for deltas in updates:
-                for delta in deltas:
-                    answers[delta.index] = delta if delta.index not in answers else joined(answers[delta.index], delta)
+                join_into(answers, deltas)
         return [answers[index] for index in sorted(answers)]

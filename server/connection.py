@@ -9,9 +9,10 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from server.error_shapes import in_shape_of
 from server.errors import ApiError
 from server.guard import MAX_HEADER_BYTES, MAX_URL_BYTES
-from server.options import ServerOptions
+from server.options import ErrorFormat, ServerOptions
 
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 414: b"URI Too Long", 431: b"Headers Too Large", 503: b"Unavailable"}
 
@@ -19,10 +20,11 @@ _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 414: b"URI Too Long", 
 class GuardedConnection(HttpToolsProtocol):
     """A connection of one client."""
 
-    def __init__(self, *args: Any, max_connections: int, read_timeout_seconds: float, **named: Any):
+    def __init__(self, *args: Any, max_connections: int, read_timeout_seconds: float, error_format: ErrorFormat, **named: Any):
         super().__init__(*args, **named)
         self._max_connections = max_connections
         self._read_timeout_seconds = read_timeout_seconds
+        self._error_format = error_format
         self._timer: asyncio.TimerHandle | None = None
         self._is_in_headers = True
         self._num_header_bytes = 0
@@ -124,7 +126,7 @@ class GuardedConnection(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         self._stop_timer()
         self._is_in_headers = False
-        body = error.body()
+        body = in_shape_of("", error, self._error_format).body()  # its path may not have come
         headers = {
             **error.headers,
             "x-request-id": uuid.uuid4().hex,
@@ -144,6 +146,7 @@ def uvicorn_config(app: Any, options: ServerOptions, **more: Any) -> uvicorn.Con
         GuardedConnection,
         max_connections=network.max_connections,
         read_timeout_seconds=options.limits.request_body_timeout,
+        error_format=options.replies.error_format,
     )
     settings: dict[str, Any] = {
         "host": network.host,

@@ -1,6 +1,7 @@
 """State shared by all routes: engine, options, model names, and counters over all requests."""
 
 import contextlib
+import functools
 import hashlib
 import time
 import uuid
@@ -11,6 +12,8 @@ from starlette.requests import Request
 
 from jaxllm import __version__
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.hub import short_name
+from jaxllm.log import info_once
 from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
 from jaxllm.text.input_processor import FrontRequest
 from jaxllm.text.tokenizer import Tokenizer
@@ -19,6 +22,7 @@ from server.chat_service import ChatService
 from server.errors import ApiError, shortened
 from server.http_metrics import HttpMetrics
 from server.logs import RequestLog
+from server.ollama.about import Checkpoint
 from server.options import ServerOptions
 from server.prompts import tokenizer_of
 from server.protocol.common import SamplingFields
@@ -30,7 +34,9 @@ class ServerContext:
     def __init__(self, engine: AsyncLLM, options: ServerOptions):
         self.engine = engine
         self.options = options
-        self.model_names = options.replies.served_model_name or [engine.config.model.model]
+        self.model_names = options.replies.names_of(engine.config.model.model)
+        self._unlisted_name = None if options.replies.served_model_name else engine.config.model.model
+        """Requests may name a local model by its path too."""
         self.adapters = ServedAdapters(engine, options.adapters, self.model_names)
         self.created = int(time.time())
         self.num_running = 0
@@ -41,7 +47,13 @@ class ServerContext:
         self.defaults: dict[str, Any] = {name: getattr(own, name) for name in MODEL_DEFAULTS}
         self.default_max_tokens = own.max_tokens if own.max_tokens != SamplingParams().max_tokens else None
         """Defaults from the model's generation config."""
-        self.http_metrics = HttpMetrics()
+        in_chats = engine.get_default_sampling_params(chat=True)
+        self.chat_defaults = {
+            name: value for name in MODEL_DEFAULTS if (value := getattr(in_chats, name)) != self.defaults[name]
+        }
+        """Further defaults of ollama's API and of the web page."""
+        info_once(f"sampling of the web page and ollama's API: {engine.input_processor.generation_config.describe_chats()}")
+        self.http_metrics = HttpMetrics(short_name(engine.config.model.model))
         engine.add_metrics(self.http_metrics.snapshot)
         self.request_log = RequestLog(options.logging)
         self.queue_timeout_seconds = options.limits.queue_timeout or None
@@ -50,6 +62,11 @@ class ServerContext:
         if engine.input_processor.tokenizer is not None:
             self.chat.speech.note_tool_parser = self.http_metrics.tool_calls_parsed
         self.fingerprint = _fingerprint(engine, options.replies.fingerprint_mode)
+
+    @functools.cached_property
+    def checkpoint(self) -> Checkpoint:
+        """What the model's files say of it. Reading them takes a moment, and may raise ModelLoadError."""
+        return Checkpoint.of(self.engine)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -70,7 +87,7 @@ class ServerContext:
 
         Raises ApiError for a model that is not served, AdapterError for an adapter that cannot be loaded.
         """
-        if not name or name in self.model_names:
+        if not name or name in self.model_names or name == self._unlisted_name:
             return None
         if await self.adapters.has(name):
             return name

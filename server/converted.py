@@ -11,6 +11,7 @@ from jaxllm.errors import InvalidRequestError
 from server.chat_service import Conversation
 from server.context import ServerContext
 from server.errors import ApiError, as_api_error
+from server.http_metrics import RequestType
 from server.protocol.chat import ChatCompletionRequest
 from server.routes.chat import to_conversation
 
@@ -19,7 +20,9 @@ LARGE_BYTES = 64 << 10
 """Body size whose processing takes some milliseconds."""
 
 
-def conversation_of(fields: Mapping[str, Any], context: ServerContext, request_id: str) -> Conversation:
+def conversation_of(
+    fields: Mapping[str, Any], context: ServerContext, request_id: str, request_type: RequestType = "other"
+) -> Conversation:
     """Build the conversation of a chat request with these fields. Raises ApiError, InvalidRequestError or ValidationError."""
     conversation = to_conversation(
         ChatCompletionRequest.model_validate({name: value for name, value in fields.items() if value is not None}),
@@ -27,7 +30,7 @@ def conversation_of(fields: Mapping[str, Any], context: ServerContext, request_i
         request_id,
     )
     conversation.request_id = request_id
-    conversation.max_tokens_param = None  # the other APIs have a stop reason for an answer cut at the context length
+    conversation.request_type = request_type
     return conversation
 
 

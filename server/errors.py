@@ -140,7 +140,7 @@ def _field_of(fault: Mapping[str, Any]) -> str | None:
 
 def _fault_text(fault: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in fault["loc"][:6])
-    message = str(fault["msg"]).removeprefix("Value error, ")
+    message = str(fault["msg"]).removeprefix("Value error, ").partition(", unable to ")[0]
     text = f"{shortened(where, 100)}: {message[:1].lower()}{message[1:]}" if where else message
     given = fault.get("input")
     if fault["type"] != "missing" and isinstance(given, (str, int, float, bool, type(None))):

@@ -69,7 +69,13 @@ class Front:
         self._stop = asyncio.Event()
         self._core = self._make_core()
         page = page_replies() if start.options.replies.web else {}
-        self._gate = Gate(lambda: self._core.status, lambda: self._core.dead_error, page, start.options.network.root_path)
+        self._gate = Gate(
+            lambda: self._core.status,
+            lambda: self._core.dead_error,
+            page,
+            start.options.network.root_path,
+            start.options.replies.error_format,
+        )
 
     def _make_core(self) -> ProcessCore | Replicas:
         pids, parallel = [pid for _, pid in self._start.engines], self._start.config.parallel

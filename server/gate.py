@@ -6,7 +6,9 @@ from types import MappingProxyType
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.engine.messages import Status
+from server.error_shapes import in_shape_of
 from server.errors import ApiError
+from server.options import ErrorFormat
 
 LIVE_PATH = "/live"
 PATHS_WHILE_DRAINING = frozenset({LIVE_PATH, "/health", "/ping", "/metrics", "/load", "/version"})
@@ -26,11 +28,13 @@ class Gate:
         failure: Callable[[], BaseException | None] = lambda: None,
         page: Mapping[str, ASGIApp] = MappingProxyType({}),
         root_path: str = "",
+        error_format: ErrorFormat = "openai",
     ):
         self._status = status
         self._failure = failure
         self._page = page
         self._root_path = root_path
+        self._error_format = error_format
         self._app: ASGIApp | None = None
         self._retry_seconds: float | None = None
         self.num_running = 0
@@ -51,7 +55,7 @@ class Gate:
             scope["path"] = scope["path"].removeprefix(self._root_path)
         path = scope["path"]
         if self._retry_seconds is not None and path not in PATHS_WHILE_DRAINING:
-            await _answer(_stopping(self._retry_seconds), scope, receive, send)
+            await self._refuse(_stopping(self._retry_seconds), scope, receive, send)
         elif self._app is not None:
             self.num_running += path not in PATHS_WHILE_DRAINING
             try:
@@ -63,7 +67,10 @@ class Gate:
         elif path in self._page and scope["method"] in ("GET", "HEAD"):
             await self._page[path](scope, receive, send)
         else:
-            await _answer(self._loading(), scope, receive, send)
+            await self._refuse(self._loading(), scope, receive, send)
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        await in_shape_of(scope["path"], error, self._error_format).response()(scope, receive, send)
 
     def _loading(self) -> ApiError:
         if self._failure() is not None:
@@ -86,10 +93,6 @@ def describe(status: Status | None) -> str:
 def _stopping(seconds: float) -> ApiError:
     headers = {"retry-after": str(max(1, round(seconds))), "connection": "close"}
     return ApiError(503, "the server is being stopped and takes no new requests", code="stopping", headers=headers, retry=True)
-
-
-async def _answer(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    await error.response()(scope, receive, send)
 
 
 async def _live(send: Send) -> None:

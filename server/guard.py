@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.log import logger, safe
 from server.context import ServerContext
-from server.error_shapes import in_shape_of
+from server.error_shapes import shaped
 from server.errors import ApiError, as_api_error
 from server.logs import AccessLog
 
@@ -87,7 +87,7 @@ class Guard:
         """Send an error. Closes the connection if the body was not read completely."""
 
         async def reply(scope: Scope, receive: Receive, send: Send) -> None:
-            response = in_shape_of(scope["path"], error).response()
+            response = shaped(scope, error).response()
             if not is_unread:
                 await response(scope, receive, send)
                 return

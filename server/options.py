@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal
 
 from jaxllm.config import Flag, Range, at_least, flags, flat_options, in_groups, range_faults, type_faults
 from jaxllm.errors import ConfigError
+from jaxllm.hub import short_name
 
 API_KEY_VARIABLE = "JAXLLM_API_KEY"
+ErrorFormat = Literal["openai", "vllm"]
 ADMIN_KEY_VARIABLE = "JAXLLM_ADMIN_API_KEY"
 
 
@@ -58,6 +60,11 @@ class AccessOptions:
     enable_dev_endpoints: Annotated[
         bool,
         "offer reset_prefix_cache, sleep, wake_up, is_sleeping, pause, resume, is_paused, server_info, start_profile and stop_profile",
+    ] = False
+    enable_scale_out: Annotated[
+        bool,
+        "offer /inference/v1/generate, which takes and returns token ids, and render and derender for completions and chats, which "
+        "do the rest without the model",
     ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, "offer tokenizer_info: the tokenizer's configuration, with the chat template"
@@ -143,19 +150,33 @@ class ReplyOptions:
     """Replies"""
 
     served_model_name: Annotated[
-        list[str] | None, "name of the model for clients; may be given several times, the first is used in replies"
+        list[str] | None,
+        "name of the model for clients; may be given several times, the first is used in replies; default: the name of its directory or "
+        "GGUF file, or its hub id",
     ] = None
     return_tokens_as_token_ids: Annotated[bool, "write the tokens of logprobs as 'token_id:N'"] = False
-    enable_prompt_tokens_details: Annotated[bool, "tell in usage how many prompt tokens came from the cache"] = False
+    enable_prompt_tokens_details: Annotated[
+        bool, "tell in usage how many prompt tokens came from the prefix cache, and how many were written to it"
+    ] = False
     enable_force_include_usage: Annotated[bool, "tell usage in every stream"] = False
-    enable_per_request_metrics: Annotated[bool, "tell times in every reply; a request may ask with include_timings"] = False
+    enable_per_request_metrics: Annotated[
+        bool,
+        "tell times in every reply: timings, and metrics in vLLM's form; a request may ask for timings with include_timings",
+    ] = False
     enable_request_id_headers: Annotated[bool, "send x-request-id"] = True
     fingerprint_mode: Annotated[
         Literal["full", "hash", "none"], "system_fingerprint: version and model's configuration, only a hash of them, or none"
     ] = "full"
+    error_format: Annotated[
+        ErrorFormat, "shape of errors: OpenAI's, or vLLM's, whose code is the HTTP status and whose types have other names"
+    ] = "openai"
     sse_keep_alive_interval: Annotated[float, "seconds of silence after which a stream gets a comment; 0: never"] = 0.0
     disable_fastapi_docs: Annotated[bool, "do not serve /docs and /openapi.json"] = False
     web: Annotated[bool, "serve the web page at /"] = True
+
+    def names_of(self, model: str) -> list[str]:
+        """The names of the model for clients."""
+        return self.served_model_name or [short_name(model)]
 
 
 @dataclass(frozen=True, kw_only=True)

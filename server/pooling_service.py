@@ -9,7 +9,8 @@ from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import InvalidRequestError, RequestFailedError
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.text.input_processor import FrontRequest, encode_prompts
+from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.tokenization import encode_prompts
 from server.endings import end_of, failure
 from server.errors import ApiError, bad_request
 from server.options import LimitOptions

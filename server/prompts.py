@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.text.input_processor import encode_prompts
+from jaxllm.text.tokenization import encode_prompts
 from jaxllm.text.tokenizer import Tokenizer
 from server.errors import ApiError, bad_request
 
@@ -33,15 +33,13 @@ def check_length(num_tokens: int, max_model_len: int, param: str = "prompt") -> 
         raise too_long(num_tokens, max_model_len, param=param)
 
 
-def check_room(num_tokens: int, max_tokens: int, max_model_len: int, param: str = "max_tokens") -> None:
-    """Raise ApiError if prompt and requested output tokens together exceed the context."""
-    room = max_model_len - num_tokens
-    if max_tokens > room:
+def check_max_tokens(max_tokens: int | None, max_model_len: int, param: str = "max_tokens") -> None:
+    """Raise ApiError for more output tokens than the context has. Fewer are cut to what the prompt leaves, as vLLM does."""
+    if max_tokens is not None and max_tokens > max_model_len:
         raise bad_request(
-            f"{param} is {max_tokens}, but the prompt has {num_tokens} tokens and this model's maximum context length is "
-            f"{max_model_len} tokens; {param} may be at most {room} here; lower it, shorten the prompt, or leave {param} out",
+            f"{max_tokens} output tokens are requested, but this model's maximum context length is {max_model_len} tokens; "
+            "lower the limit, or leave it out for as many as fit",
             param,
-            "context_length_exceeded",
         )
 
 

@@ -3,11 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.outputs import CompletionOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.text.tokenizer import Tokenizer
 from server.chat_deltas import ChatDelta, with_pieces
 from server.dialects import (
@@ -25,6 +27,7 @@ from server.dialects import (
     tool_constraint,
 )
 from server.errors import bad_request
+from server.http_metrics import RequestType
 from server.options import ChatOptions
 
 
@@ -44,8 +47,8 @@ class Speech:
         self._keeps_special = any(
             dialect is not None and dialect.needs_special_tokens(tokenizer) for dialect in (self._tool, self._reasoning)
         )
-        self.note_tool_parser: Callable[[str], None] = lambda name: None
-        """Called for each request whose output is searched for tool calls."""
+        self.note_tool_parser: Callable[[RequestType, bool, bool], None] = lambda request_type, streams, found_calls: None
+        """Called for each answer that was searched for tool calls, when it ends."""
 
     def check(self, tools: Any, tool_choice: Any) -> tuple[tuple[Tool, ...], ToolChoice]:
         """Check a request's tools and tool choice against this model. Raises ApiError or InvalidRequestError."""
@@ -70,6 +73,7 @@ class Speech:
         *,
         parallel: bool,
         include_reasoning: bool,
+        request_type: RequestType = "other",
     ) -> tuple[SamplingParams, "AnswerReader | None"]:
         """Adapt the parameters to tools and reasoning; return them with the reader of the answers (None: plain text)."""
         tool = self._tool if tools and choice.kind != "none" else None
@@ -89,15 +93,15 @@ class Speech:
                 prompt_text=prompt_text,
             )
         else:
-            after = start_after_token_ids(self._reasoning, self._tokenizer, prompt_text)
-            constraint = dataclasses.replace(params.structured_outputs, start_after_token_ids=after)
+            constraint = self.constrained(params.structured_outputs, prompt_text)
         if constraint is not None:
             params = dataclasses.replace(params, structured_outputs=constraint)
         if tool is None and self._reasoning is None and not choice.is_forced:
             return params, None
-        if tool is not None or choice.is_forced:
-            self.note_tool_parser(self.tool_name or "json")
         streams = params.output_kind is RequestOutputKind.DELTA
+        note_calls = None
+        if tool is not None or choice.is_forced:
+            note_calls = partial(self.note_tool_parser, request_type, streams)
         drops_special = self._keeps_special and params.skip_special_tokens
         if drops_special:
             params = dataclasses.replace(params, skip_special_tokens=False)
@@ -116,8 +120,19 @@ class Speech:
                 "hold_calls": not streams,
             },
             include_reasoning=include_reasoning,
+            note_calls=note_calls,
         )
         return params, reader
+
+    def constrained(self, form: StructuredOutputsParams, prompt_text: str) -> StructuredOutputsParams:
+        """The constraint of an answer to this prompt, which applies after the reasoning."""
+        after = start_after_token_ids(self._reasoning, self._tokenizer, prompt_text)
+        return dataclasses.replace(form, start_after_token_ids=after)
+
+    @property
+    def reads_answers(self) -> bool:
+        """Whether the model's answers may have reasoning or tool calls in a form of its own."""
+        return self._tool is not None or self._reasoning is not None
 
 
 class AnswerReader:
@@ -130,11 +145,14 @@ class AnswerReader:
         settings: Mapping[str, Any],
         *,
         include_reasoning: bool,
+        note_calls: Callable[[bool], None] | None = None,
     ):
+        """note_calls: called for each answer when it ends, with whether calls were found."""
         self._tool = tool
         self._reasoning = reasoning
         self._settings = settings
         self._include_reasoning = include_reasoning
+        self._note_calls = note_calls
         self._num_reasoning_tokens = 0
         self._parsers: dict[int, StreamParser] = {}
 
@@ -149,6 +167,8 @@ class AnswerReader:
         if reason is not None:
             pieces += parser.finish()
             reason = parser.finish_reason(reason)
+            if self._note_calls is not None:
+                self._note_calls(parser.num_calls > 0)
         num_letters = sum(len(piece.text) for piece in pieces if isinstance(piece, Reasoning))
         has_reasoning = num_letters > 0 or was_reasoning or parser.in_reasoning
         if is_all_reasoning:

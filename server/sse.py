@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxllm.log import logger
+from server.error_shapes import shaped
 from server.errors import ApiError, as_api_error
 
 DONE = b"data: [DONE]\n\n"
@@ -95,7 +96,7 @@ class EventStream(Response):
         except StopAsyncIteration:
             first = b""
         except Exception as error:
-            await _told(error).response()(scope, receive, send)
+            await shaped(scope, _told(error)).response()(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
@@ -110,7 +111,7 @@ class EventStream(Response):
         except StopAsyncIteration:
             pass
         except Exception as error:
-            last = self._error_event(_told(error))
+            last = self._error_event(shaped(scope, _told(error)))
             await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

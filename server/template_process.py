@@ -1,6 +1,7 @@
 """Renders conversations in separate, warm processes, which end when a template exceeds its time or memory limit."""
 
 import contextlib
+import logging
 import queue
 import subprocess
 import threading
@@ -12,6 +13,7 @@ from jaxllm import worker_pipe
 from jaxllm.errors import InvalidRequestError
 from jaxllm.log import logger
 from jaxllm.text.tokenizer import Tokenizer
+from server.ignored import log_once
 from server.options import ChatOptions
 
 MAX_PROCESSES = 4
@@ -55,6 +57,8 @@ class TemplateProcesses:
             if self._is_closed:
                 self.close()
         found = msgspec.msgpack.decode(answer)
+        for level, message in found["log"]:
+            log_once(message) if level >= logging.INFO else logger.debug("%s", message)
         if "error" in found:
             raise InvalidRequestError(found["error"], found["param"])
         return found["text"]

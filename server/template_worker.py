@@ -1,9 +1,11 @@
 """A process that renders conversations: a template that takes too much time or memory ends only this process.
 
 Reads msgpack frames from its input: first {"seconds", "memory_bytes", "special_tokens_map", "chat_templates"}, then jobs,
-the arguments of `render_chat`; answers each with {"text"} or {"error", "param"}. Imports neither a web framework nor JAX.
+the arguments of `render_chat`; answers each with {"text"} or {"error", "param"}, and "log": [[level, message]]. Imports
+neither a web framework nor JAX.
 """
 
+import logging
 import resource
 import signal
 import sys
@@ -14,6 +16,7 @@ import msgspec
 
 from jaxllm import worker_pipe
 from jaxllm.errors import InvalidRequestError
+from jaxllm.log import logger
 from jaxllm.text.chat_template import choose_template, render_chat, template_variables
 
 MAX_TEXT_CHARACTERS = 64 << 20
@@ -21,6 +24,7 @@ MAX_TEXT_CHARACTERS = 64 << 20
 SWITCHES = {"enable_thinking", "thinking"}
 """Many clients disable reasoning for every model; templates without such a switch ignore it."""
 OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+"""What requests have fields for, and functions of templates."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,18 @@ class _Tokens:
 
     special_tokens_map: dict[str, str]
     chat_templates: dict[str, str]
+
+
+class _Log(logging.Handler):
+    """Collects what is logged during a job."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message."""
+        self.lines.append((record.levelno, record.getMessage()))
 
 
 def main() -> None:
@@ -43,11 +59,15 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     variables: dict[str, set[str]] = {}
+    log = _Log()
+    logger.handlers, logger.propagate = [log], False
+    logger.setLevel(logging.DEBUG)
     while (frame := worker_pipe.read(sys.stdin.buffer)) is not None:
         signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # SIGALRM ends the process at any point
         answer = _answer(msgspec.msgpack.decode(frame), tokens, variables)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        worker_pipe.write(sys.stdout.buffer, msgspec.msgpack.encode(answer))
+        worker_pipe.write(sys.stdout.buffer, msgspec.msgpack.encode({**answer, "log": log.lines}))
+        log.lines = []
 
 
 def _answer(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) -> dict[str, Any]:
@@ -71,7 +91,8 @@ def _answer(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) ->
 def _checked_kwargs(job: dict[str, Any], tokens: Any, variables: dict[str, set[str]]) -> dict[str, Any]:
     """Values for the template's variables.
 
-    Rejects unknown variables of the request, and documents that the template does not read; drops unknown hints and defaults.
+    What the template does not read has no effect, as in Jinja; the log names what the client gave. Raises InvalidRequestError
+    for variables that the conversation itself sets.
     """
     defaults, hints, given = job.pop("default_kwargs"), job.pop("hints"), job.pop("kwargs")
     if not (defaults or hints or given or job["documents"]):
@@ -82,18 +103,21 @@ def _checked_kwargs(job: dict[str, Any], tokens: Any, variables: dict[str, set[s
             variables.clear()
         variables[source] = template_variables(source)
     if job["documents"] and "documents" not in variables[source]:
-        raise InvalidRequestError(
-            "documents cannot be given: the chat template does not read them; put their texts into messages", "documents"
-        )
-    known = variables[source] - OWN_VARIABLES - set(tokens.special_tokens_map)
+        logger.info("documents have no effect: the chat template does not read them; put their texts into messages")
+    reserved = OWN_VARIABLES | set(tokens.special_tokens_map)
     for name in given:
-        if name not in known and not (name in SWITCHES and given[name] is False):
-            text = ", ".join(sorted(known)) or "none"
+        if name in reserved:
             raise InvalidRequestError(
-                f"chat_template_kwargs has {name[:100]!r}, which the chat template does not read; it reads: {text}",
+                f"chat_template_kwargs has {name!r}, which the request itself or the tokenizer sets; leave it out",
                 "chat_template_kwargs",
             )
-    return {name: value for name, value in {**defaults, **hints, **given}.items() if name in known}
+        if name not in variables[source] and not (name in SWITCHES and given[name] is False):
+            logger.info("chat_template_kwargs has %r, which has no effect: the chat template does not read it", name[:100])
+    return {
+        name: value
+        for name, value in {**defaults, **hints, **given}.items()
+        if name in variables[source] and name not in reserved
+    }
 
 
 if __name__ == "__main__":

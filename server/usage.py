@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.acceptance import Acceptance
 from jaxllm.outputs import RequestMetrics
 
 
@@ -15,6 +16,8 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int | None = None
     """None: not reported."""
+    created_cache_tokens: int = 0
+    """Prompt tokens that were written to the prefix cache."""
     reasoning_tokens: int | None = None
     """None: the model does not reason."""
 
@@ -26,10 +29,47 @@ class Usage:
             "completion_tokens": self.completion_tokens,
         }
         if tells_cached and self.cached_tokens is not None:
-            found["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+            found["prompt_tokens_details"] = {
+                "cached_tokens": self.cached_tokens,
+                "created_cache_tokens": self.created_cache_tokens,
+            }
         if self.reasoning_tokens is not None:
             found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return found
+
+
+def per_request_metrics(metrics: RequestMetrics | None, num_tokens: int) -> dict[str, Any] | None:
+    """`metrics` of vLLM's replies for a request with one answer. The time to the first token does not include the wait in the queue;
+    the speed is that of all tokens from the first step on."""
+    if metrics is None or metrics.first_token_time is None or metrics.finished_time is None:
+        return None
+    decode, queue, prefill = metrics.finished_time - metrics.first_token_time, metrics.queue_seconds, metrics.prefill_seconds
+    computed = None if prefill is None else prefill + decode
+    return {
+        "time_to_first_token_ms": None if prefill is None else 1000 * prefill,
+        "generation_time_ms": 1000 * decode,
+        "queue_time_ms": None if queue is None else 1000 * queue,
+        "mean_itl_ms": 1000 * decode / (num_tokens - 1) if num_tokens > 1 else None,
+        "tokens_per_second": num_tokens / computed if computed else None,
+        "speculative_decoding": _acceptance(metrics),
+    }
+
+
+def _acceptance(metrics: RequestMetrics) -> dict[str, Any] | None:
+    counts = metrics.accepted_counts
+    if counts is None:
+        return None
+    num_steps, num_accepted = sum(counts), sum(num * count for num, count in enumerate(counts))
+    found = Acceptance(num_steps, metrics.num_draft_tokens, num_accepted)
+    return {
+        "mean_acceptance_length": found.mean_length,
+        "draft_acceptance_rate": found.rate,
+        "acceptance_histogram": counts,
+        "num_spec_steps": num_steps,
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "num_spec_tokens": len(counts) - 1,
+    }
 
 
 def timings(metrics: RequestMetrics | None, num_tokens: int) -> Mapping[str, Any] | None:

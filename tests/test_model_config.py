@@ -1,10 +1,12 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from jaxllm.errors import ConfigError, ModelLoadError
-from jaxllm.model_parts import MoE, QueryScale, Rope
+from jaxllm.model_config import check_max_model_len
+from jaxllm.model_parts import MoE, Positions, QueryScale, Rope
 from jaxllm.models.load_config import load_model_config
 from tests.helpers import goldens
 
@@ -344,3 +346,14 @@ def test_tensor_parallel_size_that_does_not_divide(read):
 
 def test_configs_can_be_keys(read):
     assert len({read(), read(), read().for_tensor_parallel(8)}) == 2
+
+
+def test_a_longer_request_than_the_model_was_made_for_needs_an_option(read, caplog):
+    config = read()
+    check_max_model_len(config, config.max_position, may_be_long=False)
+    with pytest.raises(ConfigError, match="was made for 4096 tokens .*--allow-long-max-model-len"):
+        check_max_model_len(config, 4097, may_be_long=False)
+    check_max_model_len(config, 4097, may_be_long=True)
+    assert "answers may be nonsense from token 4096 on" in caplog.text
+    with pytest.raises(ConfigError, match="learned a vector for each; use --max-model-len 4096 or less"):
+        check_max_model_len(replace(config, positions=Positions("p", 4098, offset=2)), 4097, may_be_long=True)

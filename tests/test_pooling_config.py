@@ -118,3 +118,18 @@ def test_wrong_pooler_configs_are_refused(directory, given):
 )
 def test_shorter_vectors_are_for_models_that_say_so(directory, raw, expected):
     assert load_model_config(directory, overrides=raw).pooling.matryoshka_dimensions == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"seq_pooling_type": "CLS"}, "'CLS', must be last or mean: .* needs an encoder"),
+        ({"tok_pooling_type": "STEP"}, "tok_pooling_type is 'STEP', which is not supported: vectors of tokens"),
+        ({"logit_mean": 0.5}, "logit_mean is 0.5, which is not supported: classifiers"),
+        ({"max_embed_len": 9}, "max_embed_len is 9, which is not supported: a prompt is pooled as a whole"),
+    ],
+)
+def test_vllm_s_other_pooler_configs_are_refused_with_the_reason(directory, given, told):
+    with pytest.raises(ConfigError, match=told):
+        load_model_config(directory, pooler_config=given)
+    load_model_config(directory, pooler_config={"tok_pooling_type": "ALL", "enable_chunked_processing": False, "task": "embed"})

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.acceptance import Acceptance, report_lines
 from jaxllm.cli import options, planning, running
 from jaxllm.cli.adapters import add_lora_argument, lora_requests
+from jaxllm.cli.bench_elsewhere import add_arguments_of_vllm, dataset
 from jaxllm.cli.flags import engine_flags, sampling_flags, shaping_flags
 from jaxllm.cli.json_files import check_writable, write_json
-from jaxllm.cli.numbers import count, positive
+from jaxllm.cli.numbers import count, fraction, positive
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.config import Flag
 from jaxllm.errors import ConfigError
@@ -56,11 +57,32 @@ def add_arguments(parser: Parser) -> None:
         choices=["throughput", "latency", *SEPARATE],
         help="what to measure; serve and scaling have options of their own: `jaxllm bench serve --help`",
     )
-    parser.add_argument("--input-len", type=positive, metavar="N", help="tokens of each prompt (default: 128)")
-    parser.add_argument("--output-len", type=positive, metavar="N", help="tokens written for each prompt (default: 128)")
+    parser.add_argument(
+        *("--input-len", "--random-input-len"), type=positive, metavar="N", help="tokens of each prompt (default: 128)"
+    )
+    parser.add_argument(
+        *("--output-len", "--random-output-len", "--sharegpt-output-len"),
+        type=positive,
+        metavar="N",
+        help="tokens written for each prompt (default: 128)",
+    )
+    parser.add_argument(
+        *("--range-ratio", "--random-range-ratio"),
+        type=fraction,
+        metavar="X",
+        help="throughput: lengths between (1-X) and (1+X) times the given (default: 0)",
+    )
+    parser.add_argument(
+        *("--prefix-len", "--random-prefix-len"),
+        type=count,
+        default=0,
+        metavar="N",
+        help="throughput: further tokens at the front, which all prompts share (default: 0)",
+    )
     parser.add_argument("--mix", metavar="FILE", help='lengths from a JSON file: {"requests": [[prompt, output], …]}')
     parser.add_argument(
         "--dataset-name",
+        type=dataset(("random", "sharegpt")),
         choices=["random", "sharegpt"],
         default="random",
         help="random: token ids of the lengths given; sharegpt: questions and the lengths of their answers (default: random)",
@@ -74,7 +96,7 @@ def add_arguments(parser: Parser) -> None:
         help="prompts of a run, all given at once; default: 100 for throughput (or the whole mix), 1 for latency",
     )
     parser.add_argument(
-        *("--warmup-runs", "--num-iters-warmup"),
+        *("--warmup-runs", "--num-iters-warmup", "--num-warmups"),
         type=count,
         default=1,
         metavar="N",
@@ -93,10 +115,12 @@ def add_arguments(parser: Parser) -> None:
         choices=["jaxllm", "vllm"],
         help="changes nothing: this engine is measured, under vLLM's name for its own too; not vLLM's other engines",
     )
+    parser.add_argument("--n", type=int, choices=[1], help=argparse.SUPPRESS)  # vLLM's number of answers to each prompt
     add_lora_argument(parser, "LoRA adapter that requests name in turn; may be repeated", several=True)
     options.add_common_arguments(parser)
     parser.add_flags(bench_flags())
     parser.add_flags(engine_flags())
+    add_arguments_of_vllm(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -121,8 +145,11 @@ def run(arguments: argparse.Namespace) -> int:
         if lengths:
             from jaxllm.scaling.requests import random_prompts
 
-            prompt_lengths = [entry.prompt for entry in lengths]
-            prompts = random_prompts(prompt_lengths, llm.llm_engine.model_config.vocab_size, seed=0)
+            vocab_size, prefix_len = llm.llm_engine.model_config.vocab_size, arguments.prefix_len
+            prompts = random_prompts([entry.prompt - prefix_len for entry in lengths], vocab_size, seed=0)
+            if prefix_len:
+                shared = random_prompts([prefix_len], vocab_size, seed=1)[0]["prompt_token_ids"]
+                prompts = [{"prompt_token_ids": shared + prompt["prompt_token_ids"]} for prompt in prompts]
         else:
             prompts, lengths = _conversations(arguments, llm)
         params = [
@@ -233,6 +260,10 @@ def _measure(
 
 
 def _lengths(arguments: argparse.Namespace) -> list[Lengths]:
+    """Of random prompts, with what they share; empty for ShareGPT. Raises UsageError."""
+    is_random = arguments.what == "throughput" and arguments.dataset_name == "random" and not arguments.mix
+    if (arguments.range_ratio or arguments.prefix_len) and not is_random:
+        raise UsageError("--range-ratio and --prefix-len are for throughput of random prompts without --mix")
     if arguments.dataset_name == "sharegpt":
         if arguments.what == "latency" or arguments.mix or arguments.input_len or not arguments.dataset_path:
             raise UsageError("--dataset-name sharegpt is for throughput; it needs --dataset-path, and no --mix or --input-len")
@@ -240,8 +271,16 @@ def _lengths(arguments: argparse.Namespace) -> list[Lengths]:
     if arguments.dataset_path:
         raise UsageError("--dataset-path is for --dataset-name sharegpt")
     if arguments.mix is None:
+        import numpy as np
+
+        from jaxllm.http_client.datasets import spread_lengths
+
         count = arguments.num_prompts or (100 if arguments.what == "throughput" else 1)
-        return [Lengths(arguments.input_len or 128, arguments.output_len or 128)] * count
+        rng, ratio = np.random.default_rng(2), arguments.range_ratio or 0.0
+        prompts, outputs = (
+            spread_lengths(rng, length or 128, ratio, count) for length in (arguments.input_len, arguments.output_len)
+        )
+        return [Lengths(arguments.prefix_len + prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
     if arguments.what == "latency":
         raise UsageError("latency measures a batch of equal lengths; --mix is for throughput")
     if arguments.input_len or arguments.output_len:

@@ -94,7 +94,7 @@ async def _measure(
     path = arguments.endpoint or ENDPOINTS[backend]
     async with make_client(arguments, arguments.base_url or f"http://{arguments.host}:{arguments.port}") as client:
         progress.start("waiting for the server", None, "answer")
-        model = arguments.model or await _first_model(client, arguments.ready_check_timeout_sec)
+        model = arguments.served_model_name or arguments.model or await _first_model(client, arguments.ready_check_timeout_sec)
         maker = RequestMaker(backend, model, _extra_body(arguments), arguments.ignore_eos)  # type: ignore[arg-type]
         first = maker.body(warm_up)
         if arguments.ready_check_timeout_sec:
@@ -242,6 +242,8 @@ def _extra_body(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.logprobs is not None:
         is_chat = BACKENDS[arguments.backend] == "openai-chat"
         body |= {"logprobs": True, "top_logprobs": arguments.logprobs} if is_chat else {"logprobs": arguments.logprobs}
+    if arguments.chat_template_kwargs is not None:
+        body["chat_template_kwargs"] = arguments.chat_template_kwargs
     return body | arguments.extra_body
 
 
@@ -258,6 +260,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--dataset-name {arguments.dataset_name} needs --dataset-path")
     if arguments.dataset_path and arguments.dataset_name not in NEEDS_PATH:
         raise UsageError(f"--dataset-path is for {', '.join(NEEDS_PATH)}; add --dataset-name")
+    if arguments.chat_template_kwargs is not None and BACKENDS[arguments.backend] != "openai-chat":
+        raise UsageError("--chat-template-kwargs is for --backend openai-chat: no other has a chat template")
     ends = (arguments.ramp_up_start_rps, arguments.ramp_up_end_rps)
     if arguments.ramp_up_strategy is None and any(ends):
         raise UsageError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")

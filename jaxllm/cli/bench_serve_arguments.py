@@ -6,11 +6,13 @@ import math
 from typing import Any
 
 from jaxllm.cli import options
+from jaxllm.cli.bench_elsewhere import add_arguments_of_vllm, dataset
 from jaxllm.cli.flags import shaping_flags
 from jaxllm.cli.numbers import above_zero, count, fraction, not_negative, positive, rate
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments
 from jaxllm.flag_arguments import spelling
+from jaxllm.vllm_arguments import add_vllm_arguments
 
 DATASETS = ("random", "mix", "sharegpt", "custom", "prefix_repetition")
 BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat", "openai-embeddings": "openai-embeddings"}
@@ -25,6 +27,8 @@ def add_arguments(parser: Parser) -> None:
     _add_load_arguments(parser)
     _add_request_arguments(parser)
     _add_result_arguments(parser)
+    add_arguments_of_vllm(parser)
+    add_vllm_arguments(parser, names=("trust_remote_code", "tokenizer_mode"))
 
 
 def _add_server_arguments(parser: Parser) -> None:
@@ -40,6 +44,7 @@ def _add_server_arguments(parser: Parser) -> None:
     group.add_argument("--port", type=positive, default=8000, metavar="N", help="(default: 8000)")
     group.add_argument("--endpoint", metavar="PATH", help="default: the backend's, such as /v1/completions")
     group.add_argument("-m", "--model", metavar="NAME", help="model to ask for; default: the first that /v1/models lists")
+    group.add_argument("--served-model-name", metavar="NAME", help="what the server calls it; default: as --model")
     group.add_argument(
         "--lora-modules", nargs="+", metavar="NAME", help="LoRA adapters of the server: each request names one of them"
     )
@@ -64,7 +69,7 @@ def _add_server_arguments(parser: Parser) -> None:
 
 def _add_dataset_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("prompts")
-    group.add_argument("--dataset-name", choices=DATASETS, default="random", help="(default: random)")
+    group.add_argument("--dataset-name", type=dataset(DATASETS), choices=DATASETS, default="random", help="(default: random)")
     group.add_argument(
         "--dataset-path",
         metavar="FILE",
@@ -148,6 +153,12 @@ def _add_request_arguments(parser: Parser) -> None:
     group.add_argument("--logprobs", type=count, metavar="N", help="logprobs of so many likely tokens")
     group.add_argument(
         "--extra-body", type=_json_object, default={}, metavar="JSON", help="laid over the body of every request"
+    )
+    group.add_argument(
+        "--chat-template-kwargs",
+        type=_json_object,
+        metavar="JSON",
+        help="values of the chat template's variables, sent with every request; for openai-chat",
     )
     group.add_argument("--request-id-prefix", metavar="TEXT", help="send X-Request-Id: TEXT0, TEXT1, …")
 

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli import terminal
+from jaxllm.cli import running, terminal
 from jaxllm.cli.streaming import stream
 from jaxllm.errors import EngineError
 from jaxllm.lora_request import LoRARequest
@@ -56,7 +56,7 @@ class LocalConversation(Conversation):
     def __init__(self, llm: "LLM", sampling: dict[str, Any], *, quiet: bool, lora_request: LoRARequest | None = None):
         super().__init__(sampling, quiet=quiet)
         self._llm, self._lora_request = llm, lora_request
-        self._base = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=None)
+        self._base = dataclasses.replace(running.chat_sampling(llm), max_tokens=None)
 
     def values(self) -> dict[str, Any]:
         return dataclasses.asdict(self._params())

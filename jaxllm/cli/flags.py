@@ -26,6 +26,8 @@ NOT_IN_FILES: Mapping[str, str] = {
 MAX_TOKENS_HELP = "most tokens of each answer; default: the model's own, else 256, in chat as many as the context has room for"
 
 SHORT_NAMES: Mapping[str, str] = {"model": "-m", **vllm_flags.SHORT_NAMES}
+_LONG_NAMES = {short: spelling(name) for name, short in SHORT_NAMES.items()} | {"-O": "--compilation-config"}
+"""Flags whose keys may follow their short names; `-O.mode=3` is vLLM's older way to write `-cc.mode=3`."""
 
 
 def engine_flags() -> list[Flag]:
@@ -100,29 +102,41 @@ def read_file_setting(name: str, value: Any, known: Mapping[str, Flag], where: s
         raise ConfigError(f"{where}: {name}: {error}") from None
 
 
-def join_sub_keys(arguments: list[str], known: Mapping[str, Flag]) -> list[str]:
-    """The arguments with names in kebab spelling and `--object.a.b value` turned into `--object={"a": {"b": value}}`."""
-    objects = {spelling(name) for name, flag in known.items() if is_object(flag)}
-    objects |= {spelling(flag.name) for flag in vllm_flags.TABLE.values() if flag.kind == "object"}
+def join_sub_keys(arguments: list[str], known: Mapping[str, Flag], typed: dict[str, str] | None = None) -> list[str]:
+    """The arguments with names in kebab spelling and `--object.a.b value` turned into `--object={"a": {"b": value}}`.
+
+    `typed` gets the arguments that were turned so, by what they have become. Raises ValueError for a key without a value.
+    """
+    objects = object_flags(known)
     joined: list[str] = []
     rest = iter(arguments)
     for argument in rest:
         if argument == "--":
             return [*joined, argument, *rest]
-        if not argument.startswith("--"):
-            joined.append(argument)
-            continue
         name, equals, value = argument.partition("=")
         base, dot, path = name.partition(".")
+        base = _LONG_NAMES.get(base, base) if dot else base
+        if not base.startswith("--"):
+            joined.append(argument)
+            continue
         base = base.replace("_", "-")
         if dot and base in objects:
             text = value if equals else next(rest, None)
             if text is None or not all(path.split(".")):
                 raise ValueError(f"{name} needs a key and a value: {base}.key value")
             joined.append(f"{base}={json.dumps(_nested(path.split('.'), _json_or_text(text)))}")
+            if typed is not None:
+                typed[joined[-1]] = argument if equals else f"{argument} {text}"
         else:
             joined.append(base + dot + path + equals + value)
     return joined
+
+
+def object_flags(known: Mapping[str, Flag]) -> set[str]:
+    """The flags that take JSON objects, ours and vLLM's."""
+    return {spelling(name) for name, flag in known.items() if is_object(flag)} | {
+        spelling(flag.name) for flag in vllm_flags.TABLE.values() if flag.kind == "object"
+    }
 
 
 def _nested(path: list[str], value: Any) -> dict[str, Any]:

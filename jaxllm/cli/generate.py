@@ -22,6 +22,7 @@ from jaxllm.cli.streaming import stream
 from jaxllm.config import ModelOptions
 from jaxllm.errors import InvalidRequestError
 from jaxllm.flag_arguments import spelling
+from jaxllm.hub import KNOWN
 from jaxllm.progress import SILENT, Progress
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -49,7 +50,8 @@ def add_arguments(parser: Parser) -> None:
         "prompts",
         nargs="*",
         metavar="PROMPT",
-        help="text to write on from; - reads all of stdin; a model's directory before all prompts is taken for --model",
+        help="text to write on from; - reads all of stdin; a model's directory, GGUF file or known name (demo, smollm2) before all "
+        "prompts is taken for --model",
     )
     parser.add_argument(
         "-f",
@@ -91,8 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if lora_request is not None:
             llm.add_lora(lora_request)
-        base = running.default_sampling(llm)
-        params = [dataclasses.replace(base, **{**sampling, **job.sampling}) for job in jobs]
+        params = [
+            dataclasses.replace(running.default_sampling(llm, chat=job.messages is not None), **{**sampling, **job.sampling})
+            for job in jobs
+        ]
         if len(jobs) == 1 and params[0].n == 1 and not arguments.json:
             params[0].output_kind = RequestOutputKind.DELTA
             after = "" if arguments.quiet else _beginning_on_terminal(jobs[0])
@@ -125,7 +129,7 @@ class _Outcome:
 
 
 def _take_model(arguments: argparse.Namespace) -> None:
-    """Use a model directory or GGUF file in place of the first prompt as --model; note a prompt that only looks like a model."""
+    """Use a known name, model directory or GGUF file in place of the first prompt as --model; note a prompt that only looks like one."""
     if "model" in arguments or not arguments.prompts:
         return
     first = arguments.prompts[0]
@@ -136,6 +140,8 @@ def _take_model(arguments: argparse.Namespace) -> None:
 
 
 def _is_model(name: str) -> bool:
+    if name in KNOWN:
+        return True
     try:
         path = Path(name).expanduser()
         return path.joinpath("config.json").is_file() or (path.suffix == ".gguf" and path.is_file())

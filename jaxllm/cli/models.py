@@ -1,6 +1,7 @@
 """`jaxllm models`: the supported architectures, and the models on this machine."""
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from jaxllm.cli import terminal
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.planning import cached_models
+from jaxllm.errors import ModelLoadError
 
 ABOUT = "The supported architectures, and the models in the hub's cache on this machine."
 
@@ -20,12 +22,14 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print both lists. Returns the exit code."""
-    from jaxllm.hub import resolve_model
+    from jaxllm.hub import DEMO, PACKAGED, resolve_model
     from jaxllm.models.registry import architectures
 
-    known = architectures()
-    demo = resolve_model("demo", None, None)
-    models = [_describe("demo", demo, sum(path.stat().st_size for path in demo.rglob("*")), known)]
+    known, models = architectures(), []
+    for name in (DEMO, *PACKAGED):
+        with contextlib.suppress(ModelLoadError):  # its package is not installed
+            directory = resolve_model(name)
+            models.append(_describe(name, directory, sum(path.stat().st_size for path in directory.rglob("*")), known))
     for repo in cached_models(arguments.download_dir):
         newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
         if newest is not None:

@@ -2,17 +2,24 @@
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from jaxllm.cli.flags import SHORT_NAMES, all_flags, join_sub_keys
+from jaxllm import vllm_environment
+from jaxllm.cli.flags import SHORT_NAMES, all_flags, join_sub_keys, object_flags
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
 from jaxllm.flag_arguments import SEVERAL_WORDS, add_flag, spelling
-from jaxllm.vllm_arguments import add_vllm_arguments, help_lines, rewritten, take_vllm_arguments
+from jaxllm.log import info_once
+from jaxllm.vllm_arguments import add_vllm_arguments, help_lines, notes_on_values, rewritten, take_vllm_arguments
+from jaxllm.vllm_flags import OLDER
+
+MAX_CANDIDATES = 12
+"""Most flags that the error of an ambiguous prefix lists."""
 
 
 class UsageError(Exception):
@@ -36,6 +43,10 @@ class Parser(argparse.ArgumentParser):
         self.takes_vllm_flags = False
         """Whether vLLM's flags for an engine are accepted or refused with the reason, instead of being unknown."""
         self._short_usage = ""
+        self.typed: dict[str, str] = {}
+        """How keys of objects were typed, by the arguments that they have become."""
+        self.notes: list[str] = []
+        """What parsing has to say, once the log is set up."""
         self.add_argument(
             "-h",
             "--help",
@@ -59,7 +70,8 @@ class Parser(argparse.ArgumentParser):
             if self.takes_vllm_flags:
                 add_vllm_arguments(self)
                 arguments = rewritten(arguments)
-            joined = join_sub_keys(list(arguments), all_flags())
+            joined = join_sub_keys(self._whole_names(arguments), all_flags(), self.typed)
+            self.notes += notes_on_values(joined)
         except ValueError as error:
             self.error(str(error))
         self._short_usage = (
@@ -72,7 +84,12 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def take_vllm_flags(self, found: argparse.Namespace) -> None:
-        """Apply vLLM's flags; exits with code 2 if one is refused. Called after the log is set up, because it may log."""
+        """Apply vLLM's flags; exits with code 2 if one is refused. Called after the log is set up, because it may log, as it does
+        about vLLM's variables in the environment."""
+        for note in self.notes:
+            info_once(note)
+        if self.takes_vllm_flags:
+            vllm_environment.report(os.environ)
         try:
             take_vllm_arguments(found)
         except ConfigError as error:
@@ -126,6 +143,31 @@ class Parser(argparse.ArgumentParser):
             formatter.add_arguments(actions)
             formatter.end_section()
         return formatter.format_help()
+
+    def _whole_names(self, arguments: Sequence[str]) -> list[str]:
+        """The arguments with unique prefixes of flags written out, as argparse has it. Exits with code 2 for other prefixes.
+
+        Older names of vLLM's flags, which vLLM no longer has, make no prefix ambiguous.
+        """
+        found: list[str] = []
+        rest = iter(arguments)
+        for argument in rest:
+            if argument == "--":
+                return [*found, argument, *rest]
+            typed = re.match(r"--[^=. ]+(?=$|[=.])", argument)
+            name = typed[0].replace("_", "-") if typed else ""
+            if typed and name not in self._option_string_actions:
+                known = object_flags(all_flags()) if argument[typed.end() :].startswith(".") else self._option_string_actions
+                near = [option for option in known if option.startswith(name) and option in self._option_string_actions]
+                options = [option for option in near if option[2:].replace("-", "_") not in OLDER] or near
+                if len({id(self._option_string_actions[option]) for option in options}) > 1:
+                    others = f" and {len(options) - MAX_CANDIDATES} more" if len(options) > MAX_CANDIDATES else ""
+                    self.error(f"ambiguous option {typed[0]!r}: it may be {', '.join(options[:MAX_CANDIDATES])}{others}")
+                if options:
+                    self.notes.append(f"{typed[0]} is taken as {options[0]}")
+                    argument = options[0] + argument[typed.end() :]
+            found.append(argument)
+        return found
 
     def _refuse_doubtful(self, found: argparse.Namespace, arguments: Sequence[str]) -> None:
         """Detect `--api-key KEY MODEL`, which gives two keys and no model and is probably a mistake."""

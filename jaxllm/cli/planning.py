@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.cli.terminal import size
 from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import JaxLLMError, ModelLoadError
+from jaxllm.hub import KNOWN
 
 if TYPE_CHECKING:
     from jaxllm.cache_spec import CacheLayout
@@ -133,7 +134,7 @@ def cached_models(download_dir: str | None = None) -> list[Any]:
 
 def meant_model(name: str, error: Exception) -> str:
     """`; did you mean 'demo'?`, unless the error already suggests a name or no model here has a similar one."""
-    if "did you mean" in str(error):
+    if name in KNOWN or "did you mean" in str(error):
         return ""
-    _, separator, rest = unknown_name("model", name, ["demo", *(repo.repo_id for repo in cached_models())]).partition("; did")
+    _, separator, rest = unknown_name("model", name, [*KNOWN, *(repo.repo_id for repo in cached_models())]).partition("; did")
     return separator + rest

@@ -15,7 +15,7 @@ from jaxllm.cli import terminal
 from jaxllm.cli.conversation import Conversation
 from jaxllm.errors import ConfigError
 from jaxllm.http_client.chunks import Chunk
-from jaxllm.http_client.client import ServerClient
+from jaxllm.http_client.client import ServerClient, ServerError
 from jaxllm.sampling_params import SamplingParams
 
 PATH = "/v1/chat/completions"
@@ -44,10 +44,14 @@ class ServerConversation(Conversation):
         self._runner = asyncio.Runner()
         try:
             self._runner.run(client.__aenter__())
-            self.model = model or self._runner.run(self._first_model())
+            card = self._runner.run(self._card_of(model))
         except BaseException:
             self.close()
             raise
+        self.model: str = card["id"]
+        own = card.get("chat_sampling")
+        self._defaults: dict[str, Any] = own if isinstance(own, dict) else {}
+        """What the server would have chats sample with; its API for chats has other defaults."""
 
     def __enter__(self) -> "ServerConversation":
         return self
@@ -61,8 +65,8 @@ class ServerConversation(Conversation):
         self._runner.close()
 
     def values(self) -> dict[str, Any]:
-        """The explicitly set sampling values; the server has defaults for the others."""
-        return dict(self.sampling)
+        """The sampling values set here or told by the server, which has defaults for the others."""
+        return {**self._defaults, **self.sampling}
 
     def check(self) -> None:
         SamplingParams(**self.sampling)
@@ -82,7 +86,7 @@ class ServerConversation(Conversation):
 
     def _request(self, asked: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
         """The path, and the fields of the body that depend on it."""
-        values = {NAMES_OF_SERVERS.get(name, name): value for name, value in self.sampling.items() if value is not None}
+        values = {NAMES_OF_SERVERS.get(name, name): value for name, value in self.values().items() if value is not None}
         return PATH, {"messages": asked} | values
 
     async def _stream(self, asked: list[dict[str, Any]], answer: _Answer, began: float) -> None:
@@ -112,11 +116,19 @@ class ServerConversation(Conversation):
                 sys.stdout.write(printable(text))
                 sys.stdout.flush()
 
-    async def _first_model(self) -> str:
-        names = await self._client.models()
-        if not names:
+    async def _card_of(self, model: str | None) -> dict[str, Any]:
+        """What the server says of a model; None: of its first. Raises ServerError or ConfigError."""
+        try:
+            cards = await self._client.model_cards()
+        except ServerError:
+            if model is None:
+                raise
+            cards = []  # not every server has a list
+        if model is not None:
+            return next((card for card in cards if card["id"] == model), {"id": model})
+        if not cards:
             raise ConfigError("the server lists no models; name one: jaxllm chat --url URL MODEL")
-        return names[0]
+        return cards[0]
 
 
 class ServerCompletions(ServerConversation):

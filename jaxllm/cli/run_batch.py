@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         logging=LoggingOptions(disable_uvicorn_access_log=True),
     )
     config = EngineConfig.from_options(**options)
-    check_adapter_options(server.adapters, config, server.replies.served_model_name or [config.model.model])
+    check_adapter_options(server.adapters, config, server.replies.names_of(config.model.model))
     source, target = Path(arguments.input_file), Path(arguments.output_file)
     if arguments.max_in_flight is not None and arguments.max_in_flight < 1:
         raise UsageError(f"--max-in-flight is {arguments.max_in_flight}, must be at least 1")

@@ -8,6 +8,7 @@ from jaxllm.cli.planning import meant_model
 from jaxllm.cli.prompts import Prompt
 from jaxllm.config import EngineConfig
 from jaxllm.errors import InvalidRequestError, ModelLoadError
+from jaxllm.log import info_once
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
 
@@ -43,12 +44,18 @@ def _opened(open_engine: Callable[..., Engine], options: Mapping[str, Any], prog
         progress.finish()  # remove the bar before an error is printed
 
 
-def default_sampling(llm: "LLM") -> SamplingParams:
-    """The model's sampling defaults, with max_tokens for a few paragraphs where it gives none."""
-    params = llm.get_default_sampling_params()
+def default_sampling(llm: "LLM", *, chat: bool) -> SamplingParams:
+    """The sampling defaults of a text or a chat, with max_tokens for a few paragraphs where the model gives none."""
+    params = chat_sampling(llm) if chat else llm.get_default_sampling_params()
     if params.max_tokens == SamplingParams().max_tokens:
         return dataclasses.replace(params, max_tokens=DEFAULT_MAX_TOKENS)
     return params
+
+
+def chat_sampling(llm: "LLM") -> SamplingParams:
+    """The sampling defaults of a chat, which the log tells."""
+    info_once(f"sampling: {llm.llm_engine.input_processor.generation_config.describe_chats()}")
+    return llm.get_default_sampling_params(chat=True)
 
 
 def as_input(llm: "LLM", prompt: Prompt) -> Any:

@@ -99,7 +99,7 @@ def _check_adapter_options(engine_options: dict[str, Any], server_options: Serve
     from server.adapters import check_adapter_options
 
     config = EngineConfig.from_options(**engine_options)
-    check_adapter_options(server_options.adapters, config, server_options.replies.served_model_name or [config.model.model])
+    check_adapter_options(server_options.adapters, config, server_options.replies.names_of(config.model.model))
 
 
 def _show(screen: str) -> None:
@@ -126,7 +126,7 @@ def first_screen(serving: "Serving") -> str:
     from server.listening import address_of
 
     network, access = serving.options.network, serving.options.access
-    model = (serving.options.replies.served_model_name or [serving.config.model.model])[0]
+    model = serving.options.replies.names_of(serving.config.model.model)[0]
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in serving.start_seconds.items() if seconds >= 0.05)
     lines = [f"ready in {terminal.duration(serving.seconds)}" + (f" ({parts}; some at the same time)" if parts else "")]
     if network.uds is not None:

@@ -13,11 +13,15 @@ if TYPE_CHECKING:
     from jaxllm.http_client.client import ServerClient
 
 T = TypeVar("T")
+KEY_VARIABLES = (env.API_KEY, "OPENAI_API_KEY", "VLLM_API_KEY")
+"""Where a client finds the server's key."""
 
 
 def add_connection_arguments(group: Any) -> None:
     """Key, headers and TLS."""
-    group.add_argument("--api-key", metavar="KEY", help=f"the server's key; default: ${env.API_KEY}, else $OPENAI_API_KEY")
+    group.add_argument(
+        "--api-key", metavar="KEY", help=f"the server's key; default: ${', $'.join(KEY_VARIABLES)}, in this order"
+    )
     group.add_argument(
         "--header", action="append", default=[], metavar="NAME=VALUE", help="a further HTTP header; may be repeated"
     )
@@ -30,7 +34,7 @@ def make_client(arguments: argparse.Namespace, url: str, *, timeout_seconds: flo
 
     return ServerClient(
         url,
-        api_key=arguments.api_key or os.environ.get(env.API_KEY) or os.environ.get("OPENAI_API_KEY"),
+        api_key=arguments.api_key or next((key for name in KEY_VARIABLES if (key := os.environ.get(name))), None),
         headers=dict(pairs(arguments.header, "--header")),
         verify_tls=not arguments.insecure,
         timeout_seconds=timeout_seconds,

@@ -1,4 +1,4 @@
-"""Resolves the origin of an option's value: command line, then environment, then YAML file, then default."""
+"""Resolves the origin of an option's value: command line, environment, YAML file, vLLM's variables, default, in this order."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxllm import env, vllm_flags
+from jaxllm import env, vllm_environment, vllm_flags, vllm_values
 from jaxllm.cli.flags import all_flags, read_file_setting
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
-from jaxllm.flag_arguments import read_text
+from jaxllm.flag_arguments import read_text, spelling
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -28,21 +28,32 @@ class Setting:
 def resolve(flags: Iterable[Flag], given: Mapping[str, Any], config_file: str | None = None) -> dict[str, Setting]:
     """A setting for each flag. `given`: set on the command line. The file is `config_file`, else $JAXLLM_CONFIG, else none.
 
-    Unknown names in file or environment are errors, even if this command does not use them.
+    Unknown names in file or environment are errors, even if this command does not use them. Logs what becomes of vLLM's variables.
     """
     in_file = read_config_file(config_file or os.environ.get(env.CONFIG_FILE) or None)
     in_environment = read_environment(os.environ)
-    settings = {}
-    for flag in flags:
+
+    def own(flag: Flag) -> Setting:
+        """Without vLLM's variables."""
         if flag.name in given:
-            settings[flag.name] = Setting(flag, given[flag.name], COMMAND_LINE)
-        elif flag.name in in_environment:
-            settings[flag.name] = Setting(flag, in_environment[flag.name], "$" + env.OPTION_PREFIX + flag.name.upper())
-        elif flag.name in in_file:
-            value, origin = in_file[flag.name]
-            settings[flag.name] = Setting(flag, value, origin)
+            return Setting(flag, given[flag.name], COMMAND_LINE)
+        if flag.name in in_environment:
+            return Setting(flag, in_environment[flag.name], "$" + env.OPTION_PREFIX + flag.name.upper())
+        value, origin = in_file.get(flag.name, (flag.default, DEFAULT))
+        return Setting(flag, value, origin)
+
+    settings = {flag.name: own(flag) for flag in flags}
+    for name, setting in settings.items():
+        if (found := vllm_environment.found_for(name, os.environ)) is None:
+            continue
+        variable, value = found
+        if setting.origin != DEFAULT:
+            vllm_environment.tell_unused(variable, f"{spelling(name)} is set ({setting.origin})")
+        elif variable.needs and not own(all_flags()[variable.needs]).value:
+            vllm_environment.tell_unused(variable, f"it needs {spelling(variable.needs)}")
         else:
-            settings[flag.name] = Setting(flag, flag.default, DEFAULT)
+            vllm_environment.tell_taken(variable)
+            settings[name] = Setting(setting.flag, value, f"${variable.name}")
     return settings
 
 
@@ -66,6 +77,7 @@ def read_environment(variables: Mapping[str, str]) -> dict[str, Any]:
             found[name] = read_text(known[name], text)
         except ValueError as error:
             raise ConfigError(f"environment variable {variable}: {error}") from None
+        vllm_values.tell(name, text, f"{variable}={text}")
     return found
 
 
@@ -86,6 +98,7 @@ def read_config_file(path: str | None) -> dict[str, tuple[Any, str]]:
             settings = vllm_flags.translated(name, value, f"{where}: {key}")
         else:
             settings = dict([read_file_setting(key, value, known, where)])
+            vllm_values.tell(name, value, f"{where}: {key} {value}")
         for name, typed in settings.items():
             before, origin = found.get(name, (None, where))
             if isinstance(before, Mapping) and isinstance(typed, Mapping) and not before.keys() & typed.keys():

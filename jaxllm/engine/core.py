@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import SILENT, Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
-from jaxllm.sampling.processors import Processor, check_processors, load_processors
+from jaxllm.sampling.processors import Processor, check_processors, load_processors, read_arguments
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.start_times import StartTimes
@@ -75,6 +76,7 @@ class EngineCore:
         self.start_times = times or StartTimes()
         """Durations of the phases of the start."""
         loaded = load_processors((*(config.model.logits_processors or ()), *processors))
+        self._processors = loaded
         self.processor_arguments: Mapping[str, int] = check_processors(loaded)
         began = time.perf_counter()
         started = Started.of(config, loaded, progress, self.start_times)
@@ -134,6 +136,8 @@ class EngineCore:
         self._check_alive()
         if self._sleep.level:
             raise EngineSleepingError("the engine sleeps and takes no requests; wake it up first")
+        if request.sampling_params.extra_args:
+            request = replace(request, sampling_params=read_arguments(request.sampling_params, self._processors))
         if self._pause.mode is not None:
             self._pause.hold(request)
             return

@@ -46,6 +46,7 @@ from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_store import Fingerprint, ProgramStore, local_store, open_artifact, read_manifest
 from jaxllm.runner.programs import use_persistent_cache
+from jaxllm.runner.shared_layers import shares_layers
 from jaxllm.runner.stage import RunnerParts, Stage, tightest
 from jaxllm.sampling.processors import Processor
 from jaxllm.start_times import StartTimes
@@ -333,6 +334,7 @@ def resolve_sizes(
         runner="generate" if model_config.generates else "pooling",
         enable_prefix_caching=_prefix_caching(config, model_config),
         expert_load=counts_experts(config, model_config),
+        share_layers=shares_layers(config, model_config, on_gpu=on_gpu),
     )
     if asked.scheduler.max_num_seqs is None:
         config = _with_room_for_states(config, model_config, device_bytes)

@@ -3,6 +3,7 @@
 To add a family: an entry of FAMILIES. Sources: llama.cpp's convert_hf_to_gguf.py and gguf-py/gguf/constants.py.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.gguf_files.reading import GgufFile
+from jaxllm.log import warn_once
 from jaxllm.served_model import GGUF_TYPE
 
 
@@ -61,7 +63,7 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 """Modules by transformers' names."""
-_CONFIG = {
+CONFIG = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
@@ -77,6 +79,9 @@ _CONFIG = {
     "rope.freq_base_swa": "rope_local_base_freq",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
+"""Values of a file, without their architecture, and of a config.json."""
+NUM_PARAMETERS = "num_parameters"
+"""The key of a config.json made of a file that says how many values its tensors have."""
 _NEUTRAL = {
     "attention.causal": True,
     "attention.clamp_kqv": 0,
@@ -88,6 +93,15 @@ _NEUTRAL = {
     "residual_scale": 1,
 }
 """Values that change what a model computes and that no family here reads, with those that change nothing."""
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Sampling values that a file may recommend, with their names in a generation_config.json."""
+_NEUTRAL_SAMPLING = {"mirostat": 0, "xtc_probability": 0}
 _WHOLE_HIDDEN_SCALE = {("gemma2", 46), ("gemma3", 62)}
 """Architectures and numbers of layers whose scores are scaled by hidden size / heads: the models with 27 billion parameters."""
 CONTROL = 3
@@ -132,7 +146,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         faults.append("attention.value_length differs from attention.key_length, supported: equal ones")
     if faults:
         raise ModelLoadError(f"{file.file}: {'; '.join(faults)}")
-    found = {theirs: value(ours) for ours, theirs in _CONFIG.items() if value(ours) not in (None, 0)}
+    found = {theirs: value(ours) for ours, theirs in CONFIG.items() if value(ours) not in (None, 0)}
     embedding = file.tensors.get("token_embd.weight")
     heads, width = value("attention.head_count"), value("embedding_length")
     head_dim = value("attention.key_length") or (width // heads if width and isinstance(heads, int) and heads else 0)
@@ -151,6 +165,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _ends(file),
         GGUF_TYPE: _quantization(file),
+        NUM_PARAMETERS: sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
         "torch_dtype": _FILE_TYPES.get(file.metadata.get("general.file_type", -1), "bfloat16"),
     }
 
@@ -165,6 +180,15 @@ def _ends(file: GgufFile) -> list[int]:
             id for id, (token, type) in enumerate(zip(tokens, types, strict=False)) if type == CONTROL and token in _TURN_ENDS
         ]
     return list(dict.fromkeys(id for id in ids if id is not None))
+
+
+def generation_json(file: GgufFile) -> dict[str, Any]:
+    """The generation_config.json of a file that recommends sampling values, otherwise empty."""
+    known, prefix = file.metadata, "general.sampling."
+    for name, neutral in _NEUTRAL_SAMPLING.items():
+        if known.get(prefix + name, neutral) != neutral:
+            warn_once(f"{file.file} recommends sampling with {name} {known[prefix + name]}, which is not supported")
+    return {theirs: known[prefix + ours] for ours, theirs in _SAMPLING.items() if prefix + ours in known}
 
 
 def _quantization(file: GgufFile) -> str:

@@ -47,7 +47,7 @@ class GgufFile:
             import gguf  # noqa: F401
         except ImportError as error:
             raise ModelLoadError(
-                f"{self.file} is a GGUF file, for which the package gguf is missing: pip install 'jaxllm[gguf]'"
+                f"{self.file} is a GGUF file, for which the package gguf is missing: pip install gguf"
             ) from error
         self.metadata: Mapping[str, Any] = {}
         """Its values by name; arrays are lists."""

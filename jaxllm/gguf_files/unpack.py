@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxllm.env import cache_dir
 from jaxllm.errors import ModelLoadError
-from jaxllm.gguf_files.families import config_json
+from jaxllm.gguf_files.families import config_json, generation_json
 from jaxllm.gguf_files.reading import GgufFile
 from jaxllm.gguf_files.tokenizer import tokenizer_files
 
@@ -33,6 +33,8 @@ def unpack(file: Path) -> Path:
         return directory
     opened = GgufFile(parts)
     texts = {"config.json": json.dumps(config_json(opened), indent=2)}
+    if sampling := generation_json(opened):
+        texts["generation_config.json"] = json.dumps(sampling, indent=2)
     try:
         texts["tokenizer.json"], config = tokenizer_files(opened)
         texts["tokenizer_config.json"] = json.dumps(config, indent=2)

@@ -88,10 +88,13 @@ class ServerClient:
 
     async def models(self) -> list[str]:
         """The names of the models that the server serves. Raises ServerError."""
+        return [card["id"] for card in await self.model_cards()]
+
+    async def model_cards(self) -> list[dict[str, Any]]:
+        """What the server says of each model. Raises ServerError."""
         found = await self.get_json("/v1/models")
         entries = found.get("data") if isinstance(found, dict) else None
-        names = [entry.get("id") for entry in entries or [] if isinstance(entry, dict)]
-        return [name for name in names if isinstance(name, str)]
+        return [entry for entry in entries or [] if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
     async def stream(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None

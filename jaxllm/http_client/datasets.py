@@ -82,8 +82,8 @@ def random_prompts(
     """Lengths uniform in [length·(1-ratio), length·(1+ratio)], after `prefix_len` tokens that all prompts share."""
     if not 0 <= range_ratio < 1:
         raise ConfigError(f"the range ratio is {range_ratio:g}, must be at least 0 and less than 1")
-    inputs = _lengths(writer.rng, input_len, range_ratio, count)
-    outputs = _lengths(writer.rng, output_len, range_ratio, count)
+    inputs = spread_lengths(writer.rng, input_len, range_ratio, count)
+    outputs = spread_lengths(writer.rng, output_len, range_ratio, count)
     prefix = writer.ids(prefix_len)
     return [writer.prompt(prefix + writer.ids(inputs[index]), outputs[index]) for index in range(count)]
 
@@ -178,7 +178,8 @@ def with_models(prompts: Sequence[LoadPrompt], models: Sequence[str], assignment
     return [replace(prompt, model=models[place]) for prompt, place in zip(prompts, places, strict=True)]
 
 
-def _lengths(rng: np.random.Generator, length: int, range_ratio: float, count: int) -> list[int]:
+def spread_lengths(rng: np.random.Generator, length: int, range_ratio: float, count: int) -> list[int]:
+    """Lengths uniform in [length·(1-ratio), length·(1+ratio)], at least 1."""
     low, high = int(np.floor(length * (1 - range_ratio))), int(np.ceil(length * (1 + range_ratio)))
     return rng.integers(max(low, 1), high + 1, count).tolist()
 

@@ -58,7 +58,7 @@ def read_scrape(text: str, time: float) -> Scrape:
                 continue
             if "model_name" in sample.labels:
                 models[sample.labels["model_name"]] = None
-                engines.add(sample.labels.get("engine", "0"))
+                engines.update([sample.labels["engine"]] if "engine" in sample.labels else [])
             if name.endswith("_bucket") and "le" in sample.labels:
                 buckets[name.removesuffix("_bucket")][float(sample.labels["le"])] += sample.value
                 continue

@@ -84,7 +84,11 @@ class LanesScheduler:
             self._balancer.note_load(index, lane.stats())
         cached = np.array([lane.num_cached_tokens(request) for lane in self.lanes])
         index = self._balancer.choose_by_cached(
-            request.request_id, request.num_prompt_tokens, cached, request.spec.data_parallel_rank
+            request.request_id,
+            request.num_prompt_tokens,
+            cached,
+            request.spec.data_parallel_rank,
+            request.spec.session_id,
         )
         self._balancer.ended(request.request_id)  # from here on the lane itself reports it
         self.lanes[index].add_request(request)

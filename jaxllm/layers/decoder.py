@@ -148,7 +148,7 @@ class CausalLM(nnx.Module):
     def run(self, runs: list[Run], step: Step, layers: range) -> list[Run]:
         """The tokens after these layers."""
         for layer in layers:
-            runs = self.blocks[layer](runs, self._norm_before(layer + 1), step)
+            runs = step.call_layer(self.blocks[layer], self._norm_before(layer + 1), runs, step)
             _keep_features(runs, step, layer + 1)
         return runs
 

@@ -1,7 +1,7 @@
 """What a model may want to know of a step."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 choose_experts = jax.jit(expert_choice.choose_experts, static_argnames=("rule", "implementation", "interpret"))
 compute_experts = jax.jit(experts, static_argnames=("activation", "implementation", "interpret"))
 gated_delta = jax.jit(gated_delta_rule.gated_delta, static_argnames=("implementation", "interpret"))
+
+
+def call_layer(block: Any, next_norm: Any, runs: Any, step: "Step") -> Any:
+    """The runs after a block, and their norm: see `DecoderBlock`."""
+    return block(runs, next_norm, step)
 
 
 class Adapt(Protocol):
@@ -84,9 +89,16 @@ class Step:
     """Positions of the tokens that attention takes, where these are more than this device computes; None: they are the same."""
     wanted_features: Collection[int] = ()
     """Layers whose input `features` is to hold; one more than the last layer has stands for what the last one leaves."""
+    call_layer: Callable[..., Any] = call_layer
+    """Computes a block of the model."""
     features: dict[int, Array] = field(default_factory=dict)
     """[T, D] each: the sum of embedding and earlier layers that enters a layer, before any norm, whole on every device."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
+
+    def over(self, context: Any) -> "Step":
+        """The same step in a trace of its own, with another context: what `attend`, `attend_to_latents` and `states` are parts of."""
+        parts = {"attend": context, "attend_to_latents": context.attend_to_latents, "states": context}
+        return replace(self, **parts, _angles={})
 
     def product(self, linear: "Linear", x: Array, start: int = 0) -> Array:
         """The product of a layer with the tokens from `start` on; where devices split its inputs, this one's part of the sum."""

@@ -22,8 +22,12 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     found.counter("prefix_cache_hits", load.prefix_cache_hits, "tokens found in the prefix cache")
     found.counter("num_preemptions", load.num_preemptions, "times that a running request lost its place")
     turned_away = "requests turned away because too much waits, by the option that says so"
-    found.counter("admission_rejections", load.num_rejected_for_requests, turned_away, reason="max_num_queued_reqs")
-    found.counter("admission_rejections", load.num_rejected_for_tokens, turned_away, reason="max_num_queued_tokens")
+    found.counter(
+        "admission_rejections", load.num_rejected_for_requests, turned_away, reason="max_num_queued_reqs", engine=None
+    )
+    found.counter(
+        "admission_rejections", load.num_rejected_for_tokens, turned_away, reason="max_num_queued_tokens", engine=None
+    )
     failed = "steps that failed, by what became of their requests: computed again, or ended"
     found.counter("failed_steps", load.num_retried_steps, failed, outcome="retried")
     found.counter("failed_steps", load.num_lost_steps, failed, outcome="ended")
@@ -75,6 +79,8 @@ def _add_adapters(found: Collected, load: SchedulerStats) -> None:
         max_lora=str(load.max_adapters),
         waiting_lora_adapters=",".join(load.waiting_adapters),
         running_lora_adapters=",".join(load.running_adapters),
+        model_name=None,
+        engine=None,
     )
     found.counter("lora_loads", load.num_adapter_loads, "adapters written into a slot on the device")
     found.counter("lora_evictions", load.num_adapter_evictions, "those of them that took the slot of another adapter")

@@ -1,7 +1,9 @@
 """Counts what an engine does. Plain numbers in one thread: recording must cost almost nothing per token."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
+from jaxllm.config import CacheOptions
 from jaxllm.metrics import buckets
 from jaxllm.metrics.collect import Collected
 from jaxllm.metrics.engine_load import add_load
@@ -10,6 +12,14 @@ from jaxllm.observations import Observations
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_stats import SchedulerStats
+
+CACHE_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
+"""Where vLLM may keep cached tokens: gateways add all of them up."""
+
+
+def cache_labels(options: CacheOptions) -> dict[str, str]:
+    """The options of the KV cache under vLLM's names."""
+    return {name.replace("kv_cache_dtype", "cache_dtype"): str(value) for name, value in asdict(options).items()}
 
 
 class EngineMetrics:
@@ -20,6 +30,7 @@ class EngineMetrics:
     ):
         self._labels = {"model_name": model_name, "engine": engine}
         self._cache_config = dict(cache_config or {})
+        self._max_model_len = max_model_len
         token_counts = buckets.one_two_five(max_model_len)
         self.prompt_tokens = 0
         self.prompt_tokens_cached = 0
@@ -120,20 +131,36 @@ class EngineMetrics:
         cache_config = self._cache_config
         if self.load is not None:
             add_load(found, self.load)
-            cache_config = cache_config and cache_config | {"num_gpu_blocks": str(self.load.num_cache_blocks)}
+            cache_config = cache_config and cache_config | self._cache_size(self.load)
         found.counter("programs_compiled_after_warmup", self.programs_compiled_after_warmup, "programs compiled while serving")
         if cache_config:
-            found.gauge("cache_config_info", 1, "options of the KV cache, as labels", **cache_config)
+            found.gauge("cache_config_info", 1, "options and size of the KV cache, as labels", **cache_config)
+        for cache, kept in (("external_prefix_cache", "another engine or host memory"), ("mm_cache", "processed images")):
+            absent = f"of a cache of {kept}, which this engine does not have"
+            found.counter(f"{cache}_queries", 0, f"lookups {absent}")
+            found.counter(f"{cache}_hits", 0, f"hits {absent}")
+
+    def _cache_size(self, load: SchedulerStats) -> dict[str, str]:
+        return {
+            "num_gpu_blocks": str(load.num_cache_blocks),
+            "kv_cache_max_concurrency": str(load.max_concurrency),
+            "kv_cache_size_tokens": str(int(load.max_concurrency * self._max_model_len)),
+        }
 
     def _add_counters(self, found: Collected) -> None:
         found.counter(
             "prompt_tokens", self.prompt_tokens, "prompt tokens of requests that got their first token or their vector"
         )
         found.counter("prompt_tokens_cached", self.prompt_tokens_cached, "those of them that came from the prefix cache")
-        by_source = "the same by where they came from"
+        by_source = "the same by where they came from; from another engine: none"
         computed = self.prompt_tokens - self.prompt_tokens_cached
         found.counter("prompt_tokens_by_source", computed, by_source, source="local_compute")
         found.counter("prompt_tokens_by_source", self.prompt_tokens_cached, by_source, source="local_cache_hit")
+        found.counter("prompt_tokens_by_source", 0, by_source, source="external_kv_transfer")
+        cached_in = "cached prompt tokens by where they were kept; all on the device"
+        for source in CACHE_SOURCES:
+            count = self.prompt_tokens_cached if source == "device" else 0
+            found.counter("prompt_tokens_cached_by_source", count, cached_in, source=source)
         found.counter("generation_tokens", self.generation_tokens, "output tokens")
         for reason, count in self._finished.items():
             found.counter("request_success", count, "ended sequences", finished_reason=reason)

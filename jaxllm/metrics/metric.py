@@ -30,4 +30,11 @@ class Histogram(_Metric, frozen=True, tag="histogram"):
     """Upper bound to the number of observations up to it; the last bound is +Inf."""
 
 
-Metric = Counter | Gauge | Histogram
+class Summary(_Metric, frozen=True, tag="summary"):
+    """The number of observations and their sum."""
+
+    count: int
+    sum: float
+
+
+Metric = Counter | Gauge | Histogram | Summary

@@ -5,16 +5,21 @@ from typing import Any
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from jaxllm.metrics.collect import PREFIX
-from jaxllm.metrics.metric import Counter, Gauge, Histogram, Metric
+from jaxllm.metrics.metric import Counter, Gauge, Histogram, Metric, Summary
 
 EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of `exposition`."""
-_FAMILIES: dict[type, Any] = {Counter: CounterMetricFamily, Gauge: GaugeMetricFamily, Histogram: HistogramMetricFamily}
+_FAMILIES: dict[type, Any] = {
+    Counter: CounterMetricFamily,
+    Gauge: GaugeMetricFamily,
+    Histogram: HistogramMetricFamily,
+    Summary: SummaryMetricFamily,
+}
 
 
 class EngineCollector(Collector):
@@ -36,7 +41,9 @@ class EngineCollector(Collector):
             values = list(metric.labels.values())
             if isinstance(metric, Histogram):
                 families[metric.name].add_metric(values, list(metric.buckets.items()), metric.sum)
-            elif isinstance(metric, (Counter, Gauge)):
+            elif isinstance(metric, Summary):
+                families[metric.name].add_metric(values, metric.count, metric.sum)
+            else:
                 families[metric.name].add_metric(values, metric.value)
         yield from families.values()
 

@@ -12,6 +12,7 @@ from jaxllm.runner.batch import Batch
 from jaxllm.runner.layout import StepLayout
 from jaxllm.runner.places import Places, device_tokens, locate, locate_decode
 from jaxllm.runner.runner import ModelRunner
+from jaxllm.runner.split_program import Lowered
 from jaxllm.runner.step import Caches, Params, RowArrays, StepFunctions, slots_of, update_block_table
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
 
@@ -76,13 +77,13 @@ class EarlierPrograms(StepPrograms):
     def rare_keys(self) -> list[ProgramKey]:
         return []
 
-    def _lower_forward(self, key: ProgramKey) -> jax.stages.Lowered:
+    def _lower_forward(self, key: ProgramKey) -> Lowered:
         return self._lower_pass_on(key)
 
-    def _lower_decode(self, key: ProgramKey) -> jax.stages.Lowered:
+    def _lower_decode(self, key: ProgramKey) -> Lowered:
         return self._lower_pass_on(key)
 
-    def _lower_pass_on(self, key: ProgramKey) -> jax.stages.Lowered:
+    def _lower_pass_on(self, key: ProgramKey) -> Lowered:
         assert isinstance(self.functions, EarlierFunctions)
         layout = self.layout(key)
         arguments = (*self.step_arguments(layout), *self.entering(layout))

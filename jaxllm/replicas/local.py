@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import queue
 import subprocess
 import threading
@@ -84,7 +83,7 @@ class LocalReplicas(PauseCalls):
             start = EngineStart(
                 config,
                 str(directory / str(rank)),
-                log_level=None if os.environ.get(env.LOG_LEVEL) else "warning",
+                log_level=None if env.log_level() else "warning",
                 core_factory=core_factory,
                 replica=rank,
                 num_replicas=len(environment_of_each),

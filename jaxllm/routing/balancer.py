@@ -1,5 +1,6 @@
 """Chooses a replica for each request: by cached prefixes and queued work, or by a policy to compare with."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
@@ -16,6 +17,8 @@ from jaxllm.scheduler_stats import SchedulerStats
 RoutingPolicy = Literal["cache_aware", "least_loaded", "round_robin"]
 """How a replica is chosen. least_loaded: by vLLM's score of requests."""
 _RANK = "data_parallel_rank"
+MAX_SESSIONS = 100_000
+"""Sessions whose replica is remembered, the latest ones."""
 
 
 class Balancer:
@@ -45,6 +48,8 @@ class Balancer:
         self._reads_caches = prefix_caching and policy == "cache_aware"
         self._adapter_keys: list[Mapping[str, str]] = [{}] * num_replicas
         self._replica_of: dict[str, int] = {}
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+        """The replica of each session's latest request."""
         self._stalled = np.zeros(num_replicas, bool)
         self._draining = np.zeros(num_replicas, bool)
         self._last = -1
@@ -107,20 +112,25 @@ class Balancer:
     def choose(self, request: EngineCoreRequest, rank: int | None = None) -> int:
         """Choose the replica for a request and count the request as sent there, until `ended`. rank: the replica, if it is chosen already.
 
+        A request of a session goes where the one before it went, unless it would wait there for a seat or for blocks.
+
         Raises InvalidRequestError for a rank that does not exist, EngineDeadError if it is down or all are.
         """
         cached = self._cached_tokens(request) if self._reads_caches else None
-        return self._choose(request.request_id, len(request.prompt_token_ids), cached, request.adapter, rank)
+        num_tokens = len(request.prompt_token_ids)
+        return self._choose(request.request_id, num_tokens, cached, request.adapter, rank, request.session_id)
 
     def choose_by_keys(self, request_id: str, num_tokens: int, keys: Iterable[int], rank: int | None = None) -> int:
         """The same for a prompt of `num_tokens` tokens whose blocks have these keys."""
         cached = self.index.prefixes(keys) * self._block_size if self._reads_caches else None
         return self._choose(request_id, num_tokens, cached, None, rank)
 
-    def choose_by_cached(self, request_id: str, num_tokens: int, cached: np.ndarray, rank: int | None = None) -> int:
+    def choose_by_cached(
+        self, request_id: str, num_tokens: int, cached: np.ndarray, rank: int | None = None, session_id: str | None = None
+    ) -> int:
         """The same where the caller knows how many of a prompt's `num_tokens` tokens each replica has in its prefix cache."""
         found = cached if self._reads_caches else None
-        return self._choose(request_id, num_tokens, found, None, rank)
+        return self._choose(request_id, num_tokens, found, None, rank, session_id)
 
     def replica_of(self, request_id: str) -> int | None:
         """The replica of an unfinished request."""
@@ -163,7 +173,13 @@ class Balancer:
         return keys_of(hashes_of(request.prompt_token_ids, self._block_size, self._hash_algorithm, extra_keys))
 
     def _choose(
-        self, request_id: str, num_tokens: int, cached: np.ndarray | None, adapter: str | None, rank: int | None
+        self,
+        request_id: str,
+        num_tokens: int,
+        cached: np.ndarray | None,
+        adapter: str | None,
+        rank: int | None,
+        session_id: str | None = None,
     ) -> int:
         loads = self.loads
         takes = loads.is_up & ~self._draining
@@ -174,16 +190,34 @@ class Balancer:
             replica = self._checked(rank)
         elif not takes.any():
             raise EngineDeadError("no replica of the engine takes requests")
+        elif (own := self._session_s(session_id, uncached, allowed)) is not None:
+            replica = own
         elif self.policy == "cache_aware":
             replica = self._best(uncached, adapter, allowed)
         elif self.policy == "least_loaded":
             replica = self._lowest(loads.vllm_score, allowed)
         else:
             replica = self._lowest(np.zeros(self.num_replicas), allowed)
+        if session_id is not None:
+            self._remember(session_id, replica)
         self._last = replica
         self._replica_of[request_id] = replica
         loads.sent(replica, num_tokens if cached is None else int(uncached[replica]), adapter)  # type: ignore[index]
         return replica
+
+    def _session_s(self, session_id: str | None, uncached: "np.ndarray | int", allowed: np.ndarray) -> int | None:
+        """The replica of a session, if a request with so many tokens to compute would be admitted there at once."""
+        replica = None if session_id is None else self._sessions.get(session_id)
+        if replica is None:
+            return None
+        is_free = allowed & (self.loads.seats > 0) & (self.loads.room >= uncached)
+        return replica if is_free[replica] else None
+
+    def _remember(self, session_id: str, replica: int) -> None:
+        self._sessions[session_id] = replica
+        self._sessions.move_to_end(session_id)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
 
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.num_replicas:

@@ -1,5 +1,6 @@
 """Turns a step's plan into the padded buffer of the program that runs it. Pure host work on small arrays."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,14 +76,17 @@ class BatchBuilder:
         max_blocks: int,
         num_groups: int = 1,
         num_updates: int | None = None,
+        fit_tokens: Callable[[int], int] | None = None,
     ):
-        """max_blocks: of a request in each of the `num_groups` groups of layers. num_updates: most new blocks of a row in a decode."""
+        """max_blocks: of a request in each of the `num_groups` groups of layers. num_updates: most new blocks of a row in a decode.
+        fit_tokens: the size of a mixed step of so many tokens; None: the smallest that holds it."""
         self.rows = rows
         self.buckets = buckets
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.num_groups = num_groups
         self.num_updates = num_groups if num_updates is None else num_updates
+        self.fit_tokens = fit_tokens or buckets.fit_tokens
 
     def apply(self, plan: SchedulerOutput) -> Batch:
         """Free the rows of requests that ended or were preempted, then `build`."""
@@ -191,7 +195,7 @@ class BatchBuilder:
         if is_decode:
             layout = decode_layout(self.buckets.fit_decode(len(scheduled)), self.num_updates)
         else:
-            num_tokens = self.buckets.fit_tokens(max(1, num_tokens))
+            num_tokens = self.fit_tokens(max(1, num_tokens))
             num_rows = self.buckets.rows_for_tokens(num_tokens)
             layout = mixed_layout(num_tokens, num_rows, self.block_size, self.num_groups)
         buffer = self._fill(layout, scheduled, len(sampled))

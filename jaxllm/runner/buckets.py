@@ -8,7 +8,8 @@ from jaxllm.scheduler.draft_control import levels
 
 # From eight on: XLA turns products of fewer rows into reductions, which read small weights at a third of the speed.
 _DECODE_ROWS_GPU = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-_DECODE_ROWS_CPU = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+# XLA computes products of two rows on a CPU about as fast as of four.
+_DECODE_ROWS_CPU = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SAMPLE_ROWS = (8, 64, 256)
 MAX_DRAFT_ROWS = 64
 """Most rows of a step with drafts: with more, drafts cost more than the few steps that they save."""
@@ -75,10 +76,11 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
 
 
 def _token_sizes(limit: int, *, fine: bool) -> tuple[int, ...]:
-    """Powers of two from 16. `fine`: from 256, where time follows the padded size, also quarters between them, above 2048 halves."""
-    sizes, size = [], 16
+    """Powers of four from 4. `fine`: of two from 16; from 256, where time follows the padded size, also quarters between them, and above
+    2048 halves."""
+    sizes, size = [], 16 if fine else 4
     while size < limit:
         parts = (1 if size < 256 else 4 if size < 2048 else 2) if fine else 1
         sizes += [size + size * part // parts for part in range(parts)]
-        size *= 2
+        size *= 2 if fine else 4
     return tuple(sizes)

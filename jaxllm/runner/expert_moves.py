@@ -7,12 +7,13 @@ import numpy as np
 
 from jaxllm.parallel.across_hosts import put
 from jaxllm.runner.expert_placement import ROUNDS
+from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
 
 
 def moved_experts(
     shapes: StepPrograms,
-    program_of: Callable[[ProgramKey], jax.stages.Compiled],
+    program_of: Callable[[ProgramKey], CompiledProgram],
     params: tuple[jax.Array, ...],
     layer: int,
     moves_2RN: np.ndarray,

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxllm import gpus
 from jaxllm.cache_spec import CacheLayout, RowState, cache_layout, cache_specs
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
-from jaxllm.errors import ConfigError, OutOfMemoryError
+from jaxllm.errors import OutOfMemoryError
 from jaxllm.layers import build
-from jaxllm.model_config import ModelConfig
+from jaxllm.model_config import ModelConfig, check_max_model_len
 from jaxllm.parallel.exchange import MAX_TOKENS_AT_ONCE
 from jaxllm.parallel.topology import ONE_DEVICE, Topology
 from jaxllm.runner.buckets import MAX_DRAFT_ROWS
@@ -34,8 +34,10 @@ _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _NEWER_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 """JAX refuses to start if both are set."""
 
+_CPU_CACHE_BYTES = 2 << 30
 _CPU_CACHE_FRACTION = 0.25
-"""Fraction of the machine's memory, which other programs use too."""
+"""Most of a cache on a CPU by default, and the fraction of the machine's memory, which other programs use too. One request of the longest
+length may have more than the former, not more than the latter."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class MemoryPlan:
     """Most tokens of a row in a decode: 1, and its drafts."""
     num_lanes: int = 1
     """Groups of `num_devices` devices, each with a cache of its own."""
+    is_cut: bool = False
+    """Whether the cache is smaller by default than the requests that may run at once can use."""
 
     @property
     def block_size(self) -> int:
@@ -94,6 +98,7 @@ class MemoryPlan:
         num_devices = self.num_devices * self.num_lanes
         each = f", the same on each of {num_devices} devices" if num_devices > 1 else ""
         lanes = f" in each of {self.num_lanes} lanes" if self.num_lanes > 1 else ""
+        more = "; --kv-cache-memory-bytes makes it larger" if self.is_cut else ""
         states = f"  states    {_size(self.state_bytes)} ({self.num_rows} rows)"
         return "\n".join(
             [
@@ -103,7 +108,7 @@ class MemoryPlan:
                 *([states] if self.state_bytes else []),
                 f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
                 f"{self.num_cache_tokens} tokens, {self.num_cache_tokens / self.max_model_len:.1f} requests "
-                f"of {self.max_model_len} tokens at once{lanes}",
+                f"of {self.max_model_len} tokens at once{lanes}{more}",
             ]
         )
 
@@ -213,14 +218,10 @@ def memory_plan(
     assert max_len is not None and config.scheduler.max_num_seqs is not None
     num_rows = config.scheduler.max_num_seqs + 1
     state_bytes = num_rows * cache.row_bytes // topology.tensor
-    if wanted_len is not None and wanted_len > model.max_position:
-        raise ConfigError(
-            f"max_model_len is {wanted_len}, the model was made for {model.max_position} tokens (max_position_embeddings); "
-            f"use --max-model-len {model.max_position} or less, or override its rope_scaling with --hf-overrides"
-        )
+    check_max_model_len(model, max_len, may_be_long=config.model.allow_long_max_model_len)
     # Blocks that have left a window can still be found in the prefix cache.
     useful = config.scheduler.max_num_seqs * len(cache.groups) * -(-max_len // block_size) + 1
-    sized_by = None
+    sized_by, is_cut = None, False
     if config.cache.num_gpu_blocks_override is not None:
         sized_by = "num_gpu_blocks_override"
         num_blocks = config.cache.num_gpu_blocks_override
@@ -229,13 +230,16 @@ def memory_plan(
             sized_by = "kv_cache_memory_bytes"
             cache_bytes = config.cache.kv_cache_memory_bytes
         elif not on_gpu:
-            cache_bytes = min(int(limit * _CPU_CACHE_FRACTION), limit - weight_bytes - work_bytes - state_bytes)
+            longest_bytes = (cache.num_blocks_for(max_len) + 1) * block_bytes
+            most = min(max(_CPU_CACHE_BYTES, longest_bytes), int(limit * _CPU_CACHE_FRACTION))
+            cache_bytes = min(most, limit - weight_bytes - work_bytes - state_bytes)
         else:
             cache_bytes = limit - weight_bytes - work_bytes - state_bytes - _other_bytes(topology)
             if config.compile.warmup != "all":
                 cache_bytes -= tuning_bytes(config, model)
         # The cache is indexed by 32-bit slots.
         num_affordable = max(0, cache_bytes // block_bytes) if block_bytes else useful  # a stage may have no layer with blocks
+        is_cut = not on_gpu and sized_by is None and num_affordable < useful
         num_blocks = min(num_affordable, useful, (2**31 - 1) // block_size)
         for array in cache.arrays:
             values_per_block = array.num_heads // topology.tensor * (block_size // topology.context) * array.width
@@ -257,6 +261,7 @@ def memory_plan(
         num_rows,
         num_queries,
         topology.data,
+        is_cut,
     )
 
 

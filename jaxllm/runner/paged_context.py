@@ -29,8 +29,8 @@ class GroupTable(NamedTuple):
 class PagedContext:
     """One step's attention and states. `caches` is replaced layer by layer as the model is traced."""
 
-    caches: list[jax.Array]
-    """The arrays of a `CacheLayout`, then its states."""
+    caches: list[jax.Array] | dict[int, jax.Array]
+    """The arrays of a `CacheLayout`, then its states; in the trace of one layer, those of this layer by index."""
     places: Sequence[LayerPlace]
     tables: Sequence[GroupTable]
     query_start_R1: jax.Array

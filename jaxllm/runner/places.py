@@ -9,13 +9,14 @@ import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout, LayerPlace
 from jaxllm.layers.row_states import StateRows
-from jaxllm.layers.step import Step, choose_experts, compute_experts, gated_delta
+from jaxllm.layers.step import Step, call_layer, choose_experts, compute_experts, gated_delta
 from jaxllm.parallel.exchange import LaneExchange
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.drafts import DraftRows
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import FROM_ROW, Column
 from jaxllm.runner.paged_context import GroupTable, PagedContext
+from jaxllm.runner.shared_layers import SharedLayers
 from jaxllm.runner.token_split import TokenSplit
 
 
@@ -158,10 +159,12 @@ def make_step(
     entering_TD: jax.Array | None = None,
     devices: TokenSplit | None = None,
     exchange: LaneExchange | None = None,
+    share_layers: bool = False,
 ) -> Step:
     """What a model with these layers runs on. It replaces the arrays in `caches`.
 
-    devices: those that split tokens, of which the step has this one's share. exchange: between lanes."""
+    devices: those that split tokens, of which the step has this one's share. exchange: between lanes. share_layers: whether layers that
+    are alike become calls of one function."""
     tables, position_T, is_real_T = places.tables, places.position_T, places.is_real_T
     if devices is not None:
         page_size = caches[0].shape[2]
@@ -193,6 +196,7 @@ def make_step(
         exchange=exchange,
         attended_positions_T=None if devices is None else places.position_T,
         wanted_features=wanted_features,
+        call_layer=SharedLayers(context) if share_layers else call_layer,
     )
 
 

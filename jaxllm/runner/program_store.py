@@ -10,27 +10,36 @@ import hashlib
 import json
 import os
 import pickle
-import shutil
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
 
+from jaxllm.cache_folders import keep_recent
+from jaxllm.env import cache_bytes
 from jaxllm.errors import ConfigError
 from jaxllm.log import logger
+from jaxllm.runner.split_program import CompiledProgram, Pieces, SplitProgram, Wiring
 from jaxllm.runner.step_programs import ProgramKey
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-MAX_LOCAL_STORES = 8
-"""Number of engines whose programs are kept in this machine's cache. The least recently used are removed first."""
 
 Fingerprint = Mapping[str, Any]
 """All that programs depend on, by a name that an error message can use; JSON values."""
+
+
+class StoredPieces(NamedTuple):
+    """A program that runs in pieces."""
+
+    wiring: Wiring
+    pieces: dict[str, Any]
+    """Serialized, by digest."""
 
 
 class ProgramStore:
@@ -45,6 +54,7 @@ class ProgramStore:
         self._devices = devices
         self._writable = writable
         self._strict = strict
+        self._pieces = Pieces()
 
     def part(self, name: str, devices: Sequence[jax.Device]) -> "ProgramStore":
         """A store in a directory of this one, for arrays on other devices."""
@@ -53,17 +63,18 @@ class ProgramStore:
         check_trusted(directory)
         return ProgramStore(directory, devices, writable=self._writable, strict=self._strict)
 
-    def load(self, key: ProgramKey) -> jax.stages.Compiled | None:
+    def load(self, key: ProgramKey) -> CompiledProgram | None:
         """The program, or None if it is not stored."""
         path = self._path(key)
         if not path.exists():
             return None
         check_trusted(path)
         try:
-            payload, in_tree, out_tree = pickle.loads(path.read_bytes())
-            return serialize_executable.deserialize_and_load(
-                payload, in_tree, out_tree, backend=self._devices[0].client, execution_devices=self._devices
-            )
+            stored = pickle.loads(path.read_bytes())
+            if not isinstance(stored, StoredPieces):
+                return self._read(stored)
+            pieces = {digest: self._pieces.get(digest, partial(self._read, piece)) for digest, piece in stored.pieces.items()}
+            return SplitProgram(stored.wiring, pieces)
         except Exception as error:  # what a damaged file brings up has many types
             reason = f"{path} cannot be loaded ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             if self._strict:
@@ -71,12 +82,12 @@ class ProgramStore:
             logger.warning("%s: it is compiled anew", reason)
             return None
 
-    def save(self, key: ProgramKey, program: jax.stages.Compiled) -> None:
+    def save(self, key: ProgramKey, program: CompiledProgram) -> None:
         """Store a program. That a disk is full does not stop an engine, unless the store is strict."""
         if not self._writable:
             return
         try:
-            _write(self._path(key), pickle.dumps(serialize_executable.serialize(program)))
+            _write(self._path(key), pickle.dumps(_serialized(program)))
         except Exception as error:  # backends differ in what they cannot serialize, and how they say so
             if self._strict:
                 raise ConfigError(f"{key} cannot be written to {self.directory}: {error}") from error
@@ -90,9 +101,21 @@ class ProgramStore:
         _write(self._path(key), path.read_bytes())
         return True
 
+    def _read(self, stored: Any) -> jax.stages.Compiled:
+        payload, in_tree, out_tree = stored
+        return serialize_executable.deserialize_and_load(
+            payload, in_tree, out_tree, backend=self._devices[0].client, execution_devices=self._devices
+        )
+
     def _path(self, key: ProgramKey) -> Path:
         parts = (getattr(part, "name", str(part)).lower() for part in key)  # all, so that no two programs share a file
         return self.directory / f"{'-'.join(parts)}.program"
+
+
+def _serialized(program: CompiledProgram) -> Any:
+    if isinstance(program, SplitProgram):
+        return StoredPieces(program.wiring, {digest: _serialized(piece) for digest, piece in program.pieces.items()})
+    return serialize_executable.serialize(program)
 
 
 def local_store(parent: Path, fingerprint: Fingerprint, devices: Sequence[jax.Device]) -> ProgramStore | None:
@@ -102,8 +125,8 @@ def local_store(parent: Path, fingerprint: Fingerprint, devices: Sequence[jax.De
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(directory)
-        write_manifest(directory, fingerprint)
-        _remove_oldest(parent, MAX_LOCAL_STORES)
+        write_manifest(directory, fingerprint)  # which also says that it is used
+        keep_recent(parent, cache_bytes(), in_use=directory)
     except (OSError, ConfigError) as error:
         logger.warning("compiled programs are not kept: %s", error)
         return None
@@ -194,12 +217,6 @@ def _write(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
-
-
-def _remove_oldest(parent: Path, keep: int) -> None:
-    stores = sorted(parent.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for manifest in stores[keep:]:
-        shutil.rmtree(manifest.parent, ignore_errors=True)
 
 
 def _short(value: Any, limit: int = 60) -> str:

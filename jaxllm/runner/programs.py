@@ -11,8 +11,11 @@ from typing import Generic, Protocol, TypeVar
 import jax
 
 from jaxllm.at_exit import shut_down_at_exit
+from jaxllm.cache_folders import keep_recent
+from jaxllm.env import cache_bytes
 from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
+from jaxllm.runner.split_program import CompiledProgram, Lowered
 from jaxllm.start_times import StartTimes
 
 Key = TypeVar("Key")
@@ -26,8 +29,8 @@ _QUIET_SECONDS = 1.0
 class Store(Protocol[StoreKey]):
     """Persistent storage for compiled programs."""
 
-    def load(self, key: StoreKey) -> jax.stages.Compiled | None: ...
-    def save(self, key: StoreKey, program: jax.stages.Compiled) -> None: ...
+    def load(self, key: StoreKey) -> CompiledProgram | None: ...
+    def save(self, key: StoreKey, program: CompiledProgram) -> None: ...
 
 
 class Programs(Generic[Key]):
@@ -40,7 +43,7 @@ class Programs(Generic[Key]):
 
     def __init__(
         self,
-        lower: Callable[[Key], jax.stages.Lowered],
+        lower: Callable[[Key], Lowered],
         *,
         threads: int,
         compiler_options: Callable[[Key], dict[str, str | bool]] = lambda key: {},
@@ -54,12 +57,12 @@ class Programs(Generic[Key]):
         self._store = store
         self._is_storable = is_storable
         self._times = times or StartTimes()
-        self._compiled: dict[Key, jax.stages.Compiled] = {}
+        self._compiled: dict[Key, CompiledProgram] = {}
         self._lock = threading.Lock()
         self._queue: dict[Key, None] = {}
         """Programs that no thread has started, in order."""
         self._rare: dict[Key, None] = {}
-        self._jobs: dict[Key, Future[jax.stages.Compiled]] = {}
+        self._jobs: dict[Key, Future[CompiledProgram]] = {}
         """Programs that are queued or being made."""
         self._awaited: set[Key] = set()
         """Programs that were missing when the callers that wait now started to wait."""
@@ -86,7 +89,7 @@ class Programs(Generic[Key]):
         """Whether the program is ready."""
         return key in self._compiled
 
-    def get(self, key: Key) -> jax.stages.Compiled:
+    def get(self, key: Key) -> CompiledProgram:
         """Return the program; make it now if it is missing."""
         self._last_use = time.monotonic()
         program = self._compiled.get(key)
@@ -153,7 +156,7 @@ class Programs(Generic[Key]):
 
     # Making a program
 
-    def _wait_for(self, key: Key) -> jax.stages.Compiled:
+    def _wait_for(self, key: Key) -> CompiledProgram:
         start = time.perf_counter()
         with self._told_if_slow([key]):
             with self._lock:
@@ -181,7 +184,7 @@ class Programs(Generic[Key]):
                     "%s could not be compiled ahead of its use (%s): it is tried again when a request needs it", key, error
                 )
 
-    def _take(self) -> "tuple[Key, Future[jax.stages.Compiled]] | None":
+    def _take(self) -> "tuple[Key, Future[CompiledProgram]] | None":
         """The next program for this thread to make; None if it is no longer needed."""
         me = threading.current_thread()
         while True:
@@ -206,7 +209,7 @@ class Programs(Generic[Key]):
         """Seconds until the engine may have been idle for long enough to compile in the background."""
         return _QUIET_SECONDS if self._num_waiting else self._last_use + _QUIET_SECONDS - time.monotonic()
 
-    def _make(self, key: Key, job: "Future[jax.stages.Compiled]") -> bool:
+    def _make(self, key: Key, job: "Future[CompiledProgram]") -> bool:
         """Make the program of a job taken from the queue. Returns whether it had to be compiled."""
         start = time.perf_counter()
         try:
@@ -231,7 +234,7 @@ class Programs(Generic[Key]):
         logger.debug("%s %s in %.1f s", "compiled" if is_compiled else "loaded", key, time.perf_counter() - start)
         return is_compiled
 
-    def _compile(self, key: Key) -> jax.stages.Compiled:
+    def _compile(self, key: Key) -> CompiledProgram:
         with self._lock:
             self._num_compiling += 1
         try:
@@ -279,8 +282,12 @@ class Programs(Generic[Key]):
 
 
 def use_persistent_cache(directory: Path) -> None:
-    """Keep everything that XLA compiles in `directory`, however small or quick to compile, with its autotuning results."""
+    """Keep everything that XLA compiles in `directory`, however small or quick to compile, with its autotuning results.
+
+    What was not used for longest is removed now, so that a process may exceed `cache_bytes` by what it compiles itself.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    keep_recent(directory, cache_bytes())
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -38,6 +38,7 @@ from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
+from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
 from jaxllm.runner.step_programs import TOKENS_PER_SHOW, UPDATES_PER_WRITE, ProgramKey, StepPrograms
 from jaxllm.runner.token_split import TokenSplit
@@ -122,6 +123,7 @@ class ModelRunner(WeightsHolder):
             max_blocks=max_blocks,
             num_groups=len(plan.cache.groups),
             num_updates=self.shapes.num_updates,
+            fit_tokens=self._fit_tokens if config.compile.share_layers else None,
         )
         self.store = store
         self.programs = Programs(
@@ -174,6 +176,7 @@ class ModelRunner(WeightsHolder):
             placing=placing,
             counting=ExpertCounting.of(model_config, source.model.layers) if config.observe.expert_load else None,
             token_split=token_split,
+            share_layers=bool(config.compile.share_layers),
         )
 
     def start_programs(self, *, rare_later: bool) -> None:
@@ -329,7 +332,7 @@ class ModelRunner(WeightsHolder):
     def workspace(self) -> jax.Array | None:
         return None if self.peers is None else self.peers.workspace
 
-    def program(self, key: ProgramKey) -> jax.stages.Compiled:
+    def program(self, key: ProgramKey) -> CompiledProgram:
         """A compiled program. If devices wait for each other in kernels, its first runs happen while no other program runs."""
         program = self.programs.get(key)
         if self.peers is not None and not self.peers.knows(key):
@@ -371,6 +374,16 @@ class ModelRunner(WeightsHolder):
         self.num_steps += 1
         self.dispatch_seconds += time.perf_counter() - start
         return step
+
+    def _fit_tokens(self, num_tokens: int) -> int:
+        """The token size of a step. While the program of the smallest that holds it is missing, the next size will do if its program is
+        there: the other one is compiled when nothing runs."""
+        sizes, size = self.buckets.tokens, self.buckets.fit_tokens(num_tokens)
+        wanted, *larger = (ProgramKey("forward", size) for size in sizes[sizes.index(size) :][:2])
+        if wanted in self.programs or not larger or larger[0] not in self.programs:
+            return size
+        self.programs.start((), [wanted])
+        return larger[0].size
 
     def batch_of(self, plan: SchedulerOutput) -> Batch:
         """The batch of a step, after rows were freed and given as it says."""
@@ -430,7 +443,7 @@ class ModelRunner(WeightsHolder):
         step.done, step.parts = drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts]
 
     def run_step(
-        self, program: jax.stages.Compiled, layout: StepLayout, buffer: np.ndarray, entering: tuple[jax.Array, ...]
+        self, program: CompiledProgram, layout: StepLayout, buffer: np.ndarray, entering: tuple[jax.Array, ...]
     ) -> list[Any]:
         """Start a program forward or decode with a step's buffer. Returns its results behind caches and rows.
 

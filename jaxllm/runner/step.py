@@ -101,6 +101,8 @@ class StepFunctions:
     """Devices that split tokens; None: each computes all."""
     exchange: LaneExchange | None = None
     """Between lanes, which share the experts of mixtures; None: there is one, or the program has no mixture."""
+    share_layers: bool = False
+    """Whether layers that are alike are traced as calls of one function: see `SharedLayers`."""
 
     def forward(
         self,
@@ -214,7 +216,8 @@ class StepFunctions:
         NAMED takes the named ids, MASKED and above a mask for each token. Tokens may be NO_TOKEN or NOT_FINITE. adapted: whether
         the rows' adapters change the logits.
 
-        Tokens are [R], or with a drafter [R, W + 1] as of `drafts.accept`; scores have `width` for each row.
+        Tokens are [R], or with a drafter [R, W + 1] as of `drafts.accept`; scores have `width` for each row, and are of the logits
+        after the mask.
         """
         columns_RC = columns_NC[:num_rows]
         hidden_TD = hidden_NWD[:num_rows, :width].reshape(num_rows * width, -1)
@@ -232,10 +235,11 @@ class StepFunctions:
             rows, token_T = self._store(rows, columns_RC, token_T, width)
             return rows, token_T, state, Scores(None, None)
         # Every device holds the state of all rows, so each needs all logits and samples all rows.
-        logits_TV = raw_TV = scored_TV = self.shards.all_columns(logits_TV)
+        logits_TV = raw_TV = self.shards.all_columns(logits_TV)
         if variant >= Variant.MASKED:
             assert mask_TW is not None, "masked sampling needs a mask"
             logits_TV = apply_mask(logits_TV, mask_TW)
+        scored_TV = logits_TV  # in every mode, what a mask forbids is no alternative
         if variant == Variant.FULL:
             assert state is not None, "full sampling needs its state"
             token_T, state, processed_TV = self._draw_full(logits_TV, rows, columns_RC, columns_TC, state, width)
@@ -364,7 +368,9 @@ class StepFunctions:
         """What the model runs on. It replaces the arrays in `caches`."""
         wanted = () if self.drafting is None else self.drafting.drafter.feature_layers
         where = (self.cache.places, self.kernels, shards)
-        step = make_step(caches, token_ids_T, places, *where, wanted, entering_TD, self.token_split, self.exchange)
+        step = make_step(
+            caches, token_ids_T, places, *where, wanted, entering_TD, self.token_split, self.exchange, self.share_layers
+        )
         step.chosen = None if self.counting is None else []
         return step
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from jaxllm.runner.expert_placement import ROUNDS
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.pooling_step import POOL_COLUMNS, add_up, pool
 from jaxllm.runner.rows import LogprobsKind
+from jaxllm.runner.split_program import Lowered, Pieces, split
 from jaxllm.runner.step import Caches, RowArrays, StepFunctions
 from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState, admit
@@ -69,6 +70,8 @@ class StepPrograms:
     make_state: Callable[[], SamplingState]
     full_logprobs: bool
     """Whether full sampling alone reports logprobs."""
+    pieces: Pieces = field(default_factory=Pieces)
+    """Of programs whose layers share functions."""
 
     @property
     def cache(self) -> CacheLayout:
@@ -301,19 +304,24 @@ class StepPrograms:
             options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
         return options
 
-    def lower(self, key: ProgramKey) -> jax.stages.Lowered:
+    def lower(self, key: ProgramKey) -> Lowered:
         """Trace one program."""
         return getattr(self, f"_lower_{key.kind}")(key)
 
     def _lower_on_each(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], out: Any, *, donate: Any
-    ) -> jax.stages.Lowered:
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], out: Any, *, donate: tuple[int, ...]
+    ) -> Lowered:
         """Trace a function that each device runs on its own parts of the arrays. out: shardings of the results."""
         if self.mesh.size > 1:
             in_specs = jax.tree.map(lambda argument: argument.sharding.spec, arguments)
             out_specs = jax.tree.map(lambda sharding: sharding.spec, out)
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return jax.jit(function, donate_argnums=donate, out_shardings=out).lower(*arguments)
+        traced = jax.jit(function, donate_argnums=donate, out_shardings=out).trace(*arguments)
+        if self.functions.share_layers:
+            donated = [index in donate for index, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
+            if (in_pieces := split(traced, donated, self.replicated, self.pieces)) is not None:
+                return in_pieces
+        return traced.lower()
 
     def step_arguments(self, layout: StepLayout) -> tuple[Any, ...]:
         """What the programs forward and decode take, but for what enters a later stage of a pipeline."""
@@ -323,13 +331,13 @@ class StepPrograms:
         """What they take besides: nothing, where one program computes all layers."""
         return ()
 
-    def _lower_forward(self, key: ProgramKey) -> jax.stages.Lowered:
+    def _lower_forward(self, key: ProgramKey) -> Lowered:
         layout, same = self.layout(key), self.replicated
         arguments = (*self.step_arguments(layout), *self.entering(layout))
         out = (self._cache_shardings, same, same, same, same, *([same] if self.functions.drafting is not None else []))
         return self._lower_on_each(partial(self.functions.forward, layout, key.adapted), arguments, out, donate=(1, 2))
 
-    def _lower_decode(self, key: ProgramKey) -> jax.stages.Lowered:
+    def _lower_decode(self, key: ProgramKey) -> Lowered:
         layout, same = self.layout(key), self.replicated
         arguments = (*self.step_arguments(layout), *self.entering(layout))
         out = (self._cache_shardings, same, same)
@@ -337,7 +345,7 @@ class StepPrograms:
             partial(self.functions.decode, layout, key.variant, key.width, key.adapted), arguments, out, donate=(1, 2)
         )
 
-    def _lower_sample(self, key: ProgramKey) -> jax.stages.Lowered:
+    def _lower_sample(self, key: ProgramKey) -> Lowered:
         max_rows = self.buckets.max_rows
         state = self._state if key.variant == Variant.FULL else None
         named_ids = self._ints(key.size, MAX_LOGPROB_TOKEN_IDS) if key.logprobs == LogprobsKind.NAMED else None
@@ -350,7 +358,7 @@ class StepPrograms:
         arguments = (self.params, self.rows, hidden_NWD, columns_NC, state, named_ids, mask, self.workspace)
         return self._lower_on_each(function, arguments, self.replicated, donate=(1, 4))
 
-    def _lower_propose(self, key: ProgramKey) -> jax.stages.Lowered:
+    def _lower_propose(self, key: ProgramKey) -> Lowered:
         assert self.functions.drafting is not None
         hidden_TD = self._shape((key.size, self.model.hidden_size), self.model.dtype)
         features = (hidden_TD,) * len(self.functions.drafting.drafter.feature_layers)
@@ -360,7 +368,7 @@ class StepPrograms:
         function = partial(self.functions.propose, key.size, key.variant, key.width)
         return self._lower_on_each(function, arguments, (self._cache_shardings, self.replicated), donate=(1, 2))
 
-    def _lower_prompt_logprobs(self, key: ProgramKey) -> jax.stages.Lowered:
+    def _lower_prompt_logprobs(self, key: ProgramKey) -> Lowered:
         hidden_TD = self._shape((key.size, self.model.hidden_size), self.model.dtype)
         adapter_slot = self._ints() if key.adapted else None
         arguments = (self.params, hidden_TD, self._ints(2, PROMPT_LOGPROBS_CHUNK), adapter_slot)
@@ -386,7 +394,7 @@ class StepPrograms:
         program = jax.jit(self.functions.take_expert_tokens, donate_argnums=0, out_shardings=self.replicated)
         return program.lower(self.rows)
 
-    def _lower_move_experts(self, key: ProgramKey) -> jax.stages.Lowered:
+    def _lower_move_experts(self, key: ProgramKey) -> Lowered:
         placing = self.functions.placing
         assert placing is not None
         arrays = tuple(self.params[leaf] for leaf in placing.leaves[key.size])
@@ -403,12 +411,12 @@ class StepPrograms:
         moves_2RN[1] = self.params[placing.leaves[layer][0]].shape[0] // num_devices
         return moves_2RN
 
-    def _lower_write_adapter(self, key: ProgramKey) -> jax.stages.Lowered:
+    def _lower_write_adapter(self, key: ProgramKey) -> Lowered:
         adapting = self.functions.adapting
         assert adapting is not None
         arrays = self.params[adapting.part]
         out = tuple(array.sharding for array in arrays)
-        return self._lower_on_each(self.functions.write_adapter, (arrays, self.packed_adapter, self._ints()), out, donate=0)
+        return self._lower_on_each(self.functions.write_adapter, (arrays, self.packed_adapter, self._ints()), out, donate=(0,))
 
     @property
     def packed_adapter(self) -> jax.ShapeDtypeStruct:

@@ -6,9 +6,13 @@ def no_repeats(logits_RV, context):
 processor = Processor("no_repeats", no_repeats, num_arguments=1)
 LLM(logits_processors=[processor])                        # or "my_module:processor", as in --logits-processors
 SamplingParams(extra_args={"no_repeats": [2.0]})          # a request that wants it; all others are untouched
+
+A processor with `read` makes the numbers itself, of whatever numbers and texts a request gives:
+Processor("tone", tone, num_arguments=1, read=lambda given: [TONES.index(given[0])])      # extra_args={"tone": ["calm"]}
 """
 
 import importlib
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import ConfigError
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.sampling_params import READS_ITSELF, SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.sampling.state import SamplingState
@@ -48,6 +52,9 @@ class Processor:
     name: str
     function: Callable[[jax.Array, ProcessorContext], jax.Array]
     num_arguments: int = 0
+    read: Callable[[Sequence[float | str]], Sequence[float]] | None = None
+    """Makes these numbers of what a request gives, in the engine before the request is queued; an exception refuses the request.
+    Without it, a request gives the numbers."""
 
 
 def load_processors(given: Sequence[Processor | str]) -> tuple[Processor, ...]:
@@ -82,10 +89,38 @@ def _imported(path: str) -> Any:
 
 def check_processors(processors: Sequence[Processor]) -> dict[str, int]:
     """Number of arguments by name, as `SamplingParams.verify` takes it. Raises ConfigError if two have the same name."""
-    arguments = {processor.name: processor.num_arguments for processor in processors}
+    arguments = {each.name: each.num_arguments if each.read is None else READS_ITSELF for each in processors}
     if len(arguments) < len(processors):
         raise ConfigError(f"logits processors need different names, these are {[p.name for p in processors]}")
     return arguments
+
+
+def read_arguments(params: SamplingParams, processors: Sequence[Processor]) -> SamplingParams:
+    """The parameters with numbers for every processor: a copy if one reads them itself.
+
+    Raises InvalidRequestError with the exception's text for arguments that it cannot read.
+    """
+    read: dict[str, list[float]] = {}
+    for processor in processors:
+        given = (params.extra_args or {}).get(processor.name)
+        if processor.read is None or given is None:
+            continue
+        try:
+            numbers = [float(number) for number in processor.read(list(given))]
+        except Exception as error:  # whatever the processor raises
+            text = f"{type(error).__name__}: {error}"
+            raise InvalidRequestError(f"the logits processor {processor.name!r} cannot read {given!r}: {text}", None) from error
+        if len(numbers) != processor.num_arguments or not all(map(math.isfinite, numbers)):
+            raise InvalidRequestError(
+                f"the logits processor {processor.name!r} read {numbers} of {given!r}, not {processor.num_arguments} numbers",
+                None,
+            )
+        read[processor.name] = numbers
+    if not read:
+        return params
+    params = params.clone()
+    params.extra_args = {**(params.extra_args or {}), **read}
+    return params
 
 
 def num_argument_columns(processors: Sequence[Processor]) -> int:

@@ -56,6 +56,8 @@ def take_in(
         elif sampled := sampled_token_ids.get(request_id):
             if len(sampled) < num_samples and request.status == RequestStatus.RUNNING:
                 request.num_computed_tokens -= num_samples - len(sampled)  # drafts that were wrong
+            if row.num_drafts:
+                request.note_drafts(row.num_drafts, len(sampled) - 1)
             num_known = request.num_tokens
             try:
                 new_token_ids, end = _append_until_stop(request, sampled)
@@ -92,6 +94,8 @@ def take_in(
             error_kind=request.error_kind,
             pooled=result.pooled.get(request_id) if end is RequestStatus.FINISHED_STOPPED else None,
         )
+        if request.num_draft_tokens:
+            news.accepted_counts, news.num_draft_tokens = tuple(request.accepted_counts), request.num_draft_tokens
         if is_first:
             news.queue_seconds = request.scheduled_at - request.queued_at
             news.prefill_seconds = time.monotonic() - request.scheduled_at

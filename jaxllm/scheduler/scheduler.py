@@ -94,6 +94,7 @@ class Scheduler:
         self._preempted_ids: list[str] = []
         self._refusal: Refusal | None = None
         self._totals = Totals()
+        self._max_concurrency = self.cache_manager.pool.num_usable_blocks / self.cache_manager.num_blocks_for(max_model_len)
 
     # Requests come and go
 
@@ -570,6 +571,7 @@ class Scheduler:
             num_waiting=len(self.waiting),
             cache_usage=self.cache_manager.pool.usage,
             num_cache_blocks=self.cache_manager.pool.num_usable_blocks,
+            max_concurrency=self._max_concurrency,
             num_queued_tokens=self.num_queued_tokens,
             **self._totals.stats(self.drafts),
         )

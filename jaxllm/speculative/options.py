@@ -13,7 +13,7 @@ from jaxllm.config import EngineConfig, nearest, type_matches, unknown_name
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.flag_arguments import noun, without_none
 from jaxllm.log import info_once
-from jaxllm.speculative.refused import METHODS_ELSEWHERE, REFUSED, REJECTION_METHODS_ELSEWHERE
+from jaxllm.speculative.refused import METHODS_ELSEWHERE, NO_EFFECT, REFUSED, REJECTION_METHODS_ELSEWHERE
 from jaxllm.text.model_files import read_json, text_files
 
 MAX_DRAFTS = 16
@@ -168,9 +168,12 @@ def _known(raw: Any, tensor_parallel_size: int) -> dict[str, Any]:
         raise _error(f"{raw!r} is no JSON object")
     given: dict[str, Any] = {}
     for name, value in raw.items():
-        if name not in _HINTS and name not in REFUSED:
-            raise _error(unknown_name("name", str(name), [*_HINTS, *REFUSED]))
+        if name not in _HINTS and name not in REFUSED and name not in NO_EFFECT:
+            raise _error(unknown_name("name", str(name), [*_HINTS, *REFUSED, *NO_EFFECT]))
         if value is None:
+            continue
+        if name in NO_EFFECT:
+            info_once(f"speculative_config.{name} {value!r} changes nothing here: {NO_EFFECT[name]}")
             continue
         if name in REFUSED:
             reason, *harmless = REFUSED[name]

@@ -22,11 +22,12 @@ REJECTION_METHODS_ELSEWHERE: Mapping[str, str] = {
 
 _INHERITED = "drafts use what the model uses"
 _NO_SUFFIX = "there is no suffix decoding; the method ngram looks up the request's own tokens"
+_NO_BLOCKS = "drafts are proposed one after another; the methods eagle3 and mtp are the nearest"
+_NO_FLY = "rejection_sample_method fly changes the distribution of the output; take exact or standard"
 _BLOCK_HASHES = "prefix caching keeps drafts' caches right without options"
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "code_revision": ("a checkpoint's own code is never run",),
-    "max_model_len": ("drafts are proposed up to the model's own max_model_len",),
     "tensor_parallel_size": ("drafts are split like the model, by the engine's tensor_parallel_size",),
     "suffix_decoding_max_tree_depth": (_NO_SUFFIX,),
     "suffix_decoding_max_cached_requests": (_NO_SUFFIX,),
@@ -38,9 +39,14 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "disable_eagle_block_drop": (_BLOCK_HASHES, False),
     "disable_lookahead_block_hashes": (_BLOCK_HASHES, False),
     "draft_lm_head_quantization": ("heads are never quantised",),
+    "draft_load_config": ("the draft is loaded as the model is; model and revision name it",),
+    "index_share_for_mtp_iteration": ("no model here has sparse attention by an index", False),
+    "dspark_draft_topk": (_NO_BLOCKS,),
+    "xpress_topc": (_NO_BLOCKS,),
+    "fly_window_size": (_NO_FLY,),
+    "fly_entropy_threshold": (_NO_FLY,),
+    "fly_entropy_top_k": (_NO_FLY,),
     "kv_cache_dtype": (_INHERITED, "auto"),
-    "attention_backend": (_INHERITED,),
-    "moe_backend": (_INHERITED, "auto"),
     "enforce_eager": ("every step is a compiled program", False, True),
     "use_local_argmax_reduction": ("drafts are drawn over several devices as the model's own tokens are", False),
     "disable_padded_drafter_batch": ("batches always have compiled sizes", False),
@@ -49,3 +55,10 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "disable_mqa_scorer": ("all drafts of a row are verified at once", False),
 }
 """Names of vLLM's object: why they are not supported, and values that ask for nothing."""
+
+NO_EFFECT: Mapping[str, str] = {
+    "attention_backend": "drafts use the kernels that the model uses",
+    "moe_backend": "drafts use the kernels that the model uses",
+    "max_model_len": "drafts are proposed up to the model's own max_model_len",
+}
+"""Names of vLLM's object that may have any value, and why it changes nothing here."""

@@ -10,7 +10,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -20,11 +20,13 @@ import jinja2.parser
 import jinja2.sandbox
 
 from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.log import logger
 
 if TYPE_CHECKING:
     from jaxllm.text.tokenizer import Tokenizer  # a process that only renders loads no tokenizers
 
 ContentFormat = Literal["auto", "string", "openai"]
+ArgumentsFormat = Literal["object", "text", "either"]
 
 
 class ChatTemplateError(InvalidRequestError):
@@ -71,9 +73,20 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     return environment
 
 
+class _Compiled(NamedTuple):
+    """A template and what it expects of messages."""
+
+    template: jinja2.Template
+    walks: bool
+    """It walks through the parts of a message's content."""
+    asks: bool
+    """It asks whether content is a string."""
+    arguments: ArgumentsFormat
+    """Which form the arguments of a tool call may have."""
+
+
 @functools.lru_cache(maxsize=64)
-def _compiled(source: str) -> tuple[jinja2.Template, bool, bool]:
-    """The template, whether it walks through the parts of a message's content, and whether it asks if content is a string."""
+def _compiled(source: str) -> _Compiled:
     environment = _environment()
     try:
         tree = environment.parse(source)
@@ -82,17 +95,25 @@ def _compiled(source: str) -> tuple[jinja2.Template, bool, bool]:
         raise ChatTemplateError(
             f"the chat template has a syntax error in line {error.lineno}: {error.message}", "chat_template"
         ) from error
-    walks = any(_names_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
-    asks = any(test.name == "string" for test in tree.find_all(jinja2.nodes.Test))
-    return template, walks, asks
+    walks = any(_names(loop.iter, "content") for loop in tree.find_all(jinja2.nodes.For))
+    of_strings = [test.node for test in tree.find_all(jinja2.nodes.Test) if test.name == "string"]
+    return _Compiled(template, walks, bool(of_strings), _arguments_format(tree, of_strings))
 
 
-def _names_content(node: jinja2.nodes.Node) -> bool:
+def _arguments_format(tree: jinja2.nodes.Template, of_strings: Sequence[jinja2.nodes.Node]) -> ArgumentsFormat:
+    if any(_names(node, "arguments") for node in of_strings):
+        return "either"
+    sums = tree.find_all(jinja2.nodes.Add)
+    return "text" if any(_names(node, "arguments") for each in sums for node in (each.left, each.right)) else "object"
+
+
+def _names(node: jinja2.nodes.Node, name: str) -> bool:
+    """Whether an expression is the variable, attribute or item of this name."""
     if isinstance(node, jinja2.nodes.Getattr):
-        return node.attr == "content"
+        return node.attr == name
     if isinstance(node, jinja2.nodes.Getitem):
-        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
-    return isinstance(node, jinja2.nodes.Name) and node.name == "content"
+        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == name
+    return isinstance(node, jinja2.nodes.Name) and node.name == name
 
 
 def template_variables(source: str) -> set[str]:
@@ -162,13 +183,13 @@ def render_chat(
         )
     if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
         raise InvalidRequestError("tools must be a list of objects (JSON schemas of functions)", "tools")
-    template, walks, asks = _compiled(choose_template(tokenizer, chat_template, tools=bool(tools)))
+    compiled = _compiled(choose_template(tokenizer, chat_template, tools=bool(tools)))
     if content_format == "auto":
-        as_parts, keep_strings = walks, asks or not walks
+        as_parts, keep_strings = compiled.walks, compiled.asks or not compiled.walks
     else:
         as_parts, keep_strings = content_format == "openai", content_format == "string"
     messages = [
-        _normalised(message, number, as_parts=as_parts, keep_strings=keep_strings)
+        _normalised(message, number, as_parts=as_parts, keep_strings=keep_strings, arguments=compiled.arguments)
         for number, message in enumerate(_checked_conversation(conversation))
     ]
     mark = f"{uuid.uuid4().hex} "
@@ -183,7 +204,7 @@ def render_chat(
         **chat_template_kwargs,
     }
     try:
-        text = template.render(variables)
+        text = compiled.template.render(variables)
     except jinja2.TemplateError as error:
         raise ChatTemplateError(f"the chat template refused the conversation: {error.message or error}", "messages") from error
     except Exception as error:  # a template can fail like any program
@@ -203,7 +224,7 @@ def _checked_conversation(conversation: Any) -> Sequence[Mapping[str, Any]]:
     return conversation
 
 
-def _normalised(message: Any, number: int, *, as_parts: bool, keep_strings: bool) -> dict[str, Any]:
+def _normalised(message: Any, number: int, *, as_parts: bool, keep_strings: bool, arguments: ArgumentsFormat) -> dict[str, Any]:
     """One message in the form that the template takes."""
     where = f"message {number}"
     if not isinstance(message, Mapping):
@@ -213,8 +234,6 @@ def _normalised(message: Any, number: int, *, as_parts: bool, keep_strings: bool
         raise InvalidRequestError(f"{where} has the role {role!r}, must be a string like 'user' or 'assistant'", "messages")
     normalised = dict(message)
     if content is None:
-        if not (role in ("tool", "function") or (role == "assistant" and message.get("tool_calls"))):
-            raise InvalidRequestError(f"{where} ({role}) has no content", "messages")
         normalised["content"] = ""
     elif isinstance(content, str):
         if as_parts and not keep_strings:
@@ -227,7 +246,7 @@ def _normalised(message: Any, number: int, *, as_parts: bool, keep_strings: bool
             f"{where} has content of type {type(content).__name__}, must be a string or a list of parts", "messages"
         )
     if tool_calls := message.get("tool_calls"):
-        normalised["tool_calls"] = [_tool_call(call, where) for call in tool_calls]
+        normalised["tool_calls"] = [_tool_call(call, where, arguments) for call in tool_calls]
     return normalised
 
 
@@ -242,21 +261,37 @@ def _part_text(part: Any, where: str) -> str:
     raise InvalidRequestError(f"{where} is {kind!r}; only text parts ({{'type': 'text', 'text': …}}) are supported", "messages")
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object, which templates expect; the OpenAI API sends them as JSON text."""
+def _tool_call(call: Any, where: str, format: ArgumentsFormat) -> dict[str, Any]:
+    """A tool call with its arguments as an object, which templates expect; the OpenAI API sends them as JSON text.
+
+    Arguments that are no JSON object, such as those that max_tokens cut, stay text where the template takes text, and are
+    empty elsewhere: a client sends them with every further request.
+    """
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise InvalidRequestError(f"{where} has a tool call without a function", "messages")
     function = dict(call["function"])
-    arguments = function.get("arguments")
-    if arguments is None:
-        function["arguments"] = {}
-    elif isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments) if arguments.strip() else {}
-            function["arguments"] = {} if parsed is None else parsed
-        except ValueError as error:
-            raise InvalidRequestError(f"{where} has a tool call whose arguments are not JSON: {error}", "messages") from error
+    given = function.get("arguments")
+    parsed: Any = _parsed(given)
+    if parsed is None:
+        as_text = format != "object" and isinstance(given, str)
+        logger.debug("%s has a tool call whose arguments are no JSON object: taken as %s", where, "text" if as_text else "{}")
+        parsed = given if as_text else {}
+    if format == "text" and not isinstance(parsed, str):
+        parsed = given if parsed and isinstance(given, str) else _to_json(parsed)
+    function["arguments"] = parsed
     return {**call, "function": function}
+
+
+def _parsed(arguments: Any) -> Any:
+    """Arguments as an object, empty where there are none; None if they are something else."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else None
+        except (ValueError, RecursionError):
+            return None
+    if arguments is None:
+        return {}
+    return arguments if isinstance(arguments, Mapping) else None
 
 
 def _append_mark(message: dict[str, Any], mark: str) -> None:

@@ -25,20 +25,29 @@ class TextStream(Protocol):
         ...
 
     def flush(self) -> str:
-        """The text held back, complete or not."""
+        """The text held back, at the end of the output. An incomplete character has none."""
         ...
 
 
 def text_stream(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
 ) -> TextStream:
-    """A stream that continues the prompt's text: all it gives together is decode(prompt + output) without decode(prompt)."""
+    """A stream that continues the prompt's text: all it gives together is decode(prompt + output) without decode(prompt).
+
+    Without a character that the output's end cuts, too.
+    """
     skipped = tokenizer.all_special_ids if skip_special_tokens else frozenset()
     if tokenizer.is_byte_level:
         return ByteTextStream(tokenizer, prompt_ids, skipped)
     glued = frozenset() if skip_special_tokens or spaces_between_special_tokens else frozenset(tokenizer.added_tokens)
     make = FallbackTextStream if tokenizer.fallback_bytes else WindowTextStream
     return make(tokenizer, prompt_ids, skipped, glued)
+
+
+def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """The text of tokens, without a character that their end cuts."""
+    stream = text_stream(tokenizer, [], skip_special_tokens=skip_special_tokens)
+    return "".join(map(stream.push, token_ids)) + stream.flush()
 
 
 class ByteTextStream(TextStream):
@@ -55,7 +64,8 @@ class ByteTextStream(TextStream):
         return "" if token_id in self._skipped else self._decoder.decode(self._bytes_of(token_id))
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return ""
 
 
 class WindowTextStream(TextStream):
@@ -105,13 +115,15 @@ class WindowTextStream(TextStream):
         self._context_text = self._decode(self._context)
         return text
 
+    def _held_text(self) -> str:
+        return self._added_text(self._decode(self._context + self._held)) if self._held else ""
+
     def flush(self) -> str:
-        text = self._added_text(self._decode(self._context + self._held)) if self._held else ""
-        return self._advance(text, self._context + self._held)
+        return self._advance(self._held_text().rstrip(BROKEN), self._context + self._held)
 
     def continue_after(self, token_ids: list[int]) -> str:
         """Continue as if these tokens were the last ones. Returns the text held back."""
-        return self._advance(self.flush(), token_ids)
+        return self._advance(self._held_text(), token_ids)
 
 
 class FallbackTextStream(TextStream):
@@ -152,7 +164,8 @@ class FallbackTextStream(TextStream):
         return self._decoder.decode(b"", final=True)
 
     def flush(self) -> str:
-        return self._end_bytes() + self._others.flush()
+        self._decoder.reset()
+        return self._others.flush()
 
 
 def _visible_tail(token_ids: Sequence[int], skipped: frozenset[int], length: int) -> list[int]:

@@ -1,4 +1,8 @@
-"""Reads a model's generation_config.json: default sampling values, and token ids that end the output."""
+"""Reads a model's generation_config.json: default sampling values, and token ids that end the output.
+
+Where it sets no sampling value, conversations have those of llama.cpp, because small models write nonsense at temperature 1; APIs whose
+own defaults clients know keep them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +16,8 @@ from jaxllm.text.model_files import read_json
 FILE_NAME = "generation_config.json"
 _SAMPLING_FIELDS = {**{name: name for name in MODEL_DEFAULTS}, "max_new_tokens": "max_tokens"}
 """Names in the file to those of SamplingParams."""
+LLAMA_CPP: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""llama.cpp's own defaults (common_params_sampling in common/common.h)."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,20 @@ class GenerationConfig:
     sampling_values: Mapping[str, Any] = field(default_factory=dict)
     """By the names of SamplingParams."""
     eos_token_ids: tuple[int, ...] = ()
+    completes_chats: bool = False
+    """Whether conversations have LLAMA_CPP's values where `sampling_values` has none."""
+    origin: str = field(default="", compare=False)
+    """Where the values of conversations come from, for the log."""
+
+    @property
+    def chat_values(self) -> Mapping[str, Any]:
+        """The sampling values of conversations."""
+        return {**LLAMA_CPP, **self.sampling_values} if self.completes_chats else self.sampling_values
+
+    def describe_chats(self) -> str:
+        """`temperature 0.8, top_k 40 (where from)`"""
+        told = ", ".join(f"{name} {value}" for name, value in self.chat_values.items()) or "no values"
+        return f"{told} ({self.origin})"
 
 
 def load_generation_config(
@@ -39,7 +59,16 @@ def load_generation_config(
     values = {ours: found[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if found.get(theirs) is not None}
     eos = found.get("eos_token_id")
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    return GenerationConfig(({} if option == "none" else values) | _checked(override or {}), eos_ids)
+    overridden = _checked(override or {})
+    is_silent = option != "none" and not values.keys() & set(MODEL_DEFAULTS)
+    if option == "none":
+        values, origin = {}, "generation_config is none"
+    elif is_silent:
+        origin = f"llama.cpp's defaults, as the model's {FILE_NAME} {'sets none' if found else 'is missing'}"
+    else:
+        origin = f"the model's {FILE_NAME}"
+    origin += ", override_generation_config" if overridden else ""
+    return GenerationConfig(values | overridden, eos_ids, is_silent, origin)
 
 
 def _checked(override: Mapping[str, Any]) -> dict[str, Any]:

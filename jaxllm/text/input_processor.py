@@ -11,12 +11,14 @@ from typing import Any, TypedDict
 
 from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.log import info_once
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, Grammar
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.served_model import ServedModel
 from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 from jaxllm.text.generation_config import FILE_NAME, GenerationConfig
+from jaxllm.text.tokenization import PLAIN, Tokenization, encode_prompts
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.thinking import PARAM as THINKING
 from jaxllm.thinking import ThinkingBudget, markers
@@ -85,7 +87,7 @@ class InputProcessor:
     ):
         self.tokenizer = tokenizer
         self._compile_grammar = compile_grammar
-        self._processor_arguments = processor_arguments or {}
+        self.processor_arguments = processor_arguments or {}
         self.max_model_len = max_model_len
         self._vocab_size = model_config.vocab_size
         self._model = config.model.model
@@ -95,10 +97,10 @@ class InputProcessor:
         self._max_logprobs = config.model.max_logprobs
         self._num_replicas = config.parallel.data_parallel_size
         self._policy = config.scheduler.scheduling_policy
-        self._generation_config = generation_config or GenerationConfig()
+        self.generation_config = generation_config or GenerationConfig()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         first = () if tokenizer_eos is None else (tokenizer_eos,)
-        others = self._generation_config.eos_token_ids or model_config.eos_token_ids
+        others = self.generation_config.eos_token_ids or model_config.eos_token_ids
         self.eos_token_ids = tuple(dict.fromkeys((*first, *others)))
         """The tokenizer's own first, then those of the generation config (or, without it, of the model)."""
         self._numbers = itertools.count()
@@ -106,10 +108,11 @@ class InputProcessor:
         seed = config.model.seed
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
 
-    def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the model's generation config."""
+    def default_sampling_params(self, *, chat: bool = False) -> SamplingParams:
+        """SamplingParams with the values of the model's generation config. `chat`: with those of llama.cpp where it has none."""
+        config = self.generation_config
         try:
-            return SamplingParams(**self._generation_config.sampling_values)
+            return SamplingParams(**(config.chat_values if chat else config.sampling_values))
         except InvalidRequestError as error:
             raise ConfigError(f"{FILE_NAME} of the model: {error}; pass --generation-config none") from error
 
@@ -126,12 +129,13 @@ class InputProcessor:
         grammar: Grammar | None = None,
         adapter: str | None = None,
         data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> FrontRequest:
         """Check a prompt and complete its parameters. Raises InvalidRequestError, or TypeError for a request id that is no string.
 
         The request ends with an error if it exceeds its queue timeout or its timeout. `grammar`: the compiled structured
         output of `params`; None: compile it here, and wait for it. `adapter`: the name of a loaded LoRA adapter. `data_parallel_rank`:
-        the replica that is to compute it; None: any.
+        the replica that is to compute it; None: any. `session_id`: of requests that are best computed by one replica.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id is a {type(request_id).__name__}, must be a str")
@@ -141,14 +145,14 @@ class InputProcessor:
             )
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"priority is {priority!r}, must be an integer", "priority")
-        if priority != 0 and self._policy != "priority":
-            raise InvalidRequestError(
-                f"priority is {priority}, but requests are served in the order of arrival; leave it out, or start the engine with "
-                "--scheduling-policy priority",
-                "priority",
-            )
         if not -(2**63) <= priority < 2**63:
             raise InvalidRequestError(f"priority is {priority}, must fit 64 bits", "priority")
+        if priority != 0 and self._policy != "priority":
+            info_once(
+                "priority of requests has no effect: they are served in the order of arrival (--scheduling-policy priority "
+                "changes that)"
+            )
+            priority = 0
         _check_rank(data_parallel_rank, self._num_replicas)
         for name, seconds in (("queue_timeout_seconds", queue_timeout_seconds), ("timeout_seconds", timeout_seconds)):
             _check_timeout(name, seconds)
@@ -170,6 +174,7 @@ class InputProcessor:
                 timeout_seconds=timeout_seconds,
                 adapter=adapter,
                 data_parallel_rank=data_parallel_rank,
+                session_id=session_id,
             )
             sampling, pooling = request.sampling_params, request.pooling_params
             return FrontRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)
@@ -198,6 +203,7 @@ class InputProcessor:
                 thinking_budget=thinking_budget,
                 adapter=adapter,
                 data_parallel_rank=data_parallel_rank,
+                session_id=session_id,
             )
             for index in range(params.n)
         ]
@@ -234,15 +240,16 @@ class InputProcessor:
             return {}
         return {text: token_id for token_id, text in self.tokenizer.added_tokens.items() if token_id < self._vocab_size}
 
-    def tokenize_texts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+    def tokenize_texts(self, prompts: Sequence[Prompt], tokenization: Tokenization = PLAIN) -> list[Prompt]:
         """Tokenize the texts among the prompts in one batch, which uses every core. Invalid prompts stay unchanged."""
         if self.tokenizer is None:
             return list(prompts)
-        places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str) and prompt]
-        tokenized = list(prompts)
-        all_ids = encode_prompts(self.tokenizer, [prompts[place] for place in places])  # type: ignore[misc]
-        for place, token_ids in zip(places, all_ids, strict=True):
-            tokenized[place] = TokensPrompt(prompt=prompts[place], prompt_token_ids=token_ids)  # type: ignore[typeddict-item]
+        texts = {place: text for place, prompt in enumerate(prompts) if (text := _untokenized(prompt))}
+        tokenized: list[Any] = list(prompts)
+        all_ids = tokenization.encode(self.tokenizer, list(texts.values()), self.max_model_len)
+        for (place, text), token_ids in zip(texts.items(), all_ids, strict=True):
+            known: Any = prompts[place]
+            tokenized[place] = {**({} if isinstance(known, str) else known), "prompt": text, "prompt_token_ids": token_ids}
         return tokenized
 
     def _read_prompt(self, prompt: Any) -> tuple[str | None, list[int], str | None]:
@@ -300,7 +307,7 @@ class InputProcessor:
             max_model_len=self.max_model_len,
             max_logprobs=self._max_logprobs,
             num_prompt_tokens=num_prompt_tokens,
-            processors=self._processor_arguments,
+            processors=self.processor_arguments,
         )
         room = self.max_model_len - num_prompt_tokens
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -377,6 +384,13 @@ class InputProcessor:
         return [list(ids) for ids in dict.fromkeys(spellings) if ids]
 
 
+def _untokenized(prompt: Any) -> str | None:
+    """The text of a prompt without token ids."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
+    return prompt if isinstance(prompt, str) else None
+
+
 def _check_salt(salt: Any) -> None:
     """Raise InvalidRequestError unless a cache salt is a text that other tools take too."""
     if not isinstance(salt, str) or not salt:
@@ -403,18 +417,6 @@ def _check_timeout(name: str, seconds: Any) -> None:
         raise InvalidRequestError(
             f"{name} is {seconds!r}, must be seconds above 0 and at most {_MAX_TIMEOUT_SECONDS:.0f}", name
         )
-
-
-def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of plain prompts, with the special tokens that the tokenizer adds; a BOS in the text is not doubled."""
-    bos = tokenizer.bos_token_id
-    try:
-        all_ids = tokenizer.encode_batch(texts)
-    except (TypeError, UnicodeEncodeError):
-        raise InvalidRequestError(
-            "prompt has half a surrogate pair (bytes that are not UTF-8), which is no text", "prompt"
-        ) from None
-    return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in all_ids]
 
 
 def _read_token_ids(token_ids: Any) -> list[int]:

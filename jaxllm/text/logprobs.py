@@ -1,5 +1,6 @@
 """Logprobs in the callers' format: per position a dict from token id to Logprob, with the token's text."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import overload
 
@@ -62,9 +63,10 @@ class FlatLogprobs(Sequence[Position]):
 def positions(
     tokens: TokenLogprobs, count: int, previous_ids: Sequence[int], tokenizer: Tokenizer | None, *, ranked: bool = True
 ) -> list[Position]:
-    """One dict per row: the token itself, then the `count` others (-1: all).
+    """One dict per row: the token itself, then up to `count` others (-1: all).
 
-    `previous_ids` are the tokens before the first row. `ranked`: the others are the likeliest ones in order.
+    `previous_ids` are the tokens before the first row. `ranked`: the others are the likeliest ones in order, without those that
+    could not be drawn.
     """
     width = tokens.token_ids.shape[1] if count == -1 else 1 + count
     history = list(previous_ids[-4:])
@@ -73,7 +75,8 @@ def positions(
     for ids, logprobs, rank in rows:
         position: dict[int, Logprob] = {}
         for place, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-            if token_id not in position:
+            is_forbidden = ranked and place > 0 and logprob == -math.inf
+            if token_id not in position and not is_forbidden:
                 its_rank = rank if place == 0 else place if ranked else None
                 position[token_id] = Logprob(logprob, its_rank, token_text(tokenizer, token_id, history) if tokenizer else None)
         found.append(position)

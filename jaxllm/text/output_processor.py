@@ -163,6 +163,7 @@ class _Live:
         self.has_prompt_logprobs = False
         """Whether they have arrived, even if they were sent on already."""
         self.num_cached_tokens: int | None = None
+        self.num_cache_creation_tokens = 0
         self.vectors = _NO_VECTORS
         """The result of a finished pooling request."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
@@ -225,6 +226,7 @@ class _Live:
             finished=self.is_finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens or 0,
+            num_cache_creation_tokens=self.num_cache_creation_tokens,
             metrics=self.metrics,
         )
 
@@ -247,8 +249,17 @@ class _Live:
 class OutputProcessor:
     """The unfinished requests, and their outputs so far."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, metrics: Sequence[EngineMetrics] = (), stream_interval: int = 1):
-        """metrics: of each replica of the engine; none: nothing is counted."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        metrics: Sequence[EngineMetrics] = (),
+        stream_interval: int = 1,
+        cached_block_tokens: int | None = None,
+    ):
+        """metrics: of each replica of the engine; none: nothing is counted. cached_block_tokens: tokens of a block of the prefix
+        cache; None: there is none."""
+        self._cached_block_tokens = cached_block_tokens
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._stream_interval = stream_interval
@@ -310,6 +321,8 @@ class OutputProcessor:
                         queue_seconds=item.queue_seconds,
                         prefill_seconds=item.prefill_seconds,
                     )
+            if item.accepted_counts is not None and len(live.answers) == 1:
+                live.metrics.accepted_counts, live.metrics.num_draft_tokens = item.accepted_counts, item.num_draft_tokens
             if item.num_preemptions != answer.num_preemptions:
                 live.metrics.num_preemptions += item.num_preemptions - answer.num_preemptions
                 answer.num_preemptions = item.num_preemptions
@@ -384,6 +397,9 @@ class OutputProcessor:
             live.metrics.first_token_time = now
             live.metrics.queue_seconds, live.metrics.prefill_seconds = item.queue_seconds, item.prefill_seconds
             live.num_cached_tokens = item.num_cached_tokens
+            if (size := self._cached_block_tokens) is not None:
+                num_full = len(answer.prompt_token_ids) // size * size
+                live.num_cache_creation_tokens = max(0, num_full - item.num_cached_tokens)
         if live.counted_by is not None:
             live.counted_by.prefill_done(
                 len(answer.prompt_token_ids),

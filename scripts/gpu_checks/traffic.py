@@ -89,7 +89,7 @@ def kinds(num_tokens: int) -> dict[str, dict[str, Any]]:
             '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a", "b"]}'
         )
         found["structured"] = {"structured_outputs": regex}
-        found["structured, seeded"] = {**seeded, "structured_outputs": StructuredOutputsParams(json=schema)}
+        found["structured, seeded"] = {**seeded, "logprobs": 2, "structured_outputs": StructuredOutputsParams(json=schema)}
     return {name: {"temperature": 0.0, "max_tokens": num_tokens, **params} for name, params in found.items()}
 
 

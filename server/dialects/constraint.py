@@ -61,12 +61,12 @@ def start_after_token_ids(reasoning: ReasoningDialect | None, tokenizer: Any, pr
     is_open = reasoning.state_after(prompt_text, special_tokens_of(tokenizer))
     if is_open is False or (is_open is None and not reasoning.expected):
         return None
-    return reasoning_end_token_ids(reasoning, tokenizer)
+    return reasoning_end_token_ids(reasoning, tokenizer, prompt_text)
 
 
-def reasoning_end_token_ids(reasoning: ReasoningDialect, tokenizer: Any) -> tuple[int, ...]:
+def reasoning_end_token_ids(reasoning: ReasoningDialect, tokenizer: Any, prompt_text: str = "") -> tuple[int, ...]:
     """The tokens that end the reasoning."""
-    end = f"{CHANNEL}final{MESSAGE}" if reasoning.channels else reasoning.end[0]
+    end = f"{CHANNEL}final{MESSAGE}" if reasoning.channels else reasoning.end_after(prompt_text)
     return tuple(tokenizer.encode(end, add_special_tokens=False))
 
 

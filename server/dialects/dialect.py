@@ -62,8 +62,8 @@ class ToolDialect:
         return self.frame
 
     def needs_special_tokens(self, tokenizer: Any) -> bool:
-        """Whether detokenizing must keep special tokens, because some are markers."""
-        return not special_tokens_of(tokenizer).isdisjoint((*self.openings, *self.markers))
+        """Whether detokenizing must keep special tokens, because some are in markers."""
+        return _are_in(special_tokens_of(tokenizer), (*self.openings, *self.markers))
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,30 @@ class ReasoningDialect:
     start: tuple[str, ...] = ()
     """Markers that open the reasoning, at the beginning of the output or at the end of the prompt."""
     end: tuple[str, ...] = ()
-    """Markers that close the reasoning."""
+    """Markers that close the reasoning; the n-th belongs to the n-th of `start`."""
     implied: bool = False
     """The output begins with reasoning even if nothing opened it."""
     expected: bool = False
     """The model reasons unless the prompt ends with a closed block, so a constraint on its answer waits for the end marker."""
     channels: bool = False
     """The output is a sequence of messages in channels (harmony)."""
+    in_content: bool = False
+    """The reasoning stays in the content, within its markers."""
+    answer_start: tuple[str, ...] = ()
+    """Markers that may open the answer. They are left out."""
+    answer_end: tuple[str, ...] = ()
+    """Markers that close an answer so opened. They are left out, unless content follows."""
     markers: tuple[str, ...] = ()
     """Further markers of the format."""
 
     def needs_special_tokens(self, tokenizer: Any) -> bool:
-        """Whether detokenizing must keep special tokens, because some are markers."""
-        return not special_tokens_of(tokenizer).isdisjoint((*self.start, *self.end, *self.markers))
+        """Whether detokenizing must keep special tokens, because some are in markers."""
+        found = (*self.start, *self.end, *self.answer_start, *self.answer_end, *self.markers)
+        return _are_in(special_tokens_of(tokenizer), found)
+
+    def end_after(self, prompt_text: str) -> str:
+        """The marker that closes the reasoning which a prompt opened; the first if it opened none."""
+        return max(zip(self.start, self.end, strict=True), key=lambda pair: prompt_text.rfind(pair[0]))[1]
 
     def state_after(self, prompt_text: str, special_tokens: Iterable[str] = ()) -> bool | None:
         """Whether reasoning is open at the end of a rendered prompt: True, False (just closed), or None (not shown)."""
@@ -101,6 +112,10 @@ class ReasoningDialect:
         # An assistant message to be continued is in the same turn, so no special token follows the marker.
         special = tuple(special_tokens)
         return True if special and not any(token in after for token in special) else None
+
+
+def _are_in(tokens: Iterable[str], markers: Iterable[str]) -> bool:
+    return any(token in marker for marker in markers for token in tokens)
 
 
 def random_letters(length: int) -> str:

@@ -11,28 +11,27 @@ from server.dialects.reader import Ended, Reading
 if TYPE_CHECKING:
     from server.dialects.stream_parser import StreamParser
 
-NAMES = ("name",)
 ARGUMENTS = ("arguments", "parameters")
 OTHERS = ("type", "id", "index")
 """Other members allowed in a call without a marker; they are ignored."""
 
 
-def read_json_calls(parser: "StreamParser", separators: Iterable[str] = ()) -> Reading[None]:
-    """One call, an array of calls, or calls with separators between them."""
+def read_json_calls(parser: "StreamParser", separators: Iterable[str] = (), name_key: str = "name") -> Reading[None]:
+    """One call, an array of calls, or calls with separators between them; `name_key` is the member with a call's name."""
     yield from parser.space()
     if (yield from parser.next_is("[")):
-        yield from read_json_call(parser)
+        yield from read_json_call(parser, name_key)
         yield from parser.space()
         while not (yield from parser.next_is("]")):
             yield from parser.expect(",")
-            yield from read_json_call(parser)
+            yield from read_json_call(parser, name_key)
             yield from parser.space()
         parser.end_call()
         return
-    yield from read_json_call(parser)
+    yield from read_json_call(parser, name_key)
     for separator in separators:
         while (yield from _separated(parser, separator)):
-            yield from read_json_call(parser)
+            yield from read_json_call(parser, name_key)
 
 
 def _separated(parser: "StreamParser", separator: str) -> Reading[bool]:
@@ -40,7 +39,7 @@ def _separated(parser: "StreamParser", separator: str) -> Reading[bool]:
     return (yield from parser.next_is(separator))
 
 
-def read_json_call(parser: "StreamParser") -> Reading[None]:
+def read_json_call(parser: "StreamParser", name_key: str = "name") -> Reading[None]:
     """Read one object with a name and arguments, in any order. Streams the arguments once the name is known."""
     yield from parser.space()
     yield from parser.expect("{")
@@ -53,7 +52,7 @@ def read_json_call(parser: "StreamParser") -> Reading[None]:
         yield from parser.space()
         yield from parser.expect(":")
         yield from parser.space()
-        if key in NAMES and name is None:
+        if key == name_key and name is None:
             name = yield from parser.json_string()
         elif key in ARGUMENTS and arguments is None:
             arguments = ""

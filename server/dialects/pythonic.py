@@ -1,4 +1,4 @@
-"""Calls written as Python: [get_weather(city="Paris", days=3), get_time()]; Llama 4 adds <|python_start|>, <|python_end|>."""
+"""Calls written as Python: [get_weather(city="Paris", days=3), get_time()], bare, within markers, or a line each."""
 
 import re
 from typing import TYPE_CHECKING
@@ -22,14 +22,23 @@ _STRING = {quote: re.compile(rf"(?s)(?:[^{quote}\\]++|\\.)*+") for quote in "'\"
 
 
 class Pythonic(ToolDialect):
-    bare_openings = "["
+    """A list of calls within markers; `bare`: or without them."""
 
-    def __init__(self, openings: tuple[str, ...] = (), closing: str = ""):
+    def __init__(self, openings: tuple[str, ...] = (), closing: str = "", bare: bool = True):
         self.openings = openings
         self.markers = (closing,) if closing else ()
+        self.bare_openings = "[" if bare else ""
         self._closing = closing
 
     def read(self, parser: "StreamParser", opening: str) -> Reading[None]:
+        yield from self._read_calls(parser)
+        parser.end_call()
+        if self._closing:
+            yield from parser.space()
+            yield from parser.next_is(self._closing)
+        parser.end_call()
+
+    def _read_calls(self, parser: "StreamParser") -> Reading[None]:
         yield from parser.space()
         yield from parser.expect("[")
         while True:
@@ -41,11 +50,6 @@ class Pythonic(ToolDialect):
             yield from parser.space()
             if (yield from parser.next_is("]")):
                 break
-        parser.end_call()
-        if self._closing:
-            yield from parser.space()
-            yield from parser.next_is(self._closing)
-        parser.end_call()
 
     def _read_call(self, parser: "StreamParser") -> Reading[None]:
         yield from parser.space()
@@ -74,6 +78,18 @@ class Pythonic(ToolDialect):
             parser.start_call(name)
         parser.add_arguments("}" if num_arguments else "{}")
         parser.end_call()
+
+
+class PythonicLines(Pythonic):
+    """Calls without a list around them, each on a line of its own: OLMo 3."""
+
+    def _read_calls(self, parser: "StreamParser") -> Reading[None]:
+        while True:
+            yield from self._read_call(parser)
+            yield from parser.space()
+            letter = yield from parser.peek()
+            if not letter or letter == self._closing[0]:
+                break
 
 
 def _read_value(parser: "StreamParser") -> Reading[str]:

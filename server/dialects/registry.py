@@ -1,5 +1,6 @@
 """The names of dialects, which are vLLM's, and the detection of a model's dialects from its chat template."""
 
+from dataclasses import replace
 from typing import Any
 
 from jaxllm.thinking import MARKERS
@@ -8,52 +9,103 @@ from server.dialects.dialect import ReasoningDialect, ToolDialect, special_token
 from server.dialects.harmony import HARMONY
 from server.dialects.kimi import Kimi
 from server.dialects.llama_json import LlamaJson
-from server.dialects.marked_json import GRANITE, HERMES, JAMBA, PHI4_MINI
+from server.dialects.marked_json import COHERE, GRANITE, GRANITE_20B_FC, HERMES, JAMBA, LONGCAT, NEMOTRON, PHI4_MINI
 from server.dialects.mistral import Mistral
-from server.dialects.pythonic import Pythonic
+from server.dialects.pythonic import Pythonic, PythonicLines
 from server.dialects.xlam import Xlam
-from server.dialects.xml import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlCalls
+from server.dialects.xml import GLM45, K2_HORIZON, MIMO, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlCalls, dsml
 
 TOOL_DIALECTS: dict[str, ToolDialect] = {
+    "cohere_command3": COHERE,
+    "cohere_command4": COHERE,
     "deepseek_v3": DeepSeek(code_block=True),
     "deepseek_v31": DeepSeek(code_block=False),
+    "deepseek_v32": XmlCalls(dsml("function_calls")),
+    "deepseek_v4": XmlCalls(dsml("tool_calls"), ends_reasoning=True),
+    "deepseek_v41": XmlCalls(dsml("calls", space=" "), ends_reasoning=True),
+    "ernie45": HERMES,
     "glm45": XmlCalls(GLM45),
     "glm47": XmlCalls(GLM45),
     "granite": GRANITE,
+    "granite-20b-fc": GRANITE_20B_FC,
     "granite4": HERMES,
     "hermes": HERMES,
+    "hunyuan_a13b": JAMBA,
     "jamba": JAMBA,
+    "k2_horizon": XmlCalls(K2_HORIZON, ends_reasoning=True),
     "kimi_k2": Kimi(),
+    "lfm2": Pythonic(("<|tool_call_start|>",), "<|tool_call_end|>", bare=False),
+    "ling3": XmlCalls(GLM45, ends_reasoning=True),
     "llama3_json": LlamaJson(),
     "llama4_json": LlamaJson(),
     "llama4_pythonic": Pythonic(("<|python_start|>",), "<|python_end|>"),
+    "longcat": LONGCAT,
+    "mimo": XmlCalls(MIMO, section_optional=True),
     "minimax_m2": XmlCalls(MINIMAX_M2),
     "mistral": Mistral(),
+    "nemotron_json": NEMOTRON,
+    "olmo3": PythonicLines(("<function_calls>",), "</function_calls>", bare=False),
     "openai": HARMONY,
     "phi4_mini_json": PHI4_MINI,
+    "poolside_v1": XmlCalls(GLM45),
     "pythonic": Pythonic(),
     "qwen3_coder": XmlCalls(QWEN3_CODER, section_optional=True),
     "qwen3_json": HERMES,
     "qwen3_xml": XmlCalls(QWEN3_CODER, section_optional=True),
     "seed_oss": XmlCalls(SEED_OSS),
+    "step3p5": XmlCalls(QWEN3_CODER, section_optional=True),
     "xlam": Xlam(),
 }
 
-_THINK, _MISTRAL, _SEED = (((start,), (end,)) for start, end in MARKERS)
+_THINK, _MISTRAL, _SEED, _COHERE = (((start,), (end,)) for start, end in MARKERS)
+_IFM = tuple(f"ifm|{name}" for name in ("think", "think_fast", "think_faster"))
+_MARKED = ReasoningDialect(*_THINK)
+_EXPECTED = ReasoningDialect(*_THINK, expected=True)
+_IMPLIED = ReasoningDialect(*_THINK, implied=True, expected=True)
+_COHERE_COMMAND = ReasoningDialect(
+    *_COHERE,
+    answer_start=("<|START_RESPONSE|>", "<|START_TEXT|>"),
+    answer_end=("<|END_RESPONSE|>", "<|END_TEXT|>"),
+)
+
 REASONING_DIALECTS: dict[str, ReasoningDialect] = {
-    "deepseek_r1": ReasoningDialect(*_THINK, implied=True, expected=True),
-    "deepseek_v3": ReasoningDialect(*_THINK),
-    "glm45": ReasoningDialect(*_THINK, expected=True),
+    "cohere_command3": _COHERE_COMMAND,
+    "cohere_command4": _COHERE_COMMAND,
+    "deepseek_r1": _IMPLIED,
+    "deepseek_v3": _MARKED,
+    "deepseek_v4": _IMPLIED,
+    "deepseek_v41": _IMPLIED,
+    "ernie45": replace(_IMPLIED, answer_start=("<response>",), answer_end=("</response>",)),
+    "glm45": _EXPECTED,
+    "glm47": _EXPECTED,
     "granite": ReasoningDialect(
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
-    "kimi_k2": ReasoningDialect(*_THINK),
-    "minimax_m2": ReasoningDialect(*_THINK, implied=True, expected=True),
+    "granite_thinking_parser": _EXPECTED,
+    "holo2": _IMPLIED,
+    "hunyuan_a13b": replace(_MARKED, answer_start=("<answer>", "助手："), answer_end=("</answer>",)),
+    "hy_v3": _MARKED,
+    "k2_horizon": ReasoningDialect(
+        tuple(f"<{name}>" for name in _IFM), tuple(f"</{name}>" for name in _IFM), implied=True, expected=True
+    ),
+    "kimi_k2": _MARKED,
+    "ling3": _MARKED,
+    "mimo": _EXPECTED,
+    "minicpmv": _MARKED,
+    "minimax_m2": _IMPLIED,
+    "minimax_m2_append_think": replace(_IMPLIED, in_content=True),
     "mistral": ReasoningDialect(*_MISTRAL),
+    "nano_v3": _EXPECTED,
+    "nemotron_v3": _EXPECTED,
+    "olmo3": _IMPLIED,
     "openai_gptoss": ReasoningDialect(channels=True, expected=True, markers=HARMONY.openings),
-    "qwen3": ReasoningDialect(*_THINK, expected=True),
+    "poolside_v1": _MARKED,
+    "qwen3": _EXPECTED,
     "seed_oss": ReasoningDialect(*_SEED),
-    "think": ReasoningDialect(*_THINK),
+    "step3": _IMPLIED,
+    "step3p5": _IMPLIED,
+    "step5": _IMPLIED,
+    "think": _MARKED,
 }
 
 
@@ -72,15 +124,27 @@ def by_name(
 
 _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>", "<|message|>")),
+    ("deepseek_v41", ("｜DSML｜ calls>",)),
+    ("deepseek_v32", ("｜DSML｜", "function_calls>")),
+    ("deepseek_v4", ("｜DSML｜",)),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("cohere_command3", ("<|START_ACTION|>",)),
+    ("k2_horizon", ("<ifm|tool_calls>", "<ifm|arg_key>")),
+    ("longcat", ("<longcat_tool_call>",)),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("nemotron_json", ("<TOOLCALL>",)),
+    ("olmo3", ("<functions>", "<function_calls>")),
     ("glm45", ("<tool_call>", "<arg_key>")),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
+    ("mimo", ("<function=", "<parameter=", "MiMo")),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("granite", ("<|tool_call|>", "<|start_of_role|>")),
+    ("hunyuan_a13b", ("<tool_calls>", "<answer>")),
     ("jamba", ("<tool_calls>",)),
     ("hermes", ("<tool_call>",)),
     ("llama4_json", ("<|python_start|>", '"parameters"')),
@@ -96,6 +160,12 @@ _REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("granite", ("Here is my thought process:",)),
     ("seed_oss", ("<seed:think>",)),
     ("minimax_m2", ("<minimax:tool_call>", "<think>")),
+    ("cohere_command3", ("<|START_THINKING|>",)),
+    ("cohere_command3", ("<|START_RESPONSE|>",)),
+    ("k2_horizon", ("<ifm|think>",)),
+    ("ernie45", ("<response>", "</think>")),
+    ("hunyuan_a13b", ("<answer>", "</think>", "<|extra_0|>")),
+    ("deepseek_v4", ("｜DSML｜", "</think>")),
     ("deepseek_v3", ("<｜Assistant｜>", "</think>", "thinking")),
     ("deepseek_r1", ("<｜Assistant｜>", "</think>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>", "</think>")),
@@ -105,11 +175,16 @@ _REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
+_TOOL_TOKENS = {"mistral": "[TOOL_CALLS]", "lfm2": "<|tool_call_start|>"}
+"""Special tokens that show the format where a template takes tools and shows no sign."""
+
+
 def find_dialect_names(chat_template: str | None, tokenizer: Any = None) -> tuple[str | None, str | None]:
     """The names of the tool and reasoning dialects detected in a chat template, or None."""
     template = chat_template or ""
     tool = next((name for name, signs in _TOOL_SIGNS if all(sign in template for sign in signs)), None)
     reasoning = next((name for name, signs in _REASONING_SIGNS if all(sign in template for sign in signs)), None)
-    if tool is None and "tools" in template and "[TOOL_CALLS]" in special_tokens_of(tokenizer):
-        tool = "mistral"
+    if tool is None and "tools" in template:
+        special_tokens = special_tokens_of(tokenizer)
+        tool = next((name for name, token in _TOOL_TOKENS.items() if token in special_tokens), None)
     return tool, reasoning

@@ -56,6 +56,7 @@ class StreamParser(Reader):
         self._num_broken = 0
         self._ids: set[str] = set()
         self._space: list[str] = []  # white space that is content only if content follows
+        self._answer_ends: tuple[str, ...] = ()
         self._has_content = self._has_reasoning = self._after_reasoning = False
         special = frozenset(special_tokens)
         self._dropped = special if drop_special_tokens else frozenset()
@@ -166,11 +167,13 @@ class StreamParser(Reader):
 
     def copy_visible_until(self, ends: Sequence[str], sink: Callable[[str], Any]) -> Reading[str | None]:
         """Pass text on up to the first of these markers, without special tokens. Returns the marker, or None at the end."""
-        markers = markers_of(*ends, *self._dropped)
+        markers = markers_of(*ends, *self._answer_ends, *self._dropped)
         while True:
             marker = yield from self.copy_until(markers, sink)
             if marker is None or marker in ends:
                 return marker
+            if marker in self._answer_ends and marker not in self._dropped:
+                self._space.append(marker)
 
     def read_calls(self, reading: Reading[None], *, already_read: str = "", bare: bool = False) -> Reading[None]:
         """Let a dialect read calls. Failed calls become content."""
@@ -200,7 +203,12 @@ class StreamParser(Reader):
     def _read_answer(self, reasoning: ReasoningDialect | None, is_open: bool | None) -> Reading[None]:
         opening = None
         if reasoning is not None:
-            opening = yield from self._read_reasoning(reasoning, is_open)
+            if reasoning.in_content:
+                yield from self._copy_reasoning(reasoning, is_open)
+            else:
+                opening = yield from self._read_reasoning(reasoning, is_open)
+            if opening is None and reasoning.answer_start:
+                yield from self._read_answer_start(reasoning)
         if self._tool is not None:
             yield from self._read_content(self._tool, opening)
         yield from self._copy_content()
@@ -232,6 +240,23 @@ class StreamParser(Reader):
         self.in_reasoning = False
         return marker if marker in calls else None
 
+    def _copy_reasoning(self, dialect: ReasoningDialect, is_open: bool | None) -> Reading[None]:
+        """Pass the reasoning on as content, with its start marker even if that is in the prompt."""
+        if is_open is False:
+            return
+        yield from self.space()
+        yield from self.first_of(dialect.start)
+        self.add_content(dialect.start[0])
+        self.add_content((yield from self.copy_visible_until(dialect.end, self.add_content)) or "")
+
+    def _read_answer_start(self, dialect: ReasoningDialect) -> Reading[None]:
+        """Skip the markers that open the answer."""
+        space = yield from self.space()
+        while (yield from self.first_of(dialect.answer_start)):
+            self._answer_ends = dialect.answer_end
+            space = yield from self.space()
+        self.add_content(space)
+
     def _read_content(self, tool: ToolDialect, opening: str | None) -> Reading[None]:
         if tool.bare_openings and opening is None:
             self.add_content((yield from self.space()))
@@ -255,6 +280,6 @@ class StreamParser(Reader):
         """No content follows: emit trailing white space if the answer has neither calls nor reasoning."""
         if self._has_content or not self._after_reasoning:
             space = "".join(self._space)
-            if space and not self.num_calls:
+            if space and not self.num_calls and not any(end in space for end in self._answer_ends):
                 self._out.append(Content(space))
         self._space.clear()

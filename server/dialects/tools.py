@@ -16,7 +16,9 @@ _NAMING_NONE = {"type", "properties", "required", "title", "description", "$sche
 """Keywords of a schema that allow no members of an object by name or pattern if properties and required are empty."""
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
-"""Pattern of function names."""
+"""Pattern of function names, as models write them if they do not take them from the request."""
+_GIVEN_NAME = re.compile(r"[\w.:/-](?:[\w.:/ -]*[\w.:/-])?")
+"""Pattern of the names in requests, which are written into JSON and tags as they are."""
 _NOT_PYTHON = re.compile(r"\\[pP]\{[^{}]*\}|\\u\{[0-9A-Fa-f]+\}|\\c[A-Za-z]")
 """Syntax of ECMA patterns that Python does not have."""
 
@@ -61,6 +63,7 @@ def check_tools(
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
     """Check the request's `tools` and `tool_choice`, whose shape `server.protocol.chat` has checked.
 
+    Of functions with the same name the first is returned; the template shows all.
     Raises InvalidRequestError.
     """
     checked = () if tools is None else _tools(tools)
@@ -73,18 +76,16 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"tools has {len(tools)} functions; at most {MAX_TOOLS} are possible", "tools")
     checked = tuple(_tool(tool["function"], f"tools[{index}].function") for index, tool in enumerate(tools))
-    names: set[str] = set()
-    for index, tool in enumerate(checked):
-        if tool.name in names:
-            raise InvalidRequestError(f"tools has two functions named {tool.name!r}", f"tools[{index}].function.name")
-        names.add(tool.name)
-    return checked
+    first_of_each_name = {tool.name: tool for tool in reversed(checked)}
+    return tuple(tool for tool in checked if first_of_each_name[tool.name] is tool)
 
 
 def _tool(function: Mapping[str, Any], param: str) -> Tool:
     name, parameters = function["name"], function.get("parameters") or {}
-    if not NAME.fullmatch(name):
-        raise InvalidRequestError(f"{param}.name may consist of letters, digits, '_', '-' and '.' only", f"{param}.name")
+    if not _GIVEN_NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"{param}.name may have letters, digits, '_', '-', '.', ':', '/' and spaces between them only", f"{param}.name"
+        )
     check_parameters(parameters, f"{param}.parameters")
     return Tool(name, parameters, function.get("description"), bool(function.get("strict")))
 

@@ -1,4 +1,4 @@
-"""Calls in tags, one tag per parameter: Qwen3-Coder, Seed-OSS, GLM 4.5, MiniMax M2. The tool's schema gives the types."""
+"""Calls in tags, one tag per parameter: Qwen3-Coder, GLM 4.5, MiniMax M2, DeepSeek V3.2. The tool's schema gives the types."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,25 +31,45 @@ class Tags:
     after_section: str
     several: bool = False
     """Whether a section may hold several calls."""
+    after_key_of_json: str = ""
+    """In place of `after_key` if the value is JSON; values after `after_key` are then strings, whatever the schema."""
+    verbatim: bool = False
+    """Whether line breaks beside a value belong to it."""
 
 
 QWEN3_CODER = Tags("<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>")
+MIMO = replace(QWEN3_CODER, verbatim=True)
 SEED_OSS = replace(QWEN3_CODER, section="<seed:tool_call>", after_section="</seed:tool_call>")
 GLM45 = Tags("<tool_call>", "", "\n", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "", "</tool_call>")
 MINIMAX_M2 = Tags(
     "<minimax:tool_call>", '<invoke name="', '">', '<parameter name="', '">', "", "</parameter>", "</invoke>", "</minimax:tool_call>",
     several=True,
 )  # fmt: skip
+K2_HORIZON = Tags(
+    "<ifm|tool_calls>", "<ifm|tool_call>", "\n", "<ifm|arg_key>", "</ifm|arg_key>", "<ifm|arg_value>", "</ifm|arg_value>",
+    "</ifm|tool_call>", "</ifm|tool_calls>", several=True,
+)  # fmt: skip
+
+
+def dsml(section: str, space: str = "") -> Tags:
+    """DeepSeek's tags from V3.2 on: their first word is the token ｜DSML｜."""
+    begin, end = f"<｜DSML｜{space}", f"</｜DSML｜{space}"
+    return Tags(
+        f"{begin}{section}>", f'{begin}invoke name="', '">', f'{begin}parameter name="', '" string="true">', "",
+        f"{end}parameter>", f"{end}invoke>", f"{end}{section}>",
+        several=True, after_key_of_json='" string="false">', verbatim=True,
+    )  # fmt: skip
 
 
 class XmlCalls(ToolDialect):
-    def __init__(self, tags: Tags, section_optional: bool = False):
+    def __init__(self, tags: Tags, section_optional: bool = False, ends_reasoning: bool = False):
         self.tags = tags
+        self.ends_reasoning = ends_reasoning
         self.openings = (tags.section, tags.call) if section_optional else (tags.section,)
         self.markers = tuple(tag for tag in vars(tags).values() if isinstance(tag, str) and len(tag) > 1)
         ends = (tags.after_call, tags.after_section)
         self._after_name = Markers((tags.after_name, tags.parameter, *ends))
-        self._after_key = Markers((tags.after_key,))
+        self._after_key = Markers((tags.after_key, tags.after_key_of_json))
         self._after_value = Markers((tags.after_value, tags.parameter, *ends))
 
     def read(self, parser: "StreamParser", opening: str) -> Reading[None]:
@@ -72,7 +92,7 @@ class XmlCalls(ToolDialect):
         tags = self.tags
         name, marker = yield from parser.text_until(self._after_name, MAX_NAME)
         name = name.strip()
-        if not NAME.fullmatch(name):
+        if not NAME.fullmatch(name) and name not in parser.tools:
             raise Broken
         parser.start_call(name)
         tool = parser.tools.get(name)
@@ -83,13 +103,15 @@ class XmlCalls(ToolDialect):
                 yield from parser.space()
                 marker = yield from self._next_tag(parser)
                 continue
-            key, _ = yield from parser.text_until(self._after_key, MAX_NAME)
+            key, after_key = yield from parser.text_until(self._after_key, MAX_NAME)
             if tags.value:
                 yield from parser.space()
                 yield from parser.expect(tags.value)
             value, marker = yield from parser.text_until(self._after_value)
             schema = properties.get(key.strip()) if isinstance(properties, Mapping) else None
-            parser.add_arguments(f"{before}{to_json(key.strip())}: {typed_json(value, schema)}")
+            if tags.after_key_of_json:
+                schema = {} if after_key == tags.after_key_of_json else {"type": "string"}
+            parser.add_arguments(f"{before}{to_json(key.strip())}: {typed_json(value, schema, tags.verbatim)}")
             before = ", "
         parser.add_arguments("{}" if before == "{" else "}")
         return marker == tags.after_section
@@ -102,9 +124,9 @@ class XmlCalls(ToolDialect):
         return tag
 
 
-def typed_json(value: str, schema: Any) -> str:
+def typed_json(value: str, schema: Any, verbatim: bool = False) -> str:
     """The JSON text of a tag's value: a string if the schema allows no other type or the value is not JSON."""
-    text = value.removeprefix("\n").removesuffix("\n")
+    text = value if verbatim else value.removeprefix("\n").removesuffix("\n")
     types = _types(schema)
     if types == {"string"}:
         return to_json(text)

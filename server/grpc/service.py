@@ -15,7 +15,7 @@ from server.grpc import jaxllm_pb2 as pb
 from server.grpc.interceptor import authorization_of
 from server.grpc.messages import response_of, sampling_fields
 from server.owner import owner_of_key
-from server.prompts import check_length, check_room, check_text_length, encode_prompt, tokenizer_of
+from server.prompts import check_length, check_max_tokens, check_text_length, encode_prompt, tokenizer_of
 from server.sampling import sampling_params
 
 MAX_REQUEST_ID_LENGTH = 128
@@ -96,8 +96,7 @@ class Inference:
             raise bad_request("prompt is empty, must have at least 1 token; set text or token_ids", "prompt")
         num_tokens = len(prompt["prompt_token_ids"])
         check_length(num_tokens, max_model_len)
-        if request.sampling.HasField("max_tokens"):
-            check_room(num_tokens, request.sampling.max_tokens, max_model_len)
+        check_max_tokens(request.sampling.max_tokens, max_model_len)
         if request.HasField("cache_salt"):
             prompt["cache_salt"] = request.cache_salt
         return prompt

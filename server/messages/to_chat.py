@@ -6,25 +6,30 @@ from typing import Any
 
 from jaxllm.thinking import PARAM as THINKING_BUDGET
 from server.errors import bad_request
+from server.messages.tools import as_functions
 from server.protocol.anthropic import (
     InputMessage,
     MessagesRequest,
     Prompt,
     TextBlock,
     ThinkingBlock,
-    Tool,
+    ToolAddition,
     ToolChoice,
+    ToolReference,
+    ToolRemoval,
     ToolResultBlock,
     ToolUseBlock,
 )
 from server.protocol.nested import parse
 
 BLOCKS: dict[str, dict[str, Any]] = {
-    "user": {"text": TextBlock, "tool_result": ToolResultBlock},
+    "user": {"text": TextBlock, "tool_result": ToolResultBlock, "tool_reference": ToolReference},
     "assistant": {"text": TextBlock, "tool_use": ToolUseBlock, "thinking": ThinkingBlock},
-    "system": {"text": TextBlock},
+    "system": {"text": TextBlock, "tool_addition": ToolAddition, "tool_removal": ToolRemoval},
+    "system prompt": {"text": TextBlock},
+    "tool": {"text": TextBlock, "tool_reference": ToolReference},
 }
-"""The block types allowed for each role."""
+"""The block types allowed for each role, in `system`, and in the result of a tool."""
 
 
 def prompt_fields(request: Prompt) -> dict[str, Any]:
@@ -37,8 +42,11 @@ def prompt_fields(request: Prompt) -> dict[str, Any]:
                 "context_management",
             )
     messages = [] if request.system is None else [{"role": "system", "content": _text(request.system, "system")}]
+    seen: list[Any] = []
     for place, message in enumerate(request.messages):
-        messages += _as_chat_messages(message, f"messages[{place}].content")
+        messages += _as_chat_messages(message, f"messages[{place}].content", seen)
+    if not messages:
+        raise bad_request("messages has nothing but changes of tools; add the user's message", "messages")
     fields: dict[str, Any] = {**request.passed_on(), "messages": messages}
     if messages[-1]["role"] == "assistant":  # the answer continues it
         if set(messages[-1]) != {"role", "content"}:
@@ -46,8 +54,9 @@ def prompt_fields(request: Prompt) -> dict[str, Any]:
                 "the last message is the assistant's and holds more than text; end with the user's", param="messages"
             )
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    if request.tools:
-        fields["tools"] = [_as_function(tool, f"tools[{place}]") for place, tool in enumerate(request.tools)]
+    chosen = None if request.tool_choice is None else request.tool_choice.name
+    if tools := as_functions(request.tools or (), seen, chosen):
+        fields["tools"] = tools
     if request.tool_choice is not None:
         fields |= _tool_choice(request.tool_choice)
     if request.output_config is not None and request.output_config.effort is not None:
@@ -90,18 +99,23 @@ def enable_thinking(request: Prompt) -> bool | None:
     return thinking.type == "enabled"
 
 
-def _as_chat_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
-    """Convert one message; a user message with tool results becomes one message per result and one for the rest."""
+def _as_chat_messages(message: InputMessage, where: str, seen: list[Any]) -> list[dict[str, Any]]:
+    """Convert one message; a user message with tool results becomes one message per result and one for the rest.
+
+    Appends its blocks, and those of the results, to `seen`.
+    """
     blocks = _blocks(message.content, where, message.role)
+    seen += blocks
     results = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result_text(block, f"{where}[{place}].content")}
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result_text(block, f"{where}[{place}].content", seen)}
         for place, block in enumerate(blocks)
         if isinstance(block, ToolResultBlock)
     ]
     text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
     has_text = any(isinstance(block, TextBlock) for block in blocks)
     if message.role != "assistant":
-        return [*results, {"role": message.role, "content": text}] if has_text or not results else results
+        changes_tools = any(isinstance(block, ToolAddition | ToolRemoval | ToolReference) for block in blocks)
+        return [*results, {"role": message.role, "content": text}] if has_text or not (results or changes_tools) else results
     chat: dict[str, Any] = {"role": "assistant"}
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if has_text or not calls:
@@ -134,27 +148,17 @@ def _blocks(content: str | Sequence[Mapping[str, Any]], where: str, role: str) -
 
 
 def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
-    return "".join(block.text for block in _blocks(content, where, "system"))
+    return "".join(block.text for block in _blocks(content, where, "system prompt"))
 
 
-def _result_text(block: ToolResultBlock, where: str) -> str:
-    text = _text(block.content or "", where)
+def _result_text(block: ToolResultBlock, where: str, seen: list[Any]) -> str:
+    """What the model reads of a result; of a search for tools, their names."""
+    parts = _blocks(block.content or "", where, "tool")
+    seen += parts
+    text = "".join(part.text for part in parts if isinstance(part, TextBlock))
+    if names := [part.name_of_tool for part in parts if isinstance(part, ToolReference)]:
+        text += ("\n" if text else "") + f"Tools found: {', '.join(names)}"
     return f"Error: {text}" if block.is_error else text  # chat templates have no other place for it
-
-
-def _as_function(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if given.get("type") not in (None, "custom"):
-        raise bad_request(
-            f"{where}.type is {given['type']!r:.80}; tools that the server runs itself are not supported, only custom",
-            param=f"{where}.type",
-        )
-    tool = parse(Tool, given, where)
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: ToolChoice) -> dict[str, Any]:

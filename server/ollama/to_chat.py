@@ -1,5 +1,6 @@
 """Converts ollama's requests to the equivalent chat and completion requests."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.sampling_params import IN_REQUESTS
@@ -17,20 +18,21 @@ from server.protocol.ollama import (
 _SAME = Options.model_fields.keys() & IN_REQUESTS.keys()
 
 
-def sampling_fields(body: OllamaRequest, max_tokens: str) -> dict[str, Any]:
-    """Request fields for `options` and `format`; the maximum number of tokens is called `max_tokens`."""
+def sampling_fields(body: OllamaRequest, max_tokens: str, max_model_len: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Request fields for `options` and `format`, over `defaults`; the maximum number of tokens is called `max_tokens`."""
     fields: dict[str, Any] = {"stream": body.stream is not False}
     if body.options is not None:
         _check(body.options)
         fields |= body.options.model_dump(include=_SAME, exclude_none=True)
         fields["repetition_penalty"] = body.options.repeat_penalty
         limit = body.options.num_predict
-        fields[max_tokens] = None if limit is None or limit < 0 else limit  # -1: unlimited, -2: up to the context length
+        # -1: unlimited, -2: up to the context length, which ends the answer in any case
+        fields[max_tokens] = None if limit is None or limit < 0 else min(limit, max_model_len)
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": body.format}}
-    return {name: value for name, value in fields.items() if value is not None}
+    return {**defaults, **{name: value for name, value in fields.items() if value is not None}}
 
 
 def _check(options: Options) -> None:
@@ -40,9 +42,11 @@ def _check(options: Options) -> None:
             raise bad_request(f"options has {name[:100]!r}, which is not supported{hint}", "options", "unsupported_parameter")
 
 
-def chat_fields(body: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, Any]:
-    """The fields of a chat request. Raises ApiError."""
-    fields = sampling_fields(body, "max_completion_tokens")
+def chat_fields(
+    body: OllamaChatRequest | OllamaGenerateRequest, max_model_len: int, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The fields of a chat request, over `defaults`. Raises ApiError."""
+    fields = sampling_fields(body, "max_completion_tokens", max_model_len, defaults)
     if isinstance(body.think, str):
         fields["reasoning_effort"] = body.think
     if isinstance(body, OllamaGenerateRequest):

@@ -57,6 +57,41 @@ class Tool(RequestModel):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    defer_loading: bool | None = None
+    """Whether the model does not see it before a `tool_reference` or a `tool_addition` names it."""
+
+
+class ToolReference(RequestModel):
+    """The name of a tool: what a search for tools has found, or the tool of a change."""
+
+    type: Literal["tool_reference"]
+    tool_name: str | None = None
+    name: str | None = None
+
+    @property
+    def name_of_tool(self) -> str:
+        return self.tool_name or self.name or ""
+
+
+class ToolDefinition(RequestModel):
+    """A tool that is declared in the course of the conversation."""
+
+    type: Literal["tool_definition"]
+    definition: Tool
+
+
+class ToolAddition(RequestModel):
+    """From here on the model may call a tool."""
+
+    type: Literal["tool_addition"]
+    tool: ToolReference | ToolDefinition = Field(discriminator="type")
+
+
+class ToolRemoval(RequestModel):
+    """From here on it may not."""
+
+    type: Literal["tool_removal"]
+    tool: ToolReference
 
 
 class ToolChoice(RequestModel):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from server.protocol.common import Items, RequestModel, SamplingFields
+from server.protocol.common import NO_EFFECT, NO_VERBOSITY, Items, RequestModel, SamplingFields
 
 Role = Annotated[str, Field(min_length=1, max_length=64)]
 """Any role that the chat template supports: system, developer, user, assistant, tool, function; ipython, critic and so on."""
@@ -24,7 +24,8 @@ class CalledFunction(RequestModel):
     """What a tool call calls."""
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Any = None
+    """JSON text, or an object. Anything else is taken as no arguments: an earlier answer cannot be corrected."""
 
 
 class MessageToolCall(RequestModel):
@@ -51,7 +52,7 @@ class Message(RequestModel):
 class FunctionDefinition(RequestModel):
     """A function that the model may call."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
+    name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -80,7 +81,8 @@ class NamedToolChoice(RequestModel):
 class ChatCompletionRequest(SamplingFields):
     """OpenAI's fields and those that vLLM adds."""
 
-    HARMLESS: ClassVar[Mapping[str, Any]] = {"modalities": ["text"], "verbosity": "medium"}
+    HARMLESS: ClassVar[Mapping[str, Any]] = {"modalities": ["text"]}
+    NO_EFFECT: ClassVar[Mapping[str, str]] = {**NO_EFFECT, "verbosity": NO_VERBOSITY}
 
     messages: Annotated[Items[Message], Field(min_length=1)]
     max_tokens: int | None = None
@@ -100,4 +102,4 @@ class ChatCompletionRequest(SamplingFields):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Items[str] | None = None
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None

@@ -1,18 +1,22 @@
-"""Base of the bodies of all generating requests: strict types, finite numbers, sampling fields, refused fields."""
+"""Base of the bodies of all generating requests: finite numbers, sampling fields, refused fields."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema
 
 from jaxllm.sampling_params import FIELDS, IN_REQUESTS, MAX_BAD_WORDS
 from server.errors import bad_request
+from server.ignored import log_once
+from server.protocol.coercion import coercing
 
 T = TypeVar("T")
 
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list that reports only its first error: a body may have a million, which would take minutes."""
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+MAX_SESSION_ID = 512
 ShortText = Annotated[str, Field(max_length=512)]
 """Labels that clients put on requests; the server ignores them."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
@@ -36,9 +40,7 @@ UNSUPPORTED = {
     "mm_payload": "text only: this server takes no media",
     "return_mm_kwargs": "text only: this server takes no media",
     "audio": "text only: this server takes no media",
-    "kv_transfer_params": "nothing: this server moves no KV cache",
     "ec_transfer_params": "nothing: this server moves no caches",
-    "session_id": "cache_salt or nothing: prompts share the prefix cache without it",
     "return_token_offsets": "logprobs with text_offset",
     "return_prompt_text": "echo",
     "return_weight_versions": "nothing: weights do not change",
@@ -52,26 +54,41 @@ UNSUPPORTED = {
     "adapter_id": "model",
     "lora_request": "model",
 }
+NO_EFFECT = {"kv_transfer_params": "this server moves no KV cache"}
+NO_VERBOSITY = "ask for it in the system message"
 _NOTHING: tuple[Any, ...] = (False, "", [], {})
+_NOTHING_IN: Mapping[str, Any] = {"function_call": "none"}
+"""Values of unsupported fields that ask for nothing."""
 
 
 class RequestModel(BaseModel):
-    """A body: strict types, no NaN or infinity. Rejects known unsupported fields; `server/body.py` handles unknown ones."""
+    """A body: no NaN or infinity. Rejects known unsupported fields; `server/body.py` handles unknown ones."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", populate_by_name=True)
+    model_config = ConfigDict(allow_inf_nan=False, extra="ignore", populate_by_name=True)
 
     REFUSED: ClassVar[Mapping[str, str]] = {**REMOVED, **UNSUPPORTED}
     """Fields with their alternatives."""
+    NO_EFFECT: ClassVar[Mapping[str, str]] = NO_EFFECT
+    """Fields that are accepted without effect, with the reason."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The schema, of which numbers may come as texts."""
+        return coercing(handler(source))
 
     @classmethod
     def refuse_unsupported(cls, body: Mapping[str, Any]) -> None:
-        """Raise ApiError for the first set field that is not supported."""
-        for name in body:
-            if name not in cls.REFUSED or name in cls.model_fields or body[name] is None:
+        """Raise ApiError for the first set field that is not supported. Log fields without effect."""
+        for name, value in body.items():
+            if value is None:
                 continue
-            if name in REMOVED or body[name] not in _NOTHING:
-                verb = "was removed" if name in REMOVED else "is not supported"
-                raise bad_request(f"{name} {verb}; use {cls.REFUSED[name]}", name, "unsupported_parameter")
+            if name in cls.NO_EFFECT:
+                log_once(f"{name} has no effect: {cls.NO_EFFECT[name]}")
+            elif name in cls.REFUSED and name not in cls.model_fields:
+                if name in REMOVED or (value not in _NOTHING and value != _NOTHING_IN.get(name)):
+                    verb = "was removed" if name in REMOVED else "is not supported"
+                    raise bad_request(f"{name} {verb}; use {cls.REFUSED[name]}", name, "unsupported_parameter")
+                log_once(f"{name} has no effect: it asks for nothing")
 
 
 class StreamOptions(RequestModel):
@@ -124,6 +141,9 @@ class ResponseFormat(RequestModel):
     format: dict[str, Any] | None = None
 
 
+ProcessorArguments = dict[str, float | str | Items[float | str]]
+"""By logits processor: numbers and texts, or one of them."""
+
 _JSON_TYPES: Mapping[str, Any] = {
     "top_k": Int64,
     "seed": Int64,
@@ -133,7 +153,7 @@ _JSON_TYPES: Mapping[str, Any] = {
     "allowed_token_ids": Items[int],
     "bad_words": Annotated[Items[str], Field(max_length=MAX_BAD_WORDS)],
     "logit_bias": dict[str, float],
-    "extra_args": dict[str, float | Items[float]],
+    "extra_args": ProcessorArguments,
     "repetition_detection": RepetitionDetection,
     "structured_outputs": StructuredOutputs,
 }
@@ -157,7 +177,7 @@ class SamplingFields(_Sampling):  # type: ignore[misc, valid-type]
     model: str | None = None
     """None or empty: the served model."""
     response_format: ResponseFormat | None = None
-    vllm_xargs: dict[str, float | Items[float]] | None = None
+    vllm_xargs: ProcessorArguments | None = None
 
     use_beam_search: bool = False
     length_penalty: float | None = None
@@ -174,6 +194,8 @@ class SamplingFields(_Sampling):  # type: ignore[misc, valid-type]
     priority: Int64 = 0
     request_id: RequestId | None = None
     cache_salt: CacheSalt | None = None
+    session_id: Annotated[str, Field(max_length=MAX_SESSION_ID)] | None = None
+    """Requests of one session go to one replica; empty: none. The header X-Session-ID serves where a body has none."""
     timeout: Annotated[float, Field(gt=0)] | None = None
 
     user: ShortText | None = None

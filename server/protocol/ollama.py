@@ -1,4 +1,4 @@
-"""Bodies of ollama's /api/chat and /api/generate."""
+"""Bodies of ollama's /api/chat, /api/generate, /api/show and /api/embed."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -96,3 +96,37 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str | None = None
     raw: bool | None = None
     """The prompt is what the model reads: no chat template."""
+
+
+class OllamaShowRequest(RequestModel):
+    """POST /api/show."""
+
+    model: str | None = None
+    name: str | None = None
+    """The older name of the field."""
+    verbose: bool | None = None
+    """Of no effect: there is nothing more to show."""
+
+
+class _EmbeddingFields(RequestModel):
+    """What both requests for vectors have in common."""
+
+    model: str | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: str | int | float | None = None
+    """Of no effect: the model stays, with the context that it was loaded with."""
+
+
+class OllamaEmbedRequest(_EmbeddingFields):
+    """POST /api/embed."""
+
+    input: str | Items[str] = []
+    truncate: bool | None = None
+    """Whether texts longer than the context are cut; None: yes."""
+    dimensions: int | None = None
+
+
+class OllamaEmbeddingsRequest(_EmbeddingFields):
+    """POST /api/embeddings."""
+
+    prompt: str | None = None

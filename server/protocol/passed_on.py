@@ -20,6 +20,7 @@ NAMES = (
     "priority",
     "request_id",
     "cache_salt",
+    "session_id",
     "timeout",
 )
 """These fields mean the same as in a chat request, whose model checks them."""

@@ -59,6 +59,21 @@ class FunctionTool(RequestModel):
     strict: bool | None = None
 
 
+class CustomToolFormat(RequestModel):
+    """What a custom tool's input looks like."""
+
+    type: str
+
+
+class CustomTool(RequestModel):
+    """A tool that takes plain text."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: CustomToolFormat | None = None
+
+
 class Message(RequestModel):
     """An input item: a message."""
 
@@ -80,6 +95,23 @@ class FunctionCallOutput(RequestModel):
     """An input item: what a call returned."""
 
     type: Literal["function_call_output"]
+    call_id: str = Field(min_length=1)
+    output: str | Items[dict[str, Any]]
+
+
+class CustomToolCall(RequestModel):
+    """An input item: a call of a custom tool that the model made."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: str
+
+
+class CustomToolCallOutput(RequestModel):
+    """An input item: what such a call returned."""
+
+    type: Literal["custom_tool_call_output"]
     call_id: str = Field(min_length=1)
     output: str | Items[dict[str, Any]]
 

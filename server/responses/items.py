@@ -6,12 +6,22 @@ from typing import Any
 from server.errors import bad_request
 from server.protocol.common import RequestModel
 from server.protocol.nested import parse
-from server.protocol.responses import FunctionCall, FunctionCallOutput, Message, ReasoningItem
+from server.protocol.responses import (
+    CustomToolCall,
+    CustomToolCallOutput,
+    FunctionCall,
+    FunctionCallOutput,
+    Message,
+    ReasoningItem,
+)
+from server.responses.custom_tools import as_arguments
 
 MODELS: dict[str, type[RequestModel]] = {
     "message": Message,
     "function_call": FunctionCall,
     "function_call_output": FunctionCallOutput,
+    "custom_tool_call": CustomToolCall,
+    "custom_tool_call_output": CustomToolCallOutput,
     "reasoning": ReasoningItem,
 }
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -91,7 +101,8 @@ def _add_message(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> Non
 
 
 def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    arguments = item["arguments"] if item["type"] == "function_call" else as_arguments(item["input"])
+    function = {"name": item["name"], "arguments": arguments}
     call = {"id": item["call_id"], "type": "function", "function": function}
     _assistant(messages, without=()).setdefault("tool_calls", []).append(call)
 
@@ -113,4 +124,11 @@ def _assistant(messages: list[dict[str, Any]], *, without: Sequence[str]) -> dic
     return messages[-1]
 
 
-_ADD = {"message": _add_message, "function_call": _add_call, "function_call_output": _add_output, "reasoning": _add_reasoning}
+_ADD = {
+    "message": _add_message,
+    "function_call": _add_call,
+    "function_call_output": _add_output,
+    "custom_tool_call": _add_call,
+    "custom_tool_call_output": _add_output,
+    "reasoning": _add_reasoning,
+}

@@ -2,8 +2,10 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
+
+from server.responses.custom_tools import InputReader, input_of
 
 Event = dict[str, Any]
 Item = dict[str, Any]
@@ -21,7 +23,8 @@ class ResponseWriter:
     time: a piece of another kind closes it.
     """
 
-    def __init__(self, response: dict[str, Any]):
+    def __init__(self, response: dict[str, Any], custom_tool_names: Collection[str] = ()):
+        self._custom_tool_names = frozenset(custom_tool_names)
         self.response = response
         """The response object so far; `output` grows as items are closed."""
         self._sequence_number = 0
@@ -29,6 +32,8 @@ class ResponseWriter:
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._call_index: int | None = None
+        self._input: InputReader | None = None
+        """Of an open call of a custom tool."""
 
     def start(self) -> list[Event]:
         """The events before the first token."""
@@ -58,12 +63,14 @@ class ResponseWriter:
         """Begin a function call; `index` counts the calls of the message."""
         events = self._close("completed")
         self._call_index = index
+        is_custom = name in self._custom_tool_names
+        self._input = InputReader() if is_custom else None
         self._item = {
-            "type": "function_call",
-            "id": new_id("fc"),
+            "type": "custom_tool_call" if is_custom else "function_call",
+            "id": new_id("ctc" if is_custom else "fc"),
             "call_id": call_id,
             "name": name,
-            "arguments": "",
+            "input" if is_custom else "arguments": "",
             "status": "in_progress",
         }
         return [*events, self._item_event("response.output_item.added", dict(self._item))]
@@ -72,7 +79,17 @@ class ResponseWriter:
         """Append a fragment of the open call's arguments."""
         assert index == self._call_index, "the dialects' state machine ends one call before it begins the next"
         self._pieces.append(fragment)
-        return [self._item_event("response.function_call_arguments.delta", None, delta=fragment)]
+        if self._input is None:
+            return [self._item_event("response.function_call_arguments.delta", None, delta=fragment)]
+        return self._input_delta(self._input.feed(fragment))
+
+    def _input_delta(self, text: str) -> list[Event]:
+        """Append text to the input of the open call of a custom tool."""
+        if not text:
+            return []
+        assert self._item is not None
+        self._item["input"] += text
+        return [self._item_event("response.custom_tool_call_input.delta", None, delta=text)]
 
     def finish(
         self,
@@ -123,11 +140,16 @@ class ResponseWriter:
         if item["type"] == "function_call":
             item["arguments"] = whole
             events = [self._item_event("response.function_call_arguments.done", None, name=item["name"], arguments=whole)]
+        elif item["type"] == "custom_tool_call":
+            # A cut call keeps what has arrived of its input.
+            given = input_of(whole) if status == "completed" else item["input"]
+            events = self._input_delta(given[len(item["input"]) :] if given.startswith(item["input"]) else "")
+            events.append(self._item_event("response.custom_tool_call_input.done", None, input=item["input"]))
         elif item["type"] == "reasoning":
             events = [self._on_part("response.reasoning_text.done", text=whole)]
         else:
             events = [self._on_part("response.output_text.done", text=whole, logprobs=logprobs)]
-        if item["type"] != "function_call":
+        if item["type"] not in ("function_call", "custom_tool_call"):
             item["content"] = [self._part(whole, logprobs)]
             events.append(self._on_part("response.content_part.done", part=item["content"][0]))
         item["status"] = status
@@ -160,11 +182,11 @@ class ResponseWriter:
         return {**self.response, "output": list(self.response["output"])}
 
 
-def usage_object(num_prompt: int, num_cached: int, num_output: int, num_reasoning: int) -> dict[str, Any]:
+def usage_object(num_prompt: int, num_cached: int, num_created: int, num_output: int, num_reasoning: int) -> dict[str, Any]:
     """Token counts of a response in the Responses API's format."""
     return {
         "input_tokens": num_prompt,
-        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": num_created},
         "output_tokens": num_output,
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": num_prompt + num_output,

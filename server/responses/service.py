@@ -17,7 +17,7 @@ from server.early_errors import after_early_errors
 from server.errors import ApiError, as_api_error, bad_request
 from server.logprobs import LogprobWriter
 from server.named_events import encoded, named_event
-from server.protocol.responses import FunctionTool, ResponsesRequest
+from server.protocol.responses import CustomTool, FunctionTool, ResponsesRequest
 from server.responses.items import as_items
 from server.responses.output import Event, ResponseWriter, new_id, usage_object
 from server.responses.store import ResponseStore, StoredResponse
@@ -83,7 +83,13 @@ class Run:
 
     def _usage(self) -> dict[str, Any]:
         usage = self.chat.usage
-        return usage_object(usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens, usage.reasoning_tokens or 0)
+        return usage_object(
+            usage.prompt_tokens,
+            usage.cached_tokens or 0,
+            usage.created_cache_tokens,
+            usage.completion_tokens,
+            usage.reasoning_tokens or 0,
+        )
 
 
 @dataclass
@@ -137,7 +143,8 @@ class ResponsesService:
         response = self._response_object(request, chat)
         tokenizer = self._context.engine.input_processor.tokenizer
         logprobs = LogprobWriter(tokenizer, as_ids=False) if wants_logprobs(request) else None
-        return Run(owner, request, new_items, chat, ResponseWriter(response), limit, logprobs)
+        custom = {tool["name"] for tool in request.tools or () if tool["type"] == "custom"}
+        return Run(owner, request, new_items, chat, ResponseWriter(response, custom), limit, logprobs)
 
     async def count(self, request: ResponsesRequest, owner: str, num_bytes: int) -> int:
         """Number of input tokens, earlier turns included. Raises ApiError or InvalidRequestError."""
@@ -327,10 +334,11 @@ class ResponsesService:
             raise bad_request("the response of previous_response_id is still being made", "previous_response_id")
         items = self._store.conversation(previous_response_id, owner)
         if items is None:
-            raise bad_request(
+            raise ApiError(
+                404,
                 f"the response {previous_response_id[:80]!r}, or one before it, is not stored (any more); send the whole conversation",
-                "previous_response_id",
-                "previous_response_not_found",
+                param="previous_response_id",
+                code="previous_response_not_found",
             )
         return items
 
@@ -340,7 +348,7 @@ class ResponsesService:
         """The conversation for the engine; with truncation auto, drops as few of its first turns as needed to fit."""
 
         def converted(kept: list[dict[str, Any]]) -> Conversation:
-            conversation = conversation_of(chat_fields(request, kept), self._context, request_id)
+            conversation = conversation_of(chat_fields(request, kept), self._context, request_id, "responses")
             conversation.adapter = adapter
             return conversation
 
@@ -395,7 +403,7 @@ class ResponsesService:
             "temperature": params.temperature,
             "text": {"format": text_format, "verbosity": "medium"},
             "tool_choice": given.get("tool_choice") or ("auto" if request.tools else "none"),
-            "tools": [FunctionTool.model_validate(tool).model_dump() for tool in request.tools or ()],
+            "tools": [_tool_object(tool) for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": params.top_p,
             "presence_penalty": params.presence_penalty,
@@ -405,6 +413,12 @@ class ResponsesService:
             "user": request.user,
             "metadata": request.metadata or {},
         }
+
+
+def _tool_object(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool["type"] == "custom":
+        return CustomTool.model_validate(tool).model_dump()
+    return FunctionTool.model_validate(tool).model_dump()
 
 
 def _is_too_long(error: ApiError) -> bool:

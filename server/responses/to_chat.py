@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from server.errors import bad_request
+from server.ignored import log_once
+from server.protocol.common import NO_VERBOSITY
 from server.protocol.nested import parse
 from server.protocol.responses import (
     MAX_METADATA,
@@ -11,6 +13,7 @@ from server.protocol.responses import (
     JsonSchemaFormat,
     ResponsesRequest,
 )
+from server.responses import custom_tools
 from server.responses.items import as_messages
 
 INCLUDABLE = ("message.output_text.logprobs", "reasoning.encrypted_content")
@@ -34,8 +37,8 @@ def check(request: ResponsesRequest) -> None:
         raise bad_request(
             "reasoning.summary is not supported beyond auto: reasoning comes whole, as reasoning_text", "reasoning"
         )
-    if request.text is not None and request.text.verbosity not in (None, "medium"):
-        raise bad_request("text.verbosity is not supported; ask for it in instructions", "text")
+    if request.text is not None and request.text.verbosity is not None:
+        log_once(f"text.verbosity has no effect: {NO_VERBOSITY}")
     _check_metadata(request.metadata or {})
 
 
@@ -94,8 +97,11 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
             fields["parallel_tool_calls"] = request.parallel_tool_calls
     choice = request.tool_choice
     if isinstance(choice, Mapping):
-        if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-            raise bad_request('tool_choice must be none, auto, required or {"type": "function", "name": "…"}', "tool_choice")
+        if choice.get("type") not in ("function", "custom") or not isinstance(choice.get("name"), str):
+            raise bad_request(
+                'tool_choice must be none, auto, required or {"type": "function", "name": "…"}, of a custom tool with type custom',
+                "tool_choice",
+            )
         fields["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
     elif choice is not None and (request.tools or choice not in ("auto", "none")):
         fields["tool_choice"] = choice
@@ -103,9 +109,12 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def _as_function(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if given.get("type") == "custom":
+        return custom_tools.as_function(given, where)
     if given.get("type") != "function":
         raise bad_request(
-            f"{where}.type is {given.get('type')!r:.80}, supported is function: this server runs no tools itself", "tools"
+            f"{where}.type is {given.get('type')!r:.80}, supported are function and custom: this server runs no tools itself",
+            "tools",
         )
     tool = parse(FunctionTool, given, where)
     function = tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,10 +23,11 @@ from server.errors import bad_request
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
 from server.options import ChatOptions
+from server.prompts import check_max_tokens
 from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
-from server.sampling import constraint_param, sampling_params
+from server.sampling import check_xargs, constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
-from server.usage import timings
+from server.usage import per_request_metrics, timings
 
 router = APIRouter(tags=["OpenAI"])
 _json = msgspec.json.encode
@@ -63,7 +64,9 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
     if body.logprobs and not body.logprob_token_ids:
         top = 0 if body.top_logprobs is None else body.top_logprobs
     named = next((name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name) is not None), None)
-    max_tokens = context.default_max_tokens if named is None else getattr(body, named)
+    asked = None if named is None else getattr(body, named)
+    check_max_tokens(asked, context.engine.max_model_len, named or "max_tokens")
+    max_tokens = context.default_max_tokens if asked is None else asked
     limits, search = context.options.limits, None
     if body.use_beam_search:
         search = beam_search_params(
@@ -78,6 +81,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         )
     else:
         params = sampling_params(body, context.defaults, limits, max_tokens=max_tokens, logprobs=top)
+        check_xargs(body, params, context.engine)
     add_generation_prompt = body.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not body.continue_final_message
@@ -100,8 +104,9 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
         constraint_param=constraint_param(body),
-        max_tokens_param=named,
+        asked_tokens=asked,
         cache_salt=body.cache_salt,
+        session_id=body.session_id,
         priority=body.priority,
     )
 
@@ -126,8 +131,6 @@ def to_message(message: Message) -> dict[str, Any]:
 def _content(message: Message) -> Any:
     content = message.content
     if content is None:
-        if message.role in ("system", "developer", "user"):
-            raise bad_request(f"messages has a {message.role} message without content", "messages")
         return message.refusal or ("" if not message.tool_calls else None)
     if isinstance(content, str):
         return content
@@ -162,8 +165,6 @@ def _check(body: ChatCompletionRequest, context: ServerContext) -> None:
         raise bad_request(f"max_completion_tokens is {body.max_completion_tokens}, must be at least 1", "max_completion_tokens")
     if body.logprob_token_ids and not body.logprobs:
         raise bad_request("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
-    if body.echo and not body.continue_final_message:
-        raise bad_request("echo needs continue_final_message to be true", "echo")
     check_template(body.chat_template, body.chat_template_kwargs, context.options.chat)
 
 
@@ -197,14 +198,26 @@ class ChatReply:
         self._num_top = -1 if body.logprob_token_ids else body.top_logprobs or 0
         self._created = int(time.time())
         self._tells_cached = replies.enable_prompt_tokens_details
-        self._has_timings = body.include_timings or replies.enable_per_request_metrics
-        self._echoed = _last_text(chat) if body.echo else ""
+        self._has_metrics = replies.enable_per_request_metrics
+        self._has_timings = body.include_timings or self._has_metrics
+        self._echoed = self._last_text() if body.echo else ""
+
+    def _last_text(self) -> str:
+        """The last message's text if the answer continues it, or is of the same role."""
+        conversation, last = self._chat.conversation, self._chat.conversation.messages[-1]
+        if conversation.add_generation_prompt and last["role"] != self._context.options.chat.response_role:
+            return ""
+        content = last.get("content") or ""
+        return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
     # Whole reply
 
     async def whole(self, service: ChatService) -> dict[str, Any]:
         """Return the reply as one object."""
-        answers = await service.complete(self._chat)
+        return self.of_answers(await service.complete(self._chat))
+
+    def of_answers(self, answers: Sequence[ChatDelta]) -> dict[str, Any]:
+        """The reply with these complete answers."""
         chat = self._chat
         reply: dict[str, Any] = {
             "id": chat.conversation.request_id,
@@ -218,9 +231,16 @@ class ChatReply:
         }
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = chat.prompt_token_ids
+        return {**reply, **self._times()}
+
+    def _times(self) -> dict[str, Any]:
+        chat, found = self._chat, {}
         if self._has_timings:
-            reply["timings"] = timings(chat.metrics, chat.usage.completion_tokens)
-        return reply
+            found["timings"] = timings(chat.metrics, chat.usage.completion_tokens)
+        if self._has_metrics:
+            is_one = chat.conversation.params.n == 1
+            found["metrics"] = per_request_metrics(chat.metrics, chat.usage.completion_tokens) if is_one else None
+        return found
 
     def _choice(self, answer: ChatDelta) -> dict[str, Any]:
         content = self._echoed + answer.content
@@ -288,8 +308,7 @@ class ChatReply:
                         parts += self._chunks(delta, chunks, usage)
                     if parts:
                         yield b"".join(parts)
-        extra = {"timings": timings(self._chat.metrics, self._chat.usage.completion_tokens)} if self._has_timings else {}
-        yield chunks.end(self._usage(), extra)
+        yield chunks.end(self._usage(), self._times())
 
     def _first_chunks(self, chunks: ChunkWriter, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
         """The role chunk of each answer; the very first includes information on the prompt."""
@@ -319,6 +338,11 @@ class ChatReply:
             parts.append(chunks.chunk(end, usage))
         return parts
 
+    def choice_of(self, delta: ChatDelta) -> dict[str, Any]:
+        """A chunk's choice with all that a delta has."""
+        finish = {"finish_reason": self._finish_reason(delta), "stop_reason": delta.stop_reason}
+        return {**self._rich(delta), **finish}
+
     def _rich(self, delta: ChatDelta) -> dict[str, Any]:
         news: dict[str, Any] = {}
         if delta.reasoning:
@@ -341,8 +365,3 @@ class ChatReply:
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
-
-
-def _last_text(chat: PreparedChat) -> str:
-    content = chat.conversation.messages[-1].get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

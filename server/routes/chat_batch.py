@@ -27,7 +27,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "tools": (None, []),
 }
-_OF_CHOICE = ("prompt_logprobs", "prompt_token_ids", "timings")
+_OF_CHOICE = ("prompt_logprobs", "prompt_token_ids", "timings", "metrics")
 """The parts of a reply that concern its one conversation."""
 
 

@@ -25,11 +25,11 @@ from server.endings import end_of
 from server.errors import bad_request, constraint_error
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
-from server.prompts import check_length, check_room, check_text_length, encode_prompt, tokenizer_of, truncated
+from server.prompts import check_length, check_max_tokens, check_text_length, encode_prompt, tokenizer_of, truncated
 from server.protocol.completions import CompletionRequest
-from server.sampling import constraint_param, sampling_params
+from server.sampling import check_xargs, constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
-from server.usage import Usage, timings
+from server.usage import Usage, per_request_metrics, timings
 
 router = APIRouter(tags=["OpenAI"])
 _json = msgspec.json.encode
@@ -86,6 +86,7 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
                     priority=body.priority,
                     queue_timeout_seconds=context.queue_timeout_seconds,
                     adapter=adapter,
+                    session_id=body.session_id,
                 )
             )
         except InvalidRequestError as error:
@@ -107,15 +108,22 @@ def _params(body: CompletionRequest, context: ServerContext) -> SamplingParams |
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if body.echo and max_tokens == 0:
         max_tokens = 1  # computed and discarded: the engine requires at least one output token
+    check_max_tokens(_asked_tokens(body), context.engine.max_model_len)
     limits = context.options.limits
     if body.use_beam_search:
         max_logprobs = context.engine.config.model.max_logprobs
         return beam_search_params(body, limits, max_tokens=max_tokens, logprobs=body.logprobs, max_logprobs=max_logprobs)
     params = sampling_params(body, context.defaults, limits, max_tokens=max_tokens, logprobs=body.logprobs)
+    check_xargs(body, params, context.engine)
     if body.echo and body.logprobs is not None:
         params.prompt_logprobs = params.logprobs
         params.skip_reading_prefix_cache = True
     return params
+
+
+def _asked_tokens(body: CompletionRequest) -> int | None:
+    """The client's limit of output tokens, not the default."""
+    return body.max_tokens if "max_tokens" in body.model_fields_set else None
 
 
 def _prompts(body: CompletionRequest, context: ServerContext, n: int) -> Sequence[str | list[int]]:
@@ -160,11 +168,14 @@ def _encode_all(
             if body.truncate_prompt_tokens is None:
                 check_text_length(tokenizer, prompt, engine.max_model_len)
             text, ids = prompt, encode_prompt(tokenizer, prompt, add_special_tokens=body.add_special_tokens)
-        asked = body.max_tokens if "max_tokens" in body.model_fields_set else None
-        ids = truncated(ids, body.truncate_prompt_tokens, body.truncation_side, engine.max_model_len, asked)  # type: ignore[arg-type]
+        ids = truncated(
+            ids,  # type: ignore[arg-type]
+            body.truncate_prompt_tokens,
+            body.truncation_side,
+            engine.max_model_len,
+            _asked_tokens(body),
+        )
         check_length(len(ids), engine.max_model_len)
-        if asked is not None:
-            check_room(len(ids), asked, engine.max_model_len)
         found.append((text, ids))
     return found
 
@@ -185,7 +196,8 @@ class CompletionReply:
         self._num_top = -1 if body.logprob_token_ids else body.logprobs or 0
         self._created = int(time.time())
         self._tells_cached = replies.enable_prompt_tokens_details
-        self._has_timings = body.include_timings or replies.enable_per_request_metrics
+        self._has_metrics = replies.enable_per_request_metrics
+        self._has_timings = body.include_timings or self._has_metrics
         self._is_prompt_only = bool(body.echo) and body.max_tokens == 0
         self._usage_so_far = Usage(prompt_tokens=sum(len(request.prompt_token_ids) for request in work.requests))
         self._metrics: Any = None
@@ -201,9 +213,12 @@ class CompletionReply:
                 tasks = [group.create_task(self._last_output(request)) for request in self._work.requests]
         except ExceptionGroup as faults:
             raise faults.exceptions[0] from None  # the others were aborted because of it
+        return self.of_outputs([task.result() for task in tasks])
+
+    def of_outputs(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The reply with the last output for each prompt."""
         choices = []
-        for place, task in enumerate(tasks):
-            output = task.result()
+        for place, output in enumerate(outputs):
             self._count(output)
             choices += [self._choice(place, output, answer) for answer in output.outputs]
         reply: dict[str, Any] = {
@@ -215,9 +230,16 @@ class CompletionReply:
             "usage": self._usage(),
             "system_fingerprint": self._context.fingerprint,
         }
+        return {**reply, **self._times()}
+
+    def _times(self) -> dict[str, Any]:
+        num_tokens, found = self._usage_so_far.completion_tokens, {}
         if self._has_timings:
-            reply["timings"] = timings(self._metrics, self._usage_so_far.completion_tokens)
-        return reply
+            found["timings"] = timings(self._metrics, num_tokens)
+        if self._has_metrics:
+            is_one = len(self._work.requests) * self._work.n == 1
+            found["metrics"] = per_request_metrics(self._metrics, num_tokens) if is_one else None
+        return found
 
     async def _last_output(self, request: FrontRequest) -> RequestOutput:
         last = None
@@ -250,6 +272,20 @@ class CompletionReply:
             choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
+    def choice_of(self, output: RequestOutput, answer: CompletionOutput, offset: int) -> tuple[dict[str, Any], int]:
+        """A chunk's choice, whose logprobs begin at a text offset, and the offset at its end."""
+        logprobs, offset = self._logprob_object(output, None, answer.token_ids, answer.logprobs, offset)
+        choice = {
+            "index": answer.index,
+            "text": answer.text,
+            "logprobs": logprobs,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice, offset
+
     def _logprob_object(
         self, output: RequestOutput, of_prompt: Any, ids: Sequence[int], positions: Any, offset: int = 0
     ) -> tuple[dict[str, Any] | None, int]:
@@ -268,6 +304,7 @@ class CompletionReply:
         self._metrics = output.metrics
         if output.finished:
             usage.cached_tokens = (usage.cached_tokens or 0) + output.num_cached_tokens
+            usage.created_cache_tokens += output.num_cache_creation_tokens
 
     def _usage(self) -> dict[str, Any]:
         return self._usage_so_far.as_dict(tells_cached=self._tells_cached)
@@ -297,8 +334,7 @@ class CompletionReply:
                         parts += self._chunks(place, output, answer, chunks, offsets, usage)
                     if parts:
                         yield b"".join(parts)
-        extra = {"timings": timings(self._metrics, self._usage_so_far.completion_tokens)} if self._has_timings else {}
-        yield chunks.end(self._usage(), extra)
+        yield chunks.end(self._usage(), self._times())
 
     def _chunks(
         self,

@@ -46,15 +46,18 @@ async def sleep(
 
     Running requests are aborted, or prevent the engine from sleeping (mode "refuse").
     """
-    with _told():
-        await context_of(request).engine.sleep(level, mode)
+    context = context_of(request)
+    with _told(), context.http_metrics.sleep_mode("sleep"):
+        await context.engine.sleep(level, mode)
     return Response(status_code=200)
 
 
 @router.post("/wake_up")
 async def wake_up(request: Request, tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None) -> Response:
     """Wake the engine up; with `tags` only those allocate memory, and requests are accepted once both have."""
-    await context_of(request).engine.wake_up(tags)
+    context = context_of(request)
+    with context.http_metrics.sleep_mode("wake"):
+        await context.engine.wake_up(tags)
     return Response(status_code=200)
 
 

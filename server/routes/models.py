@@ -27,7 +27,7 @@ async def show_model(request: Request, model: str) -> dict[str, Any]:
     context = context_of(request)
     adapter = await context.adapter_of(model)
     if adapter is None:
-        return _card(model, context)
+        return _card(model if model in context.model_names else context.model_name, context)
     info = next((info for info in await context.adapters.infos() if info.name == adapter), None)
     if info is None:
         raise AdapterNotFoundError(f"the adapter {adapter!r} was unloaded", "model")
@@ -43,6 +43,7 @@ def _card(name: str, context: ServerContext) -> dict[str, Any]:
         "root": context.model_name,
         "parent": None,
         "max_model_len": context.engine.max_model_len,
+        "chat_sampling": context.chat_defaults,
         "permission": [_permission(name, context)],
     }
 

@@ -1,7 +1,6 @@
-"""ollama's API, as far as one loaded model can serve it: /api/chat, /api/generate, /api/tags and /api/version."""
+"""ollama's API for answers: /api/chat and /api/generate."""
 
 import contextlib
-import datetime
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
@@ -12,7 +11,6 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxllm import __version__
 from jaxllm.outputs import RequestMetrics
 from jaxllm.text.input_processor import FrontRequest
 from server.body import read_body
@@ -21,14 +19,16 @@ from server.context import ServerContext, context_of, request_id_of
 from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline
 from server.endings import end_of
-from server.error_shapes import ShapedRoute
 from server.errors import as_api_error
+from server.ollama.about import time_text
 from server.ollama.errors import as_ollama_error
+from server.ollama.names import adapter_of
 from server.ollama.to_chat import chat_fields, sampling_fields
 from server.openapi import json_body
 from server.protocol.completions import CompletionRequest
 from server.protocol.ollama import OllamaChatRequest, OllamaGenerateRequest
 from server.routes import completions
+from server.shaped_route import ShapedRoute
 from server.sse import EventStream, unless_disconnected
 from server.usage import Usage
 
@@ -48,36 +48,12 @@ class _Lines(EventStream):
     media_type = "application/x-ndjson"
 
 
-@router.get("/api/version")
-async def version() -> dict[str, Any]:
-    """The version of jaxllm."""
-    return {"version": __version__}
-
-
-@router.get("/api/tags")
-async def tags(request: Request) -> dict[str, Any]:
-    """The one model, under each of its names, and its adapters."""
-    context = context_of(request)
-    model = context.engine.model_config
-    details: dict[str, Any] = {"format": "safetensors", "family": model.architecture, "families": [model.architecture]}
-    if model.gguf_type is not None:
-        details |= {"format": "gguf", "quantization_level": model.gguf_type}
-    modified_at = _time(context.created)
-    names = [*context.model_names, *(info.name for info in await context.adapters.infos())]
-    return {
-        "models": [
-            {"name": name, "model": name, "modified_at": modified_at, "size": 0, "digest": "", "details": details}
-            for name in names
-        ]
-    }
-
-
 @router.post("/api/chat", openapi_extra=json_body(OllamaChatRequest))
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     body = await read_body(request, OllamaChatRequest)
-    adapter = await _adapter_of(body.model, context)
+    adapter = await adapter_of(body.model, context)
     if not body.messages:
         return _nothing({"message": {"role": "assistant", "content": ""}}, adapter or context.model_name)
     return await _answered(request, body, adapter, _message)
@@ -88,20 +64,15 @@ async def generate(request: Request) -> Response:
     """Answer a prompt, or write on from it (raw)."""
     context = context_of(request)
     body = await read_body(request, OllamaGenerateRequest)
-    adapter = await _adapter_of(body.model, context)
+    adapter = await adapter_of(body.model, context)
     if not body.prompt:
         return _nothing({"response": ""}, adapter or context.model_name)
     return await _answered(request, body, adapter, _response)
 
 
-async def _adapter_of(name: str | None, context: ServerContext) -> str | None:
-    """See `ServerContext.adapter_of`. ollama's clients may append a tag to the name."""
-    return await context.adapter_of(name.removesuffix(":latest") if name and name not in context.model_names else name)
-
-
 def _nothing(answer: Mapping[str, Any], model: str) -> Response:
     """The reply to a request that only loads the model."""
-    head = {"model": model, "created_at": _time()}
+    head = {"model": model, "created_at": time_text(time.time())}
     return Response(_json({**head, **answer, "done": True, "done_reason": "load"}), media_type="application/json")
 
 
@@ -145,7 +116,8 @@ class _Chat:
         adapter: str | None,
     ) -> "_Chat":
         """Raises ApiError, InvalidRequestError or ValidationError."""
-        conversation = conversation_of(chat_fields(body), context, request_id)
+        fields = chat_fields(body, context.engine.max_model_len, context.chat_defaults)
+        conversation = conversation_of(fields, context, request_id)
         conversation.adapter = adapter
         if body.think is not None:
             conversation.enable_thinking = bool(body.think)
@@ -175,12 +147,13 @@ class _Raw:
         cls, body: OllamaGenerateRequest, context: ServerContext, request_id: str, adapter: str | None
     ) -> "_Raw":
         """Raises ApiError or InvalidRequestError."""
-        fields = {"max_tokens": context.engine.max_model_len, **sampling_fields(body, "max_tokens"), "prompt": body.prompt}
+        longest = context.engine.max_model_len
+        sampling = sampling_fields(body, "max_tokens", longest, context.chat_defaults)
+        fields = {"max_tokens": longest, **sampling, "prompt": body.prompt}
         try:
             wanted = CompletionRequest.model_validate(fields)
         except ValidationError as error:
             raise as_api_error(error) from None
-        wanted.model_fields_set.discard("max_tokens")  # the text is cut at the context length
         return cls((await completions.prepare(wanted, context, request_id, adapter)).requests[0], context)
 
     async def deltas(self) -> Pieces:
@@ -233,7 +206,7 @@ class _Reply:
         return _json({**self._head(), **self._shown(delta), "done": False}) + b"\n"
 
     def _head(self) -> dict[str, Any]:
-        return {"model": self._context.name_for(self._work.request), "created_at": _time()}
+        return {"model": self._context.name_for(self._work.request), "created_at": time_text(time.time())}
 
     def _end(self, reason: str) -> dict[str, Any]:
         usage, metrics = self._work.usage, self._work.metrics
@@ -277,8 +250,3 @@ def _arguments(text: str) -> Any:
 
 def _nanoseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e9))
-
-
-def _time(seconds: float | None = None) -> str:
-    moment = datetime.datetime.fromtimestamp(time.time() if seconds is None else seconds, datetime.UTC)
-    return moment.isoformat().replace("+00:00", "Z")

@@ -52,9 +52,9 @@ async def create_embeddings(request: Request) -> Response:
 @router.post("/pooling", openapi_extra=json_body(PoolingRequest))
 @router.post("/v1/pooling", openapi_extra=json_body(PoolingRequest))
 async def create_pooling(request: Request) -> Response:
-    """The vectors of each token of each input, or one vector for each input."""
+    """One vector for each input, or the vectors of each of its tokens."""
     body = await read_body(request, PoolingRequest)
-    return await _vectors(request, body, body.task or "token_embed", _Kind("pool", "pooling", "data"))
+    return await _vectors(request, body, body.task or "embed", _Kind("pool", "pooling", "data"))
 
 
 @router.post("/score", openapi_extra=json_body(ScoreRequest))

@@ -31,7 +31,7 @@ export async function request(path, options = {}) {
   throw new ApiError(reply.status, error.message || `the server answered ${reply.status}`, { code: error.code, retryAfter });
 }
 
-export const models = async () => (await (await request('v1/models')).json()).data.map((model) => model.id);
+export const models = async () => (await (await request('v1/models')).json()).data;
 
 /** Yields the JSON objects of a streamed chat completion. Throws ApiError for an error event. */
 export async function* chat(body, signal) {

@@ -4,7 +4,7 @@ import { ApiError, key, models } from './api.js';
 import { setReady, startChat } from './chat.js';
 import { $ } from './dom.js';
 import { startLive } from './live.js';
-import { startSettings } from './settings.js';
+import { setDefaults, startSettings } from './settings.js';
 
 const notices = { server: {}, live: {} };
 
@@ -32,7 +32,9 @@ let isAsking = 0;
 async function findModels() {
   clearTimeout(isAsking);
   try {
-    $('model').replaceChildren(...(await models()).map((name) => new Option(name)));
+    const found = await models();
+    $('model').replaceChildren(...found.map(({ id }) => new Option(id)));
+    setDefaults(found[0]?.chat_sampling ?? {});
     nameModel();
     notify('server', '');
     setReady(true);

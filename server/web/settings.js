@@ -6,6 +6,7 @@ import { $ } from './dom.js';
 const STORE = 'jaxllm-settings';
 const NUMBERS = ['temperature', 'top_p', 'top_k', 'min_p', 'top_n_sigma', 'presence_penalty', 'frequency_penalty', 'max_tokens', 'seed'];
 let current = {};
+let defaults = {};
 try {
   current = JSON.parse(localStorage.getItem(STORE)) || {};
 } catch {
@@ -14,9 +15,15 @@ try {
 
 export const settings = () => current;
 
-/** The sampling values that were set, as fields of a request. */
+/** Sends these sampling values where none is set, and shows them in the fields. */
+export function setDefaults(values) {
+  defaults = values;
+  for (const [name, value] of Object.entries(values)) $('settings').querySelector(`[name="${name}"]`)?.setAttribute('placeholder', value);
+}
+
+/** The sampling values that were set, or else the server's for chats, as fields of a request. */
 export function sampling() {
-  const found = {};
+  const found = { ...defaults };
   for (const name of NUMBERS) if (current[name] !== undefined && current[name] !== '') found[name] = Number(current[name]);
   if (current.tools) found.tools = JSON.parse(current.tools);
   return found;

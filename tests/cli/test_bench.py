@@ -98,6 +98,19 @@ def test_a_mix_gives_the_lengths(opened: Any, tmp_path: Path, capsys: pytest.Cap
     assert [request.sampling_params.max_tokens for request in opened.core.requests] == [2, 3]
 
 
+def test_vllm_s_spellings_spread_lengths_after_a_shared_prefix(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = "--random-input-len 20 --random-output-len 6 --random-range-ratio 0.5 --random-prefix-len 7"
+    others = "--num-prompts 12 --num-warmups 0 --n 1 --disable-detokenize --async-engine --json"
+    assert main(["bench", "throughput", *lengths.split(), *others.split()]) == 0
+    shown = capsys.readouterr()
+    prompts = [request.prompt_token_ids for request in opened.core.requests]
+    assert len({tuple(prompt[:7]) for prompt in prompts}) == 1
+    assert {17 <= len(prompt) <= 37 for prompt in prompts} == {True} and len(set(map(len, prompts))) > 1
+    assert {3 <= request.sampling_params.max_tokens <= 9 for request in opened.core.requests} == {True}
+    assert json.loads(shown.out)["num_prompt_tokens"] == sum(map(len, prompts))
+    assert "--disable-detokenize changes nothing here: token ids are measured" in shown.err
+
+
 def test_prompts_are_the_agreed_random_tokens() -> None:
     rng = np.random.default_rng(0)
     expected = [rng.integers(0, 744, length).tolist() for length in (4, 6)]
@@ -116,6 +129,10 @@ def test_prompts_are_the_agreed_random_tokens() -> None:
         (["throughput", "--mix", "/no/such"], 1, "cannot read /no/such"),
         (["throughput", "--backend", "hf"], 2, "invalid choice: 'hf'"),
         (["latency", "--output-json", "/dev/null/r.json"], 1, "cannot write /dev/null/r.json"),
+        (["latency", "--random-prefix-len", "5"], 2, "--range-ratio and --prefix-len are for throughput of random prompts"),
+        (["throughput", "--dataset-name", "sonnet"], 2, "'sonnet' is not offered (one of random, sharegpt): its dataset"),
+        (["throughput", "--hf-subset", "en"], 2, "--hf-subset is refused: its dataset is not offered"),
+        (["throughput", "--n", "2"], 2, "invalid choice: 2"),
     ],
 )
 def test_wrong_arguments_are_refused(

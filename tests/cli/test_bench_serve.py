@@ -180,7 +180,15 @@ def test_a_run_is_drawn(stub: Stub, tmp_path: Path) -> None:
         (["--percentile-metrics", "tft"], "'tft' is none of"),
         (["--metric-percentiles", "101"], "from 0 to 100"),
         (["--extra-body", "[]"], "not a JSON object"),
-        (["--num-prompt", "5"], "did you mean '--num-prompts'?"),
+        (["--chat-template-kwargs", "{}"], "--chat-template-kwargs is for --backend openai-chat"),
+        (
+            ["--dataset-name", "hf"],
+            "'hf' is not offered (one of random, mix, sharegpt, custom, prefix_repetition): its dataset",
+        ),
+        (["--hf-split", "train"], "--hf-split is refused: its dataset is not offered; write the prompts to a file"),
+        (["--tokenizer-mode", "mistral"], "--tokenizer-mode mistral is refused"),
+        (["--num-promts", "5"], "did you mean '--num-prompts'?"),
+        (["--random", "5"], "ambiguous option '--random': it may be --random-input-len, --random-output-len"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -189,6 +197,14 @@ def test_wrong_arguments_are_refused(
     assert bench(stub, *arguments) == 2
     assert message in capsys.readouterr().err
     assert not stub.bodies
+
+
+def test_flags_of_vllm_s_benchmark(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "--model org/model --served-model-name served --backend openai-chat --num-prompt 2 --output-len 3"
+    arguments = [*names.split(), "--chat-template-kwargs", '{"enable_thinking": false}', "--trust-remote-code"]
+    found = measured(stub, capsys, *arguments, "--tokenizer-mode", "auto", "--skip-tokenizer-init", "--disable-shuffle")
+    assert found["completed"] == 2 and {body["model"] for body in stub.bodies} == {"served"}
+    assert {body["chat_template_kwargs"]["enable_thinking"] for body in stub.bodies} == {False}
 
 
 def test_serve_is_named_where_bench_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

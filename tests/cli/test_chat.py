@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
-from jaxllm.cli import chat
+from jaxllm import log
+from jaxllm.cli import chat, running
 from jaxllm.cli.main import main
 from jaxllm.errors import EngineDeadError
+from tests.cli.conftest import Opened
+from tests.helpers.tiny_tokenizers import write_tokenizer
 
 
 def converse(monkeypatch: pytest.MonkeyPatch, text: str, *arguments: str) -> int:
@@ -28,6 +31,22 @@ def test_each_line_of_stdin_is_answered_with_the_conversation_before_it(
     assert opened.core.requests[0].sampling_params.temperature == 0
     assert opened.core.requests[0].sampling_params.max_tokens > 16
     assert opened.core.is_shut_down
+
+
+def test_chats_sample_as_llama_cpp_where_the_model_has_no_generation_config(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    opened = Opened(write_tokenizer(tmp_path, "words", chat_template="{{ messages[0]['content'] }}"))
+    monkeypatch.setattr(running, "open_llm", opened.open_llm)
+    for command in (["chat", "--top-k", "7", "--quick"], ["generate", "--chat", "--top-k", "7"]):
+        log.info_once.cache_clear()
+        assert main([*command, "one two"]) == 0
+        params = opened.core.requests[-1].sampling_params
+        assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 7, 0.95, 0.05)
+        told = "sampling: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05 (llama.cpp's defaults, as the model's generation_config.json is"
+        assert told in capsys.readouterr().err
+    assert main(["generate", "one two"]) == 0
+    assert opened.core.requests[-1].sampling_params.temperature == 1 and "llama.cpp" not in capsys.readouterr().err
 
 
 def test_three_quotes_hold_several_lines(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +118,7 @@ def test_a_dead_engine_ends_the_program(
 ) -> None:
     opened.fail(1, EngineDeadError("the engine is dead"))
     assert converse(monkeypatch, "one\ntwo\n") == 1
-    assert capsys.readouterr().err == "error: the engine is dead\n"
+    assert capsys.readouterr().err.endswith(")\nerror: the engine is dead\n")
     assert opened.core.is_shut_down
 
 

@@ -118,7 +118,8 @@ def test_sub_keys_need_an_object_and_a_value(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-num-seq", "8"], "unknown option '--max-num-seq'; did you mean '--max-num-seqs'?"),
+        (["--max-num-sqs", "8"], "unknown option '--max-num-sqs'; did you mean '--max-num-seqs'?"),
+        (["--max-num-q", "8"], "ambiguous option '--max-num-q': it may be --max-num-queued-reqs, --max-num-queued-tokens"),
         (["--max-num-seqs", "many"], "argument --max-num-seqs: 'many' is not a whole number"),
         (["--dtype", "fp32"], "argument --dtype: unknown value 'fp32' (one of auto, bfloat16, float16, float32)"),
         (["--temperature", "warm"], "argument --temperature: 'warm' is not a number"),

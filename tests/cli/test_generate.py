@@ -162,6 +162,8 @@ def test_a_directory_of_a_model_before_the_prompts_is_the_model(
     assert opened.options == {"model": "./llama"} and capsys.readouterr().out == " two one\n"
     assert main(["generate", "llama", "--file", str(_written(tmp_path, "one two\n"))]) == 0
     assert opened.options == {"model": "llama"} and capsys.readouterr().out == " two one\n"
+    assert main(["generate", "smollm2", "one two"]) == 0
+    assert opened.options == {"model": "smollm2"} and capsys.readouterr().out == " two one\n"
     assert main(["generate", "--model", "other", "./llama"]) == 0
     assert opened.options == {"model": "other"} and len(opened.core.requests) == 1
 

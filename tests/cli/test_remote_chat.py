@@ -68,6 +68,17 @@ def test_a_refusal_is_told_and_the_conversation_goes_on(
     assert [m["content"] for m in stub.bodies[2]["messages"]] == ["three"]
 
 
+@pytest.mark.parametrize("named", [(), ("stub",), ("other",)])
+def test_a_server_says_how_chats_sample_where_nothing_is_set(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: tuple[str, ...]
+) -> None:
+    stub.card = {"chat_sampling": {"temperature": 0.8, "top_k": 40}}
+    assert chat(stub, monkeypatch, "one\n/set\n", "-q", "--top-k", "3", *named) == 0
+    (body,) = stub.bodies
+    assert (body.get("temperature"), body["top_k"]) == (None if named == ("other",) else 0.8, 3)
+    assert ("temperature = 0.8" in capsys.readouterr().err) == ("temperature" in body)
+
+
 def test_engine_options_are_refused(stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat(stub, monkeypatch, "one\n", "--max-num-seqs", "4") == 2
     assert "--max-num-seqs is for a model in this process" in capsys.readouterr().err

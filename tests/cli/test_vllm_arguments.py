@@ -30,7 +30,8 @@ NOTHING = (
     "--trust-remote-code --enforce-eager --swap-space 4 --disable-log-requests --tokenizer-mode auto "
     "--decode-context-parallel-size 1 --structured-outputs-config.backend xgrammar --compilation-config {} -O3 -cc.mode 3 "
     "--enable-sleep-mode --model-impl auto --max-seq-len-to-capture 8192 "
-    "--disable-custom-all-reduce --no-enable-lora-bias --cudagraph-capture-sizes 1 2 4 --limit-mm-per-prompt.image 2"
+    "--disable-custom-all-reduce --no-enable-lora-bias --cudagraph-capture-sizes 1 2 4 --limit-mm-per-prompt.image 2 "
+    "-dc {} --sleep-preserve-parameter-names a b --hf-token -O.level=3"
 )
 
 
@@ -51,7 +52,19 @@ NOTHING = (
         ("--dtype float", {"dtype": "float32"}),
         ("-q fp8", {"quantization": "fp8"}),
         ("-q", {}),
+        ("-q fp8_per_channel --load-format fastsafetensors", {"quantization": "fp8", "load_format": "auto"}),
+        ("--device-memory-utilization 0.5 --quantization none", {"gpu_memory_utilization": 0.5, "quantization": None}),
         ("--stream-interval 2", {"stream_interval": 2}),
+        (
+            "--disable-prefix-caching --disable_chunked_prefill",
+            {"enable_prefix_caching": False, "enable_chunked_prefill": False},
+        ),
+        (
+            "--enable-log-stats --enable-hybrid-kv-cache-manager",
+            {"disable_log_stats": False, "disable_hybrid_kv_cache_manager": False},
+        ),
+        ("--enable-custom-all-reduce --disable-flashinfer-autotune --disable-log-requests", {}),
+        ("--tensor-parallel 2 --hf-over.rope_theta 3", {"tensor_parallel_size": 2, "hf_overrides": {"rope_theta": 3}}),
         ("--task embed", {"runner": "pooling"}),
         ("--task embed --runner generate", {"runner": "generate"}),
         ("--generation-config vllm", {"generation_config": "none"}),
@@ -69,7 +82,13 @@ def test_flags_of_vllm_are_accepted(line: str, options: dict[str, object], caplo
     caplog.set_level("INFO", "jaxllm")
     assert options_of(line) == options
     if line == NOTHING:
-        for given in ("--enforce-eager", "-O 3", "--cudagraph-capture-sizes 1 2 4", '--compilation-config {"mode": 3}'):
+        for given in (
+            "--enforce-eager",
+            "-O 3",
+            "--cudagraph-capture-sizes 1 2 4",
+            "--compilation-config {} -cc.mode 3 -O.level=3",
+            "--hf-token",
+        ):
             assert f"{given} changes nothing here" in caplog.text
         assert "--no-enable-lora-bias" not in caplog.text
 
@@ -79,7 +98,10 @@ def test_flags_of_vllm_are_accepted(line: str, options: dict[str, object], caplo
     [
         ("-dcp 2", "-dcp 2 is refused (only 1 is taken): the devices that split each layer keep the cache by heads"),
         ("--enable-lora-bias", "--enable-lora-bias is refused: biases of adapters are not supported"),
-        ("-q awq", "unknown value 'awq'"),
+        ("-q awq", "argument --quantization: 'awq' is refused: only fp8 is supported"),
+        ("--hf-token secret", "--hf-token is refused: set $HF_TOKEN"),
+        ("-dc.steps 4", "-dc.steps 4 is refused: no model here has use for it"),
+        ("--omni", "--omni is refused: models read and write text alone"),
         ("--structured-outputs-config.disable_any_whitespace true", "is refused: llguidance"),
         ("--enforce-eagr", "did you mean '--enforce-eager'?"),
         ("--api-key one ./model", "--api-key takes every word after it, './model' too; write the model before it"),
@@ -133,6 +155,7 @@ def script_parser() -> argparse.ArgumentParser:
         ("-tp 2 -q fp8", {"tensor_parallel_size": 2, "quantization": "fp8"}),
         ("--dtype half --no-enable-prefix-caching --max-tokens 3", {"dtype": "float16", "enable_prefix_caching": False}),
         ("--task embed", {"runner": "pooling"}),
+        ("--load-format instanttensor --disable-prefix-caching", {"load_format": "auto", "enable_prefix_caching": False}),
         ('--hf-overrides {"a":1} --hf-overrides {"b":2}', {"hf_overrides": {"a": 1, "b": 2}}),
         ('--spec-tokens 3 -sc {"method":"ngram"}', {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     ],
@@ -160,3 +183,14 @@ def test_a_script_ends_at_a_flag_that_is_refused(line: str, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         script_parser().parse_args(line.split())
     assert line.split()[0] in capsys.readouterr().err
+
+
+def test_a_unique_prefix_is_taken_and_the_log_names_the_flag(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "jaxllm")
+    assert options_of("--gpu_memory 0.5 --max-logp=3 --enforce") == {"gpu_memory_utilization": 0.5, "max_logprobs": 3}
+    for line in (
+        "--gpu_memory is taken as --gpu-memory-utilization",
+        "--max-logp is taken as --max-logprobs",
+        "--enforce-eager changes",
+    ):
+        assert line in caplog.text

@@ -11,6 +11,7 @@ from tests.server.client import Client
 PROMPTS = ["def add(a, b):\n", "2 + 3 ="]
 
 
+@pytest.mark.slow
 def test_http_finds_what_a_script_finds():
     llm = LLM(
         model="demo", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, token_buckets=(64,), decode_buckets=(8,)

@@ -64,6 +64,7 @@ def test_generate_writes_text_to_stdout_and_the_rest_to_stderr(cache: Path) -> N
     assert len(lines) == plan + 4
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_one_answer_streams(cache: Path) -> None:
     code, out, err = run_and_interrupt(cache, "generate", "def f(x):", "--ignore-eos", "--max-tokens", "2000", after_lines=2)
     assert code == 130
@@ -72,6 +73,7 @@ def test_ctrl_c_while_one_answer_streams(cache: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_batch_prints_what_was_finished(cache: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     lengths = [40, 1900, 4]  # the first line comes long after the last prompt was finished
@@ -98,9 +100,24 @@ def test_ctrl_c_in_a_batch_prints_what_was_finished(cache: Path, tmp_path: Path)
             1,
             "tensor_parallel_size is 3, which does not divide 8 query heads and 2 KV heads; this model takes",
         ),
-        (["serve", "-tp", "2", "--port", "0"], 1, "tensor_parallel_size is 2, this machine has 1 device (cpu); leave it out"),
-        (["generate", "x", "y", "word " * 3000], 1, "1 of 3 prompts cannot be served, none was run: prompt 2: prompt has 3001"),
-        (["generate", "x", "--stop-token-ids", "9999"], 1, "stop_token_ids has token id 9999; the vocabulary has 0 to 4095"),
+        pytest.param(
+            ["serve", "-tp", "2", "--port", "0"],
+            1,
+            "tensor_parallel_size is 2, this machine has 1 device (cpu); leave it out",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["generate", "x", "y", "word " * 3000],
+            1,
+            "1 of 3 prompts cannot be served, none was run: prompt 2: prompt has 3001",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["generate", "x", "--stop-token-ids", "9999"],
+            1,
+            "stop_token_ids has token id 9999; the vocabulary has 0 to 4095",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(cache: Path, arguments: list[str], code: int, message: str) -> None:

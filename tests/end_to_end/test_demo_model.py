@@ -17,6 +17,7 @@ def llm():
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_it_completes_code_and_answers_questions(llm):
     params = SamplingParams(temperature=0, max_tokens=60)
     [code] = llm.generate(PROMPTS[0], params, use_tqdm=False)

@@ -96,11 +96,13 @@ def loss(llm, token_ids):
     return -np.mean([entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)])
 
 
+@pytest.mark.slow
 def test_fp8_weights_find_text_as_likely(token_ids, exact):
     assert len(token_ids) > 200
     assert 0 < abs(dense_loss("fp8", token_ids) / exact - 1) < 0.01
 
 
+@pytest.mark.slow
 def test_fp8_weights_and_cache(token_ids, exact):
     llm = LLM(model="demo", quantization="fp8", kv_cache_dtype="fp8", **SMALL)
     [answer] = llm.chat(

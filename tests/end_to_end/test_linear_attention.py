@@ -38,6 +38,7 @@ def requests(count: int, rng: random.Random) -> list:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_in_flight", [1, 3])
 def test_a_row_starts_anew_with_each_owner(core, max_in_flight):
     """Requests end, are stopped and aborted with steps in flight, and others take over their rows at once."""
@@ -64,6 +65,7 @@ def test_a_row_starts_anew_with_each_owner(core, max_in_flight):
             assert answer.tokens == expected and answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
+@pytest.mark.slow
 def test_states_are_released_by_sleep_and_made_again(core):
     engines.reschedule(core)
     layout, caches = core.memory_plan.cache, core.runner.caches
@@ -78,6 +80,7 @@ def test_states_are_released_by_sleep_and_made_again(core):
     assert answer.tokens == RESULTS[0].tokens[:6]
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_stays_in_its_row(core):
     """A request whose state is NaN fails alone, and the next owner of the row is well."""
     engines.reschedule(core, async_scheduling=False)

@@ -9,6 +9,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.sampling.processors import Processor, load_processors
 from tests.helpers import engines, goldens
+from tests.helpers.slow import slow_except
 
 NAME = "llama_gqa"
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
@@ -25,7 +26,8 @@ def unseen(logits_RV, context):
 
 
 UNSEEN = Processor("unseen", unseen)
-PROCESSORS = (Processor("below", below, num_arguments=1), UNSEEN)
+UNDER = Processor("under", below, num_arguments=1, read=lambda given: [{"ten": 10.0}[given[0]]])
+PROCESSORS = (Processor("below", below, num_arguments=1), UNSEEN, UNDER)
 
 
 class Below(Processor):
@@ -71,7 +73,7 @@ def check_rows(expected: np.ndarray, found, tokens: list[int], num_likeliest: in
     assert ((found.ranks >= lowest) & (found.ranks <= highest)).all()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_except(["whole"], SCHEDULES))
 def test_against_dense(core, dense, schedule):
     engines.reschedule(core, **SCHEDULES[schedule])
     prompts = [result.prompt for result in goldens.golden(NAME).results]
@@ -162,6 +164,10 @@ def test_processors_through_llm(core):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, extra_args={"below": [10]})
     output = llm.generate(prompt, params, use_tqdm=False)[0]
     assert max(output.outputs[0].token_ids) < 10
+    params.extra_args = {"under": ["ten"]}
+    assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == output.outputs[0].token_ids
+    with pytest.raises(InvalidRequestError, match=r"'under' cannot read \['six'\]"):
+        llm.generate(prompt, SamplingParams(extra_args={"under": ["six"]}), use_tqdm=False)
     for wrong in ({"above": [1]}, {"below": []}, {"below": [1, 2]}, {"below": ["x"]}):
         with pytest.raises(InvalidRequestError, match="extra_args"):
             llm.generate(prompt, SamplingParams(extra_args=wrong), use_tqdm=False)
@@ -189,6 +195,7 @@ def test_processors_are_imported_by_name(monkeypatch, tmp_path):
         EngineConfig.from_options(logits_processors=("module",))
 
 
+@pytest.mark.slow
 def test_processed_logprobs_of_an_llm_with_processors(dense):
     """Taken after processors, temperature and top-k: what was drawn from."""
     prompt = goldens.golden(NAME).results[0].prompt

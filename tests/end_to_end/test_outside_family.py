@@ -13,6 +13,8 @@ from scipy.special import log_softmax
 from jaxllm.loaders import safetensors
 from tests.helpers import goldens
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 OPTIONS = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 64, "max_num_seqs": 2, "compilation_cache": False}
 

@@ -23,6 +23,7 @@ def test_every_example_has_an_expectation() -> None:
     assert len(EXAMPLES) == len(EXPECTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("example", "expected"), list(zip(EXAMPLES, EXPECTED, strict=False)))
 def test_example(
     example: str, expected: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jsonschema
@@ -17,8 +18,9 @@ from jaxllm.structured.grammar_text import grammar_text
 from jaxllm.structured.matcher import Matcher, Template, fill_masks
 from jaxllm.structured.token_table import Vocabulary
 from jaxllm.structured_outputs import StructuredOutputsParams
+from jaxllm.text.logprobs import positions
 from jaxllm.text.tokenizer import load_tokenizer
-from tests.helpers import engines
+from tests.helpers import engines, goldens
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
 NAME = "llama_gqa"
@@ -145,24 +147,41 @@ def test_the_tokens_are_the_same_however_the_steps_fall(core, structured, alone,
         assert any(answer.num_preemptions for answer in answers.values())
 
 
-def test_a_greedy_token_is_the_likeliest_that_is_allowed(core, structured, vocabulary):
-    """By the raw logprobs of the whole vocabulary, in which no grammar shows, and a matcher beside the engine's."""
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
+def test_logprobs_are_those_among_the_allowed_tokens(core, structured, vocabulary, tokenizer, mode):
+    """Against the model without an engine and a matcher beside the engine's; a greedy token is the likeliest that is allowed."""
     engines.reschedule(core)
-    request = structured("a", {"regex": "[a-z ]{25}"}, temperature=0.0, logprobs=20)
-    answer = engines.run(core, [request])["a"]
-    matcher = Matcher(Template.of(vocabulary, request.grammar), num_columns=128, eos_token_ids=(EOS,))
-    num_checked = 0
-    for token, ids in zip(answer.tokens, answer.token_logprobs.token_ids, strict=True):
-        mask = np.full((1, 4), -1, np.int32)
-        fill_masks([(matcher, 0, [])], mask)
-        allowed = np.unpackbits(mask.view(np.uint8)[0], bitorder="little").astype(bool)
-        assert allowed[token]
-        ranked = [id for id in ids[1:] if allowed[id]]
-        if ranked:  # else it is less likely than all that were reported
-            num_checked += 1
-            assert token == ranked[0]
-        matcher.advance(token)
-    assert num_checked > 5
+    other = core
+    if mode != "raw_logprobs":  # only the programs that sample differ
+        model = replace(core.config.model, logprobs_mode=mode)
+        other = engines.twin(core, config=replace(core.config, model=model), kinds=("forward", "decode", "write_blocks"))
+    requests = [
+        structured("choice", {"choice": ["y", "n", "no"]}, logprobs=20, temperature=0.0),
+        structured("regex", {"regex": "[a-z ]{12}"}, logprobs=20, temperature=0.0, logit_bias={70: -5.0}),
+    ]
+    answers = engines.run(other, requests)
+    config, state = goldens.load(goldens.golden(NAME).directory)
+    for request in requests:
+        answer = answers[request.request_id]
+        logits = goldens.logits(config, state, PROMPT + answer.tokens, pad_to=112).astype(np.float64)[len(PROMPT) - 1 : -1]
+        matcher = Matcher(Template.of(vocabulary, request.grammar), num_columns=128, eos_token_ids=(EOS,))
+        places = positions(answer.token_logprobs, 20, [], None)
+        for token, place, expected in zip(answer.tokens, places, logits, strict=True):
+            mask = np.full((1, 4), -1, np.int32)
+            fill_masks([(matcher, 0, [])], mask)
+            allowed = np.unpackbits(mask.view(np.uint8)[0], bitorder="little").astype(bool)
+            scores = np.where(allowed, expected, -np.inf)
+            if mode.startswith("processed"):
+                scores[list(request.sampling_params.logit_bias or {})] -= 5
+            if mode.endswith("logprobs"):
+                scores -= np.log(np.exp(scores).sum())
+            assert len(place) >= min(20, allowed.sum()) and allowed[list(place)].all()
+            np.testing.assert_allclose([entry.logprob for entry in place.values()], scores[list(place)], atol=1e-4)
+            if request.request_id == "choice":
+                assert token == scores.argmax()
+            matcher.advance(token)
+    if other is not core:
+        other.shutdown()
 
 
 def test_the_beginning_of_a_prompt_may_be_cached(core, structured):

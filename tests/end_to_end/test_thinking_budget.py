@@ -14,6 +14,8 @@ from jaxllm.thinking import ThinkingBudget
 from tests.helpers import engines
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 START, END, EOS = 100, 101, 1
 PROMPT = list(range(5, 25))
 LENGTH = 24

@@ -6,6 +6,8 @@ import pytest
 
 from tests.helpers import engines, goldens
 
+pytestmark = pytest.mark.slow
+
 LONG = {"max_model_len": 256, "block_size": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}
 WINDOW = 16
 BLOCKS_IN_WINDOW = WINDOW // LONG["block_size"] + 1
@@ -13,7 +15,7 @@ BLOCKS_IN_WINDOW = WINDOW // LONG["block_size"] + 1
 NUM_TOKENS = 10 * WINDOW
 
 
-@pytest.fixture(scope="module", params=[pytest.param("mistral_window", marks=pytest.mark.slow), "qwen2_window"])
+@pytest.fixture(scope="module", params=["mistral_window", "qwen2_window"])
 def model(request):
     """Name of a golden; its engine; its answers when all layers keep everything."""
     core = engines.make_core(request.param, disable_hybrid_kv_cache_manager=True, **LONG)
@@ -95,10 +97,9 @@ SIX_LAYERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"tensor_parallel_size": 2}, {"kv_cache_dtype": "fp8"}, {"attention_implementation": "reference"}],
+    [{"tensor_parallel_size": 2, "attention_implementation": "reference"}, {"kv_cache_dtype": "fp8"}],
     ids=lambda options: next(iter(options)),
 )
 def test_six_layers_share_the_arrays_of_two(options):

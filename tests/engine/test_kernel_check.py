@@ -28,6 +28,7 @@ from pallas_kernels.checking import attention_at_start, expert_choice, gated_del
 from pallas_kernels.checking.attention import Batch
 from pallas_kernels.expert_choice import Rule
 from tests.helpers import engines, goldens
+from tests.helpers.slow import slow_except
 
 DIRECTORY = goldens.golden("llama_gqa").directory
 GPU = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA Test", client=types.SimpleNamespace(platform_version="cuda 13"))
@@ -215,7 +216,9 @@ def test_a_verdict_counts_only_for_what_it_was_made_for(choose, implementations,
         choose(names)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 7, "subject": {}, "fault": null}'])
+@pytest.mark.parametrize(
+    "text", slow_except(["{", '{"format": 1}'], ["", "{", "[]", '{"format": 1}', '{"format": 7, "subject": {}, "fault": null}'])
+)
 def test_a_corrupt_verdict_is_ignored(choose, implementations, tmp_path, text):
     names = implementations(good=numpy_attention())
     choose(names)

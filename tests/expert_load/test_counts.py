@@ -18,6 +18,7 @@ from tests.expert_load.engines_that_count import OPTIONS, check, run
 from tests.helpers import engines, goldens
 
 
+@pytest.mark.slow
 def test_tokens_of_each_expert_on_two_devices(two_devices: EngineCore) -> None:
     """The first layer has no mixture. Stats, and what they are made of, come when all work is done."""
     earlier = two_devices.stats()
@@ -31,6 +32,7 @@ def test_tokens_of_each_expert_on_two_devices(two_devices: EngineCore) -> None:
     assert even.sum() < busiest.sum() < 2 * even.sum() and 0.5 < load.expert_balance < 1
 
 
+@pytest.mark.slow
 def test_readings_while_the_engine_computes_lose_nothing(two_devices: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that warm-up makes reads the counts."""
     monkeypatch.setattr(reader, "INTERVAL_SECONDS", 0.0)
@@ -42,6 +44,7 @@ def test_readings_while_the_engine_computes_lose_nothing(two_devices: EngineCore
     assert ProgramKey("take_expert_tokens") in two_devices.runner.shapes.common_keys()
 
 
+@pytest.mark.slow
 def test_totals_outlive_sleep_and_failures(two_devices: EngineCore) -> None:
     run(two_devices)
     before = two_devices.expert_load()

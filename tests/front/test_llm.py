@@ -8,7 +8,7 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, InvalidRequestError
 from jaxllm.llm import LLM
-from jaxllm.outputs import EngineCoreOutput
+from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
@@ -66,7 +66,7 @@ def test_lists_of_params_and_priorities_must_match(model_directory: Path) -> Non
     assert [request.priority for request in core_of(llm).requests] == [3, 1]
     with pytest.raises(InvalidRequestError, match="sampling_params has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], [LONG], use_tqdm=False)
-    with pytest.raises(InvalidRequestError, match="priority has 3 values for 2 prompts"):
+    with pytest.raises(InvalidRequestError, match="priority has 3 entries for 2 prompts"):
         llm.generate(["a", "b"], LONG, use_tqdm=False, priority=[1, 2, 3])
 
 
@@ -355,3 +355,73 @@ def test_an_engine_may_tell_of_every_second_token_alone(model_directory: Path) -
     deltas = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA)
     counts = [len(output.outputs[0].token_ids) for _, output in llm.generate_iter("a", deltas)]
     assert counts[0] == 1 and set(counts[1:-1]) == {2}
+
+
+def test_enqueued_prompts_are_computed_when_they_are_waited_for(model_directory: Path) -> None:
+    llm = llm_of(model_directory, echo)
+    ids = llm.enqueue([[5], [6]], LONG)
+    ids += llm.enqueue([7], LONG, priority=0, use_tqdm=False)
+    ids += llm.enqueue_chat([{"role": "user", "content": "hi"}], LONG, chat_template="{{ messages[0]['content'] }}")
+    assert len(set(ids)) == 4 and llm.llm_engine.get_num_unfinished_requests() == 4
+    assert llm.generate([8], LONG, use_tqdm=False)[0].outputs[0].token_ids[0] == 8  # takes no output of the others
+    outputs = llm.wait_for_completion(RequestOutput, use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert [output.outputs[0].token_ids[0] for output in outputs[:3]] == [5, 6, 7]
+    assert llm.wait_for_completion(use_tqdm=False) == [] and is_clean(llm)
+    llm.enqueue([5], LONG)
+    with pytest.raises(TypeError, match="is a RequestOutput, not <class 'int'>"):
+        llm.wait_for_completion(int, use_tqdm=False)
+
+
+def test_enqueued_prompts_that_a_failed_step_has_ended_are_not_waited_for(model_directory: Path) -> None:
+    llm = llm_of(model_directory)
+    llm.enqueue(["a", "b"], LONG)
+
+    def fail() -> None:
+        core_of(llm).before_step = lambda: None
+        raise RuntimeError("boom")
+
+    core_of(llm).before_step = fail
+    with pytest.raises(EngineError, match="boom"):
+        llm.generate("c", LONG, use_tqdm=False)
+    with pytest.raises(EngineError, match="a step that failed during another call"):
+        llm.wait_for_completion(use_tqdm=False)
+    assert llm.wait_for_completion(use_tqdm=False) == [] and is_clean(llm)
+
+
+def test_tokenization_kwargs_say_how_texts_become_tokens(model_directory: Path) -> None:
+    llm = llm_of(model_directory, max_model_len=16)
+    tokenizer = llm.get_tokenizer()
+    plain, whole = tokenizer.encode("a b c d", add_special_tokens=False), tokenizer.encode("a b c d")
+    for kwargs, wanted in (
+        ({"add_special_tokens": False}, plain),
+        ({"truncate_prompt_tokens": 2}, whole[-2:]),
+        ({"truncation": True, "max_length": 2, "truncation_side": "right"}, whole[:2]),
+        ({"truncate_prompt_tokens": -1}, whole),
+    ):
+        for prompt in ("a b c d", {"prompt": "a b c d"}):
+            assert llm.generate(prompt, LONG, tokenization_kwargs=kwargs, use_tqdm=False)[0].prompt_token_ids == wanted  # type: ignore[arg-type]
+    long = llm.chat([{"role": "user", "content": "a " * 50}], LONG, tokenization_kwargs={"truncate_prompt_tokens": 3})
+    assert len(long[0].prompt_token_ids) == 3
+    for wrong, message in (({"padding": True}, "has 'padding'"), ({"truncate_prompt_tokens": 0}, "at least 1")):
+        with pytest.raises(InvalidRequestError, match=message):
+            llm.generate("a", LONG, tokenization_kwargs=wrong)
+
+
+def test_the_world_is_all_devices(model_directory: Path) -> None:
+    llm = llm_of(model_directory, tensor_parallel_size=2, data_parallel_size=3)
+    assert llm.get_world_size() == 6 and llm.get_world_size(include_dp=False) == 2
+    llm = llm_of(model_directory, tensor_parallel_size=2, data_parallel_size=3, enable_expert_parallel=True)
+    assert llm.get_world_size() == 6 and llm.get_world_size(include_dp=False) == 2
+
+
+def test_names_of_vllm_without_a_counterpart_say_why() -> None:
+    import jaxllm
+
+    assert jaxllm.PromptType == jaxllm.text.input_processor.Prompt  # type: ignore[attr-defined]
+    for name in ("PoolingOutput", "EmbeddingOutput", "ScoringOutput"):
+        assert getattr(jaxllm, name).__name__ == name
+    with pytest.raises(ImportError, match="entry point of the group jaxllm.models"):
+        from jaxllm import ModelRegistry  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(ImportError, match="classification head"):
+        _ = jaxllm.ClassificationOutput

@@ -10,6 +10,7 @@ import pytest
 from jaxllm.errors import ModelLoadError
 from jaxllm.gguf_files import unpack as unpacking
 from jaxllm.hub import resolve_model
+from jaxllm.text.generation_config import LLAMA_CPP, load_generation_config
 from jaxllm.text.tokenizer import load_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -22,8 +23,10 @@ def file(tmp_path, monkeypatch):
     return write(tmp_path / "model.gguf", pre="unheard-of")
 
 
-def write(file, *, pre):
+def write(file, *, pre, sampling=()):
     writer = gguf.GGUFWriter(file, "llama")
+    for name, value in dict(sampling).items():
+        (writer.add_int32 if isinstance(value, int) else writer.add_float32)(f"general.sampling.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(["1", "2", "12"])
@@ -78,3 +81,17 @@ def test_a_directory_that_cannot_be_made_is_an_error(file, monkeypatch):
     (directory / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=f"cannot be unpacked: .*remove {directory}"):
         resolve_model(str(file))
+
+
+def test_sampling_values_that_a_file_recommends_are_the_models_defaults(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
+    recommended = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.05, "mirostat": 2}
+    with_values = load_generation_config(
+        "auto", resolve_model(str(write(tmp_path / "a.gguf", pre="gpt-2", sampling=recommended)))
+    )
+    assert (
+        with_values.chat_values == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05} == with_values.sampling_values
+    )
+    assert "recommends sampling with mirostat 2, which is not supported" in caplog.text
+    without = load_generation_config("auto", resolve_model(str(write(tmp_path / "b.gguf", pre="gpt-2"))))
+    assert without.chat_values == LLAMA_CPP and without.sampling_values == {}

@@ -1,6 +1,6 @@
 """Real engines over the tiny checkpoints: few programs, quick to compile, and several schedulers over one runner."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -178,8 +178,18 @@ def check_idle(core: EngineCore) -> None:
     assert not core.scheduler.requests
 
 
-def twin(core: EngineCore, *, processors: tuple[Processor, ...] = ()) -> EngineCore:
-    """Another engine of the same options, with the programs of the first: for tests that break theirs."""
-    other = EngineCore(core.config, processors=processors)
-    other.runner.programs._compiled.update(core.runner.programs._compiled)
+def twin(
+    core: EngineCore,
+    *,
+    processors: tuple[Processor, ...] = (),
+    config: EngineConfig | None = None,
+    kinds: Collection[str] | None = None,
+) -> EngineCore:
+    """Another engine of the same options, with the programs of the first: for tests that break theirs.
+
+    config: other options, which the programs of `kinds` do not depend on.
+    """
+    other = EngineCore(config or core.config, processors=processors)
+    compiled = core.runner.programs._compiled
+    other.runner.programs._compiled.update({key: compiled[key] for key in compiled if kinds is None or key.kind in kinds})
     return other

@@ -23,7 +23,7 @@ Answers = Mapping[str, Answer]
 
 def requests(prompts: Sequence[list[int]]) -> list[EngineCoreRequest]:
     """More than run at a time, of six prompts."""
-    grammar = engines.request("grammar", prompts[5], max_tokens=NUM_TOKENS, **SEEDED)
+    grammar = engines.request("grammar", prompts[5], max_tokens=NUM_TOKENS, logprobs=2, **SEEDED)
     penalties = {"presence_penalty": 0.5, "repetition_penalty": 1.2, **SEEDED}
     return [
         engines.request("greedy", prompts[0], max_tokens=NUM_TOKENS),

@@ -42,6 +42,7 @@ class FakeStats:
     num_not_finite: int = 0
     sleep_level: int = 0
     num_cache_blocks: int = 0
+    max_concurrency: float = 0.0
     step_token_counts: tuple[int, ...] = ()
     num_step_tokens: int = 0
     num_drafts: int = 0

@@ -16,7 +16,7 @@ from server.app import create_app
 from server.connection import uvicorn_config
 from server.options import ServerOptions
 
-SMALL = {"model": "demo", "max_num_seqs": 8, "max_model_len": 2048, "token_buckets": (32, 512), "decode_buckets": (8,)}
+SMALL = {"model": "demo", "max_num_seqs": 8, "max_model_len": 2048, "token_buckets": (8, 512), "decode_buckets": (8,)}
 """An engine that has few programs to compile."""
 PLAIN = {"model": "demo", "prompt": "import ", "max_tokens": 1, "temperature": 0}
 
@@ -58,9 +58,9 @@ class LiveServer:
         reply = self.client.post("/v1/completions", json=PLAIN, headers=self.headers)
         assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 1, reply.text[:300]
         deadline = time.monotonic() + 60
-        while any(self.load().values()) and time.monotonic() < deadline:
+        while any((load := self.load()).values()):
+            assert time.monotonic() < deadline, load
             time.sleep(0.002)
-        assert not any(self.load().values()), self.load()
 
     def load(self) -> dict[str, float]:
         """Requests running and waiting, and the fraction of KV blocks in use."""

@@ -32,6 +32,8 @@ class Stub:
     """Further GET paths with their text."""
     gate: Callable[[dict[str, Any]], asyncio.Event | None] = lambda body: None
     """What a stream waits for after its first token."""
+    card: dict[str, Any] = field(default_factory=dict)
+    """What /v1/models says of the model beside its id."""
     reasoning: str = ""
     """The reasoning of a chat answer before its content."""
     num_open: int = 0
@@ -45,7 +47,7 @@ class Stub:
         self.__dict__.update(vars(fresh))
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "stub", "object": "model"}]})
+        return web.json_response({"object": "list", "data": [{"id": "stub", "object": "model", **self.card}]})
 
     async def page(self, request: web.Request) -> web.Response:
         text = self.pages.get(request.path)

@@ -13,6 +13,8 @@ from tests.helpers import engines, every_kind, goldens
 from tests.helpers.every_kind import check
 from tests.lanes.conftest import NAME
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
 
 
@@ -48,7 +50,7 @@ def core(two_lanes):
         {"async_scheduling": False},
         {"max_num_batched_tokens": 16},
         {"num_blocks": 8, "max_in_flight": 3},
-        pytest.param({"max_num_seqs": 1}, marks=pytest.mark.slow),
+        {"max_num_seqs": 1},
     ],
     ids=str,
 )
@@ -64,7 +66,7 @@ def test_one_lane_computes_while_the_other_has_nothing(core, expected, lane):
     assert idle.stats().num_step_tokens == 0 and not idle.requests
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize("seed", range(5))
 def test_any_order_of_arrivals_and_ends_leaves_the_others_as_they_are(core, expected, seed):
     rng = random.Random(seed)
     waiting = [pinned(request, rng.choice([0, 1, None])) for request in requests()]

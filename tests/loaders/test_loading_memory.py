@@ -20,6 +20,7 @@ from jaxllm.loaders.save import save_safetensors
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from tests.helpers import goldens
+from tests.helpers.slow import slow_except
 from tests.quantization.test_checkpoints import DYNAMIC, per_block, per_channel, write
 
 SHAPES = {
@@ -145,7 +146,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", slow_except([2], [2, 4]))
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_slices_are_those_of_the_whole(tmp_path, kind, quantization, size):

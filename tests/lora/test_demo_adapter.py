@@ -1,5 +1,7 @@
 """The adapter that comes with the demo model answers as a pirate does, and as rightly as the model, with which it shares steps."""
 
+import pytest
+
 from jaxllm import LLM, LoRARequest, SamplingParams
 from scripts.demo_data import pirate, scoring, tasks
 
@@ -7,6 +9,7 @@ NUM_QUESTIONS = 40
 SIZES = {"max_num_seqs": 16, "max_model_len": 512, "token_buckets": (512,), "decode_buckets": (16,)}
 
 
+@pytest.mark.slow
 def test_the_demo_adapter_answers_in_its_style_and_leaves_the_answers_of_the_model_alone() -> None:
     questions = [question for question in tasks.held_out_questions(2 * NUM_QUESTIONS) if not question.tools][:NUM_QUESTIONS]
     in_style = [pirate.as_pirate(question) for question in questions]

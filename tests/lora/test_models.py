@@ -21,10 +21,10 @@ from tests.helpers import goldens, peft_files
 @pytest.mark.parametrize(
     "name",
     [
-        "mixtral",
-        "gpt_oss",
+        pytest.param("mixtral", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
         "llama_tied",
-        "gemma3",
+        pytest.param("gemma3", marks=pytest.mark.slow),
         pytest.param("deepseek_v2_lite", marks=pytest.mark.slow),
         pytest.param("qwen3_next", marks=pytest.mark.slow),
         pytest.param("gpt2", marks=pytest.mark.slow),

@@ -56,7 +56,7 @@ class Case:
 
 CASES = [
     Case("qwen3", 1),
-    Case("qwen3", 1, stages=(1, 1)),
+    pytest.param(Case("qwen3", 1, stages=(1, 1)), marks=pytest.mark.slow),
     pytest.param(Case("gemma3", 1, stages=(1, 2, 1)), marks=pytest.mark.slow),
     pytest.param(
         Case("llama_tied", 2, EVERYWHERE, [*LAYERS[:7], "embed_tokens", "lm_head"], stages=(1, 1)), marks=pytest.mark.slow

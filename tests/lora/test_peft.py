@@ -9,7 +9,6 @@ from jaxllm.layers.build import build_model
 from jaxllm.lora.names import TargetNames
 from jaxllm.lora.targets import adaptable
 from jaxllm.models.load_config import load_model_config
-from scripts import make_goldens
 from tests.helpers import goldens, peft_files
 
 pytestmark = pytest.mark.torch
@@ -44,6 +43,8 @@ def test_logits_equal_those_of_peft(case, tmp_path):
     name = case.partition(" ")[0]
     model = goldens.FOLDER / name
     if not model.is_dir():
+        from scripts import make_goldens  # which needs seconds to import
+
         model = tmp_path / "model"
         make_goldens.random_model(make_goldens.VARIANTS[name], seed=1, scale=0.3).save_pretrained(model)
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -71,6 +72,8 @@ def test_logits_equal_those_of_peft(case, tmp_path):
 
 def test_every_family_has_the_linear_layers_that_all_linear_stands_for(tmp_path):
     torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    from scripts import make_goldens
+
     missing = set()
     for name, config in make_goldens.VARIANTS.items():
         config.save_pretrained(tmp_path / name)

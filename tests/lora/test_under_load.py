@@ -18,6 +18,8 @@ from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
 from tests.helpers import engines, goldens, peft_files
 from tests.helpers.engines import Answer
 
+pytestmark = pytest.mark.slow
+
 MODEL = "llama_gqa"
 PROMPTS = [result.prompt for result in goldens.golden(MODEL).results][:3]
 NUM_TOKENS = 12

@@ -1,12 +1,13 @@
 from jaxllm.metrics.collect import Collected
 from jaxllm.metrics.engine_load import add_load
+from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Gauge, Histogram
 from jaxllm.observations import STEP_TOKENS, Observations
 from tests.helpers.fake_engine_core import FakeStats
 
 
 def collected(**stats: object) -> list:
-    found = Collected({})
+    found = Collected({"model_name": "m", "engine": "0"})
     add_load(found, FakeStats(**stats))  # type: ignore[arg-type]
     return found.metrics
 
@@ -36,6 +37,19 @@ def test_one_sleep_state_is_on() -> None:
         if isinstance(metric, Gauge) and metric.name == "jaxllm:engine_sleep_state"
     }
     assert states == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
+
+
+def test_rejections_of_all_engines_are_one_series() -> None:
+    def load(engine: str) -> list:
+        found = Collected({"model_name": "m", "engine": engine})
+        add_load(found, FakeStats(num_rejected_for_tokens=2))  # type: ignore[arg-type]
+        return found.metrics
+
+    found = [metric for metric in merged([load("0"), load("1")]) if metric.name == "jaxllm:admission_rejections"]
+    assert {tuple(metric.labels.items()): metric.value for metric in found} == {  # type: ignore[union-attr]
+        (("model_name", "m"), ("reason", "max_num_queued_reqs")): 0,
+        (("model_name", "m"), ("reason", "max_num_queued_tokens")): 4,
+    }
 
 
 def test_drafts_are_counted_where_the_engine_speculates() -> None:

@@ -3,8 +3,9 @@ import logging
 import pytest
 from prometheus_client import generate_latest
 
+from jaxllm.config import CacheOptions
 from jaxllm.metrics.buckets import one_two_five
-from jaxllm.metrics.engine_metrics import EngineMetrics
+from jaxllm.metrics.engine_metrics import EngineMetrics, cache_labels
 from jaxllm.metrics.metric import Counter, Gauge, Histogram
 from jaxllm.metrics.prometheus import exposition, registry
 from jaxllm.metrics.stat_logger import StatLogger
@@ -58,8 +59,8 @@ def test_prometheus_reads_the_same_numbers() -> None:
 
 
 def test_times_in_the_core_are_counted_where_the_core_tells_them() -> None:
-    metrics = EngineMetrics("m", 100, cache_config={"block_size": "16"})
-    metrics.load = FakeStats(num_cache_blocks=7)
+    metrics = EngineMetrics("m", 100)
+    metrics.load = FakeStats()
     metrics.prefill_done(20, 5, 0.03, queue_seconds=0.01, prefill_seconds=0.02)
     ended = {"num_prompt_tokens": 20, "num_generation_tokens": 3, "seconds": 0.5}
     metrics.request_finished("stop", **ended, decode_seconds=0.4, prefill_seconds=0.02, num_preemptions=2)
@@ -76,9 +77,44 @@ def test_times_in_the_core_are_counted_where_the_core_tells_them() -> None:
     assert total("request_inference_time_seconds") == (1, 0.42)
     assert total("request_num_preemptions") == (2, 2) and total("request_prefill_kv_computed_tokens") == (1, 15)
     assert total("request_max_num_generation_tokens") == (1, 3)
+
+
+def test_the_cache_is_described_under_vllm_s_names() -> None:
+    metrics = EngineMetrics("m", 100, cache_config=cache_labels(CacheOptions(kv_cache_dtype="fp8", enable_prefix_caching=True)))
+    metrics.load = FakeStats(num_cache_blocks=21, max_concurrency=3.0)
+    (info,) = [metric for metric in metrics.snapshot() if metric.name == "jaxllm:cache_config_info"]
     assert (
-        found["cache_config_info"].labels["block_size"] == "16" and found["cache_config_info"].labels["num_gpu_blocks"] == "7"
+        info.labels.items()
+        >= {
+            "model_name": "m",
+            "engine": "0",
+            "block_size": "16",
+            "cache_dtype": "fp8",
+            "gpu_memory_utilization": "0.92",
+            "enable_prefix_caching": "True",
+            "num_gpu_blocks": "21",
+            "kv_cache_max_concurrency": "3.0",
+            "kv_cache_size_tokens": "300",
+        }.items()
     )
+
+
+def test_series_that_gateways_add_up_are_always_there() -> None:
+    def values(metrics: EngineMetrics) -> dict[tuple[str, str], float]:
+        return {
+            (metric.name.removeprefix("jaxllm:"), metric.labels.get("source", "")): metric.value
+            for metric in metrics.snapshot()
+            if isinstance(metric, Counter)
+        }
+
+    metrics = EngineMetrics("m", 100)
+    absent = {(f"{cache}_{what}", "") for cache in ("external_prefix_cache", "mm_cache") for what in ("queries", "hits")}
+    elsewhere = {("prompt_tokens_cached_by_source", source) for source in ("host", "p2p", "disk", "external_unspecified")}
+    zero = absent | elsewhere | {("prompt_tokens_by_source", "external_kv_transfer")}
+    on_device = ("prompt_tokens_cached_by_source", "device")
+    assert values(metrics).items() >= dict.fromkeys(zero | {on_device}, 0).items()
+    metrics.prefill_done(20, 5, 0.03)
+    assert values(metrics).items() >= {**dict.fromkeys(zero, 0), on_device: 5}.items()
 
 
 def test_a_front_leaves_out_what_the_engine_counts_for_all() -> None:

@@ -31,6 +31,7 @@ from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization.mxfp4 import widen
 from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
+from tests.helpers.slow import slow_except
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 D, F, E, LAYERS = 64, 192, 4, 2
@@ -148,7 +149,9 @@ def test_whole_experts_of_a_device_are_widened(folders: dict[str, Path]) -> None
 
 
 @pytest.mark.parametrize(
-    ("size", "expert_parallel"), [(1, False), (2, False), (4, True)], ids=["one device", "by width", "whole experts"]
+    ("size", "expert_parallel"),
+    slow_except([(2, False)], [(1, False), (2, False), (4, True)]),
+    ids=["one device", "by width", "whole experts"],
 )
 def test_experts_that_stay_in_four_bits_are_what_these_stand_for(
     folders: dict[str, Path], size: int, expert_parallel: bool
@@ -229,6 +232,7 @@ def test_scales_are_exact_at_both_ends() -> None:
     np.testing.assert_array_equal(got[0, 0, 0], np.float32(-6 * 2.0**-126))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -191,6 +191,7 @@ def test_argmax_takes_the_first_of_equals_and_no_padding():
     assert np.all(logits[:, -9:] == -np.inf)
 
 
+@pytest.mark.slow
 def test_a_draw_must_be_the_largest_of_what_the_filters_keep():
     case = of_sampling("draw")
     logits, params = case.make()
@@ -214,6 +215,7 @@ def test_top_values_are_exact_but_for_logsumexp():
     assert case.error(logits, (own,), (ids, values, rank, total * 1.001)) == pytest.approx(1e-3, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_the_cases_lower_for_a_gpu():
     """Where there is none: what an engine on a GPU compiles at its start can at least be lowered."""

@@ -1,7 +1,8 @@
 """The experts of a mixture, by every implementation, against loops over tokens in float64; the plan against a plain sort."""
 
-import functools
 import math
+from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from pallas_kernels.grouped_matmul import (
 )
 from pallas_kernels.grouped_matmul import tiles as tiles_module
 from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, max_tiles
+from tests.helpers.slow import slow_except
 
 needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernel uses")
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
@@ -109,7 +111,7 @@ def error(case: dict, got: jax.Array) -> float:
 
 def run(implementation: str, case: dict, **options) -> jax.Array:
     static = {name: case[name] for name in ("activation",) if name in case}
-    call = functools.partial(experts, implementation=implementation, interpret=True, **static, **options)
+    call = partial(experts, implementation=implementation, interpret=True, **static, **options)
     return quick(call)(**{name: x for name, x in case.items() if name not in static})
 
 
@@ -119,20 +121,22 @@ def quick(function):
 
 
 CASES = {
-    "one token": make_case(1),
-    "few tokens": make_case(9),
-    "bfloat16": make_case(9, dtype="bfloat16"),
-    "float16": make_case(9, dtype="float16"),
-    "many tokens": make_case(150, num_choices=3, num_experts=6),
-    "one expert has all tokens": make_case(40, only=3),
-    "one expert": make_case(7, num_choices=1, num_experts=1),
-    "padding": make_case(13, padding=6),
-    "all is padding": make_case(3, padding=3),
-    "biases": make_case(9, bias=True),
-    "gelu": make_case(9, activation="gelu_tanh"),
-    "clamped swiglu with biases": make_case(9, bias=True, activation="swiglu_clamped"),
-    "experts of another device": make_case(21, num_experts=3, all_experts=12, first_expert=6, num_choices=4, padding=2),
-    "widths that are no multiple of a tile": make_case(5, width=45, hidden=11, bias=True),
+    "one token": partial(make_case, 1),
+    "few tokens": partial(make_case, 9),
+    "bfloat16": partial(make_case, 9, dtype="bfloat16"),
+    "float16": partial(make_case, 9, dtype="float16"),
+    "many tokens": partial(make_case, 150, num_choices=3, num_experts=6),
+    "one expert has all tokens": partial(make_case, 40, only=3),
+    "one expert": partial(make_case, 7, num_choices=1, num_experts=1),
+    "padding": partial(make_case, 13, padding=6),
+    "all is padding": partial(make_case, 3, padding=3),
+    "biases": partial(make_case, 9, bias=True),
+    "gelu": partial(make_case, 9, activation="gelu_tanh"),
+    "clamped swiglu with biases": partial(make_case, 9, bias=True, activation="swiglu_clamped"),
+    "experts of another device": partial(
+        make_case, 21, num_experts=3, all_experts=12, first_expert=6, num_choices=4, padding=2
+    ),
+    "widths that are no multiple of a tile": partial(make_case, 5, width=45, hidden=11, bias=True),
 }
 
 
@@ -150,43 +154,54 @@ ALL_THERE_IS = {
     "four_bits": True,
 }
 FOUR_BITS = {
-    "one token": make_case(1, num_experts=4, width=96, hidden=64, dtype="bfloat16", bias=True, four_bits=True),
-    "few tokens": make_case(11, **ALL_THERE_IS),
-    "all there is": make_case(21, **ALL_THERE_IS),
+    "one token": partial(make_case, 1, num_experts=4, width=96, hidden=64, dtype="bfloat16", bias=True, four_bits=True),
+    "few tokens": partial(make_case, 11, **ALL_THERE_IS),
+    "all there is": partial(make_case, 21, **ALL_THERE_IS),
 }
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
-@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    slow_except([("one token", "triton")], product(FOUR_BITS, ["reference", "xla", "triton"])),
+)
 def test_weights_in_four_bits_against_loops(name, implementation):
-    case = FOUR_BITS[name]
+    case = FOUR_BITS[name]()
     assert error(case, run(implementation, case)) < TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
 @pytest.mark.parametrize(
-    "case", [make_case(9, padding=4), make_case(3, padding=2, dtype="bfloat16", hidden=32, four_bits=True)]
+    "options",
+    [
+        {"num_tokens": 9, "padding": 4},
+        pytest.param(
+            {"num_tokens": 3, "padding": 2, "dtype": "bfloat16", "hidden": 32, "four_bits": True}, marks=pytest.mark.slow
+        ),
+    ],
 )
-def test_padding_may_have_chosen_no_expert(case, implementation):
+def test_padding_may_have_chosen_no_expert(options, implementation):
     """In place of `is_real_T`: -1, as the choice writes for it."""
+    case = make_case(**options)
     chosen = {name: x for name, x in case.items() if name != "is_real_T"}
     chosen["expert_Tk"] = jnp.where(case["is_real_T"][:, None], case["expert_Tk"], -1)
     assert error(case, run(implementation, chosen)) < TOLERANCE[str(case["x_TD"].dtype)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiles", [triton.Tiles(4, 16, 32, 2, 2), triton.Tiles(16, 32, 64, 2, 2)])
 @pytest.mark.parametrize("max_few_pairs", [0, 1000])
 def test_four_bits_in_any_tiles(tiles, max_few_pairs):
-    case = dict(FOUR_BITS["all there is"])
+    case = FOUR_BITS["all there is"]()
     activation = case.pop("activation")
     options = {"interpret": True, "activation": activation, "max_few_pairs": max_few_pairs}
-    got = quick(functools.partial(mxfp4_triton.experts, tiling=triton.Tiling(tiles, tiles), **options))(**case)
+    got = quick(partial(mxfp4_triton.experts, tiling=triton.Tiling(tiles, tiles), **options))(**case)
     assert error(case | {"activation": activation}, got) < TOLERANCE["bfloat16"]
 
 
+@pytest.mark.slow
 def test_many_pairs_are_computed_with_widened_weights(monkeypatch):
     monkeypatch.setattr(mxfp4, "MAX_PAIRS_OF_EXPERT", 1)
-    case = FOUR_BITS["all there is"]
+    case = FOUR_BITS["all there is"]()
     assert error(case, run("triton", case)) < TOLERANCE["bfloat16"]
 
 
@@ -204,15 +219,18 @@ def test_four_bits_are_packed_and_unpacked():
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [(name, implementation) for name in CASES for implementation in ("xla", "triton")]
-    + [(name, "reference") for name in ("padding", "gelu", "clamped swiglu with biases", "experts of another device")],
+    slow_except(
+        product(("few tokens", "padding", "clamped swiglu with biases", "experts of another device"), ("xla", "triton")),
+        [*product(CASES, ("xla", "triton"))]
+        + [(name, "reference") for name in ("padding", "gelu", "clamped swiglu with biases", "experts of another device")],
+    ),
 )
 def test_experts_against_loops(name, implementation):
-    case = CASES[name]
+    case = CASES[name]()
     assert error(case, run(implementation, case)) < TOLERANCE[str(case["x_TD"].dtype)]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 11])
+@pytest.mark.parametrize("num_tokens", slow_except([11], [1, 11]))
 def test_triton_with_a_plan_computes_what_it_does_without(num_tokens, monkeypatch):
     """So do experts that fill more than one tile, and tiles that are narrower than the widths."""
     case = make_case(num_tokens, bias=True, padding=num_tokens // 3, only=2)
@@ -220,9 +238,7 @@ def test_triton_with_a_plan_computes_what_it_does_without(num_tokens, monkeypatc
     options = {name: case.pop(name) for name in list(case) if name.endswith(("E2F", "_ED", "real_T"))}
     monkeypatch.setattr(triton, "_COMPARED", 16)  # pairs in several parts
     for max_few_pairs in (0, 1000):
-        call = functools.partial(
-            triton.experts, interpret=True, tiling=triton.Tiling(tiles, tiles), max_few_pairs=max_few_pairs
-        )
+        call = partial(triton.experts, interpret=True, tiling=triton.Tiling(tiles, tiles), max_few_pairs=max_few_pairs)
         assert error(case | options, quick(call)(**case, **options)) < TOLERANCE["float32"]
 
 
@@ -236,8 +252,11 @@ def test_tiles_fit_into_the_shared_memory_of_every_gpu(monkeypatch):
 
 
 MOSAIC_CASES = {
-    "several tiles of an expert": make_case(150, num_choices=2, num_experts=3, width=128, hidden=64, dtype="bfloat16", only=1),
-    "biases, padding, other devices": make_case(
+    "several tiles of an expert": partial(
+        make_case, 150, num_choices=2, num_experts=3, width=128, hidden=64, dtype="bfloat16", only=1
+    ),
+    "biases, padding, other devices": partial(
+        make_case,
         70,
         num_experts=2,
         all_experts=3,
@@ -249,7 +268,7 @@ MOSAIC_CASES = {
         padding=9,
         activation="swiglu_clamped",
     ),
-    "few rows": make_case(3, width=64, hidden=128, dtype="bfloat16"),
+    "few rows": partial(make_case, 3, width=64, hidden=128, dtype="bfloat16"),
 }
 
 
@@ -258,10 +277,10 @@ MOSAIC_CASES = {
 def test_mosaic_in_the_interpreter(name):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    case = MOSAIC_CASES[name]
+    case = MOSAIC_CASES[name]()
     static = {"activation": case["activation"]} if "activation" in case else {}
     params = _compat.mosaic().InterpretGPUParams(out_of_bounds_reads="uninitialized", detect_races=True)
-    call = functools.partial(mosaic.experts, interpret=params, min_pairs_of_expert=0, **static)
+    call = partial(mosaic.experts, interpret=params, min_pairs_of_expert=0, **static)
     got = jax.jit(call)(**{name: x for name, x in case.items() if name not in static})
     assert error(case, got) < TOLERANCE[str(case["x_TD"].dtype)]
     assert not gpu_callbacks.get_races().races_found
@@ -285,7 +304,7 @@ def test_a_choice_made_twice_counts_twice():
 def test_plan_puts_every_pair_into_one_tile_of_its_expert(num_pairs, num_experts, tile_rows):
     rng = np.random.default_rng(0)
     expert_P = rng.integers(0, num_experts + 1, num_pairs)
-    make = jax.jit(functools.partial(make_plan, num_experts=num_experts, tile_rows=tile_rows))
+    make = jax.jit(partial(make_plan, num_experts=num_experts, tile_rows=tile_rows))
     plan = jax.tree.map(np.asarray, vars(make(jnp.asarray(expert_P, jnp.int32))))
     found = {}
     for expert, start, count in zip(plan["expert_N"], plan["start_N"], plan["count_N"], strict=True):
@@ -296,14 +315,16 @@ def test_plan_puts_every_pair_into_one_tile_of_its_expert(num_pairs, num_experts
     assert len(plan["expert_N"]) == max_tiles(num_pairs, num_experts, tile_rows)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_choices", "num_experts", "alignment"), [(300, 2, 7, 8), (90, 3, 300, 1)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_choices", "num_experts", "alignment"), slow_except([(300, 2, 7, 8)], [(300, 2, 7, 8), (90, 3, 300, 1)])
+)
 def test_rows_are_sorted_by_expert_and_summed_back(num_tokens, num_choices, num_experts, alignment):
     rng = np.random.default_rng(0)
     expert_P = jnp.asarray(rng.integers(-1, num_experts + 1, num_tokens * num_choices), jnp.int32)
     x_TD = jnp.asarray(rng.normal(size=(num_tokens, 24)), jnp.float32)
     weight_Tk = jnp.asarray(rng.uniform(size=(num_tokens, num_choices)), jnp.float32)
     sizes = {"num_experts": num_experts, "tile_rows": 16, "alignment": alignment}
-    rows = quick(functools.partial(triton_rows.sort_rows, **sizes, interpret=True))(x_TD, expert_P)
+    rows = quick(partial(triton_rows.sort_rows, **sizes, interpret=True))(x_TD, expert_P)
     is_here_P = np.asarray((expert_P >= 0) & (expert_P < num_experts))
     tiles, row_P, next_row = [], np.zeros(len(expert_P), int), 0
     for expert in range(num_experts):
@@ -316,7 +337,7 @@ def test_rows_are_sorted_by_expert_and_summed_back(num_tokens, num_choices, num_
     assert (found[len(tiles) :] == (num_experts, 0, 0)).all() and next_row <= len(rows.x_SD)
     np.testing.assert_array_equal(np.asarray(rows.row_P)[is_here_P], row_P[is_here_P])
     np.testing.assert_array_equal(np.asarray(rows.x_SD)[row_P[is_here_P]], np.repeat(x_TD, num_choices, axis=0)[is_here_P])
-    sum_rows = quick(functools.partial(triton_rows.sum_rows, num_experts=num_experts, interpret=True))
+    sum_rows = quick(partial(triton_rows.sum_rows, num_experts=num_experts, interpret=True))
     weight_T = np.where(is_here_P.reshape(weight_Tk.shape), weight_Tk, 0).sum(axis=1)
     got_TD = sum_rows(rows.x_SD, rows.row_P, expert_P, weight_Tk)
     np.testing.assert_allclose(got_TD, np.asarray(x_TD) * weight_T[:, None], rtol=1e-5)

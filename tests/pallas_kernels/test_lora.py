@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.checking.host import same_bits
 from pallas_kernels.checking.lora import TOLERANCE, Shapes, cases, host_arrays, host_error, plain, run
 from pallas_kernels.lora import IMPLEMENTATIONS, Parts, add, candidates, choose, group
+from tests.helpers.slow import slow_except
 
 ONE, FUSED = Parts(1, (1,), 100), Parts(2, (3, 1, 1), 24)
 CASES = {
@@ -33,7 +34,7 @@ def call(arrays, parts, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(["a token", "few tokens"], CASES))
 def test_every_implementation_against_numpy(name, implementation):
     shapes, num_tokens = CASES[name]
     y, constants = host_arrays(shapes, num_tokens, shapes.num_slots)
@@ -43,7 +44,7 @@ def test_every_implementation_against_numpy(name, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("num_tokens", [6, 80])
+@pytest.mark.parametrize("num_tokens", slow_except([6], [6, 80]))
 def test_a_token_depends_on_its_own_slot_alone_and_keeps_its_bits_without_one(implementation, num_tokens):
     shapes = Shapes("bfloat16", 3, 8, 64, ONE)
     y, (x, a, b, slot) = host_arrays(shapes, num_tokens, 3)

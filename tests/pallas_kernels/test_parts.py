@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention import (
     supports,
 )
 from pallas_kernels.paged_attention.parts import NO_KEYS, Part, combine
+from tests.helpers.slow import slow_except
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
@@ -39,7 +40,7 @@ def batch(num_parts: int, *, is_decode: bool, **options) -> Batch:
 
 @pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "ragged"])
 @pytest.mark.parametrize("options", [{}, {"window": 6, "has_sinks": True, "soft_cap": 30.0}], ids=["full", "window, sinks"])
-@pytest.mark.parametrize(("name", "num_parts"), [("reference", 2), ("xla", 3), ("triton", 3)])
+@pytest.mark.parametrize(("name", "num_parts"), slow_except([("triton", 3)], [("reference", 2), ("xla", 3), ("triton", 3)]))
 def test_parts_combine_to_the_whole(name, num_parts, options, is_decode):
     case = batch(num_parts, is_decode=is_decode, **options)
     q, constants = host_arrays(case)
@@ -47,6 +48,7 @@ def test_parts_combine_to_the_whole(name, num_parts, options, is_decode):
     assert host_error(case, q, constants, run(q, *constants)) < 5e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["xla", "triton"])
 def test_a_cache_of_8_bits(name):
     case = batch(2, is_decode=False, dtype="bfloat16", cache_dtype="float8_e4m3fn", has_scales=True)
@@ -81,7 +83,7 @@ def test_the_mosaic_prefill(prompts, window):
     assert host_error(case, *host_arrays(case), out) < TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("name", ["reference", "xla", "triton"])
+@pytest.mark.parametrize("name", slow_except(["triton"], ["reference", "xla", "triton"]))
 def test_the_logarithm_of_the_sum_of_a_part(name):
     """Of a row of 11 keys in two parts, with pages of 4: the second part has the keys 4 to 7."""
     rng = np.random.default_rng(0)

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.rope_cache_write import IMPLEMENTATIONS, choose, rope_and_write
 from pallas_kernels.rope_cache_write.triton import Tiles, pick_tiles
 from pallas_kernels.rope_cache_write.triton import rope_and_write as triton_rope_and_write
+from tests.helpers.slow import slow_except
 
 ULP = {"float32": 2.0**-21, "bfloat16": 2.0**-7, "float8_e4m3fn": 2.0**-3}
 """Relative to the largest mantissa, with a margin for the order of float32 sums."""
@@ -109,8 +110,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_matches_loops_in_float64(implementation: str, options: dict) -> None:
+@pytest.mark.parametrize("name", slow_except(["float32 norm h80", "bfloat16 g4"], CASES))
+def test_matches_loops_in_float64(implementation: str, name: str) -> None:
+    options = CASES[name]
     case = make_case(**options)
     dtype = options.get("dtype", "float32")
     cache_dtype = options.get("cache_dtype", dtype)
@@ -141,7 +143,7 @@ def test_padding_is_written_nowhere_and_its_queries_are_computed(implementation:
     np.testing.assert_array_equal(v_pages, case["v_pages_PKSH"])
 
 
-@pytest.mark.parametrize("tiles", [Tiles(1, 1), Tiles(2, 4), Tiles(8, 2)], ids=str)
+@pytest.mark.parametrize("tiles", slow_except([Tiles(2, 4)], [Tiles(1, 1), Tiles(2, 4), Tiles(8, 2)]), ids=str)
 def test_every_tiling_gives_the_same(tiles: Tiles) -> None:
     case = make_case(norm=True, dtype="bfloat16", num_kv_heads=5)
     static = {name: case[name] for name in ("eps", "norm_offset")}

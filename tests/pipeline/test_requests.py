@@ -8,6 +8,8 @@ from tests.helpers import engines, every_kind, goldens
 from tests.helpers.every_kind import check
 from tests.pipeline.conftest import NAME
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
 
 

@@ -257,3 +257,35 @@ def test_a_replica_that_seems_to_hang_is_avoided_while_others_take_requests(poli
     balancer.set_down(1)
     balancer.set_up(1)
     assert balancer.choose(make_request("last", [7])) == 1, "it was started again"
+
+
+@pytest.mark.parametrize("policy", ["cache_aware", "least_loaded", "round_robin"])
+def test_a_session_keeps_its_replica_until_that_one_is_full_stalled_or_down(policy):
+    balancer = make_balancer(policy=policy)
+    numbers = iter(range(100))
+
+    def choose(session_id: str, **fields) -> int:
+        return balancer.choose(make_request(next(numbers), [1] * 20, session_id=session_id, **fields))
+
+    first, second = choose("a"), choose("b")
+    assert first != second
+    assert [choose("a") for _ in range(3)] == [first] * 3 and choose("b") == second
+    balancer.note_load(first, stats(num_running=8))
+    moved = choose("a")
+    assert moved != first, "all seats are taken"
+    balancer.note_load(first, stats())
+    assert choose("a") == moved, "where its latest request has left its blocks"
+    balancer.set_stalled(moved, True)
+    assert choose("a") != moved
+    balancer.set_stalled(moved, False)
+    other = 3 - first - second
+    assert balancer.choose(make_request("r", [1], session_id="b"), other) == other, "the client names it"
+    balancer.set_down(other)
+    assert choose("b") != other
+
+
+def test_the_latest_sessions_are_remembered(monkeypatch):
+    monkeypatch.setattr("jaxllm.routing.balancer.MAX_SESSIONS", 2)
+    balancer = make_balancer(policy="round_robin")
+    assert [balancer.choose(make_request(name, [1], session_id=name)) for name in "abac"] == [0, 1, 0, 1]
+    assert list(balancer._sessions) == ["a", "c"]

@@ -32,6 +32,12 @@ def test_a_step_never_has_more_rows_than_tokens_or_than_the_limit():
     assert [buckets.rows_for_tokens(n) for n in (1, 8, 64)] == [1, 8, 8]
 
 
+def test_a_cpu_has_few_sizes_because_each_takes_it_seconds_to_compile():
+    buckets = choose(on_gpu=False)
+    assert buckets.tokens == (4, 16, 64, 256, 512)
+    assert buckets.decode_rows == (1, 4, 8, 16, 32)
+
+
 @pytest.mark.parametrize(("gibibytes", "limit"), [(24, 256), (63, 256), (64, 1024), (130, 1024)])
 def test_a_big_gpu_runs_more_requests_at_once(gibibytes, limit):
     config = resolve_platform_defaults(EngineConfig.from_options(), on_gpu=True, device_bytes=gibibytes << 30)

@@ -69,6 +69,27 @@ def test_on_a_cpu_the_cache_takes_a_quarter_of_the_memory_and_no_more_than_weigh
         assert plan.num_blocks == (cache_kib << 10) // plan.block_bytes
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_model_len", "most_bytes", "cache_bytes", "is_cut"),
+    [
+        (4, 112, 1 << 20, 29 * 4096, False),  # all that the requests can use
+        (64, 112, 1 << 20, 1 << 20, True),  # the usual most
+        (64, 112, 16 << 10, 8 * 4096, True),  # a request of the longest length, and the null block
+        (64, 112, 1 << 30, 64 * 7 * 4096 + 4096, False),
+    ],
+)
+def test_a_cpu_keeps_what_requests_can_use_up_to_a_limit(
+    monkeypatch, max_num_seqs, max_model_len, most_bytes, cache_bytes, is_cut
+):
+    monkeypatch.setattr(memory, "_machine_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(memory, "_CPU_CACHE_BYTES", most_bytes)
+    config = EngineConfig.from_options(**{**engines.SMALL, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len})
+    plan = memory_plan(config, load_model_config(goldens.FOLDER / "llama_gqa"), weight_bytes=1 << 20, work_bytes=1 << 20)
+    assert plan.block_bytes == 4096
+    assert (plan.cache_bytes, plan.is_cut) == (cache_bytes, is_cut)
+    assert ("--kv-cache-memory-bytes makes it larger" in plan.describe()) == is_cut
+
+
 def test_states_by_row_are_counted_for_each_row_and_leave_less_for_blocks():
     model = load_model_config(goldens.FOLDER / "qwen3_next")
     plans = {}

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxllm.env import cache_bytes
 from jaxllm.errors import ConfigError
-from jaxllm.runner import program_store
 from jaxllm.runner.program_store import ProgramStore, local_store, new_artifact, open_artifact, write_manifest
+from jaxllm.runner.programs import use_persistent_cache
+from jaxllm.runner.split_program import Pieces, split
 from jaxllm.runner.step import RowArrays
 from jaxllm.runner.step_programs import ProgramKey
 
@@ -40,6 +42,30 @@ def test_a_program_comes_back_with_its_trees_and_donations(tmp_path):
     assert isinstance(new, RowArrays) and nothing is None
     assert new.last_token_N.tolist() == [3, 4, 5, 6]
     assert rows.last_token_N.is_deleted()
+
+
+def test_a_program_in_pieces_comes_back(tmp_path):
+    rows = RowArrays(jnp.arange(4), jnp.ones((4, 2)))
+    place = jax.sharding.SingleDeviceSharding(DEVICES[0])
+
+    def decoder_layer(x):
+        return x * 2
+
+    def program(rows):
+        layer, x = jax.jit(decoder_layer), rows.last_token_N + 1
+        return rows._replace(last_token_N=layer(layer(x)) + 1), None
+
+    traced = jax.jit(program, donate_argnums=0).trace(rows)
+    in_pieces = split(traced, [True, True], place, Pieces()).compile()
+    assert [len(in_pieces.wiring.calls), len(in_pieces.pieces)] == [4, 2], (
+        "the sums before and behind the layers are alike, too"
+    )
+    store = new_artifact(tmp_path / "a", DEVICES)
+    store.save(KEY, in_pieces)
+    new, nothing = store.load(KEY)(rows)
+    assert isinstance(new, RowArrays) and nothing is None
+    assert new.last_token_N.tolist() == [5, 9, 13, 17] and new.block_table_NB.tolist() == [[1, 1]] * 4
+    assert rows.last_token_N.is_deleted() and not rows.block_table_NB.is_deleted()
 
 
 def test_what_is_not_stored_is_none(tmp_path):
@@ -109,16 +135,39 @@ def test_nothing_is_saved_in_an_artifact_that_was_opened(tmp_path):
     assert len(list((tmp_path / "a").iterdir())) == 2
 
 
-def test_engines_that_differ_have_different_stores_and_the_oldest_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(program_store, "MAX_LOCAL_STORES", 2)
-    made = [local_store(tmp_path, {"max_num_seqs": n}, DEVICES) for n in range(2)]
-    assert made[0].directory != made[1].directory
+def test_engines_that_differ_have_different_stores_and_the_longest_unused_go(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLM_CACHE_BYTES", "40K")
+    made = [local_store(tmp_path, {"max_num_seqs": n}, DEVICES) for n in range(12)]
+    assert len({store.directory for store in made}) == 12 and all(store.directory.exists() for store in made)
     assert made[0].directory.stat().st_mode & 0o077 == 0
-    assert local_store(tmp_path, {"max_num_seqs": 0}, DEVICES).directory == made[0].directory
-    os.utime(made[1].directory / "manifest.json", (1, 1))
-    newest = local_store(tmp_path, {"max_num_seqs": 9}, DEVICES)
-    assert made[0].directory.exists() and newest.directory.exists() and not made[1].directory.exists()
-    assert json.loads((newest.directory / "manifest.json").read_text())["compiled_for"] == {"max_num_seqs": 9}
+    for age, store in enumerate(made):
+        (store.directory / "part").mkdir()
+        (store.directory / "part" / "a.program").write_bytes(b"0" * 10_000)
+        for file in (store.directory / "manifest.json", store.directory / "part" / "a.program"):
+            os.utime(file, (1000 - age, 1000 - age))
+    assert local_store(tmp_path, {"max_num_seqs": 11}, DEVICES).directory == made[11].directory
+    assert [n for n, store in enumerate(made) if store.directory.exists()] == [0, 1, 2, 11]
+    monkeypatch.setenv("JAXLLM_CACHE_BYTES", "0")
+    newest = local_store(tmp_path, {"max_num_seqs": 99}, DEVICES)
+    assert list(tmp_path.iterdir()) == [newest.directory]
+    assert json.loads((newest.directory / "manifest.json").read_text())["compiled_for"] == {"max_num_seqs": 99}
+
+
+def test_what_xla_kept_is_bounded_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setenv("JAXLLM_CACHE_BYTES", "2k")
+    for age in range(4):
+        (tmp_path / f"{age}-cache").write_bytes(b"0" * 900)
+        os.utime(tmp_path / f"{age}-cache", (1000 - age, 1000 - age))
+    use_persistent_cache(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["0-cache", "1-cache"]
+
+
+@pytest.mark.parametrize(("text", "told"), [("much", "is not a whole number"), ("-1", "must be at least 0")])
+def test_a_wrong_size_of_the_cache_is_an_error(monkeypatch, text, told):
+    monkeypatch.setenv("JAXLLM_CACHE_BYTES", text)
+    with pytest.raises(ConfigError, match=f"JAXLLM_CACHE_BYTES is '{text}': .*{told}"):
+        cache_bytes()
 
 
 def test_a_cache_that_cannot_be_used_is_done_without(tmp_path):

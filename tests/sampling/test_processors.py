@@ -3,12 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.sampling.columns import pack_columns, unpack_columns
-from jaxllm.sampling.processors import Processor, check_processors
+from jaxllm.sampling.processors import Processor, check_processors, read_arguments
 from jaxllm.sampling.sampler import sample_full
 from jaxllm.sampling.state import SamplingState, admit, pack_admission
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import READS_ITSELF, SamplingParams
 
 V = 20
 PROCESSORS = (
@@ -75,3 +75,19 @@ def test_names_must_differ():
     assert check_processors(PROCESSORS) == {"only": 1, "at_most": 1, "nan": 0, "no_prompt_then": 2}
     with pytest.raises(ConfigError, match="only"):
         check_processors([PROCESSORS[0], PROCESSORS[0]])
+
+
+def test_a_processor_may_read_texts():
+    tones = Processor("tone", PROCESSORS[0].function, 1, read=lambda given: [{"calm": 3, "loud": 5}[given[0]]])
+    assert check_processors([tones, *PROCESSORS])["tone"] == READS_ITSELF
+    params = SamplingParams(extra_args={"tone": ["loud"], "only": [2.0]})
+    limits = {"vocab_size": V, "max_model_len": 50, "max_logprobs": 5, "num_prompt_tokens": 2}
+    params.verify(**limits, processors=check_processors([tones, *PROCESSORS]))
+    read = read_arguments(params, [tones, *PROCESSORS])
+    assert read.extra_args == {"tone": [5.0], "only": [2.0]} and params.extra_args["tone"] == ["loud"]
+    plain = SamplingParams(extra_args={"only": [2.0]})
+    assert read_arguments(plain, [tones, *PROCESSORS]) is plain
+    with pytest.raises(InvalidRequestError, match=r"'tone' cannot read \['shrill'\]: KeyError"):
+        read_arguments(SamplingParams(extra_args={"tone": ["shrill"]}), [tones])
+    with pytest.raises(InvalidRequestError, match="not 2 numbers"):
+        read_arguments(params, [Processor("tone", PROCESSORS[0].function, 2, read=lambda given: [1.0])])

@@ -68,3 +68,19 @@ def test_a_drafter_gets_slots_behind_the_tokens_but_none_behind_the_last_of_a_re
         scheduler.add_request(make_request(name, num_prompt, max_tokens=max_tokens))
     scheduler.schedule()  # of the last prompt only 6 tokens, after which it draws nothing
     assert [scheduler.cache_manager.num_blocks_of(name) for name in ("long", "short", "chunk")] == [3, 2, 2]
+
+
+@pytest.mark.parametrize("share_right", [0.0, 0.5, 1.0])
+def test_steps_with_drafts_are_counted_by_what_they_accepted(share_right):
+    scheduler = make_scheduler(drafts=AllDrafts(3, share_right=share_right))
+    scheduler.add_request(make_request("a", 5, max_tokens=20))
+    request, engine = scheduler.requests["a"], FakeEngine(scheduler)
+    news = []
+    while scheduler.has_requests():
+        news += engine.step()
+    counts = news[-1].accepted_counts
+    assert counts is not None and counts == tuple(request.accepted_counts)
+    num_accepted = sum(number * count for number, count in enumerate(counts))
+    plans = [row.num_drafts for plan in engine.plans for row in plan.rows if row.num_drafts]
+    assert (sum(counts), news[-1].num_draft_tokens) == (len(plans), sum(plans))
+    assert num_accepted == {0.0: 0, 1.0: sum(plans)}.get(share_right, num_accepted)

@@ -178,6 +178,13 @@ def test_what_never_fits_is_refused_with_the_blocks_that_it_needs():
             assert len(engine.run()["a"]) == 20
 
 
+@pytest.mark.parametrize(("policies", "num_longest"), [((FULL,), 2.5), ((FULL, WINDOW), 40 / (16 + 7))], ids=str)
+def test_stats_say_for_how_many_of_the_longest_requests_there_is_room(policies, num_longest):
+    scheduler = make_scheduler(num_blocks=41, block_size=BLOCK, max_model_len=64, max_num_batched_tokens=16, policies=policies)
+    assert scheduler.cache_manager.num_blocks_for(64) == 40 / num_longest
+    assert scheduler.stats().max_concurrency == pytest.approx(num_longest)
+
+
 def test_reset_forgets_the_blocks_of_all_groups():
     manager = make_manager(FULL, WINDOW)
     request = request_of("a", 32)

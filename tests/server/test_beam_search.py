@@ -11,6 +11,7 @@ from jaxllm.async_llm import AsyncLLM
 from jaxllm.llm import LLM
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.sampling_params import BeamSearchParams
+from jaxllm.text.detokenizer import text_of
 from server.app import create_app
 from server.beam_search import HONOURED
 from server.protocol.chat import ChatCompletionRequest
@@ -139,7 +140,7 @@ def test_a_chat_is_answered_by_the_same_search(client: Client, script: LLM) -> N
     for choice, sequence in zip(reply["choices"], expected.sequences, strict=True):
         answer = sequence.tokens[len(prompt) :]
         assert choice["token_ids"][: len(answer)] == answer
-        assert choice["message"]["content"] == script.get_tokenizer().decode(answer, skip_special_tokens=True)
+        assert choice["message"]["content"] == text_of(script.get_tokenizer(), answer, skip_special_tokens=True)
         content = choice["logprobs"]["content"]
         assert [len(entry["top_logprobs"]) for entry in content] == [2] * len(choice["token_ids"])
         assert sum(entry["logprob"] for entry in content) == pytest.approx(sequence.cum_logprob)
@@ -170,11 +171,11 @@ def test_an_eos_has_text_only_if_it_is_asked_for(client: Client) -> None:
 
 def test_what_concerns_the_prompt_reaches_every_step(client: Client, core: FakeEngineCore) -> None:
     core.requests.clear()
-    fields = {"priority": 4, "cache_salt": "salt", "request_id": "mine", "truncate_prompt_tokens": 2}
+    fields = {"priority": 4, "cache_salt": "salt", "session_id": "s", "request_id": "mine", "truncate_prompt_tokens": 2}
     reply = ask(client, COMPLETIONS, max_tokens=2, include_timings=True, **fields)
     assert reply["id"] == "cmpl-mine" and reply["timings"]["total_ms"] >= 0
     assert [len(request.prompt_token_ids) for request in core.requests] == [2, 3, 3, 3]
-    assert {(request.priority, request.cache_salt) for request in core.requests} == {(4, "salt")}
+    assert {(request.priority, request.cache_salt, request.session_id) for request in core.requests} == {(4, "salt", "s")}
 
 
 def test_reasoning_and_tool_calls_are_read_in_the_answers(directory: Path) -> None:

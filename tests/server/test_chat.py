@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.outputs import RequestMetrics
 from jaxllm.text.tokenizer import load_tokenizer
 from server.app import create_app
+from server.usage import per_request_metrics
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.fake_front import fake_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
@@ -67,6 +69,33 @@ def test_ids_and_timings_are_told_if_asked(client: Client) -> None:
     assert [id for chunk in chunks for id in chunk["choices"][0].get("token_ids", ())] == reply["choices"][0]["token_ids"]
 
 
+def test_replies_have_the_metrics_and_cache_counts_of_vllm(served_directory: Path) -> None:
+    core = fake_core(served_directory, max_model_len=200, enable_prefix_caching=True, block_size=8)
+    given = options(enable_per_request_metrics=True, enable_prompt_tokens_details=True)
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    with AsyncLLM(core=core) as engine, Client(create_app(engine, given)) as client:
+        replies = [client.chat().json(), client.complete(prompt=[5] * 9).json(), events(client.chat(**usage))[-1]]
+        for reply in replies:
+            metrics, created = reply["metrics"], reply["usage"]["prompt_tokens"] // 8 * 8
+            assert metrics["generation_time_ms"] >= 0 and metrics["mean_itl_ms"] == metrics["generation_time_ms"] / 3
+            assert metrics["speculative_decoding"] is None and "timings" in reply
+            assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "created_cache_tokens": created}
+        assert client.chat(n=2).json()["metrics"] is None, "they are of one answer"
+        details = client.post("/v1/responses", {"input": "hi"}).json()["usage"]["input_tokens_details"]
+        assert details["cache_write_tokens"] > 0
+
+
+def test_metrics_leave_the_queue_out_of_the_first_token_and_tell_of_drafts() -> None:
+    metrics = RequestMetrics(0.0, 2.0, 3.0, queue_seconds=0.5, prefill_seconds=1.0)
+    metrics.accepted_counts, metrics.num_draft_tokens = (1, 0, 3), 8
+    found = per_request_metrics(metrics, 11)
+    assert found is not None and (found["time_to_first_token_ms"], found["queue_time_ms"]) == (1000, 500)
+    assert (found["mean_itl_ms"], found["tokens_per_second"]) == (100, 5.5)
+    drafts = found["speculative_decoding"]
+    assert (drafts["mean_acceptance_length"], drafts["draft_acceptance_rate"]) == (2.5, 0.75)
+    assert (drafts["num_spec_steps"], drafts["num_spec_tokens"], drafts["acceptance_histogram"]) == (4, 2, (1, 0, 3))
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -77,15 +106,14 @@ def test_ids_and_timings_are_told_if_asked(client: Client) -> None:
         ({"guided_json": {}}, "guided_json"),
         ({"functions": [{}]}, "functions"),
         ({"chat_template": "x"}, "chat_template"),
-        ({"documents": [{"text": "x"}]}, "documents"),
         ({"response_format": {"type": "json_object", "schema": {"type": "object"}}}, "response_format"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tools": []}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"timeout": 0}, "timeout"),
-        ({"priority": 1}, "priority"),
+        ({"verbosity": "endless"}, "verbosity"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids"),
     ],
 )

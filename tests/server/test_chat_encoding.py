@@ -98,10 +98,11 @@ def test_a_template_cannot_take_more_than_it_may(encoder: ChatEncoder, template:
     assert encoded(encoder, "hi"), "the next conversation is rendered"
 
 
-def test_variables_that_the_template_does_not_read_are_refused(encoder: ChatEncoder) -> None:
-    for name in ("tokenize", "messages", "bos_token"):
-        with pytest.raises(InvalidRequestError, match=f"'{name}'.*does not read"):
+def test_variables_that_the_template_does_not_read_have_no_effect(encoder: ChatEncoder) -> None:
+    for name in ("messages", "bos_token"):
+        with pytest.raises(InvalidRequestError, match=f"'{name}'.*sets"):
             encoded(encoder, "hi", kwargs={name: True})
+    assert encoded(encoder, "hi", kwargs={"tokenize": False, "style": "!"}) == encoded(encoder, "hi")
     template = "{{ messages[0]['content'] }}{{ style }}"
     assert encoded(encoder, "hi", chat_template=template, kwargs={"style": "!"}) == encoded(
         encoder, "hi!", chat_template=template

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_several_conversations_are_answered_in_their_places(client: Client) -> N
         ({"n": 2}, "n"),
         ({"stream": True}, "stream"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"messages": [[USER], [{"role": "user"}]]}, "messages"),
+        ({"messages": [[USER], [{"role": ""}]]}, "messages"),
     ],
 )
 def test_what_several_conversations_cannot_have_is_refused(client: Client, fields: Mapping[str, Any], param: str) -> None:
@@ -105,3 +106,16 @@ def test_models_have_names_and_permissions(whole: Client) -> None:
 def test_the_document_of_the_api_knows_the_path_of_the_proxy(client: Client, whole: Client) -> None:
     assert whole.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
     assert "servers" not in client.get("/openapi.json").json()
+
+
+def test_a_local_model_has_a_short_name_and_its_path_is_taken_too(engine: AsyncLLM, served_directory: Path) -> None:
+    with Client(create_app(engine, options(served_model_name=None))) as client:
+        name, path = served_directory.name, str(served_directory)
+        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == [name]
+        assert client.get(f"/v1/models/{name}").json()["id"] == client.get(f"/v1/models/{path}").json()["id"] == name
+        assert [client.complete(model=model).json().get("model") for model in (name, path, None, "other")] == [name] * 3 + [
+            None
+        ]
+        assert f'model_name="{name}"' in client.get("/metrics").text
+    with Client(create_app(engine, options())) as client:  # which has a name of its own
+        assert client.complete(model=path).status_code == 404

@@ -138,6 +138,11 @@ def test_parameters_reach_the_engine(wire: Wire, core: FakeEngineCore) -> None:
     assert responses[-1].outputs[0].finish_reason == "length"
 
 
+def test_max_tokens_is_cut_to_what_the_prompt_leaves(wire: Wire, core: FakeEngineCore) -> None:
+    wire.generate(token_ids=pb.TokenIds(ids=[5] * 150), sampling=pb.SamplingParams(max_tokens=200))
+    assert core.requests[-1].sampling_params.max_tokens == 50
+
+
 def test_several_answers_have_their_index(wire: Wire) -> None:
     responses = wire.generate(text="hi", sampling=pb.SamplingParams(n=3))
     texts = ["", "", ""]
@@ -155,10 +160,10 @@ def test_several_answers_have_their_index(wire: Wire) -> None:
         ({"text": "hi", "sampling": pb.SamplingParams(temperature=-9)}, "INVALID_ARGUMENT", "temperature is -9.0, must be"),
         ({"text": "hi", "sampling": pb.SamplingParams(n=5)}, "INVALID_ARGUMENT", "n is 5, must be at most 4"),
         ({"text": "hi", "sampling": pb.SamplingParams(max_tokens=0)}, "INVALID_ARGUMENT", "max_tokens"),
+        ({"text": "hi", "sampling": pb.SamplingParams(max_tokens=201)}, "INVALID_ARGUMENT", "201 output tokens"),
         ({"text": "hi", "sampling": pb.SamplingParams(stop=["a"] * 65)}, "INVALID_ARGUMENT", "stop has 65 texts"),
         ({"text": "hi", "sampling": pb.SamplingParams(thinking_token_budget=5)}, "INVALID_ARGUMENT", "end its thinking"),
         ({"text": "hi", "cache_salt": "a/b"}, "INVALID_ARGUMENT", "cache_salt"),
-        ({"text": "hi", "priority": -3}, "INVALID_ARGUMENT", "priority is -3"),
         ({"text": "hi", "request_id": "x" * 129}, "INVALID_ARGUMENT", "request_id"),
         ({"token_ids": pb.TokenIds(ids=[99999])}, "INVALID_ARGUMENT", "99999"),
         ({"text": "x" * 3000}, "INVALID_ARGUMENT", "maximum context length"),

@@ -4,6 +4,7 @@ import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import ConfigError, EngineError
+from jaxllm.metrics.metric import Gauge, Histogram
 from server.app import create_app
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.server.client import Client
@@ -40,6 +41,13 @@ def guarded(engine: AsyncLLM) -> Iterator[Client]:
     )
     with Client(app) as client:
         yield client
+
+
+def test_vllm_s_key_guards_an_application_without_options(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    with Client(create_app(engine)) as client:
+        statuses = [client.get("/v1/models", headers=headers).status_code for headers in ({}, bearer("theirs"))]
+    assert statuses == [401, 200]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +145,9 @@ def test_what_is_not_tagged_sleeps_on(operator: Client) -> None:
         assert operator.post(f"/wake_up{query}").status_code == 200
         assert operator.get("/is_sleeping").json() == {"is_sleeping": sleeps}
     assert operator.post("/wake_up?tags=cache").json()["error"]["param"] == "tags"
+    found = [m for m in operator.app.state.context.http_metrics.snapshot() if "sleep_mode_operation" in m.name]
+    assert {m.labels["operation"]: m.count for m in found if isinstance(m, Histogram)} == {"sleep": 1, "wake": 2}
+    assert {m.labels["operation"]: m.value for m in found if isinstance(m, Gauge)} == {"sleep": 0, "wake": 0}
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,26 @@
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request, Response
 from starlette.testclient import TestClient
 
-from jaxllm.metrics.metric import Counter, Histogram, Metric
+from jaxllm.errors import ConfigError
+from jaxllm.metrics.merge import merged
+from jaxllm.metrics.metric import Counter, Histogram, Summary
+from jaxllm.metrics.prometheus import exposition
 from server.http_metrics import HttpMetrics, HttpMetricsMiddleware
+from tests.server.canned import WEATHER, caller_app
 from tests.server.client import Client
 
 
 def application() -> tuple[FastAPI, HttpMetrics]:
-    app, metrics = FastAPI(), HttpMetrics()
+    app, metrics = FastAPI(), HttpMetrics("m")
+
+    @app.post("/v1/lengths")
+    async def length(request: Request) -> Response:
+        return Response(b"12345" if await request.body() else b"")
 
     @app.get("/v1/things/{name}")
     def thing(name: str) -> str:
@@ -45,14 +54,31 @@ def test_requests_are_counted_by_route_and_not_by_path() -> None:
             client.get(path)
         client.request("BREW", "/v1/things/a")
     assert counts(metrics) == {
-        ("GET", "200", "/v1/things/{name}"): 2,
-        ("GET", "404", "/v1/things/{name}"): 1,
-        ("GET", "404", "none"): 1,
-        ("GET", "500", "/broken"): 1,
-        ("other", "405", "/v1/things/{name}"): 1,
+        ("GET", "2xx", "/v1/things/{name}"): 2,
+        ("GET", "4xx", "/v1/things/{name}"): 1,
+        ("GET", "4xx", "none"): 1,
+        ("GET", "5xx", "/broken"): 1,
+        ("other", "4xx", "/v1/things/{name}"): 1,
     }
-    durations: list[Metric] = [m for m in metrics.snapshot() if isinstance(m, Histogram)]
+    durations = [m for m in metrics.snapshot() if isinstance(m, Histogram) and m.name == "http_request_duration_seconds"]
     assert {(m.labels["method"], m.labels["handler"]) for m in durations} == {(key[0], key[2]) for key in counts(metrics)}
+    (together,) = [m for m in metrics.snapshot() if m.name == "http_request_duration_highr_seconds"]
+    assert isinstance(together, Histogram) and (together.count, together.labels) == (6, {})
+
+
+def test_bodies_are_summed_up_by_route() -> None:
+    app, metrics = application()
+    with TestClient(HttpMetricsMiddleware(app, metrics)) as client:
+        client.post("/v1/lengths", content=b"123")
+        client.post("/v1/lengths")
+    sizes = {m.name: m for m in metrics.snapshot() if isinstance(m, Summary)}
+    assert {name: (m.labels, m.count, m.sum) for name, m in sizes.items()} == {
+        "http_request_size_bytes": ({"handler": "/v1/lengths"}, 2, 3),
+        "http_response_size_bytes": ({"handler": "/v1/lengths"}, 2, 5),
+    }
+    page = exposition(merged([metrics.snapshot(), metrics.snapshot()])).decode()
+    assert 'http_response_size_bytes_count{handler="/v1/lengths"} 4.0' in page
+    assert 'http_response_size_bytes_sum{handler="/v1/lengths"} 10.0' in page
 
 
 def test_a_client_that_leaves_before_the_answer_is_counted_as_gone() -> None:
@@ -62,23 +88,59 @@ def test_a_client_that_leaves_before_the_answer_is_counted_as_gone() -> None:
     async def send(message: Any) -> None: ...
     async def receive() -> Any: ...
 
-    metrics = HttpMetrics()
+    metrics = HttpMetrics("m")
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(HttpMetricsMiddleware(app, metrics)({"type": "http", "path": "/x", "method": "GET"}, receive, send))
-    assert counts(metrics) == {("GET", "499", "none"): 1}
+    assert counts(metrics) == {("GET", "4xx", "none"): 1}
 
 
-def test_tool_calls_are_counted_by_parser() -> None:
-    metrics = HttpMetrics()
-    metrics.tool_calls_parsed("hermes")
-    metrics.tool_calls_parsed("hermes")
-    (metric,) = metrics.snapshot()
-    assert metric == Counter(
-        "jaxllm:tool_call_parser_invocations",
-        {"tool_parser": "hermes"},
-        "requests whose output was searched for tool calls",
-        2,
-    )
+def test_tool_calls_are_counted_by_mode_outcome_and_api() -> None:
+    def calls(metrics: HttpMetrics) -> dict[tuple[str, str, str], float]:
+        found = [m for m in metrics.snapshot() if m.name == "jaxllm:tool_call_parser_invocations"]
+        assert all(m.labels["model_name"] == "m" and len(m.labels) == 4 for m in found)
+        return {(m.labels["mode"], m.labels["outcome"], m.labels["request_type"]): m.value for m in found}
+
+    metrics = HttpMetrics("m")
+    assert len(calls(metrics)) == 12 and not any(calls(metrics).values()), "series exist before the first request"
+    metrics.tool_calls_parsed("responses", True, True)
+    metrics.tool_calls_parsed("chat_completions", False, False)
+    assert {key: value for key, value in calls(metrics).items() if value} == {
+        ("streaming", "tool_call", "responses"): 1,
+        ("non_streaming", "no_tool_call", "chat_completions"): 1,
+    }
+
+
+def test_answers_are_counted_by_the_calls_found_in_them(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    with caller_app(tmp_path) as app, Client(app) as client:
+        assert client.chat(tools=tools, max_tokens=400).status_code == 200
+        assert client.chat(tools=tools, max_tokens=400, stream=True, n=2).status_code == 200
+        assert client.chat(tools=tools, max_tokens=3).status_code == 200
+        assert client.chat(max_tokens=400).status_code == 200, "without tools nothing is searched"
+        flat = [{"type": "function", "name": "weather", "parameters": WEATHER}]
+        assert client.post("/v1/responses", {"input": "hi", "tools": flat}).status_code == 200
+        anthropic = [{"name": "weather", "input_schema": WEATHER}]
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400, "tools": anthropic}
+        assert client.post("/v1/messages", body).status_code == 200
+        found = [m for m in app.state.context.http_metrics.snapshot() if m.name == "jaxllm:tool_call_parser_invocations"]
+    assert {(m.labels["mode"], m.labels["outcome"], m.labels["request_type"]): m.value for m in found if m.value} == {
+        ("non_streaming", "tool_call", "chat_completions"): 1,
+        ("streaming", "tool_call", "chat_completions"): 2,
+        ("non_streaming", "no_tool_call", "chat_completions"): 1,
+        ("non_streaming", "tool_call", "responses"): 1,
+        ("non_streaming", "tool_call", "other"): 1,
+    }
+
+
+def test_a_call_to_sleep_is_counted_while_it_is_under_way() -> None:
+    def in_flight() -> dict[str, float]:
+        return {m.labels["operation"]: m.value for m in metrics.snapshot() if m.name.endswith("operations_in_flight")}
+
+    metrics = HttpMetrics("m")
+    with pytest.raises(ConfigError), metrics.sleep_mode("sleep"):
+        assert in_flight() == {"sleep": 1, "wake": 0}
+        raise ConfigError("it cannot")
+    assert in_flight() == {"sleep": 0, "wake": 0}
 
 
 def test_the_page_of_a_server_has_every_series_once(client: Client) -> None:
@@ -87,4 +149,4 @@ def test_the_page_of_a_server_has_every_series_once(client: Client) -> None:
     page = client.get("/metrics").text
     series = [line.rsplit(" ", 1)[0] for line in page.splitlines() if not line.startswith("#")]
     assert len(series) == len(set(series)) > 300
-    assert 'http_requests_total{handler="/v1/completions",method="POST",status="200"} 2.0' in page
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 2.0' in page

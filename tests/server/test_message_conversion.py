@@ -93,6 +93,40 @@ def test_fields_become_those_of_a_chat() -> None:
     }
 
 
+TOOLS = [{"name": name, "input_schema": {}, "defer_loading": name != "search"} for name in ("search", "a", "b")]
+
+
+def names_of(*content: dict[str, Any], role: str = "user", **given: Any) -> list[str]:
+    """The names of the tools that the model sees after a message with these blocks."""
+    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": list(content)}]
+    return [tool["function"]["name"] for tool in fields_of(**{"tools": TOOLS, "messages": messages, **given}).get("tools", ())]
+
+
+def test_deferred_tools_are_shown_once_they_are_named() -> None:
+    text = {"type": "text", "text": "x"}
+    found = {"type": "tool_result", "tool_use_id": "s", "content": [text, {"type": "tool_reference", "tool_name": "b"}]}
+    assert names_of(text) == ["search"]
+    assert names_of(found) == ["search", "b"] and names_of({"type": "tool_reference", "name": "a"}) == ["search", "a"]
+    assert names_of(text, tool_choice={"type": "tool", "name": "a"}) == ["search", "a"]
+    assert names_of(text, tools=TOOLS[1:]) == ["a", "b"], "a model that sees no tool cannot search"
+    assert "defer_loading" not in json.dumps(fields_of(tools=TOOLS))
+    [_, result] = messages_of({"role": "user", "content": "hi"}, {"role": "user", "content": [found]})
+    assert result == {"role": "tool", "tool_call_id": "s", "content": "x\nTools found: b"}
+
+
+def test_system_messages_add_and_remove_tools() -> None:
+    def change(kind: str, **tool: Any) -> dict[str, Any]:
+        return {"type": f"tool_{kind}", "tool": {"type": "tool_reference", **tool}}
+
+    defined = change("addition", type="tool_definition", definition={"name": "new", "input_schema": {}})
+    assert names_of(change("addition", name="a"), role="system") == ["search", "a"]
+    assert names_of(change("removal", name="search"), change("addition", name="b"), role="system") == ["b"]
+    assert names_of(change("addition", name="a"), change("removal", name="a"), role="system") == ["search"]
+    assert names_of(defined, role="system", tools=None) == ["new"]
+    user = {"role": "user", "content": "hi"}
+    assert messages_of(user, {"role": "system", "content": [defined]}) == [user]
+
+
 @pytest.mark.parametrize(("choice", "means"), [("auto", "auto"), ("any", "required"), ("none", "none")])
 def test_tool_choices_have_other_names(choice: str, means: str) -> None:
     assert fields_of(tool_choice={"type": choice})["tool_choice"] == means
@@ -108,6 +142,22 @@ def test_tool_choices_have_other_names(choice: str, means: str) -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0]"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_addition"}]}]}, "messages[0].content[0].type"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "system",
+                        "content": [{"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}}],
+                    }
+                ]
+            },
+            "messages",
+        ),
+        (
+            {"messages": [{"role": "system", "content": [{"type": "tool_addition", "tool": {"type": "tool_definition"}}]}]},
+            "messages[0].content[0]",
+        ),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
     ],
 )

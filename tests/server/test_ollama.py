@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.text.generation_config import LLAMA_CPP
 from server.app import create_app
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.server.canned import caller_app
@@ -52,6 +53,14 @@ def test_a_prompt_is_answered_or_continued(client: Client, core: FakeEngineCore,
     assert (len(core.requests[-1].prompt_token_ids) < 5) == raw
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_any_num_predict_is_cut_to_the_context(client: Client, core: FakeEngineCore, raw: bool) -> None:
+    reply = client.post("/api/generate", {"prompt": "hi", "raw": raw, "options": {"num_predict": 10**6}})
+    assert reply.status_code == 200, reply.text
+    request = core.requests[-1]
+    assert len(request.prompt_token_ids) + request.sampling_params.max_tokens == core.max_model_len
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_and_calls_have_their_places(caller: Client, stream: bool) -> None:
     reply = caller.post("/api/chat", {"messages": [USER], "tools": TOOLS, "stream": stream})
@@ -78,6 +87,20 @@ def test_options_and_formats_reach_the_engine(client: Client, core: FakeEngineCo
     assert core.requests[-1].grammar is not None
 
 
+@pytest.mark.parametrize(("path", "body"), [("chat", {"messages": [USER]}), ("generate", {"prompt": "hi"})])
+def test_what_is_left_out_is_llama_cpps_where_the_model_has_no_generation_config(
+    client: Client, core: FakeEngineCore, path: str, body: Mapping[str, Any]
+) -> None:
+    for more in ({}, {"raw": True}) if path == "generate" else ({},):
+        lines(client.post(f"/api/{path}", {**body, **more, "options": {"top_k": 7}}))
+        params = core.requests[-1].sampling_params
+        assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 7, 0.95, 0.05)
+    client.chat()
+    params = core.requests[-1].sampling_params
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1, 0, 1, 0)
+    assert client.get("/v1/models").json()["data"][0]["chat_sampling"] == LLAMA_CPP
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "text"),
     [
@@ -88,7 +111,11 @@ def test_options_and_formats_reach_the_engine(client: Client, core: FakeEngineCo
         ("/api/chat", {"messages": [USER], "options": {"temperature": -1}}, 400, "temperature is -1"),
         ("/api/generate", {"prompt": "hi", "suffix": "x"}, 400, "suffix is not supported"),
         ("/api/generate", {"prompt": "a " * 900}, 400, "maximum context length"),
-        ("/api/show", {"model": "m"}, 404, "there is nothing at /api/show"),
+        ("/api/show", {"model": "nobody"}, 404, "this server has 'm'"),
+        ("/api/show", {}, 400, "model is missing"),
+        ("/api/embed", {"input": "a " * 300, "truncate": False}, 400, "input"),
+        ("/api/embed", {"input": "hi", "dimensions": 0}, 400, "dimensions is 0"),
+        ("/api/pull", {"model": "m"}, 404, "there is nothing at /api/pull"),
     ],
 )
 def test_errors_have_ollamas_shape(client: Client, path: str, body: Mapping[str, Any], status: int, text: str) -> None:
@@ -98,15 +125,19 @@ def test_errors_have_ollamas_shape(client: Client, path: str, body: Mapping[str,
 
 
 @pytest.mark.parametrize(
-    ("gguf_type", "told"), [(None, {"format": "safetensors"}), ("Q4_K_M", {"format": "gguf", "quantization_level": "Q4_K_M"})]
+    ("gguf_type", "told"),
+    [
+        (None, {"format": "safetensors", "quantization_level": ""}),
+        ("Q4_K_M", {"format": "gguf", "quantization_level": "Q4_K_M"}),
+    ],
 )
 def test_the_list_says_the_format(
     client: Client, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch, gguf_type: str | None, told: dict[str, str]
 ) -> None:
     monkeypatch.setattr(engine, "model_config", dataclasses.replace(engine.model_config, gguf_type=gguf_type))
     [model] = client.get("/api/tags").json()["models"]
-    names = {"family": "LlamaForCausalLM", "families": ["LlamaForCausalLM"]}
-    assert model["details"] == {**names, **told}
+    common = {"family": "llama", "families": ["llama"], "parent_model": "", "parameter_size": ""}
+    assert model["details"] == {**common, **told}
 
 
 def test_the_model_is_listed_and_an_empty_request_asks_only_for_it(client: Client, engine: AsyncLLM) -> None:

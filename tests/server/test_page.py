@@ -16,6 +16,7 @@ from selenium.webdriver.common.keys import Keys
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.request import EngineCoreRequest
+from jaxllm.text.generation_config import LLAMA_CPP
 from jaxllm.text.tokenizer import load_tokenizer
 from server.routes.page import page_replies
 from tests.helpers.browser import PHONE, SMALL_PHONE, Browser, programs
@@ -198,6 +199,11 @@ def test_a_question_is_answered_by_streaming_and_can_be_stopped_and_asked_again(
 
 def test_settings_change_the_request(browser: Browser, url: str, model: Model) -> None:
     browser.open(url)
+    ask(browser, "hello")
+    assert {name: getattr(model.last.sampling_params, name) for name in LLAMA_CPP} == LLAMA_CPP
+    assert browser.find("#settings [name=temperature]").get_attribute("placeholder") == "0.8"
+    browser.click("#new-chat")
+
     numbers = {"temperature": "0.33", "top_p": "0.9", "top_k": "7", "top_n_sigma": "1.5", "max_tokens": "2", "seed": "5"}
     set_up(browser, **numbers, system="Be brief.", tools=TOOLS)
     assert ask(browser, "hello").startswith("o")

@@ -119,13 +119,14 @@ def test_special_tokens_stay_when_a_text_is_cut(client, tokenizer):
 
 
 def test_pooling_gives_a_vector_for_each_token(client):
-    reply = client.post("/pooling", {"input": [[5, 6, 7], [8]]}).json()
+    reply = client.post("/pooling", {"input": [[5, 6, 7], [8]], "task": "token_embed"}).json()
     assert reply["id"].startswith("pool-")
     assert [np.array(item["data"]).shape for item in reply["data"]] == [(3, WIDTH), (1, WIDTH)]
     assert reply["data"][0]["object"] == "pooling"
     np.testing.assert_array_equal(reply["data"][0]["data"], np.eye(WIDTH)[[5, 6, 7]])
-    reply = client.post("/v1/pooling", {"input": [5, 6], "task": "embed", "use_activation": False}).json()
-    np.testing.assert_array_equal(reply["data"][0]["data"], np.eye(WIDTH)[5] + np.eye(WIDTH)[6])
+    for task in ({}, {"task": "embed"}):
+        reply = client.post("/v1/pooling", {"input": [5, 6], "use_activation": False, **task}).json()
+        np.testing.assert_array_equal(reply["data"][0]["data"], np.eye(WIDTH)[5] + np.eye(WIDTH)[6])
 
 
 def test_scores_are_cosines_of_pairs(client, tokenizer):
@@ -178,7 +179,7 @@ def test_texts_that_are_compared_are_cut_each_at_its_own_length(client):
         ({"input": ["a"] * 33, "encoding_format": "bytes"}, "encoding_format"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "a", "truncate_prompt_tokens": 201}, "truncate_prompt_tokens"),
-        ({"input": "a", "softmax": "yes"}, "softmax"),
+        ({"input": "a", "softmax": "perhaps"}, "softmax"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template": "x"}, "chat_template"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": "x" * 5000}}, "chat_template_kwargs"),
     ],
@@ -263,8 +264,9 @@ def test_a_model_without_a_head_serves_vectors_alone(served_directory):
 
 def test_so_many_numbers_as_nobody_wants_are_refused(client, monkeypatch):
     monkeypatch.setattr("server.pooling_service.MAX_VALUES", 7 * WIDTH)
-    assert client.post("/pooling", {"input": [5] * 7}).status_code == 200
-    assert "64 numbers, at most 56" in refused(client, "/pooling", {"input": [5] * 8}, "input")["message"]
+    tokens = {"task": "token_embed"}
+    assert client.post("/pooling", {"input": [5] * 7, **tokens}).status_code == 200
+    assert "64 numbers, at most 56" in refused(client, "/pooling", {"input": [5] * 8, **tokens}, "input")["message"]
 
 
 def test_numbers_beyond_a_narrow_type_are_its_largest():

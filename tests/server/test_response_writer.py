@@ -1,6 +1,9 @@
 """The events of a response, and that what they add up to is the response."""
 
+import json
 from typing import Any
+
+import pytest
 
 from server.responses.output import ResponseWriter
 
@@ -23,10 +26,40 @@ def added_up(events: list[dict[str, Any]]) -> list[Any]:
             item["text"] += event["delta"]
         elif kind == "response.output_item.done":
             item, done = items[event["output_index"]], event["item"]
-            text = done["arguments"] if done["type"] == "function_call" else done["content"][0]["text"]
+            text = done.get("arguments", done.get("input"))
+            text = done["content"][0]["text"] if text is None else text
             assert (item["id"], item["text"]) == (done["id"], text)
             items[event["output_index"]] = done
     return items
+
+
+@pytest.mark.parametrize("text", ['a\n"b"\\ é 😀\t', "", "\\", "💥" * 3, "\x00\x7f"])
+@pytest.mark.parametrize("is_ascii", [True, False])
+def test_the_input_of_a_custom_tool_is_read_however_its_arguments_are_cut(text: str, is_ascii: bool) -> None:
+    arguments = json.dumps({"input": text}, ensure_ascii=is_ascii)
+    for size in (1, 2, 3, 5, len(arguments)):
+        writer = ResponseWriter({"output": []}, ["patch"])
+        events = writer.call(0, "call_1", "patch")
+        for start in range(0, len(arguments), size):
+            events += writer.arguments(0, arguments[start : start + size])
+        events += writer.finish(usage={})
+        [item] = added_up(events)
+        assert item == writer.response["output"][0] and item["input"] == text and item["status"] == "completed"
+        assert item["type"] == "custom_tool_call" and item["id"].startswith("ctc_")
+        assert [event["input"] for event in events if event["type"] == "response.custom_tool_call_input.done"] == [text]
+
+
+def test_arguments_of_another_form_and_cut_ones_are_input_too() -> None:
+    for arguments, cut, wanted in (
+        ('{"city": 1}', None, '{"city": 1}'),
+        ("plain", None, "plain"),
+        ('{"input": "a\\u00', "max_output_tokens", "a"),
+        ('{"input": "\\ud83d"}', None, "\ufffd"),
+    ):
+        writer = ResponseWriter({"output": []}, ["patch"])
+        events = [*writer.call(0, "c", "patch"), *writer.arguments(0, arguments)]
+        events += writer.finish(usage={}, incomplete_reason=cut)
+        assert added_up(events)[0]["input"] == wanted
 
 
 def test_a_whole_message_has_the_events_that_clients_expect() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,10 +12,13 @@ import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineError
+from jaxllm.text.tokenizer import load_tokenizer
 from server.app import create_app
 from server.chat_deltas import ChatDelta
 from server.responses.service import BackgroundRun, ResponsesService
 from tests.helpers.fake_engine_core import FakeEngineCore
+from tests.helpers.fake_front import fake_core
+from tests.helpers.tiny_tokenizers import write_tokenizer
 from tests.server.canned import WEATHER, answer_with, caller_app
 from tests.server.client import Client
 from tests.server.conftest import options
@@ -130,7 +134,7 @@ def test_what_is_not_to_be_stored_is_not(client: Client) -> None:
     assert response["store"] is False
     assert client.get(f"/v1/responses/{response['id']}").status_code == 404
     refused = respond(client, previous_response_id=response["id"])
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "previous_response_not_found")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "previous_response_not_found")
 
 
 def test_another_key_sees_nothing_of_it(client: Client) -> None:
@@ -138,7 +142,7 @@ def test_another_key_sees_nothing_of_it(client: Client) -> None:
     other = {"authorization": "Bearer other"}
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
         assert client.request(method, f"/v1/responses/{response_id}{path}", headers=other).status_code == 404
-    assert client.post("/v1/responses", {"input": "x", "previous_response_id": response_id}, headers=other).status_code == 400
+    assert client.post("/v1/responses", {"input": "x", "previous_response_id": response_id}, headers=other).status_code == 404
     assert client.get(f"/v1/responses/{response_id}").status_code == 200
 
 
@@ -168,7 +172,6 @@ def test_only_what_runs_in_the_background_can_be_cancelled(client: Client) -> No
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"n": 2}, "n"),
         ({"previous_input_messages": [{"role": "user", "content": "x"}]}, "previous_input_messages"),
-        ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"text": {"format": {"type": "zzz"}}}, "text"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"background": True, "store": False}, "background"),
@@ -182,6 +185,13 @@ def test_wrong_requests_are_refused_before_anything_is_sent(
     refused = respond(client, stream=stream, **body)
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unknown_previous_response_is_not_found(client: Client, stream: bool) -> None:
+    refused = respond(client, stream=stream, previous_response_id="resp_x")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"], error["param"]) == (404, "not_found_error", "previous_response_id")
 
 
 def test_truncation_drops_first_turns_until_the_rest_fits(client: Client, core: FakeEngineCore) -> None:
@@ -304,3 +314,31 @@ def test_several_http_processes_keep_no_responses(engine: AsyncLLM) -> None:
         for name, value in (("store", True), ("background", True), ("previous_response_id", "resp_1")):
             refused = respond(client, **{name: value})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+def test_custom_tools_take_plain_text(tmp_path_factory: pytest.TempPathFactory) -> None:
+    said = '<tool_call>{"name": "patch", "arguments": {"input": "+ \\"a\\"\\n"}}</tool_call>'
+    template = "{{ tools }}{{ messages }}"
+    core = fake_core(write_tokenizer(tmp_path_factory.mktemp("m"), chat_template=template), said, max_model_len=4000)
+    tools = [{"type": "custom", "name": "patch", "description": "Edits files.", "format": {"type": "text"}}]
+    with AsyncLLM(core=core) as engine, Client(create_app(engine, options())) as client:
+        response = respond(client, tools=tools, tool_choice="auto").json()
+        [call] = response["output"]
+        assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "patch", '+ "a"\n')
+        assert response["tools"] == tools
+        kinds = [event["type"] for event in named_events(respond(client, tools=tools, stream=True))]
+        assert "response.custom_tool_call_input.delta" in kinds and "response.custom_tool_call_input.done" in kinds
+        result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "done"}
+        for body in (
+            {"input": [{"role": "user", "content": "hi"}, call, result]},
+            {"input": [result], "previous_response_id": response["id"]},
+        ):
+            assert respond(client, **body, tools=tools).status_code == 200
+            prompt = load_tokenizer(Path(core.config.model.model)).decode(core.requests[-1].prompt_token_ids)
+            assert "'role': 'tool'" in prompt and "'content': 'done'" in prompt and "Edits files." in prompt
+            assert "'name': 'patch', 'arguments'" in prompt
+        named = {"type": "custom", "name": "patch"}
+        assert respond(client, tools=tools, tool_choice=named).status_code == 200
+        tools[0]["format"] = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+        error = respond(client, tools=tools).json()["error"]
+        assert error["param"] == "tools" and "tools[0].format is of type 'grammar'" in error["message"]

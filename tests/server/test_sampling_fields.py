@@ -1,6 +1,6 @@
 """Every sampling parameter that requests may set reaches the engine, from each API that takes it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from jaxllm.sampling_params import FIELDS, IN_REQUESTS, SamplingParams
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.thinking import ThinkingBudget
 from server.app import create_app
+from server.openapi import bodies
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.fake_front import fake_core
 from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
@@ -59,12 +60,27 @@ def test_every_parameter_reaches_the_engine(client: Client, core: FakeEngineCore
         assert getattr(core.requests[-1].sampling_params, name) == wanted, name
 
 
+def test_every_number_of_every_body_may_come_as_a_text() -> None:
+    def numbers(schema: Any) -> Iterator[str]:
+        if isinstance(schema, Mapping) and schema.get("type") != "json-or-python":
+            if schema.get("type") in ("int", "float"):
+                yield repr(schema)
+            for name, value in schema.items():
+                yield from numbers(value) if name not in ("config", "metadata") else ()
+        elif isinstance(schema, (list, tuple)):
+            for value in schema:
+                yield from numbers(value)
+
+    for body in bodies():
+        assert list(numbers(body.__pydantic_core_schema__)) == [], body
+
+
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, FakeEngineCore]]:
     """A model whose chat template opens its thinking, which tokens of their own open and close."""
     template = CHAT_TEMPLATE.replace("<|assistant|>", "<|assistant|><think>")
     directory = write_tokenizer(tmp_path_factory.mktemp("thinks"), chat_template=template, added_tokens=("<think>", "</think>"))
-    core = fake_core(directory, max_model_len=200)
+    core = fake_core(directory, max_model_len=2000)
     with AsyncLLM(core=core) as engine, Client(create_app(engine, options())) as client:
         yield client, core
 
@@ -75,14 +91,14 @@ def test_a_thinking_budget_reaches_the_engine_counted_from_the_prompt(
 ) -> None:
     client, core = thinker
     start, end = (load_tokenizer(Path(core.config.model.model)).convert_token_to_id(text) for text in ("<think>", "</think>"))
-    for budget, wanted in ((5, 5), (10**30, 200), (-1, None), (None, None)):
+    for budget, wanted in ((5, 5), (10**30, 2000), (-1, None), (None, None)):
         reply = client.post(path, {**BODIES[path], "thinking_token_budget": budget})
         assert reply.status_code == 200, reply.text
         found = core.requests[-1].thinking_budget
         assert found == (wanted and ThinkingBudget(wanted, start, (end,), is_open=path != "/v1/completions"))
         assert core.requests[-1].sampling_params.thinking_token_budget is None
     if path == "/v1/messages":
-        for given, num_tokens in (({}, 200), ({"thinking_token_budget": 5}, 5)):
+        for given, num_tokens in (({}, 1024), ({"thinking_token_budget": 5}, 5)):
             thinking = {"max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}, **given}
             reply = client.post(path, {**BODIES[path], **thinking})
             assert reply.status_code == 200, reply.text

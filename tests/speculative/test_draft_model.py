@@ -24,6 +24,7 @@ def greedy(config, state, tokens: list[int], count: int, noise: np.ndarray) -> l
     return found[len(tokens) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "is_drawn"),
     [("mistral_window", 1, False), ("qwen2", 2, True)],

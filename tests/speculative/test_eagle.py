@@ -30,15 +30,22 @@ EMBEDDING = np.random.default_rng(5).standard_normal((V, H)).astype(np.float32)
     ("config", "weights", "size", "is_drawn"),
     [
         (CONFIG_3, THIRD, 1, False),
-        ({**CONFIG_3, "architectures": ["LlamaForCausalLMEagle3"]}, THIRD, 2, True),
-        (
+        pytest.param({**CONFIG_3, "architectures": ["LlamaForCausalLMEagle3"]}, THIRD, 2, True, marks=pytest.mark.slow),
+        pytest.param(
             NESTED,
             head_tensors(is_third=True, layer="layers.0", draft_vocab=V, **{"embed_tokens.weight": EMBEDDING}),
             4,
             False,
+            marks=pytest.mark.slow,
         ),
-        ({**CONFIG, "bias": True}, {**FIRST, "fc.bias": THIRD["norm.weight"]}, 1, True),
-        (CONFIG, {**FIRST, "lm_head.weight": EMBEDDING, "embed_tokens.weight": EMBEDDING[::-1].copy()}, 2, False),
+        pytest.param({**CONFIG, "bias": True}, {**FIRST, "fc.bias": THIRD["norm.weight"]}, 1, True, marks=pytest.mark.slow),
+        pytest.param(
+            CONFIG,
+            {**FIRST, "lm_head.weight": EMBEDDING, "embed_tokens.weight": EMBEDDING[::-1].copy()},
+            2,
+            False,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["eagle3", "eagle3 tp2 drawn", "eagle3 whole vocabulary tp4", "eagle drawn", "eagle own head tp2"],
 )

@@ -55,6 +55,7 @@ def count_steps(core: EngineCore, wanted) -> tuple[dict[str, list[int]], int]:
     return tokens_of(answers), len(steps)
 
 
+@pytest.mark.slow
 def test_a_model_that_drafts_for_itself_is_always_right():
     """Drafts have the request's own noise. Also with a cached beginning, prompts in parts, and after a preemption."""
     options = {"method": "draft_model", "model": str(TARGET), "num_speculative_tokens": 3}
@@ -139,6 +140,7 @@ def hidden_states(core: EngineCore) -> HiddenStates:
     return target_hidden_states(*goldens.load(core.model_dir), core.runner.shapes.functions.drafting.drafter.feature_layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "model", "least"),
     [("eagle3", "demo_eagle3", 2.8)],

@@ -24,7 +24,7 @@ FORMS = {
 SAMPLING = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "seed": 5},
-    "penalties": {"temperature": 0.7, "seed": 6, "frequency_penalty": 0.1},
+    "penalties": {"temperature": 0.7, "seed": 6, "frequency_penalty": 0.1, "logprobs": 3},
 }
 
 
@@ -40,6 +40,7 @@ def llm() -> Iterator[LLM]:
         llm.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_the_tokens_are_those_without_drafts_and_drafts_are_accepted(llm: LLM, sampling: str) -> None:
     found, num_accepted = {}, {}
@@ -61,10 +62,15 @@ def test_the_tokens_are_those_without_drafts_and_drafts_are_accepted(llm: LLM, s
     for name, answer in found[0].items():
         assert found[None][name].token_ids == answer.token_ids, name
         assert found[None][name].finish_reason == answer.finish_reason
+        for with_drafts, without in zip(found[None][name].logprobs or [], answer.logprobs or [], strict=True):
+            assert {token: entry.logprob for token, entry in with_drafts.items()} == pytest.approx(
+                {token: entry.logprob for token, entry in without.items()}, abs=1e-4
+            )
     json.loads(found[None]["json"].text)
     assert re.match(r'(\["(name|age)",){6}', found[None]["regex"].text)
 
 
+@pytest.mark.slow
 def test_drafts_save_steps_under_a_grammar(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=FORMS["json"])
     runner = llm.llm_engine.core.runner

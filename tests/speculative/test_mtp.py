@@ -19,6 +19,7 @@ def directory(tmp_path_factory):
     return write_with_next_token_layer(tmp_path_factory.mktemp("mtp"))
 
 
+@pytest.mark.slow
 def test_drafts_are_those_of_the_layer_alone(directory):
     """Over two devices, with latent attention and experts."""
     drafter = mtp.make(directory, goldens.load(directory, tensor_parallel_size=2)[0], num_drafts=2)

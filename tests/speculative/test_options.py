@@ -224,3 +224,10 @@ def test_a_build_without_drafters_refuses_it(monkeypatch: pytest.MonkeyPatch) ->
     check_model(EngineConfig())
     with pytest.raises(ConfigError, match="this build has no drafters"):
         check_model(EngineConfig.from_options(speculative_config=NGRAM))
+
+
+def test_names_of_vllm_that_change_nothing_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "jaxllm")
+    more = {"attention_backend": "FLASH_ATTN", "moe_backend": "triton", "max_model_len": 4096}
+    assert SpeculativeConfig.of({**NGRAM, **more}) == SpeculativeConfig.of(NGRAM)
+    assert "speculative_config.attention_backend 'FLASH_ATTN' changes nothing here: drafts use the kernels" in caplog.text

@@ -105,9 +105,9 @@ def step(columns: SamplingColumns, num_drafts: int, drafts_are: str) -> tuple[np
 @pytest.mark.parametrize(
     "params",
     [
-        {"temperature": 1.0},
-        {"temperature": 0.6, "top_k": 4},
-        {"temperature": 1.4, "top_p": 0.8},
+        pytest.param({"temperature": 1.0}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 0.6, "top_k": 4}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 1.4, "top_p": 0.8}, marks=pytest.mark.slow),
         {"temperature": 0.9, "min_p": 0.1, "top_k": 5, "top_p": 0.9},
     ],
     ids=str,
@@ -215,6 +215,7 @@ def acceptance_of(core: EngineCore, requests: list[EngineCoreRequest]) -> tuple[
     return Acceptance.of(core.stats()) - before, {name: answer.tokens for name, answer in answers.items()}
 
 
+@pytest.mark.slow
 def test_an_engine_of_two_devices_accepts_what_a_model_drafts_for_itself(monkeypatch):
     """All of it, but for the half precision that distributions are kept in, in whatever rows the requests are."""
     options = {

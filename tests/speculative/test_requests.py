@@ -24,6 +24,7 @@ def llm() -> Iterator[LLM]:
     llm.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_request_gets_at_most_as_many_drafts_as_it_asks_for(llm: LLM, temperature: float) -> None:
     found = {}

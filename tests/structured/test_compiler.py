@@ -73,9 +73,14 @@ def test_a_good_form_becomes_a_grammar(compiler, form):
         ({"json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, ["never"]),
         ({"json": {"$ref": "http://169.254.169.254/latest"}}, ["#/$ref", "into the schema itself"]),
         ({"json": {"properties": {"a": {"$ref": "file:///etc/passwd"}}}}, ["#/properties/a/$ref"]),
-        ({"json": {"properties": {"a": {"items": {"not": {}}}}}}, ["#/properties/a/items", "not"]),
+        ({"json": {"properties": {"a": {"items": {"contains": {}}}}}}, ["#/properties/a/items/contains", "not supported"]),
+        ({"json": {"not": {}}}, ["at #", "nsatisfiable"]),
+        (
+            {"json": {"type": "object", "patternProperties": {"a": {}}, "propertyNames": {"pattern": "b"}}},
+            ["at #", "propertyNames"],
+        ),
         ({"json": {"properties": {"x/y": {"type": "string", "pattern": "("}}}}, ["#/properties/x~1y", "unclosed group"]),
-        ({"json": {"type": "string", "format": "nonsense"}}, ["nonsense"]),
+        ({"json": {"type": "string", "format": "nonsense"}}, ["at #", "nonsense"]),
         ({"json": {"oneOf": [{"type": "string"}, {"maxLength": 2}]}}, ["oneOf", "use anyOf"]),
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, ["nsatisfiable"]),
         ({"json": MANY_PATTERNS}, ["takes more than"]),
@@ -113,6 +118,7 @@ def test_an_answer_is_remembered(compiler):
     assert (first.start_after_token_ids, again.result().start_after_token_ids) == ((3,), (4,))
 
 
+@pytest.mark.slow
 def test_what_takes_long_does_not_hold_up_the_others(compiler):
     slow = [compiler.submit(StructuredOutputsParams(json={**MANY_PATTERNS, "title": str(i)})) for i in range(4)]
     quick = compiler.submit(StructuredOutputsParams(regex="quick[0-9]"))
@@ -121,6 +127,7 @@ def test_what_takes_long_does_not_hold_up_the_others(compiler):
     assert sum(isinstance(future.exception(), OverloadedError) for future in slow) >= 1
 
 
+@pytest.mark.slow
 def test_what_was_refused_for_the_sake_of_others_may_come_again(compiler):
     forms = [StructuredOutputsParams(json={**MANY_PATTERNS, "title": f"one of five {i}"}) for i in range(5)]
     errors = [future.exception() for future in [compiler.submit(form) for form in forms]]

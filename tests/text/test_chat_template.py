@@ -1,4 +1,5 @@
 import datetime
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,40 @@ def test_tool_calls_reach_the_template_as_objects(tokenizer: Tokenizer) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     talk = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     assert render_chat(tokenizer, talk, chat_template="{{ messages[0].tool_calls[0].function.arguments.x + 1 }}") == "2"
-    call["function"] = {"name": "f", "arguments": "{x"}
-    with pytest.raises(InvalidRequestError, match="message 0 has a tool call whose arguments are not JSON"):
-        render_chat(tokenizer, talk)
+
+
+@pytest.mark.parametrize(
+    ("given", "as_object", "as_text"),
+    [
+        ('{"x": 1}', '{"x": 1}', '{"x": 1}'),
+        ({"x": 1}, '{"x": 1}', '{"x": 1}'),
+        ('{"path": "/a/b', "{}", '{"path": "/a/b'),
+        ("[1]", "{}", "[1]"),
+        ("[" * 100_000, "{}", "[" * 100_000),
+        ([1], "{}", "{}"),
+        ("null", "{}", "{}"),
+        ("", "{}", "{}"),
+        (None, "{}", "{}"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_arguments_that_are_no_object_are_text_where_the_template_takes_text_else_empty(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, given: Any, as_object: str, as_text: str
+) -> None:
+    talk = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": given}}]}]
+    call = "messages[0].tool_calls[0].function"
+    takes_both = (
+        "{% set f = CALL %}{% if f.arguments is string %}{{ f.arguments }}{% else %}{{ f.arguments | tojson }}{% endif %}"
+    )
+    with caplog.at_level(logging.DEBUG, "jaxllm"):
+        for template, expected in (
+            ("{{ CALL.arguments | tojson }}", as_object),
+            ("{{ '' + CALL['arguments'] }}", as_text),
+            (takes_both, as_text),
+        ):
+            assert render_chat(tokenizer, talk, chat_template=template.replace("CALL", call)) == expected
+    is_malformed = given is not None and as_object == "{}" and given not in ("", "null")
+    assert caplog.text.count("message 0 has a tool call whose arguments are no JSON object") == 3 * is_malformed
 
 
 def test_the_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:
@@ -107,7 +139,6 @@ def test_the_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:
         ({"role": "user"}, "messages is a dict, must be a list"),
         (["hi"], "message 0 is a str"),
         ([*TALK, {"content": "x"}], "message 2 has the role None"),
-        ([{"role": "user"}], r"message 0 \(user\) has no content"),
         ([{"role": "user", "content": 3}], "message 0 has content of type int"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0, part 0 is 'image_url'; only text"),
         ([{"role": "user", "content": [{"type": "text"}]}], "message 0, part 0 has no text"),

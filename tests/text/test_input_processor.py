@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -5,8 +6,9 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.log import info_once
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.text.generation_config import GenerationConfig, load_generation_config
+from jaxllm.text.generation_config import LLAMA_CPP, GenerationConfig, load_generation_config
 from jaxllm.text.input_processor import InputProcessor
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.fake_engine_core import tiny_model_config
@@ -105,11 +107,14 @@ def test_wrong_arguments_are_clear_errors(tokenizer: Tokenizer) -> None:
         processor.process("r", "x", SamplingParams(logprobs=21))
 
 
-def test_a_priority_needs_the_policy_of_that_name(tokenizer: Tokenizer) -> None:
-    assert processor_of(tokenizer).process("r", "x", SamplingParams(), priority=0).children[0].priority == 0
-    with pytest.raises(InvalidRequestError, match="--scheduling-policy priority") as caught:
-        processor_of(tokenizer).process("r", "x", SamplingParams(), priority=1)
-    assert caught.value.param == "priority"
+def test_a_priority_has_no_effect_without_the_policy_of_that_name(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    info_once.cache_clear()
+    with caplog.at_level("INFO", "jaxllm"):
+        for priority in (0, 1, 2):
+            assert processor_of(tokenizer).process("r", "x", SamplingParams(), priority=priority).children[0].priority == 0
+    assert caplog.text.count("--scheduling-policy priority") == 1
     with pytest.raises(InvalidRequestError, match="64 bits"):
         processor_of(tokenizer, policy="priority").process("r", "x", SamplingParams(), priority=2**63)
 
@@ -193,6 +198,28 @@ def test_eos_ids_are_the_tokenizer_s_then_the_generation_config_s_or_the_model_s
     assert processor_of(None, GenerationConfig({}, (7,))).eos_token_ids == (7,)
 
 
+@pytest.mark.parametrize(
+    ("option", "content", "override", "in_chats", "elsewhere", "told"),
+    [
+        ("auto", None, None, LLAMA_CPP, {}, "as the model's generation_config.json is missing"),
+        ("auto", {"eos_token_id": 5, "max_new_tokens": 9}, None, {**LLAMA_CPP, "max_tokens": 9}, {"max_tokens": 9}, "sets none"),
+        ("auto", None, {"top_p": 0.5}, {**LLAMA_CPP, "top_p": 0.5}, {"top_p": 0.5}, "is missing, override_generation_config"),
+        ("auto", {"top_k": 7}, {"top_p": 0.5}, {"top_k": 7, "top_p": 0.5}, {"top_k": 7, "top_p": 0.5}, "the model's generation_"),
+        ("none", {"top_k": 7}, None, {}, {}, "no values (generation_config is none)"),
+    ],
+)  # fmt: skip
+def test_chats_sample_as_llama_cpp_where_the_model_says_nothing(
+    tmp_path: Path, option: str, content: Any, override: Any, in_chats: Any, elsewhere: Any, told: str
+) -> None:
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    found = load_generation_config(option, tmp_path, override)
+    processor = processor_of(None, found)
+    assert processor.default_sampling_params(chat=True) == SamplingParams(**in_chats)
+    assert processor.default_sampling_params() == SamplingParams(**elsewhere)
+    assert told in found.describe_chats()
+
+
 def test_defaults_come_from_the_generation_config(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write_tokenizer(
         tmp_path, generation_config={"temperature": 0.6, "top_k": None, "max_new_tokens": 9, "eos_token_id": [4, 5]}
@@ -202,7 +229,6 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path, tokenizer: Tok
     assert processor_of(tokenizer, found).default_sampling_params() == SamplingParams(temperature=0.6, max_tokens=9)
     assert load_generation_config(str(tmp_path), None) == found
     assert load_generation_config("none", tmp_path) == GenerationConfig({}, (4, 5))
-    assert load_generation_config("auto", tmp_path / "nowhere") == GenerationConfig()
     over = {"temperature": 0.1, "max_new_tokens": 7, "min_p": 0.5}
     overridden = found.sampling_values | {"temperature": 0.1, "max_tokens": 7, "min_p": 0.5}
     assert load_generation_config("auto", tmp_path, over) == GenerationConfig(overridden, (4, 5))

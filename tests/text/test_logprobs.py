@@ -30,6 +30,11 @@ def test_a_sampled_token_among_the_likeliest_is_named_once_with_its_rank() -> No
     assert found is not None and list(found) == [5, 6] and found[5].rank == 2 and found[6].rank == 1
 
 
+def test_a_token_that_could_not_be_drawn_is_named_only_if_the_request_names_it() -> None:
+    tokens = TokenLogprobs(np.array([[5, 6, 5, 0]]), np.array([[-0.7, -0.6, -0.7, -np.inf]], np.float32), np.array([2]))
+    assert [list(positions(tokens, 3, [], None, ranked=ranked)[0] or {}) for ranked in (True, False)] == [[5, 6], [5, 6, 0]]
+
+
 def test_a_character_of_several_tokens_shows_at_its_last(tmp_path: Path) -> None:
     for kind in ("byte_level", "byte_fallback"):
         tokenizer = load_tokenizer(write_tokenizer(tmp_path, kind))

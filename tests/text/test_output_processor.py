@@ -207,6 +207,15 @@ def test_times_and_counts_are_noted(tokenizer: Tokenizer) -> None:
     assert (metrics.num_generation_tokens, metrics.num_preemptions) == (2, 3)
 
 
+def test_full_blocks_of_the_prompt_that_were_not_cached_are_counted(tokenizer: Tokenizer) -> None:
+    front = Front(tokenizer, cached_block_tokens=4)
+    for num_prompt, num_cached, num_created in ((11, 0, 8), (11, 4, 4), (12, 8, 4), (3, 0, 0)):
+        (output,) = front.say(front.add(list(range(num_prompt))), [70], FinishReason.LENGTH, num_cached_tokens=num_cached)
+        assert output.num_cache_creation_tokens == num_created
+    (output,) = Front(tokenizer).say(front.add(list(range(11))), [70]) or [None]  # another front's request is ignored
+    assert output is None
+
+
 def test_without_a_tokenizer_outputs_have_ids_only() -> None:
     front = Front(None)
     (output,) = front.say(front.add(logprobs=1), [70], FinishReason.LENGTH, new_logprobs=fake_logprobs([70], 1, 1000))

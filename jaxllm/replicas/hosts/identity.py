@@ -1,7 +1,5 @@
 """What must be the same on all hosts with replicas of one server."""
 
-from pathlib import Path
-
 from jaxllm import hub
 from jaxllm.config import EngineConfig
 from jaxllm.hosts import identity as of_engines
@@ -13,7 +11,7 @@ def identity(config: EngineConfig) -> dict[str, str]:
     options = config.model
     directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
     found = of_engines.identity(config, directory)
-    if options.model in hub.SHIPPED or Path(options.model).expanduser().exists():
+    if hub.is_local(options.model):
         return {**found, "the model's weights": hub.weight_files(directory)}
     return {
         **found,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxllm.runner.batch import Chunk, request_failed
+from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step import RowArrays
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.scheduler_output import ModelRunnerOutput
@@ -40,7 +41,7 @@ class Device(Protocol):
     def adapts_logits(self) -> bool:
         """Whether adapters change logits not only by the hidden states."""
 
-    def program(self, key: ProgramKey) -> jax.stages.Compiled:
+    def program(self, key: ProgramKey) -> CompiledProgram:
         """A compiled program."""
 
     def put(self, arrays: Any) -> Any:

@@ -86,7 +86,12 @@ MODEL_AND_MESSAGES = [
     *_each("image", CHAT, "messages", [_message([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}])]),
     *_each("audio", CHAT, "messages", [_message([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}])]),
     *_each("prompt", COMPLETIONS, "prompt", [ABSENT, "", [], [[]], None, {}]),
-    *_each("prompt ids", COMPLETIONS, "prompt", [[-1], [10**6], [2**40], [1.5], [True], ["a", 1], [[1], "a"], [[1], []]]),
+    *_each(
+        "prompt ids",
+        COMPLETIONS,
+        "prompt",
+        [[-1], [10**6], [2**40], [1.5], [True], ["a", 1], ["5.5", 1], [[1], "a"], [[1], []]],
+    ),
     *_each("too many prompts", COMPLETIONS, "prompt", [["a"] * 1025]),
     *_each("a million wrong messages", CHAT, "messages", [[1] * 1_000_000]),
     *_each("a million wrong ids", COMPLETIONS, "stop_token_ids", [[""] * 100_000, [0.5] * 1_000_000]),
@@ -109,26 +114,26 @@ MODEL_AND_MESSAGES = [
 ]
 
 SAMPLING = [
-    *_each("max_tokens", CHAT, "max_tokens", [0, -1, 1.5, "5", True]),
-    *_each("max_completion_tokens", CHAT, "max_completion_tokens", [0, -1, 1.5, "5", True]),
-    *_each("max_tokens beyond the context", COMPLETIONS, "max_tokens", [10**6, 10**12], code="context_length_exceeded"),
-    *_each("max_tokens beyond the context", CHAT, "max_completion_tokens", [10**12], code="context_length_exceeded"),
-    *_each("temperature", CHAT, "temperature", ["NaN", -0.1, 1e7, "1", True]),
+    *_each("max_tokens", CHAT, "max_tokens", [0, -1, 1.5, "1.5", "five", True]),
+    *_each("max_completion_tokens", CHAT, "max_completion_tokens", [0, -1, 1.5, "", True]),
+    *_each("max_tokens beyond the context", COMPLETIONS, "max_tokens", [10**6, 10**12], text="output tokens are requested"),
+    *_each("max_tokens beyond the context", CHAT, "max_completion_tokens", [10**12], text="output tokens are requested"),
+    *_each("temperature", CHAT, "temperature", ["NaN", "Infinity", -0.1, 1e7, "hot", True]),
     *_raw("temperature", CHAT, "temperature", ["NaN", "Infinity", "-Infinity", "1e999"]),
-    *_each("top_p", CHAT, "top_p", [0, -1, 1.01, "1"]),
+    *_each("top_p", CHAT, "top_p", [0, -1, 1.01, "1.01"]),
     *_raw("top_p", CHAT, "top_p", ["NaN"]),
     *_each("top_k", CHAT, "top_k", [-2, 2**63, 1.5]),
     *_each("min_p", CHAT, "min_p", [1.5, -0.1]),
     *_raw("min_p", CHAT, "min_p", ["NaN"]),
-    *_each("top_n_sigma", CHAT, "top_n_sigma", [-2, "1"]),
-    *_each("thinking_token_budget", CHAT, "thinking_token_budget", [-2, 1.5, "1", 5]),
-    *_each("num_speculative_tokens", CHAT, "num_speculative_tokens", [-1, 1.5, "1", True]),
+    *_each("top_n_sigma", CHAT, "top_n_sigma", [-2, "x"]),
+    *_each("thinking_token_budget", CHAT, "thinking_token_budget", [-2, 1.5, "x", 5]),
+    *_each("num_speculative_tokens", CHAT, "num_speculative_tokens", [-1, 1.5, "x", True]),
     *_each("presence_penalty", CHAT, "presence_penalty", [3, -3]),
     *_each("frequency_penalty", CHAT, "frequency_penalty", [3, -3]),
     *_raw("frequency_penalty", CHAT, "frequency_penalty", ["NaN"]),
     *_each("repetition_penalty", CHAT, "repetition_penalty", [0, -1]),
     *_raw("repetition_penalty", CHAT, "repetition_penalty", ["1e999"]),
-    *_each("n", CHAT, "n", [0, -1, 129, 10**12, 1.5, "x", True, "5"]),
+    *_each("n", CHAT, "n", [0, -1, 129, 10**12, 1.5, "x", True, "129"]),
     Case("best_of", COMPLETIONS, {"best_of": 2}, param="best_of"),
     *_each("top_logprobs", CHAT, "top_logprobs", [5]),
     *[
@@ -152,7 +157,7 @@ SAMPLING = [
     Case("min_tokens above max_tokens", CHAT, {"min_tokens": 9, "max_tokens": 4}, param="min_tokens"),
     Case("min_tokens above the context", CHAT, {"min_tokens": 10**6, "max_tokens": None}, param="min_tokens"),
     Case("ignore_eos is bounded by the context", COMPLETIONS, {"ignore_eos": True, "max_tokens": 12}, (200,)),
-    *_each("stream", CHAT, "stream", ["yes", 1]),
+    *_each("stream", CHAT, "stream", ["perhaps", 2]),
     Case("stream_options without stream", CHAT, {"stream_options": {"include_usage": True}}, param="stream_options"),
     Case("stream_options", CHAT, {"stream": True, "stream_options": {"include_usage": "x"}}, param="stream_options"),
     Case("unknown field", CHAT, {"foo": 1}, (200,)),
@@ -166,7 +171,10 @@ SAMPLING = [
     *_each("suffix", COMPLETIONS, "suffix", ["end"]),
     *_each("chat_template", CHAT, "chat_template", ["{{ messages }}"]),
     *_each(
-        "chat_template_kwargs", CHAT, "chat_template_kwargs", [{"tokenize": True}, {"messages": []}, {"a": "b" * 10_000_000}, 5]
+        "chat_template_kwargs",
+        CHAT,
+        "chat_template_kwargs",
+        [{"add_generation_prompt": True}, {"messages": []}, {"a": "b" * 10_000_000}, 5],
     ),
     *_each("timeout", CHAT, "timeout", [-1, "x"]),
 ]
@@ -255,7 +263,7 @@ TOOLS = [
         param="tool_choice",
     ),
     Case("odd tool_choice", CHAT, {"tools": [TOOL], "tool_choice": "perhaps"}, param="tool_choice"),
-    *[Case(f"tool name {name[:12]!r}", CHAT, {"tools": [_tool(name=name)]}, param="tools") for name in ("a b", "n" * 65, "")],
+    *[Case(f"tool name {name[:12]!r}", CHAT, {"tools": [_tool(name=name)]}, param="tools") for name in ("a\nb", "n" * 129, "")],
     *[
         Case(f"tools {value!r:.20}", CHAT, {"tools": value}, param="tools")
         for value in ({"a": 1}, "tools", ["f"], [{"type": "browser"}])
@@ -266,7 +274,7 @@ TOOLS = [
     ],
     *[
         Case(f"function with {field}", CHAT, {"tools": [_tool(**field)]}, param="tools")
-        for field in ({"name": 3}, {"description": 3}, {"strict": "yes"})
+        for field in ({"name": 3}, {"description": 3}, {"strict": "perhaps"})
     ],
     *[
         Case(f"tool_choice {value!r}", CHAT, {"tools": [TOOL], "tool_choice": value}, param="tool_choice")

@@ -1,9 +1,19 @@
 """Answers in every dialect, with what they mean. The wording is made up; the formats are those of the models."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from server.dialects import Content, Delta, Reasoning, StreamParser, Tool, ToolCallArguments, ToolCallStart, by_name
+from server.dialects import (
+    REASONING_DIALECTS,
+    Content,
+    Delta,
+    Reasoning,
+    StreamParser,
+    Tool,
+    ToolCallArguments,
+    ToolCallStart,
+    by_name,
+)
 
 TOOLS = (
     Tool("get_weather", {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}),
@@ -79,6 +89,7 @@ def thoughts_in(reasoning: str, text: str, thought: str, content: str, tool: str
 
 HERMES = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
 LLAMA = '{"name": "%s", "parameters": %s}'
+LIST = '{"name": "%s", "arguments": %s}'
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>"
 V31 = "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>%s<｜tool▁call▁end｜>"
 DEEPSEEK = "<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>"
@@ -88,6 +99,13 @@ QWEN3_CODER = "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>"
 QWEN3_PARAMETER = "<parameter=%s>\n%s\n</parameter>\n"
 GLM = "<tool_call>%s\n%s</tool_call>"
 GLM_PARAMETER = "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n"
+COHERE = '{"tool_call_id": "%d", "tool_name": "%s", "parameters": %s}'
+COHERE_SECTION = "<|START_ACTION|>[\n    %s\n]<|END_ACTION|>"
+DSML = '<｜DSML｜invoke name="%s">\n%s</｜DSML｜invoke>\n'
+DSML_PARAMETER = '<｜DSML｜parameter name="%s" string="%s">%s</｜DSML｜parameter>\n'
+DSML_SECTION = "<｜DSML｜tool_calls>\n%s</｜DSML｜tool_calls>"
+IFM = "<ifm|tool_call>%s\n%s</ifm|tool_call>\n"
+IFM_PARAMETER = "<ifm|arg_key>%s</ifm|arg_key>\n<ifm|arg_value>%s</ifm|arg_value>\n"
 CODE_TEXT = 'if a < b:\n\tprint("[é]")'
 PYTHON_CODE = r"""run(code='if a < b:\n\tprint("[é]")', options={'deep': [1, {"x": None}]}, dry=True)"""
 
@@ -98,6 +116,15 @@ def tagged(call: str, parameter: str, *values: tuple[str, str], name: str = "run
 
 CODE_VALUES = (("code", CODE_TEXT), ("options", '{"deep": [1, {"x": null}]}'), ("dry", "true"))
 PARIS_VALUES = (("city", "Paris"), ("days", "3"))
+
+DSML_CODE = DSML % (
+    "run",
+    "".join(
+        DSML_PARAMETER % (key, is_string, value)
+        for (key, value), is_string in zip(CODE_VALUES, ("true", "false", "false"), strict=True)
+    ),
+)
+DSML_CALLS = DSML_SECTION % (DSML_CODE + DSML % ("get_time", ""))
 
 XLAM = '[{"name": "%s", "arguments": %s}, {"name": "%s", "arguments": %s}]'
 
@@ -202,6 +229,114 @@ SAMPLES = {
         PARIS,
         TIME,
     ),
+    "mimo, line breaks beside a value belong to it": calls_in(
+        "mimo",
+        "<tool_call><function=run><parameter=code>\nx = 1\n</parameter><parameter=dry>true</parameter></function></tool_call>",
+        ("run", '{"code": "\\nx = 1\\n", "dry": true}'),
+    ),
+    "poolside": calls_in("poolside_v1", "I look." + tagged(GLM, GLM_PARAMETER, *CODE_VALUES), CODE, content="I look."),
+    "step 3.5": calls_in("step3p5", tagged(QWEN3_CODER, QWEN3_PARAMETER, *CODE_VALUES), CODE),
+    "ling 3 calls while it thinks": Sample(
+        "ling3",
+        "ling3",
+        "<think>Hm. " + tagged(GLM, GLM_PARAMETER, *PARIS_VALUES, name="get_weather"),
+        Message("", "Hm.", [PARIS]),
+    ),
+    "k2 horizon": Sample(
+        "k2_horizon",
+        "k2_horizon",
+        "Hm.</ifm|think>\n<ifm|tool_calls>\n"
+        + tagged(IFM, IFM_PARAMETER, *CODE_VALUES)
+        + tagged(IFM, "", name="get_time")
+        + "</ifm|tool_calls>",
+        Message("", "Hm.", [CODE, TIME]),
+        {"prompt_text": "<ifm|think>"},
+    ),
+    "k2 horizon thinks fast": thoughts_in(
+        "k2_horizon", "Hm.</ifm|think_fast>Hello.", "Hm.", "Hello.", prompt_text="<ifm|think_fast>"
+    ),
+    "deepseek v3.2": calls_in(
+        "deepseek_v32", "So:\n\n" + DSML_CALLS.replace("tool_calls>", "function_calls>"), CODE, TIME, content="So:"
+    ),
+    "deepseek v3.2, strings as they are": calls_in(
+        "deepseek_v32",
+        (DSML_SECTION % (DSML % ("get_weather", DSML_PARAMETER % ("days", "true", "\n3\n")))).replace("tool_", "function_"),
+        ("get_weather", '{"days": "\\n3\\n"}'),
+    ),
+    "deepseek v4": Sample(
+        "deepseek_v4", "deepseek_v4", f"Hm.</think>Yes.\n\n{DSML_CALLS}", Message("Yes.", "Hm.", [CODE, TIME])
+    ),
+    "deepseek v4 calls while it thinks": Sample(
+        "deepseek_v4", "deepseek_v4", f"Hm.\n\n{DSML_CALLS}", Message("", "Hm.", [CODE, TIME]), {"prompt_text": "<think>"}
+    ),
+    "deepseek v4.1": calls_in(
+        "deepseek_v41", DSML_CALLS.replace("tool_calls>", "calls>").replace("｜DSML｜", "｜DSML｜ "), CODE, TIME
+    ),
+    "lfm2": calls_in(
+        "lfm2", f"<|tool_call_start|>[{PYTHON_CODE}, get_time()]<|tool_call_end|>I look.", CODE, TIME, content="I look."
+    ),
+    "lfm2, a list is an answer": calls_in("lfm2", "[get_time()]", content="[get_time()]"),
+    "olmo 3": calls_in(
+        "olmo3",
+        f'Now:\n<function_calls>\n{PYTHON_CODE}\nget_time()\nget_weather(city="Rome")\n</function_calls>',
+        CODE,
+        TIME,
+        ROME,
+        content="Now:",
+    ),
+    "olmo 3, on one line, cut off": calls_in("olmo3", "<function_calls>get_time()", TIME),
+    "olmo 3, no call": calls_in(
+        "olmo3", "<function_calls>Hello</function_calls>", content="<function_calls>Hello</function_calls>"
+    ),
+    "longcat": calls_in(
+        "longcat", (HERMES % PARIS + "\n" + HERMES % CODE).replace("tool_call", "longcat_tool_call"), PARIS, CODE
+    ),
+    "granite 20b": calls_in("granite-20b-fc", f"<function_call> {LIST % PARIS}\n<function_call> {LIST % TIME}", PARIS, TIME),
+    "nemotron nano": calls_in("nemotron_json", f"<TOOLCALL>[{LIST % PARIS}, {LIST % CODE}]</TOOLCALL>", PARIS, CODE),
+    "cohere": Sample(
+        "cohere_command3",
+        "cohere_command3",
+        "<|START_THINKING|>Hm.<|END_THINKING|>" + COHERE_SECTION % ",\n    ".join((COHERE % (0, *PARIS), COHERE % (1, *CODE))),
+        Message("", "Hm.", [PARIS, CODE]),
+    ),
+    "cohere answers": thoughts_in(
+        "cohere_command3", "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>", "Hm.", "Hello."
+    ),
+    "cohere answers, the markers are special tokens": thoughts_in(
+        "cohere_command4",
+        "Hm.<|END_THINKING|><|START_TEXT|>Hello.<|END_TEXT|>",
+        "Hm.",
+        "Hello.",
+        "cohere_command4",
+        prompt_text="<|CHATBOT_TOKEN|><|START_THINKING|>",
+        special_tokens=("<|START_TEXT|>", "<|END_TEXT|>", "<|CHATBOT_TOKEN|>"),
+    ),
+    "ernie calls": Sample("ernie45", "ernie45", f"Hm.\n</think>\n\n\n{HERMES % ROME}\n", Message("", "Hm.", [ROME])),
+    "ernie answers": thoughts_in(
+        "ernie45", "Hm.\n</think>\n\n<response>\nHello <x>.\n</response>\n", "Hm.", "Hello <x>.", "ernie45"
+    ),
+    "ernie answers without a mark": thoughts_in("ernie45", "Hm.\n</think>\nA </response>.", "Hm.", "A </response>."),
+    "hunyuan calls": Sample(
+        "hunyuan_a13b",
+        "hunyuan_a13b",
+        f"<think>\nHm.\n</think>\n<answer>\n助手：Yes.\n<tool_calls>[{LIST % PARIS}]</tool_calls>\n</answer>",
+        Message("Yes.", "Hm.", [PARIS]),
+    ),
+    "hunyuan answers": thoughts_in("hunyuan_a13b", "<think>\nHm.\n</think>\n<answer>\nHello.\n</answer>", "Hm.", "Hello."),
+    "hunyuan, not thinking": thoughts_in(
+        "hunyuan_a13b",
+        "<answer>\nThe tag </answer> ends it.\n</answer>",
+        "",
+        "The tag </answer> ends it.",
+        prompt_text="<think>\n\n</think>\n",
+    ),
+    "minimax, thoughts in the content": Sample(
+        "minimax_m2",
+        "minimax_m2_append_think",
+        'Hm.\n</think>\n\n<minimax:tool_call>\n<invoke name="get_time">\n</invoke>\n</minimax:tool_call>',
+        Message("<think>Hm.\n</think>", "", [TIME]),
+        {"prompt_text": "<think>\n"},
+    ),
     "harmony": Sample(
         "openai",
         "openai_gptoss",
@@ -244,3 +379,18 @@ SAMPLES = {
         "kimi_k2", "kimi_k2", "<think>Hm. " + KIMI_SECTION % (KIMI % ("get_time", 0, "{}")), Message("", "Hm.", [TIME])
     ),
 }
+
+TOOL_ALIASES = {
+    "cohere_command4": "cohere",
+    "glm47": "glm",
+    "granite4": "hermes",
+    "qwen3_json": "hermes",
+    "qwen3_xml": "qwen3 coder",
+}
+SAMPLES |= {name: replace(SAMPLES[sample], tool=name) for name, sample in TOOL_ALIASES.items()}
+SAMPLES |= {
+    f"{name} thinks in tags": thoughts_in(name, "<think>\nHm.\n</think>\n\nHello.", "Hm.", "Hello.")
+    for name, dialect in REASONING_DIALECTS.items()
+    if "<think>" in dialect.start and not dialect.in_content
+}
+SAMPLES["seed thinks"] = thoughts_in("seed_oss", "<seed:think>Hm.</seed:think>Hello.", "Hm.", "Hello.")

@@ -21,6 +21,7 @@ from server.dialects import (
     Tool,
     ToolChoice,
     special_tokens_of,
+    start_after_token_ids,
     tool_constraint,
 )
 from tests.server.dialects.samples import (
@@ -28,6 +29,7 @@ from tests.server.dialects.samples import (
     HERMES,
     KIMI,
     KIMI_SECTION,
+    LIST,
     LLAMA,
     PARIS,
     ROME,
@@ -52,13 +54,17 @@ ALL_SPECIAL = tuple(
         if marker.startswith(("<|", "<｜", "["))
     )
 )
-LIST = '{"name": "%s", "arguments": %s}'
+COHERE = '{"tool_name": "%s", "parameters": %s}'
 
 FORMATS: dict[str, tuple[str, str, str, str, str, tuple[str, ...]]] = {
     "hermes": ("hermes", "", HERMES, "\n", "", ()),
     "hermes, special": ("hermes", "", HERMES, "\n", "", ("<tool_call>", "</tool_call>")),
     "granite": ("granite", "<|tool_call|>[", LIST, ", ", "]", ALL_SPECIAL),
     "jamba": ("jamba", "<tool_calls>[", LIST, ", ", "]</tool_calls>", ()),
+    "longcat": ("longcat", "", HERMES.replace("tool_call", "longcat_tool_call"), "\n", "", ()),
+    "nemotron": ("nemotron_json", "<TOOLCALL>[", LIST, ", ", "]</TOOLCALL>", ()),
+    "granite 20b": ("granite-20b-fc", "", "<function_call> " + LIST, "\n", "", ()),
+    "cohere": ("cohere_command3", "<|START_ACTION|>[", COHERE, ", ", "]<|END_ACTION|>", ALL_SPECIAL),
     "phi 4": ("phi4_mini_json", "functools[", LIST, ", ", "]", ()),
     "llama": ("llama3_json", "", LLAMA, "; ", "", ALL_SPECIAL),
     "mistral, an array": ("mistral", "[TOOL_CALLS][", LIST, ", ", "]", ("[TOOL_CALLS]",)),
@@ -195,6 +201,13 @@ def test_the_constraint_waits_for_the_end_of_reasoning(reasoning: str | None, pr
     assert accepts(constraint, "\n\n" + HERMES % TIME, tokenizer) == waits
     assert accepts(constraint, HERMES % TIME, tokenizer)
     assert constraint.start_after_token_ids == ((tokenizer.convert_token_to_id("</think>"),) if waits else None)
+
+
+def test_the_constraint_waits_for_the_marker_that_closes_what_the_prompt_opened() -> None:
+    tokenizer = bytes_tokenizer(("</ifm|think>", "</ifm|think_fast>"))
+    for name in ("think", "think_fast"):
+        after = start_after_token_ids(REASONING_DIALECTS["k2_horizon"], tokenizer, f"assistant<ifm|{name}>")
+        assert after == (tokenizer.convert_token_to_id(f"</ifm|{name}>"),)
 
 
 STRICT = tuple(dataclasses.replace(tool, strict=True) for tool in TOOLS)

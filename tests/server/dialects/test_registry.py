@@ -17,6 +17,18 @@ TEMPLATES = {
     "<tool_call>{{ name }}<arg_key> </think>{% if enable_thinking %}": ("glm45", "glm45"),
     "<|tool_calls_section_begin|>": ("kimi_k2", None),
     "Here is my thought process: ...": (None, "granite"),
+    "<|START_THINKING|><|END_THINKING|><|START_ACTION|>[": ("cohere_command3", "cohere_command3"),
+    "{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'function_calls>' }} </think>": ("deepseek_v32", "deepseek_v4"),
+    "<｜Assistant｜></think><｜DSML｜tool_calls>": ("deepseek_v4", "deepseek_v4"),
+    "<｜DSML｜ calls>": ("deepseek_v41", None),
+    "<|tool_list_start|>{{ tools }}<|tool_list_end|>": ("lfm2", None),
+    "<longcat_tool_call>": ("longcat", None),
+    "<functions>{{ functions }}</functions><function_calls>": ("olmo3", None),
+    "You are MiMo <function=a>\\n<parameter=b>value_1</parameter>": ("mimo", None),
+    "<think>\\n</think> <answer> <tool_calls> <|extra_0|>": ("hunyuan_a13b", "hunyuan_a13b"),
+    "<tool_call></tool_call> </think><response>": ("hermes", "ernie45"),
+    "<TOOLCALL>{{ call }}</TOOLCALL>": ("nemotron_json", None),
+    "<ifm|think><ifm|tool_calls><ifm|tool_call><ifm|arg_key>": ("k2_horizon", "k2_horizon"),
     "[INST] {{ message.content }} [/INST]": (None, None),
     "": (None, None),
 }  # fmt: skip
@@ -25,7 +37,11 @@ TEMPLATES = {
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_chat_template_shows_its_dialects(template: str) -> None:
     assert find_dialect_names(template) == TEMPLATES[template]
-    assert find_dialect_names(template) == TEMPLATES[template]
+
+
+def test_a_token_shows_the_dialect_of_a_template_that_takes_tools() -> None:
+    assert find_dialect_names("{{ tools }}", bytes_tokenizer(("<|tool_call_start|>",))) == ("lfm2", None)
+    assert find_dialect_names("{{ messages }}", bytes_tokenizer(("<|tool_call_start|>",))) == (None, None)
 
 
 def test_no_template_shows_nothing() -> None:
@@ -37,6 +53,8 @@ def test_unknown_names_are_refused_with_those_that_are_known() -> None:
         by_name("hermse")
     with pytest.raises(ValueError, match="--reasoning-parser"):
         by_name(None, "hermes")
+    with pytest.raises(ValueError, match="--tool-call-parser gemma4 is unknown; known are"):
+        by_name("gemma4")
 
 
 def test_markers_that_are_special_tokens_must_stay_in_the_text() -> None:
@@ -45,6 +63,9 @@ def test_markers_that_are_special_tokens_must_stay_in_the_text() -> None:
     assert not TOOL_DIALECTS["hermes"].needs_special_tokens(plain)
     assert not TOOL_DIALECTS["mistral"].needs_special_tokens(special)
     assert not TOOL_DIALECTS["hermes"].needs_special_tokens(None)
+    assert TOOL_DIALECTS["deepseek_v4"].needs_special_tokens(
+        bytes_tokenizer(("｜DSML｜",))
+    )  # the token is a part of its markers
 
 
 def test_markers_of_reasoning_that_are_special_tokens_must_stay_too() -> None:

@@ -2,9 +2,15 @@
 
 import pytest
 
+from server.dialects import REASONING_DIALECTS, TOOL_DIALECTS
 from tests.server.dialects.samples import SAMPLES, Sample, parse
 
 ALL = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+
+
+def test_every_dialect_has_a_sample() -> None:
+    assert {sample.tool for sample in SAMPLES.values()} >= set(TOOL_DIALECTS)
+    assert {sample.reasoning for sample in SAMPLES.values()} >= set(REASONING_DIALECTS)
 
 
 @ALL

@@ -156,6 +156,10 @@ BROKEN = {
     "kimi_k2": ["<|tool_calls_section_begin|>Hello", "<|tool_calls_section_begin|><|tool_call_begin|>f{}"],
     "qwen3_coder": ["<tool_call>Hello</tool_call>", "<function=a b></function>", "<tool_call>\n<function="],
     "glm45": ["<tool_call>not a name\n</tool_call>", "<tool_call>"],
+    "lfm2": ["<|tool_call_start|>get_time()<|tool_call_end|>", "[get_time(a=1)]"],
+    "olmo3": ["<function_calls>", "<function_calls>\n</function_calls>", "<function_calls>[get_time()]</function_calls>"],
+    "deepseek_v4": ["<｜DSML｜tool_calls>Hello", '<｜DSML｜tool_calls><｜DSML｜invoke name="a b">'],
+    "cohere_command3": ['<|START_ACTION|>[{"name": "get_time", "parameters": {}}]<|END_ACTION|>'],
 }
 CASES = [(dialect, text) for dialect, texts in BROKEN.items() for text in texts]
 
@@ -212,8 +216,20 @@ WORDS = [
         "<|tool_call_begin|>",
         "<|tool_call_argument_begin|>",
     ),
+    *(
+        "<｜DSML｜tool_calls>",
+        '<｜DSML｜invoke name="get_time">',
+        '<｜DSML｜parameter name="a" string="',
+        "true",
+        "false",
+        '">',
+    ),
+    *("</｜DSML｜parameter>", "</｜DSML｜invoke>", "</｜DSML｜tool_calls>", "<function_calls>", "</function_calls>"),
+    *("<|tool_call_start|>", "<|START_ACTION|>", '{"tool_name": "get_time"', "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    *("<answer>", "</answer>", "<response>", "</response>", "<ifm|tool_calls>", "<ifm|tool_call>", "<ifm|arg_key>"),
 ]
-PAIRS = [(tool, reasoning) for tool, reasoning in zip(TOOL_DIALECTS, itertools.cycle(REASONING_DIALECTS), strict=False)]
+PAIRS = [(tool, tool if tool in REASONING_DIALECTS else "qwen3") for tool in TOOL_DIALECTS]
+PAIRS += [("hermes", reasoning) for reasoning in REASONING_DIALECTS.keys() - TOOL_DIALECTS.keys()]
 
 
 @settings(max_examples=150)
@@ -251,6 +267,8 @@ HOSTILE = {
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][", "[TOOL_CALLS]a"],
     "qwen3_coder": ["<tool_call><function=get_time>", "<parameter=a>", "<function=get_time><parameter=a>"],
     "glm45": ["<tool_call>get_time<arg_key>"],
+    "olmo3": ["<function_calls>", "<function_calls>get_time()\n", "get_time()\n"],
+    "deepseek_v4": ['<｜DSML｜tool_calls><｜DSML｜invoke name="get_time">', '<｜DSML｜parameter name="a" string="true">'],
     "deepseek_v3": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"],
     "kimi_k2": ["<|tool_calls_section_begin|>"],
     "openai": ["<|channel|>", "<|start|>", "<|channel|>commentary to=functions.f<|message|>{"],

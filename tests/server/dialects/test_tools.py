@@ -33,8 +33,9 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a name without tools": (None, NAMED, "tool_choice"),
     "a name that is missing": ([function()], NAMED, "tool_choice"),
     "too many tools": ([function(f"f{index}") for index in range(MAX_TOOLS + 1)], None, "tools"),
-    "two of a name": ([function(), function()], None, "tools[1].function.name"),
-    "a name with spaces": ([function("a b")], None, "tools[0].function.name"),
+    "a name with a quote": ([function('a"b')], None, "tools[0].function.name"),
+    "a name with a tag": ([function("a<b>")], None, "tools[0].function.name"),
+    "a name that ends with a space": ([function("a ")], None, "tools[0].function.name"),
     "a name with a line's end": ([function("a\n")], None, "tools[0].function.name"),
     "parameters of another type": ([function(parameters={"type": "array"})], None, "tools[0].function.parameters.type"),
     "a type that is unknown": (parameters(properties={"a": {"type": "something"}}), None, "tools[0].function.parameters"),
@@ -73,6 +74,11 @@ def test_what_is_wrong_with_tools_is_refused_by_its_place(tools: Any, choice: An
 )
 def test_the_choice_may_be_left_out_or_said(choice: Any, meant: ToolChoice) -> None:
     assert check_tools([function(), function("g")], choice)[1] == meant
+
+
+def test_of_functions_with_the_same_name_the_first_counts() -> None:
+    tools = [function(description="one"), function("a b"), function(description="two")]
+    assert [(tool.name, tool.description) for tool in check_tools(tools, None)[0]] == [("f", "one"), ("a b", None)]
 
 
 def test_without_tools_none_are_called() -> None:

@@ -1,0 +1,71 @@
+"""Traces the layers of a model that are alike as calls of one function, so that `split_program` compiles it once for all of them."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError
+from jaxllm.layers.decoder import AnyNorm, DecoderBlock, Run
+from jaxllm.layers.step import Step
+from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.topology import Topology
+from jaxllm.runner.paged_context import PagedContext
+
+LAYER = "decoder_layer"
+"""The name of these functions in a trace."""
+
+MIN_LAYERS = 8
+"""With fewer layers, a model's programs are compiled whole by default."""
+
+
+def shares_layers(config: EngineConfig, model: ModelConfig, *, on_gpu: bool) -> bool:
+    """Whether an engine's programs share layers. Raises ConfigError if that is asked for where it cannot be."""
+    asked, topology = config.compile.share_layers, Topology.of(config.parallel)
+    is_possible = not on_gpu and topology.num_devices == 1
+    if asked and not is_possible:
+        where = "a GPU" if on_gpu else f"{topology.num_devices} devices"
+        raise ConfigError(
+            f"share_layers is set, but only programs for one CPU device run in pieces, and these are for {where}; leave it out"
+        )
+    return is_possible and model.num_layers >= MIN_LAYERS if asked is None else asked
+
+
+@dataclass
+class SharedLayers:
+    """Calls the layers of one step: see `Step.call_layer`. Layers share a function if parts, weights and caches are alike."""
+
+    context: PagedContext
+    _functions: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
+
+    def __call__(self, block: DecoderBlock, next_norm: AnyNorm, runs: Sequence[Run], step: Step) -> list[Run]:
+        if step.adapt is not None or step.chosen is not None or step.slots is not None:
+            return block(runs, next_norm, step)  # these look at the names of layers
+        graph, state = nnx.split((block, next_norm))
+        weights, structure = jax.tree.flatten(state)
+        place = self.context.places[block.attention.layer]
+        kept = [self.context.caches[index] for index in place.arrays]
+        key = (block.parts, getattr(next_norm, "norm", None), place.group, _kinds(state), _kinds(kept))
+        if key not in self._functions:
+            # The first layer stands for all: its number only says where its caches are.
+            def decoder_layer(weights: list[Any], runs: list[Run], kept: list[jax.Array]) -> tuple[list[Run], list[jax.Array]]:
+                block, next_norm = nnx.merge(graph, jax.tree.unflatten(structure, weights))
+                caches = dict(zip(place.arrays, kept, strict=True))
+                runs = block(runs, next_norm, step.over(replace(self.context, caches=caches)))
+                return runs, [caches[index] for index in place.arrays]
+
+            assert decoder_layer.__name__ == LAYER
+            self._functions[key] = jax.jit(decoder_layer)
+        new_runs, kept = self._functions[key](weights, list(runs), kept)
+        for index, array in zip(place.arrays, kept, strict=True):
+            self.context.caches[index] = array
+        return new_runs  # type: ignore[no-any-return]
+
+
+def _kinds(arrays: Any) -> tuple[tuple[str, str], ...]:
+    """Name, shape and type of each array of a tree."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
+    return tuple((jax.tree_util.keystr(path), str(jax.typeof(leaf))) for path, leaf in leaves)

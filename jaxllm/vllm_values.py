@@ -1,0 +1,106 @@
+"""vLLM's values of options that both have, once: what they are called here, which change nothing, and which are refused, with the reason.
+
+The command line, YAML files, the environment, `LLM(...)`, `EngineArgs(...)` and docs/VLLM_FLAGS.md derive from `VALUES`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.log import info_once
+
+
+@dataclass(frozen=True)
+class VllmValue:
+    """A value of vLLM that an option here does not have."""
+
+    value: Any = None
+    """What is taken instead."""
+    text: str = ""
+    """What the log says about it, or why it is refused and what to do instead; empty: another name of the same."""
+    refused: bool = False
+
+
+def _renamed(**names: Any) -> dict[str, VllmValue]:
+    return {name: VllmValue(value) for name, value in names.items()}
+
+
+def _taken(value: Any, text: str, names: str) -> Iterator[tuple[str, VllmValue]]:
+    yield from ((name, VllmValue(value, text)) for name in names.split())
+
+
+def _refused(text: str, names: str) -> Iterator[tuple[str, VllmValue]]:
+    yield from ((name, VllmValue(None, text, refused=True)) for name in names.split())
+
+
+_MAPPED = "files are memory-mapped, and each device reads its own slices"
+_STORED = "the checkpoint says how its weights are stored"
+VALUES: Mapping[str, Mapping[str, VllmValue]] = {
+    "max_model_len": _renamed(auto=-1),
+    "dtype": _renamed(half="float16", float="float32"),
+    "generation_config": _renamed(vllm="none"),
+    "load_format": {
+        **_renamed(hf="auto", pt="auto", gguf="auto"),
+        **dict(_taken("auto", _MAPPED, "fastsafetensors instanttensor npcache")),
+        **dict(_taken("auto", f"{_MAPPED}; from object storage, download the model first", "runai_streamer")),
+        **dict(_refused("give the whole checkpoint, of which each device reads its part", "runai_streamer_sharded sharded_state")),
+        **dict(_refused("weights are not passed between processes; give the checkpoint's directory", "ipc_cache modelexpress")),
+        **dict(_refused("give the checkpoint with safetensors, and config.json and tokenizer.json beside them", "tensorizer mistral")),
+        **dict(_refused("weights of bitsandbytes are not supported; give the checkpoint they were made of", "bitsandbytes")),
+    },
+    "quantization": {
+        **_renamed(fp8_per_channel="fp8", ptpc_fp8="fp8"),
+        **dict(_taken("fp8", "weights have a scale for each output channel", "fp8_per_tensor")),
+        **dict(_taken(None, _STORED, "compressed-tensors gguf mxfp4 gpt_oss_mxfp4")),
+        **dict(_refused("fp8 here has a scale for each output channel: take fp8, or a checkpoint with scales by block", "fp8_per_block")),
+        **dict(_refused("name the format: fp8", "online")),
+        **dict(_refused("only fp8 is supported, and what a checkpoint of compressed-tensors, fp8, MXFP4 or GGUF says (docs/MODELS.md)", """
+            awq awq_marlin auto_awq gptq gptq_marlin auto_gptq bitsandbytes modelopt modelopt_fp4 modelopt_mxfp8 modelopt_mixed quark
+            torchao fp_quant fbgemm_fp8 experts_int8 deepspeedfp moe_wna16 int8 int8_per_channel_weight_only mxfp8 nvfp4
+            nvfp4_per_token humming inc deepseek_v4_fp8""")),
+    },
+    "prefix_caching_hash_algo": {
+        **dict(_taken("sha256", "blocks are found alike by any hash", "xxhash")),
+        **dict(_taken("sha256_cbor", "blocks are found alike by any hash", "xxhash_cbor")),
+    },
+    "kv_cache_dtype": dict(_refused("take fp8 (e4m3), or auto", """
+        fp8_e5m2 fp8_inc fp8_ds_mla nvfp4_ds_mla turboquant_k8v4 turboquant_4bit_nc turboquant_k3v4_nc turboquant_3bit_nc octave_k3v4
+        octave_k3v3 octave_k3v3_compact ultraquant_4bit int4_per_token_head int8_per_token_head fp8_per_token_head nvfp4
+        nvfp4_4over6""")),
+    "distributed_executor_backend": dict(_refused(
+        "start the command on each host with --nnodes, --node-rank and --master-addr, or take ray", "external_launcher")),
+    "uvicorn_log_level": dict(_taken("debug", "it is the lowest level", "trace")),
+}  # fmt: skip
+"""By option and by vLLM's value."""
+
+QUANTIZATIONS = frozenset({"fp8", *VALUES["quantization"]})
+"""Words after `-q`, which alone is --quiet, that make it vLLM's short form of --quantization."""
+
+
+def as_here(name: str, value: Any) -> Any:
+    """The value of an option: what is taken for vLLM's, or the given one. Raises ValueError for vLLM's values that are refused."""
+    found = _known(name, value)
+    if found is None:
+        return value
+    if found.refused:
+        raise ValueError(f"{value!r} is refused: {found.text}")
+    return found.value
+
+
+def told_about(name: str, value: Any, how: str | None = None) -> str | None:
+    """What the log should say about a value of vLLM's that is taken as another. `how` it was written; default: as a keyword."""
+    found = _known(name, value)
+    if found is None or found.refused or not found.text:
+        return None
+    taken = "changes nothing here" if found.value is None else f"is taken as {found.value}"
+    return f"{how or f'{name}={value!r}'} {taken}: {found.text}"
+
+
+def tell(name: str, value: Any, how: str | None = None) -> None:
+    """Log what `told_about` returns."""
+    if (text := told_about(name, value, how)) is not None:
+        info_once(text)
+
+
+def _known(name: str, value: Any) -> VllmValue | None:
+    return VALUES.get(name, {}).get(value) if isinstance(value, str) else None

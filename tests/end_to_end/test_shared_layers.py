@@ -1,0 +1,63 @@
+"""Engines whose programs run in pieces, so that layers that are alike are compiled once, compute what transformers does."""
+
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.runner.split_program import SplitProgram
+from jaxllm.runner.step_programs import ProgramKey
+from tests.helpers import engines, goldens
+from tests.helpers.parity import check
+
+NUM_KINDS = {"qwen3": 1, "qwen2_window": 2, "gemma3": 2, "mixtral": 1, "deepseek_v2_lite": 2, "qwen3_next": 3}
+"""Layers that differ, by golden."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name != "qwen3" else ()) for name in NUM_KINDS])
+def test_layers_that_are_alike_are_compiled_once(name):
+    core = engines.make_core(name, share_layers=True)
+    try:
+        check(name, core)
+        program = core.runner.programs.get(ProgramKey("decode", 4))
+        assert isinstance(program, SplitProgram)
+        calls, num_layers = [call.digest for call in program.wiring.calls], core.model_config.num_layers
+        assert len(calls) - num_layers <= 2, "what comes before and behind the layers"
+        assert len(set(calls)) - (len(calls) - num_layers) == NUM_KINDS[name]
+        caches = sum(cache.nbytes for cache in core.runner.caches)
+        program(core.runner.params, core.runner.caches, core.runner.row_arrays, *nothing(core, ProgramKey("decode", 4)))
+        assert all(cache.is_deleted() for cache in core.runner.caches), "a copy of the cache was written"
+        assert program.memory_analysis().temp_size_in_bytes < caches
+    finally:
+        core.shutdown()
+
+
+def nothing(core, key):
+    """A step without requests."""
+    layout = core.runner.shapes.layout(key)
+    return core.runner.send(layout, core.runner.batches.empty(layout)), core.runner.workspace
+
+
+def test_programs_for_several_devices_are_refused():
+    with pytest.raises(
+        ConfigError,
+        match="share_layers is set, but only programs for one CPU device run in pieces, and these are for 2 devices",
+    ):
+        engines.make_core("qwen3", share_layers=True, tensor_parallel_size=2)
+
+
+def test_a_step_takes_a_larger_program_while_its_own_is_compiled_behind_it():
+    core = engines.make_core("qwen3", share_layers=True, token_buckets=(16, 64), max_num_batched_tokens=64)
+    try:
+        own, larger = ProgramKey("forward", 16), ProgramKey("forward", 64)
+        programs, prompt = core.runner.programs, goldens.golden("qwen3").results[0].prompt[:10]
+        assert larger in programs and own not in programs
+        tokens = []
+        for wanted in (larger, own):
+            expected, get = set(), programs.get
+            programs.get = lambda key, get=get, expected=expected: (expected.add(key), get(key))[1]
+            tokens.append(engines.run(core, [engines.request("a", prompt, max_tokens=3)])["a"].tokens)
+            programs.get = get
+            assert {key for key in expected if key.kind == "forward"} == {wanted}
+            programs.wait([own])
+        assert tokens[0] == tokens[1]
+    finally:
+        core.shutdown()
