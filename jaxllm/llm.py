@@ -111,6 +111,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Submit prompts, and return the ids of their requests without waiting. Arguments and errors: as for `generate`.
@@ -120,13 +121,17 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         kind = RequestOutputKind.FINAL_ONLY
         requests = self._checked(prompts, sampling_params, priority, kind, lora_request, tokenization_kwargs)
         added: list[str] = []
+        bar = self._bar(use_tqdm, len(requests), "Adding requests")
         try:
             for request in requests:
                 self.llm_engine.add(request)
                 added.append(request.internal_id)
+                bar.update(1)
         except BaseException:
             self.llm_engine.abort_internal(added)
             raise
+        finally:
+            bar.close()
         self._enqueued += requests
         return [request.request_id for request in requests]
 
@@ -134,14 +139,14 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         **template_options: Any,
     ) -> list[str]:
         """`enqueue` for one conversation or a list of them. Template options: see `render_conversations`."""
         prompts = self.render_conversations(messages, **template_options)
-        return self.enqueue(prompts, sampling_params, lora_request, priority)
+        return self.enqueue(prompts, sampling_params, lora_request, priority, use_tqdm)
 
     def wait_for_completion(
         self, output_type: Any = None, *, use_tqdm: bool | Callable[..., Any] | None = None
@@ -356,9 +361,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
     ) -> list[Any]:
         """Run requests to completion. are_added: the engine has them already."""
         results: dict[int, Any] = {}
-        if use_tqdm is None:
-            use_tqdm = self.llm_engine.config.observe.use_progress_bar
-        bar = open_bar(use_tqdm, len(requests), "Processed prompts", "prompt")
+        bar = self._bar(use_tqdm, len(requests), "Processed prompts")
         running = self._run(requests, are_added=are_added)
         start, num_in, num_out = time.perf_counter(), 0, 0
         try:
@@ -377,6 +380,11 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
             running.close()
             bar.close()
         return [results[place] for place in range(len(requests))]
+
+    def _bar(self, use_tqdm: bool | Callable[..., Any] | None, total: int, description: str) -> Any:
+        if use_tqdm is None:
+            use_tqdm = self.llm_engine.config.observe.use_progress_bar
+        return open_bar(use_tqdm, total, description, "prompt")
 
     def _run(
         self, requests: list[FrontRequest], *, are_added: bool = False

@@ -37,7 +37,7 @@ class VllmVariable:
     needs: str | None = None
     """The option without which it has no effect."""
     is_harmless: bool = False
-    """Whether nobody misses its effect."""
+    """Whether its effect is not needed here."""
     unless: tuple[str, ...] = ()
     """Values, in lower case, that ask for nothing, where it has no effect."""
 
@@ -127,7 +127,7 @@ _HONOURED = (
 
 
 def _harmless(text: str, names: str) -> Iterator[VllmVariable]:
-    """Variables whose effect nobody misses."""
+    """Variables whose effect is not needed here."""
     yield from (VllmVariable(PREFIX + name, text, is_harmless=True) for name in names.split())
 
 
@@ -175,7 +175,7 @@ _HARMLESS = (
         WORKER_SHUTDOWN_TIMEOUT_SECONDS MQ_MAX_CHUNK_BYTES_MB MSGPACK_ZERO_COPY_THRESHOLD RINGBUFFER_WARNING_INTERVAL
         V1_OUTPUT_PROC_CHUNK_SIZE ALLOW_INSECURE_SERIALIZATION DISABLE_REQUEST_ID_RANDOMIZATION USE_SPINLOOP_EXT USE_FASTOKENS
         PROCESS_NAME_PREFIX OBJECT_STORAGE_SHM_BUFFER_NAME"""),
-    *_harmless("so it is always, or as the request says", """
+    *_harmless("the behaviour is fixed, or chosen by the request", """
         COMPUTE_NANS_IN_LOGITS ENABLE_RESPONSES_API_STORE USE_EXPERIMENTAL_PARSER_CONTEXT TOOL_PARSE_REGEX_TIMEOUT_SECONDS
         CHAT_TEMPLATE_FUEL XGRAMMAR_CACHE_MB V1_USE_OUTLINES_CACHE BEAM_ALWAYS_CONSTRAIN_OUTPUT FASTSAFETENSORS_QUEUE_SIZE
         DISABLE_LOG_LOGO LOGGING_COLOR NO_DEPRECATION_WARNING NO_USAGE_STATS DO_NOT_TRACK USAGE_SOURCE USAGE_STATS_SERVER"""),
@@ -331,7 +331,9 @@ def report(environment: Mapping[str, str]) -> None:
         elif variable.is_harmless:
             harmless.append(name)
         elif variable.is_honoured:
-            if variable.option is None and not environment.get(str(variable.own)):
+            if environment.get(str(variable.own)):
+                tell_unused(variable, f"${variable.own} is set")
+            elif variable.option is None:
                 info_once(f"environment variable {name} is taken as ${variable.own}")
         elif text.strip().lower() not in variable.unless:
             warn_once(f"environment variable {name} has no effect here: {variable.text}")

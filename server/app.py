@@ -45,6 +45,7 @@ from server.routes import (
     page,
     pooling,
     responses,
+    scale_out,
     tokenize,
     tokenizer_info,
 )
@@ -52,8 +53,9 @@ from server.sse import ClientDisconnected
 from server.tracing import TraceHeaders, make_tracer
 from server.unknown_paths import no_such_method, no_such_path
 
-DEV_PATHS, ADAPTER_PATHS = (
-    frozenset(route.path for route in router.routes if isinstance(route, Route)) for router in (dev.router, adapters.router)
+DEV_PATHS, ADAPTER_PATHS, SCALE_OUT_PATHS = (
+    frozenset(route.path for route in router.routes if isinstance(route, Route))
+    for router in (dev.router, adapters.router, scale_out.router)
 )
 ADMIN_PATHS = DEV_PATHS | ADAPTER_PATHS
 
@@ -87,6 +89,8 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         rooms.append(tokenizer_info.router)
     if options.access.enable_dev_endpoints:
         rooms.append(dev.router)
+    if options.access.enable_scale_out:
+        rooms.append(scale_out.router)
     if options.adapters.allow_runtime_lora_updating:
         rooms.append(adapters.router)
     if not options.replies.disable_fastapi_docs:
@@ -139,16 +143,21 @@ def install_errors(app: FastAPI) -> None:
         return shaped(request.scope, found).response()
 
     async def of_framework(request: Request, error: Any) -> Response:
-        path, sentence = request.scope["path"], "the request was refused"
-        if error.status_code == 404:
+        path, sentence, status = request.scope["path"], "the request was refused", error.status_code
+        if status == 405 and path in SCALE_OUT_PATHS and not any(getattr(route, "path", None) == path for route in app.routes):
+            status = 404  # the path looks like /v1/responses/{response_id}
+        if status == 404:
             replies = request.app.state.context.options.replies
-            wanting = dict.fromkeys(DEV_PATHS, "--enable-dev-endpoints") | dict.fromkeys(
-                ADAPTER_PATHS, "--allow-runtime-lora-updating"
-            )
+            wanting = {
+                **dict.fromkeys(DEV_PATHS, "--enable-dev-endpoints"),
+                **dict.fromkeys(ADAPTER_PATHS, "--allow-runtime-lora-updating"),
+                **dict.fromkeys(SCALE_OUT_PATHS, "--enable-scale-out"),
+            }
             sentence = no_such_path(path, app.routes, of_flags=wanting, docs=not replies.disable_fastapi_docs)
-        elif error.status_code == 405:
+        elif status == 405:
             sentence = no_such_method(request.method, path, (error.headers or {}).get("Allow", ""))
-        return shaped(request.scope, ApiError(error.status_code, sentence, headers=error.headers)).response()
+        headers = error.headers if status == error.status_code else None
+        return shaped(request.scope, ApiError(status, sentence, headers=headers)).response()
 
     async def of_parameters(request: Request, error: Any) -> Response:
         found = validation_error([{**fault, "loc": fault["loc"][1:]} for fault in error.errors()])

@@ -29,7 +29,7 @@ HONOURED = frozenset(
     # Input
     + ("model", "prompt", "messages", "tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs")
     + ("add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort")
-    + ("truncate_prompt_tokens", "truncation_side", "priority", "request_id", "cache_salt", "timeout")
+    + ("truncate_prompt_tokens", "truncation_side", "priority", "request_id", "cache_salt", "session_id", "timeout")
     # What to return
     + ("include_stop_str_in_output", "skip_special_tokens", "logprobs", "top_logprobs", "echo", "include_reasoning")
     + ("parallel_tool_calls", "modalities", "verbosity")

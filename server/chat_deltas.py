@@ -1,6 +1,7 @@
 """Increments of the answers of a conversation, shared by all chat APIs."""
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxllm.outputs import Logprob
@@ -81,3 +82,9 @@ def joined(earlier: ChatDelta, later: ChatDelta) -> ChatDelta:
         later.finish_reason,
         later.stop_reason,
     )
+
+
+def join_into(answers: dict[int, ChatDelta], deltas: Iterable[ChatDelta]) -> None:
+    """Merge deltas into the answers by index."""
+    for delta in deltas:
+        answers[delta.index] = delta if delta.index not in answers else joined(answers[delta.index], delta)

@@ -14,10 +14,10 @@ from typing import Any
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import InvalidRequestError
-from jaxllm.outputs import Logprob, RequestMetrics
+from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.input_processor import FrontRequest
-from server.chat_deltas import ChatDelta, ToolCallDelta, joined
+from server.chat_deltas import ChatDelta, ToolCallDelta, join_into
 from server.chat_encoding import ChatEncoder
 from server.dialects import AskedChoice, check_tools
 from server.endings import end_of
@@ -93,6 +93,25 @@ class PreparedChat:
     def prompt_token_ids(self) -> list[int]:
         """The rendered conversation as token ids."""
         return self.request.prompt_token_ids
+
+    def deltas_of(self, output: RequestOutput, end_of: Callable[[CompletionOutput], str | None] = end_of) -> list[ChatDelta]:
+        """Take in an output of the engine. `end_of`: the finish reason of an answer; raises ApiError for failures."""
+        usage, self.metrics = self.usage, output.metrics
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        usage.cached_tokens, usage.created_cache_tokens = output.num_cached_tokens, output.num_cache_creation_tokens
+        deltas: list[ChatDelta] = []
+        for answer in output.outputs:
+            usage.completion_tokens += len(answer.token_ids)
+            reason = end_of(answer)
+            if self.reader is not None:
+                deltas += self.reader.read(answer, reason)
+                usage.reasoning_tokens = self.reader.num_reasoning_tokens
+                continue
+            news = ChatDelta(answer.index, answer.text, "", [], answer.token_ids, answer.logprobs)
+            news.finish_reason, news.stop_reason = reason, answer.stop_reason
+            deltas.append(news)
+        return deltas
 
 
 class ChatService:
@@ -210,32 +229,14 @@ class ChatService:
 
         Raises ApiError, EngineError or EngineDeadError.
         """
-        usage = chat.usage
         async with contextlib.aclosing(self._engine.stream(chat.request)) as outputs:
             async for output in outputs:
-                if output.prompt_logprobs is not None:
-                    chat.prompt_logprobs = output.prompt_logprobs
-                usage.cached_tokens = output.num_cached_tokens
-                usage.created_cache_tokens = output.num_cache_creation_tokens
-                chat.metrics = output.metrics
-                deltas: list[ChatDelta] = []
-                for answer in output.outputs:
-                    usage.completion_tokens += len(answer.token_ids)
-                    reason = end_of(answer)
-                    if chat.reader is not None:
-                        deltas += chat.reader.read(answer, reason)
-                        usage.reasoning_tokens = chat.reader.num_reasoning_tokens
-                        continue
-                    news = ChatDelta(answer.index, answer.text, "", [], answer.token_ids, answer.logprobs)
-                    news.finish_reason, news.stop_reason = reason, answer.stop_reason
-                    deltas.append(news)
-                yield deltas
+                yield chat.deltas_of(output)
 
     async def complete(self, chat: PreparedChat) -> list[ChatDelta]:
         """Return the complete answers, in order. Raises ApiError, EngineError or EngineDeadError."""
         answers: dict[int, ChatDelta] = {}
         async with contextlib.aclosing(self.stream(chat)) as updates:
             async for deltas in updates:
-                for delta in deltas:
-                    answers[delta.index] = delta if delta.index not in answers else joined(answers[delta.index], delta)
+                join_into(answers, deltas)
         return [answers[index] for index in sorted(answers)]

@@ -61,6 +61,11 @@ class AccessOptions:
         bool,
         "offer reset_prefix_cache, sleep, wake_up, is_sleeping, pause, resume, is_paused, server_info, start_profile and stop_profile",
     ] = False
+    enable_scale_out: Annotated[
+        bool,
+        "offer /inference/v1/generate, which takes and returns token ids, and render and derender for completions and chats, which "
+        "do the rest without the model",
+    ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, "offer tokenizer_info: the tokenizer's configuration, with the chat template"
     ] = False

@@ -1,11 +1,12 @@
 """Builds SamplingParams from a request's fields. Rejects unsupported fields; SamplingParams checks the ranges."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import InvalidRequestError
-from jaxllm.sampling_params import IN_REQUESTS, MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
+from jaxllm.sampling_params import IN_REQUESTS, MAX_LOGIT_BIAS, READS_ITSELF, RequestOutputKind, SamplingParams
 from jaxllm.structured_outputs import StructuredOutputsParams
 from server.errors import bad_request, constraint_error
 from server.options import LimitOptions
@@ -30,7 +31,7 @@ def sampling_params(
     _check_streaming(fields)
     values = {name: value for name in IN_REQUESTS if (value := getattr(fields, name)) is not None}
     if fields.logit_bias:
-        values["logit_bias"] = _logit_bias(fields.logit_bias)
+        values["logit_bias"] = logit_bias_of(fields.logit_bias)
     if fields.repetition_detection is not None:
         values["repetition_detection"] = fields.repetition_detection.model_dump()
     if (extra := fields.extra_args or fields.vllm_xargs) is not None:
@@ -45,9 +46,21 @@ def sampling_params(
 
 
 def check_xargs(fields: SamplingFields, params: SamplingParams, engine: AsyncLLM) -> None:
-    """Check extra_args under the name that the client gave it. Raises InvalidRequestError."""
+    """Check extra_args under the name that the client gave it, and read texts of numbers. Raises InvalidRequestError."""
+    processors = engine.input_processor.processor_arguments
+    for name, arguments in (params.extra_args or {}).items():
+        if processors.get(name, READS_ITSELF) != READS_ITSELF:
+            params.extra_args[name] = [_as_number(each) for each in arguments]  # type: ignore[index]
     if fields.vllm_xargs is not None:
-        params.verify_processors(engine.input_processor.processor_arguments, "vllm_xargs")
+        params.verify_processors(processors, "vllm_xargs")
+
+
+def _as_number(value: float | str) -> float | str:
+    """The number that a text is; anything else as it is."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
 
 
 def check_limits(fields: SamplingFields, limits: LimitOptions) -> None:
@@ -80,7 +93,8 @@ def _check_streaming(fields: SamplingFields) -> None:
         raise bad_request("prompt_logprobs cannot be streamed; set stream to false", "prompt_logprobs")
 
 
-def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+def logit_bias_of(bias: Mapping[str, float]) -> dict[int, float]:
+    """The biases by token id. Raises ApiError."""
     if len(bias) > MAX_LOGIT_BIAS_ENTRIES:
         raise bad_request(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS_ENTRIES} are possible", "logit_bias")
     found = {}

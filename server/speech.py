@@ -9,6 +9,7 @@ from typing import Any
 from jaxllm.errors import ConfigError
 from jaxllm.outputs import CompletionOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.text.tokenizer import Tokenizer
 from server.chat_deltas import ChatDelta, with_pieces
 from server.dialects import (
@@ -92,8 +93,7 @@ class Speech:
                 prompt_text=prompt_text,
             )
         else:
-            after = start_after_token_ids(self._reasoning, self._tokenizer, prompt_text)
-            constraint = dataclasses.replace(params.structured_outputs, start_after_token_ids=after)
+            constraint = self.constrained(params.structured_outputs, prompt_text)
         if constraint is not None:
             params = dataclasses.replace(params, structured_outputs=constraint)
         if tool is None and self._reasoning is None and not choice.is_forced:
@@ -123,6 +123,16 @@ class Speech:
             note_calls=note_calls,
         )
         return params, reader
+
+    def constrained(self, form: StructuredOutputsParams, prompt_text: str) -> StructuredOutputsParams:
+        """The constraint of an answer to this prompt, which applies after the reasoning."""
+        after = start_after_token_ids(self._reasoning, self._tokenizer, prompt_text)
+        return dataclasses.replace(form, start_after_token_ids=after)
+
+    @property
+    def reads_answers(self) -> bool:
+        """Whether the model's answers may have reasoning or tool calls in a form of its own."""
+        return self._tool is not None or self._reasoning is not None
 
 
 class AnswerReader:

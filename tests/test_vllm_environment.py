@@ -148,6 +148,9 @@ def test_the_log_says_once_what_has_no_effect(caplog: pytest.LogCaptureFixture) 
         "VLLM_USE_MODELSCOPE": "True",
         "VLLM_BATCH_INVARIANT": "0",
         "VLLM_NO_SUCH": "1",
+        "VLLM_CACHE_ROOT": "/cache",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "JAXLLM_LOG_LEVEL": "debug",
         "VLLM_SERVICE_HOST": "10.0.0.1",
         "VLLM_PORT": "tcp://10.0.0.1:8000",
         "VLLM_PORT_8000_TCP_ADDR": "10.0.0.1",
@@ -156,6 +159,8 @@ def test_the_log_says_once_what_has_no_effect(caplog: pytest.LogCaptureFixture) 
     report(found)
     report(found)
     assert [record.getMessage() for record in caplog.records] == [
+        "environment variable VLLM_CACHE_ROOT is taken as $JAXLLM_CACHE_DIR",
+        "environment variable VLLM_LOGGING_LEVEL has no effect: $JAXLLM_LOG_LEVEL is set",
         "environment variable VLLM_USE_MODELSCOPE has no effect here: "
         "models come from the Hugging Face hub; download the model and give its directory",
         "nothing to do for the environment variables VLLM_ROCM_USE_AITER, VLLM_USE_DEEP_GEMM (docs/VLLM_ENVIRONMENT.md)",

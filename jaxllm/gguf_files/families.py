@@ -104,6 +104,10 @@ _SAMPLING = {
 _NEUTRAL_SAMPLING = {"mirostat": 0, "xtc_probability": 0}
 _WHOLE_HIDDEN_SCALE = {("gemma2", 46), ("gemma3", 62)}
 """Architectures and numbers of layers whose scores are scaled by hidden size / heads: the models with 27 billion parameters."""
+CONTROL = 3
+"""The type of tokens that are special."""
+_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>")
+"""Texts of tokens that end turns or documents, of all that llama.cpp's src/llama-vocab.cpp knows those of the families here."""
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _FILE_TYPES = {0: "float32", 1: "float16"}
 
@@ -151,7 +155,6 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         found["query_pre_attn_scalar"] = width // heads if whole else head_dim
     if (rotated := value("rope.dimension_count")) and head_dim and rotated != head_dim:
         found["partial_rotary_factor"] = rotated / head_dim
-    ids = [file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     return {
         "architectures": [family.architecture],
         **found,
@@ -160,11 +163,23 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_scaling": _rope_scaling(file),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(id for id in ids if id is not None)),
+        "eos_token_id": _ends(file),
         GGUF_TYPE: _quantization(file),
         NUM_PARAMETERS: sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
         "torch_dtype": _FILE_TYPES.get(file.metadata.get("general.file_type", -1), "bfloat16"),
     }
+
+
+def _ends(file: GgufFile) -> list[int]:
+    """Ids of tokens that end an output: those that the file names, and where it names no end of a turn, those known by their text."""
+    known = file.metadata
+    ids = [known.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    if ids[1] is None:
+        tokens, types = known.get("tokenizer.ggml.tokens") or [], known.get("tokenizer.ggml.token_type") or []
+        ids += [
+            id for id, (token, type) in enumerate(zip(tokens, types, strict=False)) if type == CONTROL and token in _TURN_ENDS
+        ]
+    return list(dict.fromkeys(id for id in ids if id is not None))
 
 
 def generation_json(file: GgufFile) -> dict[str, Any]:

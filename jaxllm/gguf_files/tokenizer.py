@@ -10,13 +10,14 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxllm.errors import ModelLoadError
+from jaxllm.gguf_files.families import CONTROL
 from jaxllm.gguf_files.reading import GgufFile
 from jaxllm.gguf_files.splits import BEGINNING, CHARACTERS, COMPOSED, SPLITS, WHOLE_WORDS, pre_tokenizer
 
 KINDS = ("gpt2", "gemma4", "llama", "bert", "t5")
 """What files call the kinds of tokenizers that can be made."""
-_CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens."""
+_USER_DEFINED = 4
+"""The type of tokens that are whole in every text, without being special."""
 _NAMES = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -71,7 +72,7 @@ def _backend(file: GgufFile, kind: str, tokens: Sequence[str], config: Mapping[s
     else:
         backend = _unigram(file, tokens, unknown)
     for token, type in zip(tokens, _value(file, "token_type", []), strict=False):
-        if type == _CONTROL:
+        if type == CONTROL:
             backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
         elif type == _USER_DEFINED and token.strip(" "):
             backend.add_tokens([AddedToken(token, normalized=False, special=False)])
@@ -96,8 +97,10 @@ def _surrounded(first: str | None, last: str | None, tokens: Sequence[str]) -> p
 
 def _bytes(file: GgufFile, tokens: Sequence[str], split: str) -> Tokenizer:
     if split not in SPLITS:
-        known = ", ".join([*SPLITS, *CHARACTERS])
-        raise ModelLoadError(f"{file.file} splits texts as {split!r} (tokenizer.ggml.pre), supported: {known}; {_REMEDY}")
+        raise ModelLoadError(
+            f"{file.file} splits texts as {split!r} (tokenizer.ggml.pre), none of the {len(SPLITS) + len(CHARACTERS)} names in "
+            f"docs/MODELS.md; {_REMEDY}"
+        )
     vocabulary = _ids(tokens)
     backend = Tokenizer(models.BPE(vocabulary, _given_merges(file, vocabulary), ignore_merges=split in WHOLE_WORDS))
     backend.pre_tokenizer = pre_tokenizer(split)

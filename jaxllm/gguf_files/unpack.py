@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jaxllm import served_model
 from jaxllm.env import cache_dir
 from jaxllm.errors import ModelLoadError
 from jaxllm.gguf_files.families import config_json, generation_json
@@ -53,7 +54,7 @@ def unpack(file: Path) -> Path:
 def _rules() -> str:
     """A digest of the code that a directory's files depend on, with the versions of the packages it calls."""
     digest = hashlib.sha256()
-    for module in sorted(Path(__file__).parent.glob("*.py")):
+    for module in (*sorted(Path(__file__).parent.glob("*.py")), Path(served_model.__file__)):
         digest.update(module.read_bytes())
     installed = [name for name in ("gguf", "tokenizers") if importlib.util.find_spec(name) is not None]
     return " ".join([digest.hexdigest(), *map(importlib.metadata.version, installed)])

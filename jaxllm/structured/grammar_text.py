@@ -11,6 +11,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from jaxllm.errors import GrammarError
 from jaxllm.structured.json_schema import changed, check_schema, closed, with_real_dates
 from jaxllm.structured.structural_tag import Split, lark_regex, structural_tag_grammar
+from jaxllm.structured.supported import supported
 from jaxllm.structured_outputs import StructuredOutputsParams
 
 MAX_RULES = 2000
@@ -41,7 +42,7 @@ def grammar_text(params: StructuredOutputsParams, split: Split) -> str:
 def _with_options(schema: Any, params: StructuredOutputsParams) -> dict[str, Any]:
     """A schema, checked, with the options where llguidance reads them."""
     check_schema(schema)
-    schema = changed(schema, with_real_dates)
+    schema = changed(supported(schema), with_real_dates)
     if params.disable_additional_properties:
         schema = changed(schema, closed)
     if params.disable_any_whitespace:

@@ -52,17 +52,23 @@ def with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
 
 def changed(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """A copy of a schema in which each schema is replaced by what `change` makes of it."""
-    if isinstance(schema, list):
-        return [changed(entry, change) for entry in schema]
     if not isinstance(schema, dict):
         return schema
+    return change(with_parts(schema, "#", lambda part, _: changed(part, change)))
+
+
+def with_parts(schema: dict[str, Any], pointer: str, replace: Callable[[Any, str], Any]) -> dict[str, Any]:
+    """A copy of a schema with `replace(part, pointer of the part)` in place of each schema directly in it."""
     result: dict[str, Any] = {}
     for key, value in schema.items():
+        place = f"{pointer}/{escaped(key)}"
         if key in _MAPS:
-            result[key] = {name: changed(entry, change) for name, entry in value.items()}
+            result[key] = {name: replace(part, f"{place}/{escaped(name)}") for name, part in value.items()}
+        elif key in (*_ONE, *_LISTS) and isinstance(value, list):
+            result[key] = [replace(part, f"{place}/{index}") for index, part in enumerate(value)]
         else:
-            result[key] = changed(value, change) if key in (*_ONE, *_LISTS) else value
-    return change(result)
+            result[key] = replace(value, place) if key in _ONE else value
+    return result
 
 
 def walk(schema: Any, pointer: str = "#") -> Iterator[tuple[str, Any]]:
@@ -73,11 +79,11 @@ def walk(schema: Any, pointer: str = "#") -> Iterator[tuple[str, Any]]:
     if isinstance(schema, bool):
         return
     for key, value in schema.items():
-        place = f"{pointer}/{_escaped(key)}"
+        place = f"{pointer}/{escaped(key)}"
         if key in _MAPS:
             _expect(isinstance(value, dict), place, value, "an object of schemas")
             for name, entry in value.items():
-                yield from walk(entry, f"{place}/{_escaped(name)}")
+                yield from walk(entry, f"{place}/{escaped(name)}")
         elif key in _LISTS or (key == "items" and isinstance(value, list)):
             _expect(isinstance(value, list) and bool(value), place, value, "a non-empty list of schemas")
             for index, entry in enumerate(value):
@@ -88,7 +94,7 @@ def walk(schema: Any, pointer: str = "#") -> Iterator[tuple[str, Any]]:
 
 def _check_node(root: Any, pointer: str, node: dict[str, Any]) -> None:
     for key, value in node.items():
-        place = f"{pointer}/{_escaped(key)}"
+        place = f"{pointer}/{escaped(key)}"
         if key == "type":
             kinds = value if isinstance(value, list) else [value]
             known = bool(kinds) and all(isinstance(kind, str) and kind in TYPES for kind in kinds)
@@ -106,14 +112,18 @@ def _check_node(root: Any, pointer: str, node: dict[str, Any]) -> None:
             _expect(isinstance(value, list) and bool(value), place, value, "a non-empty list")
         elif key == "uniqueItems":
             _expect(isinstance(value, bool), place, value, "true or false")
+        elif key == "dependentRequired":
+            are_lists = isinstance(value, dict) and all(isinstance(names, list) for names in value.values())
+            names = [name for names in value.values() for name in names] if are_lists else []
+            _expect(are_lists and all(isinstance(name, str) for name in names), place, value, "an object of lists of strings")
     if isinstance(reference := node.get("$ref"), str):
-        _resolve(root, reference, pointer)
+        resolve(root, reference, pointer)
     for low, high in _RANGES:
         if low in node and high in node and node[low] > node[high]:
             raise GrammarError(f"at {pointer} can never be satisfied: {low} {node[low]} is greater than {high} {node[high]}")
 
 
-def _resolve(root: Any, reference: str, pointer: str) -> Any:
+def resolve(root: Any, reference: str, pointer: str) -> Any:
     """The schema that a reference means. Only those into the same schema are followed."""
     if reference != "#" and not reference.startswith("#/"):
         raise GrammarError(
@@ -160,7 +170,7 @@ def _parts_satisfiable(root: Any, node: dict[str, Any], known: dict[int, Any]) -
 
     if "const" in node or "enum" in node:
         return True
-    if "$ref" in node and not _is_satisfiable(root, _resolve(root, node["$ref"], "#"), known):
+    if "$ref" in node and not _is_satisfiable(root, resolve(root, node["$ref"], "#"), known):
         return False
     if not all_of(node.get("allOf", ())):
         return False
@@ -190,7 +200,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _escaped(key: str) -> str:
+def escaped(key: str) -> str:
+    """A key as a JSON pointer has it, shortened."""
     key = key.replace("~", "~0").replace("/", "~1")
     return key if len(key) <= 60 else f"{key[:60]}…"
 

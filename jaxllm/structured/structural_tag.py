@@ -193,7 +193,7 @@ class _Writer:
         if not isinstance(excludes, list) or not all(isinstance(text, str) and text for text in excludes):
             raise GrammarError(f"at {place}/excludes is {excludes!r:.60}, must be a list of strings")
         name = f"TEXT{next(self._numbers)}"
-        without = "".join(f" & ~/(?s:.*){_regex_literal(text)}(?s:.*)/" for text in excludes)
+        without = "".join(f" & ~/(?s:.*){regex_literal(text)}(?s:.*)/" for text in excludes)
         self.rules.append(f"{name}: {_FREE_TEXT}{without}")
         return name
 
@@ -241,7 +241,8 @@ def lark_regex(pattern: str) -> str:
     return f"/{''.join(written)}/"
 
 
-def _regex_literal(text: str) -> str:
+def regex_literal(text: str) -> str:
+    """A regular expression of one text."""
     return "".join(letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
 
 

@@ -121,6 +121,7 @@ def readable(message: str, kind: str) -> str:
     message = re.sub(r"^at (\d+)\((\d+)\): ", r"at line \1 column \2: ", message)
     message = re.sub(r"^(\d+)\((\d+)\): ", r"at line \1 column \2: ", message)
     message = re.sub(r"\n +\d+ \| .*", "", message, flags=re.DOTALL)
+    message = message.replace("patternProperty regexes", "the patterns of properties (patternProperties, propertyNames)")
     lines = [line.strip() for line in message.splitlines() if line.strip() and not set(line.strip()) <= {"^"}]
     message = " ".join(lines).replace(*_ONE_OF)
     return message if len(message) <= 300 else f"{message[:300]}…"
@@ -137,7 +138,7 @@ def pointer_of_fault(params: StructuredOutputsParams, vocabulary: Vocabulary, ta
     for pointer, node in walk(root):
         if time.process_time() > latest:
             break
-        if pointer == "#" or not isinstance(node, dict) or (worst is not None and not pointer.startswith(f"{worst}/")):
+        if not isinstance(node, dict) or (worst is not None and not pointer.startswith(f"{worst}/")):
             continue
         try:
             _compile(StructuredOutputsParams(json={**shared, **node}), vocabulary, table)

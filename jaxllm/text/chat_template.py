@@ -273,15 +273,16 @@ def _tool_call(call: Any, where: str, format: ArgumentsFormat) -> dict[str, Any]
     given = function.get("arguments")
     parsed: Any = _parsed(given)
     if parsed is None:
-        parsed = {} if format == "object" or not isinstance(given, str) else given
-        logger.debug("%s has a tool call whose arguments are no JSON object: taken as %s", where, "text" if parsed else "{}")
+        as_text = format != "object" and isinstance(given, str)
+        logger.debug("%s has a tool call whose arguments are no JSON object: taken as %s", where, "text" if as_text else "{}")
+        parsed = given if as_text else {}
     if format == "text" and not isinstance(parsed, str):
-        parsed = given if isinstance(given, str) and parsed else _to_json(parsed)
+        parsed = given if parsed and isinstance(given, str) else _to_json(parsed)
     function["arguments"] = parsed
     return {**call, "function": function}
 
 
-def _parsed(arguments: Any) -> Mapping[str, Any] | None:
+def _parsed(arguments: Any) -> Any:
     """Arguments as an object, empty where there are none; None if they are something else."""
     if isinstance(arguments, str):
         try:

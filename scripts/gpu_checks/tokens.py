@@ -1,6 +1,7 @@
 """The demo model in float32: an engine with the device's kernels gives the tokens, logprobs and vectors of one with the reference
 attention."""
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 
@@ -93,7 +94,7 @@ def _under_a_grammar(found: Sequence[CompletionOutput], expected: Sequence[Compl
         for place, other in zip(a.logprobs or [], b.logprobs or [], strict=False):
             assert place is not None and other is not None
             off = max(off, *(abs(entry.logprob - other[token].logprob) for token, entry in place.items() if token in other))
-            mass_off = max(mass_off, abs(sum(np.exp(entry.logprob) for entry in place.values()) - 1))
+            mass_off = max(mass_off, abs(sum(math.exp(entry.logprob) for entry in place.values()) - 1))
             num_places += 1
     passed = equal == len(found) and num_places > 0 and off < TOLERANCE and mass_off < MASS_TOLERANCE
     detail = (

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -214,7 +214,10 @@ class ChatReply:
 
     async def whole(self, service: ChatService) -> dict[str, Any]:
         """Return the reply as one object."""
-        answers = await service.complete(self._chat)
+        return self.of_answers(await service.complete(self._chat))
+
+    def of_answers(self, answers: Sequence[ChatDelta]) -> dict[str, Any]:
+        """The reply with these complete answers."""
         chat = self._chat
         reply: dict[str, Any] = {
             "id": chat.conversation.request_id,
@@ -334,6 +337,11 @@ class ChatReply:
             }
             parts.append(chunks.chunk(end, usage))
         return parts
+
+    def choice_of(self, delta: ChatDelta) -> dict[str, Any]:
+        """A chunk's choice with all that a delta has."""
+        finish = {"finish_reason": self._finish_reason(delta), "stop_reason": delta.stop_reason}
+        return {**self._rich(delta), **finish}
 
     def _rich(self, delta: ChatDelta) -> dict[str, Any]:
         news: dict[str, Any] = {}

@@ -213,9 +213,12 @@ class CompletionReply:
                 tasks = [group.create_task(self._last_output(request)) for request in self._work.requests]
         except ExceptionGroup as faults:
             raise faults.exceptions[0] from None  # the others were aborted because of it
+        return self.of_outputs([task.result() for task in tasks])
+
+    def of_outputs(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The reply with the last output for each prompt."""
         choices = []
-        for place, task in enumerate(tasks):
-            output = task.result()
+        for place, output in enumerate(outputs):
             self._count(output)
             choices += [self._choice(place, output, answer) for answer in output.outputs]
         reply: dict[str, Any] = {
@@ -268,6 +271,20 @@ class CompletionReply:
             choice["token_ids"] = ids
             choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
+
+    def choice_of(self, output: RequestOutput, answer: CompletionOutput, offset: int) -> tuple[dict[str, Any], int]:
+        """A chunk's choice, whose logprobs begin at a text offset, and the offset at its end."""
+        logprobs, offset = self._logprob_object(output, None, answer.token_ids, answer.logprobs, offset)
+        choice = {
+            "index": answer.index,
+            "text": answer.text,
+            "logprobs": logprobs,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice, offset
 
     def _logprob_object(
         self, output: RequestOutput, of_prompt: Any, ids: Sequence[int], positions: Any, offset: int = 0

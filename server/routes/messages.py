@@ -41,15 +41,7 @@ async def create_message(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, MessagesRequest)
     limit = Deadline(context.time_limit(body.timeout))
-    async with limit:
-        adapter = await context.adapter_of(body.model)
-    with renamed_params(RENAMED):
-        request_id = f"msg_{request_id_of(request, body.request_id)}"
-        fields = partial(chat_fields, can_limit_thinking=context.engine.input_processor.can_limit_thinking)
-        conversation = await _conversation(request, fields, body, request_id)
-        conversation.adapter = adapter
-        async with limit:
-            chat = await context.chat.prepare(conversation)
+    chat = await prepared(request, body, limit)
     reply = MessageReply(body, chat, context, limit)
     if body.stream:
         return EventStream(
@@ -59,6 +51,20 @@ async def create_message(request: Request) -> Response:
         )
     whole = await unless_disconnected(request.receive, reply.whole())
     return Response(encoded(whole), media_type="application/json")
+
+
+async def prepared(request: Request, body: MessagesRequest, limit: Deadline) -> PreparedChat:
+    """The conversation of a body, ready for the engine. Raises ApiError, InvalidRequestError or ValidationError."""
+    context = context_of(request)
+    async with limit:
+        adapter = await context.adapter_of(body.model)
+    with renamed_params(RENAMED):
+        request_id = f"msg_{request_id_of(request, body.request_id)}"
+        fields = partial(chat_fields, can_limit_thinking=context.engine.input_processor.can_limit_thinking)
+        conversation = await _conversation(request, fields, body, request_id)
+        conversation.adapter = adapter
+        async with limit:
+            return await context.chat.prepare(conversation)
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=json_body(CountTokensRequest))

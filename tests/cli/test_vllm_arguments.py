@@ -155,6 +155,7 @@ def script_parser() -> argparse.ArgumentParser:
         ("-tp 2 -q fp8", {"tensor_parallel_size": 2, "quantization": "fp8"}),
         ("--dtype half --no-enable-prefix-caching --max-tokens 3", {"dtype": "float16", "enable_prefix_caching": False}),
         ("--task embed", {"runner": "pooling"}),
+        ("--load-format instanttensor --disable-prefix-caching", {"load_format": "auto", "enable_prefix_caching": False}),
         ('--hf-overrides {"a":1} --hf-overrides {"b":2}', {"hf_overrides": {"a": 1, "b": 2}}),
         ('--spec-tokens 3 -sc {"method":"ngram"}', {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     ],

@@ -61,13 +61,13 @@ def test_each_device_has_all_weights_and_half_of_each_block(core):
 @pytest.mark.parametrize(
     ("name", "size", "options"),
     [
-        ("qwen3", 4, {"num_gpu_blocks_override": 6}),  # norms of heads
         ("gemma3", 2, {}),  # groups of layers, with windows and without
         ("mistral_window", 4, {"num_gpu_blocks_override": 5}),  # blocks that leave the window, keys of it in some parts alone
         ("gpt_oss", 4, {}),  # sinks, experts
         ("gpt2", 2, {}),  # learned positions
         ("mixtral", 2, {"tensor_parallel_size": 2}),
-        ("qwen3", 2, {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
+        # norms of heads
+        ("qwen3", 2, {"tensor_parallel_size": 2, "attention_implementation": "triton", "num_gpu_blocks_override": 11}),
     ],
     ids=lambda value: str(value) if not isinstance(value, dict) else "",
 )

@@ -30,9 +30,15 @@ asyncio.run(main())
 """
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both programs need the same compiled programs; the first run has none."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("program", [LEAVES_AN_LLM, LEAVES_AN_ASYNC_LLM], ids=["LLM", "AsyncLLM"])
-def test_exit_with_steps_in_flight(program: str, tmp_path: Path) -> None:
-    environment = os.environ | {"JAXLLM_CACHE_DIR": str(tmp_path), "JAX_NUM_CPU_DEVICES": "1", "HF_HUB_OFFLINE": "1"}
+def test_exit_with_steps_in_flight(program: str, cache: Path) -> None:
+    environment = os.environ | {"JAXLLM_CACHE_DIR": str(cache), "JAX_NUM_CPU_DEVICES": "1", "HF_HUB_OFFLINE": "1"}
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, timeout=120)
         assert done.returncode == 3, done.stderr.decode()

@@ -16,7 +16,9 @@ LEFT_OUT = (
     *("llama_mha", "llama_mqa", "llama_bias"),  # test_parity_in_parallel
     "llama_tied",  # as qwen3 is
     "qwen2",  # test_live_against_transformers
-    "qwen3_moe",  # test_mixtures; alone as mixtral
+    *("qwen3_moe", "mixtral"),  # test_mixtures
+    *("qwen2_window", "cohere2"),  # test_windows; groups of layers as gemma3
+    *("qwen3", "gpt2", "glm4"),  # test_other_engines, pipeline/test_models; as llama_gqa
 )
 """Engines keep and schedule these like others here; what differs is in the model, where tests/models compares all logits."""
 VARIANTS = [name for name in goldens.NAMES if name not in LEFT_OUT]
@@ -101,12 +103,13 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
         ("qwen2_window", {"block_size": 8, "num_gpu_blocks_override": 31}),
         ("qwen2_window", {"disable_hybrid_kv_cache_manager": True}),
         ("llama_gqa", {"attention_implementation": "reference"}),
-        ("llama_head_dim", {"attention_implementation": "triton"}),
-        ("qwen3", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
+        ("llama_head_dim", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
         ("deepseek_v2_lite", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
         ("deepseek_v2", {"tensor_parallel_size": 4, "block_size": 8}),
-        ("qwen3_next", {"tensor_parallel_size": 4, "block_size": 8, "async_scheduling": False}),
-        ("qwen3_next", {"attention_implementation": "triton"}),
+        (
+            "qwen3_next",
+            {"tensor_parallel_size": 4, "block_size": 8, "async_scheduling": False, "attention_implementation": "triton"},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()),
 )

@@ -360,7 +360,7 @@ def test_an_engine_may_tell_of_every_second_token_alone(model_directory: Path) -
 def test_enqueued_prompts_are_computed_when_they_are_waited_for(model_directory: Path) -> None:
     llm = llm_of(model_directory, echo)
     ids = llm.enqueue([[5], [6]], LONG)
-    ids += llm.enqueue([7], LONG, priority=0)
+    ids += llm.enqueue([7], LONG, priority=0, use_tqdm=False)
     ids += llm.enqueue_chat([{"role": "user", "content": "hi"}], LONG, chat_template="{{ messages[0]['content'] }}")
     assert len(set(ids)) == 4 and llm.llm_engine.get_num_unfinished_requests() == 4
     assert llm.generate([8], LONG, use_tqdm=False)[0].outputs[0].token_ids[0] == 8  # takes no output of the others

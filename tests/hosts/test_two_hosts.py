@@ -83,6 +83,14 @@ def line_of(process: "subprocess.Popen[str]", errors: Path) -> str:
     raise AssertionError(errors.read_text())
 
 
+@pytest.fixture(scope="module")
+def wanted(directory):
+    """What one device answers."""
+    core = EngineCore(EngineConfig.from_options(**host_scenario.options(directory)))
+    yield host_scenario.answers(core, directory)
+    core.shutdown()
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -92,11 +100,8 @@ def line_of(process: "subprocess.Popen[str]", errors: Path) -> str:
     ],
     ids=["split layers", "split layers and tokens", "stages of split layers"],
 )
-def test_two_hosts_compute_what_one_device_does_and_end_together(directory, layout):
+def test_two_hosts_compute_what_one_device_does_and_end_together(directory, wanted, layout):
     with two_hosts(host_scenario, directory, **layout) as hosts:
-        one = EngineCore(EngineConfig.from_options(**host_scenario.options(directory)))
-        wanted = host_scenario.answers(one, directory)
-        one.shutdown()
         assert wanted[:6] == wanted[6:] and wanted[0] == TOKENS
         assert json.loads(line_of(hosts[0], directory / "host0")) == wanted
         assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]

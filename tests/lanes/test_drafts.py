@@ -89,13 +89,11 @@ def hot(prompts, most_drafts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "moves"), [(2, False), (1, True)], ids=["lanes of two devices", "experts move"])
-def test_a_layer_for_multi_token_prediction_shares_its_experts_between_lanes(tmp_path, size, moves):
-    """Its drafts are those that NumPy proposes, also while the target's experts move, of which it has no copies."""
+def test_a_layer_for_multi_token_prediction_shares_its_experts_between_lanes(tmp_path):
+    """In lanes of two devices. Its drafts are those that NumPy proposes while the target's experts move, of which it has no copies."""
     directory = write_with_next_token_layer(tmp_path)
-    options = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "tensor_parallel_size": size}
-    if moves:
-        options |= {"enable_eplb": True, "eplb_config": {"window_size": 3, "step_interval": 4, "num_redundant_experts": 2}}
+    options = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "tensor_parallel_size": 2}
+    options |= {"enable_eplb": True, "eplb_config": {"window_size": 3, "step_interval": 4, "num_redundant_experts": 4}}
     core = engines.make_core(MTP_TARGET.name, model=str(directory), **LANES, **options)
     engines.reschedule(core, max_in_flight=1)
     results = goldens.golden(MTP_TARGET.name).results
@@ -124,21 +122,8 @@ def test_a_layer_for_multi_token_prediction_shares_its_experts_between_lanes(tmp
     weights, drafter = core.runner.weights, core.runner.shapes.functions.drafting.drafter
     assert drafter.config.layers[0].mlp.num_redundant == 0
     shared = [shape for shape in weights.shapes[weights.parts[1]] if DATA in str(shape.sharding.spec)]
-    assert [shape.sharding.shard_shape(shape.shape)[0] for shape in shared] == [8 // (2 * size)] * 2
-    if moves:
-        assert not np.array_equal(core._expert_load._layout.slots[-1], np.arange(10) % 8), "no expert moved"
-    core.shutdown()
-
-
-@pytest.mark.slow
-def test_an_eagle_head_is_in_every_lane(tmp_path):
-    """Random, so it is right by the noise that it shares with the target."""
-    head = write(tmp_path / "head", CONFIG_3, head_tensors(is_third=True))
-    options = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
-    core = engines.make_core(NAME, **LANES, speculative_config=options)
-    found, alone = (engines.run(core, hot(PROMPTS, most)) for most in (None, 0))
-    check(found, alone)
-    assert core.stats().num_accepted_tokens > 20
+    assert [shape.sharding.shard_shape(shape.shape)[0] for shape in shared] == [2, 2]
+    assert not np.array_equal(core._expert_load._layout.slots[-1], np.arange(12) % 8), "no expert moved"
     core.shutdown()
 
 

@@ -78,6 +78,13 @@ def test_requests_spread_over_lanes_and_follow_cached_prefixes():
     assert scheduler.reset_prefix_cache()
 
 
+def test_a_session_stays_in_its_lane():
+    scheduler = new_lanes(max_num_seqs=4)
+    for number, session in enumerate("aabbab"):
+        add(scheduler, f"{session}{number}", [number] * 8, session_id=session)
+    assert lanes_of(scheduler) == [["a0", "a1", "a4"], ["b2", "b3", "b5"], []]
+
+
 def test_what_did_not_fit_goes_where_none_waits():
     scheduler = new_lanes()
     for name in ("a", "b"):

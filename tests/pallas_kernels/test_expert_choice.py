@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.checking.expert_choice import TOLERANCE, Shapes, cases, host_arrays, host_error
 from pallas_kernels.expert_choice import Rule, candidates, choose, choose_experts, reference
+from tests.helpers.slow import slow_except
 
 RULES = {
     "softmax": Shapes(128, Rule(8)),
@@ -29,13 +30,16 @@ RULES = {
 }
 
 
+BY_IMPLEMENTATION = [
+    (name, implementation)
+    for name, shapes in RULES.items()
+    for implementation in candidates(platform="cpu", num_experts=shapes.num_experts, rule=shapes.rule, interpret=True)
+]
+QUICK = ("sigmoid with bias", "softmax, largest of a group", "sparsemixer")
+
+
 @pytest.mark.parametrize(
-    ("name", "implementation"),
-    [
-        (name, implementation)
-        for name, shapes in RULES.items()
-        for implementation in candidates(platform="cpu", num_experts=shapes.num_experts, rule=shapes.rule, interpret=True)
-    ],
+    ("name", "implementation"), slow_except([case for case in BY_IMPLEMENTATION if case[0] in QUICK], BY_IMPLEMENTATION)
 )
 def test_choice_against_a_stable_sort(name, implementation):
     shapes = RULES[name]

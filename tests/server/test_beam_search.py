@@ -171,11 +171,11 @@ def test_an_eos_has_text_only_if_it_is_asked_for(client: Client) -> None:
 
 def test_what_concerns_the_prompt_reaches_every_step(client: Client, core: FakeEngineCore) -> None:
     core.requests.clear()
-    fields = {"priority": 4, "cache_salt": "salt", "request_id": "mine", "truncate_prompt_tokens": 2}
+    fields = {"priority": 4, "cache_salt": "salt", "session_id": "s", "request_id": "mine", "truncate_prompt_tokens": 2}
     reply = ask(client, COMPLETIONS, max_tokens=2, include_timings=True, **fields)
     assert reply["id"] == "cmpl-mine" and reply["timings"]["total_ms"] >= 0
     assert [len(request.prompt_token_ids) for request in core.requests] == [2, 3, 3, 3]
-    assert {(request.priority, request.cache_salt) for request in core.requests} == {(4, "salt")}
+    assert {(request.priority, request.cache_salt, request.session_id) for request in core.requests} == {(4, "salt", "s")}
 
 
 def test_reasoning_and_tool_calls_are_read_in_the_answers(directory: Path) -> None:

@@ -43,6 +43,13 @@ def guarded(engine: AsyncLLM) -> Iterator[Client]:
         yield client
 
 
+def test_vllm_s_key_guards_an_application_without_options(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    with Client(create_app(engine)) as client:
+        statuses = [client.get("/v1/models", headers=headers).status_code for headers in ({}, bearer("theirs"))]
+    assert statuses == [401, 200]
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

@@ -251,7 +251,7 @@ def test_arguments_of_a_processor_may_be_a_single_number(
     core: FakeEngineCore, engine: AsyncLLM, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.input_processor, "processor_arguments", {"sway": 1})
-    for value in (2, 2.5, [2.0]):
+    for value in (2, 2.5, ["2"]):
         assert client.chat(vllm_xargs={"sway": value}).status_code == 200
     assert [request.sampling_params.extra_args for request in core.requests[-3:]] == [
         {"sway": [2]},
