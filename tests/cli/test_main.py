@@ -339,6 +339,7 @@ def test_inspect_tells_what_states_by_row_cost(capsys: pytest.CaptureFixture[str
     assert shown.endswith(": 18.8 KiB a request")
 
 
+@pytest.mark.slow
 def test_inspect_plans_for_gpus_that_are_elsewhere(large: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["inspect", large, "--tensor-parallel-size", "4", "--device-memory", "140G"]
     assert main([*command, "--json"]) == 0
@@ -411,7 +412,7 @@ def test_closed_standard_streams_are_as_good_as_empty_ones() -> None:
     [
         ["--help"],
         ["generate", "--help"],
-        ["inspect", "demo"],
+        pytest.param(["inspect", "demo"], marks=pytest.mark.slow),
         pytest.param(["generate", "x", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"], marks=pytest.mark.slow),
     ],
 )

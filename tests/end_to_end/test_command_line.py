@@ -94,7 +94,12 @@ def test_ctrl_c_in_a_batch_prints_what_was_finished(cache: Path, tmp_path: Path)
         (["generate", "x", "-m", "dmo"], 1, "did you mean 'demo'?"),
         (["generate", "x", "-m", "Qwen/Qwen3-0.6B"], 1, "HF_HUB_OFFLINE forbids to download it; give a local model directory"),
         (["generate", "x", "-m", "tests"], 1, "tests is not a model directory: it has no config.json"),
-        (["generate", "x", "-tp", "2"], 1, "tensor_parallel_size is 2, this machine has 1 device (cpu); leave it out"),
+        pytest.param(
+            ["generate", "x", "-tp", "2"],
+            1,
+            "tensor_parallel_size is 2, this machine has 1 device (cpu); leave it out",
+            marks=pytest.mark.slow,
+        ),
         (
             ["serve", "-tp", "3"],
             1,

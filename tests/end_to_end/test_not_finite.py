@@ -49,6 +49,7 @@ def run(core, prompts: dict[str, list[int]]):
     return engines.run(engines.reschedule(core, max_in_flight=3), requests)
 
 
+@pytest.mark.slow
 def test_only_the_requests_whose_logits_are_not_finite_end(core, damage):
     clean = [token for token in goldens.golden(NAME).results[0].prompt if token != DAMAGED]
     expected = run(core, dict.fromkeys(REQUESTS, clean))

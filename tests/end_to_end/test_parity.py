@@ -27,7 +27,7 @@ SMALL_POOL = {"mistral_window": 6, "phi3": 6, "cohere2": 30, "exaone4": 30, "gem
 only a window of 16 tokens need 2 or 3; models with several groups of layers need blocks for each."""
 
 
-@pytest.fixture(scope="module", params=slow_except(["llama_gqa", "mistral_window"], VARIANTS))
+@pytest.fixture(scope="module", params=slow_except(["llama_gqa"], VARIANTS))
 def variant(request):
     """Name of a golden, and an engine over it that all checks share."""
     core = engines.make_core(request.param, num_gpu_blocks_override=300)  # enough to keep all that the prompts here compute

@@ -5,22 +5,20 @@ import pytest
 from jaxllm.parallel import exchange
 from tests.helpers import engines
 from tests.helpers.parity import check
-from tests.helpers.slow import slow_except
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("name", "num_lanes", "size", "options"),
-    slow_except(
-        [("deepseek_v2_lite", 2, 1, {"num_gpu_blocks_override": 9})],
-        [
-            ("qwen3_moe", 2, 2, {"num_gpu_blocks_override": 9}),
-            ("mixtral", 5, 1, {}),  # an expert on each device
-            ("deepseek_v3", 4, 1, {}),  # latents, a shared expert, a dense layer
-            ("deepseek_v2_lite", 2, 1, {"num_gpu_blocks_override": 9}),
-            ("gpt_oss", 5, 1, {}),  # experts with biases, windows
-            ("qwen3_next", 2, 2, {}),  # states by row
-        ],
-    ),
+    [
+        ("qwen3_moe", 2, 2, {"num_gpu_blocks_override": 9}),
+        ("mixtral", 5, 1, {}),  # an expert on each device
+        ("deepseek_v3", 4, 1, {}),  # latents, a shared expert, a dense layer
+        ("deepseek_v2_lite", 2, 1, {"num_gpu_blocks_override": 9}),
+        ("gpt_oss", 5, 1, {}),  # experts with biases, windows
+        ("qwen3_next", 2, 2, {}),  # states by row
+    ],
 )
 def test_lanes(name, num_lanes, size, options):
     core = engines.make_core(
@@ -31,7 +29,6 @@ def test_lanes(name, num_lanes, size, options):
     core.shutdown()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capacity", "options"),
     [(64, {}), (8, {}), (64, {"enable_eplb": True, "eplb_config": {"step_interval": 6, "num_redundant_experts": 4}})],

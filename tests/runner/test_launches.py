@@ -8,6 +8,8 @@ from jaxllm.request import FinishReason
 from jaxllm.worker_thread import WorkerThread
 from tests.helpers import engines, goldens
 
+pytestmark = pytest.mark.slow
+
 
 def test_steps_launched_by_the_thread_and_at_once_take_turns_without_a_difference(monkeypatch):
     """Requests come and go, so that the number of rows crosses the border between the two many times."""
@@ -29,7 +31,6 @@ def test_steps_launched_by_the_thread_and_at_once_take_turns_without_a_differenc
     core.shutdown()
 
 
-@pytest.mark.slow
 def test_a_launch_that_fails_in_the_thread_ends_its_requests():
     core = engines.make_core("llama_gqa", max_num_seqs=2)
     core.runner._launcher = WorkerThread("launch")

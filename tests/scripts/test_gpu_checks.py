@@ -158,6 +158,7 @@ def test_logits_may_be_off_as_far_as_plain_xla_and_a_little_more() -> None:
     assert not logits.compare("plain is nonsense", exact, exact + noise, exact).passed
 
 
+@pytest.mark.slow
 def test_logits_come_from_the_step_functions_of_an_engine() -> None:
     steps = logits.Steps(prompts=(20, 1, 17), num_decodes=2)
     directory = str(goldens.golden("llama_gqa").directory)

@@ -33,6 +33,7 @@ sys.exit(failed)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scripts",
     [

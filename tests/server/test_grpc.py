@@ -343,6 +343,7 @@ def test_what_keeps_it_from_starting_is_told_before_a_model_is_loaded(wire: Wire
             check_grpc(options(**given, **more).network)
 
 
+@pytest.mark.slow
 def test_a_server_that_stops_lets_calls_end_and_takes_no_more(served_directory: Path, tmp_path: Path) -> None:
     chosen = {"served_model_name": ["m"], "web": False, "shutdown_timeout": 0.5, "port": 0, "grpc_port": 0}
     with serving(served_directory, tmp_path, **chosen) as server:

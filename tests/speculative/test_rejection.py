@@ -101,13 +101,14 @@ def step(columns: SamplingColumns, num_drafts: int, drafts_are: str) -> tuple[np
     return draft_RK, np.asarray(drawn_RX), np.asarray(last_R)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts_are", ["drawn", "likeliest"])
 @pytest.mark.parametrize(
     "params",
     [
-        pytest.param({"temperature": 1.0}, marks=pytest.mark.slow),
-        pytest.param({"temperature": 0.6, "top_k": 4}, marks=pytest.mark.slow),
-        pytest.param({"temperature": 1.4, "top_p": 0.8}, marks=pytest.mark.slow),
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_k": 4},
+        {"temperature": 1.4, "top_p": 0.8},
         {"temperature": 0.9, "min_p": 0.1, "top_k": 5, "top_p": 0.9},
     ],
     ids=str,

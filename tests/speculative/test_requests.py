@@ -8,6 +8,8 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.acceptance import Acceptance
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "def get_{0}(self):\n    return self._{0}\n\n"
 REPETITIVE = "".join(PROMPT.format(name) for name in ("name", "age", "size", "name"))
 NUM_DRAFTS = 3
@@ -24,7 +26,6 @@ def llm() -> Iterator[LLM]:
     llm.shutdown()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_request_gets_at_most_as_many_drafts_as_it_asks_for(llm: LLM, temperature: float) -> None:
     found = {}
