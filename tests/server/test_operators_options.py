@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.hub import short_name
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
 from jaxllm.http_client.scrape import read_scrape
@@ -75,7 +76,7 @@ def test_metrics_may_have_the_prefix_of_vllm(engine: AsyncLLM) -> None:
         page = client.get("/metrics").text
         assert "\nvllm:num_requests_running{" in page and "jaxllm:" not in page
         assert "\nhttp_requests_total{" in page
-        searched = f'mode="streaming",model_name="{engine.config.model.model}",outcome="tool_call",request_type="responses"'
+        searched = f'mode="streaming",model_name="{short_name(engine.config.model.model)}",outcome="tool_call",request_type="responses"'
         assert f"\nvllm:tool_call_parser_invocations_total{{{searched}}} 0.0" in page
         for name in ("prompt_tokens_cached_by_source", "external_prefix_cache_hits", "mm_cache_queries"):
             assert f"\nvllm:{name}_total{{" in page
