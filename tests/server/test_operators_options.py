@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.hub import short_name
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
 from jaxllm.http_client.scrape import read_scrape
+from jaxllm.hub import short_name
 from server.app import create_app
 from server.middleware import load_middleware
 from server.options import ServerOptions
