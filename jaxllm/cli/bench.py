@@ -260,7 +260,7 @@ def _measure(
 
 
 def _lengths(arguments: argparse.Namespace) -> list[Lengths]:
-    """Of random prompts, with what they share; empty for ShareGPT. Raises UsageError."""
+    """The lengths of random prompts and of the prefix that they share; empty for ShareGPT. Raises UsageError."""
     is_random = arguments.what == "throughput" and arguments.dataset_name == "random" and not arguments.mix
     if (arguments.range_ratio or arguments.prefix_len) and not is_random:
         raise UsageError("--range-ratio and --prefix-len are for throughput of random prompts without --mix")

@@ -33,7 +33,7 @@ NO_EFFECT = {
     "disable-detokenize": "token ids are measured, which are never made text",
     "async-engine": "the engine is measured as `LLM` runs it",
 }
-"""What flags without a value change: nothing, for this reason."""
+"""Flags without a value that have no effect, with the reason."""
 DATASETS_ELSEWHERE = (
     *("hf", "sonnet", "burstgpt", "random-mm", "random-rerank", "custom_audio", "custom_image", "spec_bench", "speed_bench"),
     "timed_trace",

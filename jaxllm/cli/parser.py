@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         self.typed: dict[str, str] = {}
         """How keys of objects were typed, by the arguments that they have become."""
         self.notes: list[str] = []
-        """What parsing has to say, once the log is set up."""
+        """Messages of parsing, for the log once it is set up."""
         self.add_argument(
             "-h",
             "--help",

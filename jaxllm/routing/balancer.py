@@ -190,7 +190,7 @@ class Balancer:
             replica = self._checked(rank)
         elif not takes.any():
             raise EngineDeadError("no replica of the engine takes requests")
-        elif (own := self._session_s(session_id, uncached, allowed)) is not None:
+        elif (own := self._of_session(session_id, uncached, allowed)) is not None:
             replica = own
         elif self.policy == "cache_aware":
             replica = self._best(uncached, adapter, allowed)
@@ -205,7 +205,7 @@ class Balancer:
         loads.sent(replica, num_tokens if cached is None else int(uncached[replica]), adapter)  # type: ignore[index]
         return replica
 
-    def _session_s(self, session_id: str | None, uncached: "np.ndarray | int", allowed: np.ndarray) -> int | None:
+    def _of_session(self, session_id: str | None, uncached: "np.ndarray | int", allowed: np.ndarray) -> int | None:
         """The replica of a session, if a request with so many tokens to compute would be admitted there at once."""
         replica = None if session_id is None else self._sessions.get(session_id)
         if replica is None:
