@@ -44,6 +44,7 @@ def test_programs_for_several_devices_are_refused():
         engines.make_core("qwen3", share_layers=True, tensor_parallel_size=2)
 
 
+@pytest.mark.slow
 def test_a_step_takes_a_larger_program_while_its_own_is_compiled_behind_it():
     core = engines.make_core("qwen3", share_layers=True, token_buckets=(16, 64), max_num_batched_tokens=64)
     try:

@@ -175,6 +175,7 @@ def test_what_was_loaded_before_an_error_is_given_back(directory, monkeypatch):
     assert all(array.is_deleted() for array in made) and len(made) == 5
 
 
+@pytest.mark.slow
 def test_a_model_of_70_billion_parameters_needs_two_gigabytes_of_the_host(tmp_path):
     shapes = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16"}
