@@ -165,9 +165,9 @@ def test_a_recorded_workload_is_the_mixed_work(fake: None, tmp_path: Path, capsy
         (["--output-len", "1"], 2, "give --output-len 2 or more"),
         (["--requests", "x"], 2, "--requests and --num-requests are for the mixed work"),
         (
-            ["--tensor-parallel-size", "2"],
+            ["--tensor-parallel-sized", "2"],
             2,
-            "unknown option '--tensor-parallel-size'; did you mean '--tensor-parallel-sizes'?",
+            "unknown option '--tensor-parallel-sized'; did you mean '--tensor-parallel-sizes'?",
         ),
         (["--block-size", "7"], 1, "block_size is 7"),
         (["--with", "/no/such"], 1, "cannot read /no/such"),
