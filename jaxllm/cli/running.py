@@ -54,7 +54,7 @@ def default_sampling(llm: "LLM", *, chat: bool) -> SamplingParams:
 
 def chat_sampling(llm: "LLM") -> SamplingParams:
     """The sampling defaults of a chat, which the log tells."""
-    info_once(f"sampling: {llm.llm_engine.input_processor.generation_config.describe_chats()}")
+    info_once(f"default sampling: {llm.llm_engine.input_processor.generation_config.describe_chats()}")
     return llm.get_default_sampling_params(chat=True)
 
 
