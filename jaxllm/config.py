@@ -249,8 +249,8 @@ class CompileOptions:
     compile_threads: Annotated[int | None, "programs compiled at the same time; default: by the number of cores"] = None
     share_layers: Annotated[
         bool | None,
-        "compile layers that are alike once, and run a program piece by piece: programs compile several times faster, and steps take a "
-        "few percent longer; for one CPU device alone; default: there, for models of 8 layers and more",
+        "compile layers that are alike once, and run a program piece by piece: programs compile several times faster, and the steps of "
+        "a single request take about an eighth longer; for one CPU device alone; default: there, for models of 8 layers and more",
     ] = None
     compilation_cache: Annotated[bool, "keep compiled programs on disk for the next start"] = True
     compiled_artifact: Annotated[

@@ -143,8 +143,8 @@ class ModelRunner(WeightsHolder):
         self.peers: Peers | None = None
         """Devices that exchange through each other's memory."""
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
-        # On a CPU, launches are too cheap for a thread.
-        self._launcher = WorkerThread("launch") if on_gpu else None
+        # On a CPU, launches are too cheap for a thread, but for those in pieces, which wait for each piece.
+        self._launcher = WorkerThread("launch") if on_gpu or config.compile.share_layers else None
         self._max_thread_rows = MAX_THREAD_ROWS
         self.num_steps = 0
         self.dispatch_seconds = 0.0

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.extend import core
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.layers.decoder import AnyNorm, DecoderBlock, Run
+from jaxllm.layers.norm import Normalization
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.topology import Topology
@@ -39,7 +41,7 @@ class SharedLayers:
     """Calls the layers of one step: see `Step.call_layer`. Layers share a function if parts, weights and caches are alike."""
 
     context: PagedContext
-    _functions: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
+    _functions: "dict[Hashable, _Traced]" = field(default_factory=dict)
 
     def __call__(self, block: DecoderBlock, next_norm: AnyNorm, runs: Sequence[Run], step: Step) -> list[Run]:
         if step.adapt is not None or step.chosen is not None or step.slots is not None:
@@ -48,21 +50,49 @@ class SharedLayers:
         weights, structure = jax.tree.flatten(state)
         place = self.context.places[block.attention.layer]
         kept = [self.context.caches[index] for index in place.arrays]
-        key = (block.parts, getattr(next_norm, "norm", None), place.group, _kinds(state), _kinds(kept))
+        norm = replace(next_norm.norm, name="") if isinstance(next_norm, Normalization) else None
+        key = (block.parts, norm, place.group, _kinds(state), _kinds(kept))
         if key not in self._functions:
             # The first layer stands for all: its number only says where its caches are.
-            def decoder_layer(weights: list[Any], runs: list[Run], kept: list[jax.Array]) -> tuple[list[Run], list[jax.Array]]:
+            def layer(weights: list[Any], runs: list[Run], kept: list[jax.Array]) -> tuple[list[Run], list[jax.Array]]:
                 block, next_norm = nnx.merge(graph, jax.tree.unflatten(structure, weights))
                 caches = dict(zip(place.arrays, kept, strict=True))
                 runs = block(runs, next_norm, step.over(replace(self.context, caches=caches)))
                 return runs, [caches[index] for index in place.arrays]
 
-            assert decoder_layer.__name__ == LAYER
-            self._functions[key] = jax.jit(decoder_layer)
+            self._functions[key] = _Traced.of(layer, weights, list(runs), kept)
         new_runs, kept = self._functions[key](weights, list(runs), kept)
         for index, array in zip(place.arrays, kept, strict=True):
             self.context.caches[index] = array
         return new_runs  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A function that is traced once, although it closes over values of the trace around it."""
+
+    function: Callable[..., Any]
+    closed_over: list[Any]
+    out_tree: Any
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], *arguments: Any) -> "_Traced":
+        closed, out_shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        jaxpr = closed.jaxpr
+        debug_info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        evaluate = core.jaxpr_as_fun(
+            core.ClosedJaxpr(core.Jaxpr([], inputs, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, debug_info), [])
+        )
+
+        def decoder_layer(*values: jax.Array) -> list[jax.Array]:
+            return evaluate(*values)  # type: ignore[no-any-return]
+
+        assert decoder_layer.__name__ == LAYER
+        return cls(jax.jit(decoder_layer), closed.consts, jax.tree.structure(out_shape))
+
+    def __call__(self, *arguments: Any) -> Any:
+        return jax.tree.unflatten(self.out_tree, self.function(*self.closed_over, *jax.tree.leaves(arguments)))
 
 
 def _kinds(arrays: Any) -> tuple[tuple[str, str], ...]:

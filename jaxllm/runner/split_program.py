@@ -1,10 +1,11 @@
-"""Compiles a program in pieces: each layer is one, and layers that are alike share it.
+"""Compiles a program in pieces: a few layers are one, and groups of layers that are alike share it.
 
 XLA compiles the body of every layer anew, however alike they are, which takes a CPU seconds for each program of a deep model. A piece
 is compiled once; a call of the program runs its pieces one after the other, which costs some microseconds for each.
 """
 
 import hashlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,11 @@ from jax.extend import core
 from jax.sharding import Sharding
 
 from jaxllm.runner.shared_layers import LAYER
+
+LAYERS_AT_ONCE = 5
+"""Layers of a piece. One would be compiled a little sooner; but between pieces, threads that compute fall asleep."""
+MAX_PERIOD = 8
+"""Most layers after which the kinds of layers recur: 6 in Gemma 3, 4 in Qwen3-Next."""
 
 
 class Pieces:
@@ -165,14 +171,24 @@ def _is_layer(section: Sequence[core.JaxprEqn]) -> bool:
 
 
 def _sections(eqns: Sequence[core.JaxprEqn]) -> list[list[core.JaxprEqn]]:
-    """Each layer alone, and what comes before, between and behind them."""
-    sections: list[list[core.JaxprEqn]] = [[]]
-    for eqn in eqns:
-        if _is_layer([eqn]):
-            sections += [[eqn], []]
-        else:
-            sections[-1].append(eqn)
-    return [section for section in sections if section]
+    """Groups of layers, and what comes before, between and behind them."""
+    runs = [(is_layer, list(run)) for is_layer, run in itertools.groupby(eqns, lambda eqn: _is_layer([eqn]))]
+    return [section for is_layer, run in runs for section in (_groups(run) if is_layer else [run])]
+
+
+def _groups(layers: list[core.JaxprEqn]) -> list[list[core.JaxprEqn]]:
+    """Layers that follow each other, in groups of about LAYERS_AT_ONCE that have the same kinds of layers in the same order; before
+    them the first layers of a model, if they are of other kinds."""
+    kinds = [layer.params["jaxpr"] for layer in layers[:-1]]  # behind the last may be another norm
+    begin, period = next(
+        (begin, size)
+        for begin in range(len(kinds) + 1)
+        for size in range(1, MAX_PERIOD + 1)
+        if kinds[begin + size :] == kinds[begin:-size]
+    )
+    size = period * max(1, LAYERS_AT_ONCE // period)
+    groups = [layers[:begin], *(layers[start : start + size] for start in range(begin, len(layers), size))]
+    return [group for group in groups if group]
 
 
 def _needed_later(sections: Sequence[Sequence[core.JaxprEqn]], results: Sequence[Any]) -> Iterator[set[core.Var]]:
@@ -191,11 +207,13 @@ def _variables(atoms: Sequence[Any]) -> set[core.Var]:
 def _ends(
     section: Sequence[core.JaxprEqn], later: set[core.Var], consts: Mapping[core.Var, Any]
 ) -> tuple[list[core.Var], list[core.Var]]:
-    """The values that a section takes and gives, each in order. All layers give the same, whether it is needed or not."""
+    """The values that a section takes and gives, each in order. All groups of layers give what the last of them does, whether it is
+    needed or not."""
     made = dict.fromkeys(var for eqn in section for var in eqn.outvars if not isinstance(var, core.DropVar))
     taken = dict.fromkeys(var for eqn in section for var in eqn.invars if not isinstance(var, core.Literal))
     inputs = [var for var in taken if var not in made and var not in consts]
-    return inputs, list(made) if _is_layer(section) else [var for var in made if var in later]
+    last = section[-1].outvars if _is_layer(section) else ()
+    return inputs, [var for var in made if var in later or var in last]
 
 
 def _donated(inputs: Sequence[core.Var], may_overwrite: Sequence[bool], outputs: Sequence[core.Var]) -> tuple[int, ...]:
@@ -217,13 +235,16 @@ def _shape(var: core.Var, sharding: Sharding | None = None) -> jax.ShapeDtypeStr
 def _identity(
     section: Sequence[core.JaxprEqn], inputs: Sequence[core.Var], outputs: Sequence[core.Var], donate: tuple[int, ...]
 ) -> Any:
-    """What layers that compute the same have in common, of other sections something of their own."""
+    """What groups of layers that compute the same have in common, of other sections something of their own."""
     if not _is_layer(section):
         return id(section)
-    (eqn,) = section
-    places = {var: index for index, var in enumerate(inputs)}
-    takes = tuple(repr(atom) if isinstance(atom, core.Literal) else places.get(atom, repr(atom)) for atom in eqn.invars)
-    return eqn.params["jaxpr"], takes, tuple(var in outputs for var in eqn.outvars), donate
+    numbers: dict[Any, int] = {var: number for number, var in enumerate(inputs)}
+
+    def number_of(atom: Any) -> Any:
+        return repr(atom) if isinstance(atom, core.Literal) else numbers.setdefault(atom, len(numbers))
+
+    layers = [(eqn.params["jaxpr"], *map(number_of, (*eqn.invars, *eqn.outvars))) for eqn in section]
+    return tuple(layers), tuple(map(number_of, outputs)), donate
 
 
 def _lower(

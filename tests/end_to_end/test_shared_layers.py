@@ -3,25 +3,33 @@
 import pytest
 
 from jaxllm.errors import ConfigError
+from jaxllm.runner import split_program
 from jaxllm.runner.split_program import SplitProgram
 from jaxllm.runner.step_programs import ProgramKey
 from tests.helpers import engines, goldens
 from tests.helpers.parity import check
 
-NUM_KINDS = {"qwen3": 1, "qwen2_window": 2, "gemma3": 2, "mixtral": 1, "deepseek_v2_lite": 2, "qwen3_next": 3}
-"""Layers that differ, by golden."""
+NUM_PIECES = {
+    "qwen3": (2, 1),
+    "qwen2_window": (2, 2),
+    "gemma3": (2, 2),
+    "mixtral": (2, 1),
+    "deepseek_v2_lite": (2, 2),
+    "qwen3_next": (2, 2),
+}
+"""By golden: pieces of layers that a decode runs, and how many of them differ."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name != "qwen3" else ()) for name in NUM_KINDS])
-def test_layers_that_are_alike_are_compiled_once(name):
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name != "qwen3" else ()) for name in NUM_PIECES])
+def test_layers_that_are_alike_are_compiled_once(name, monkeypatch):
+    monkeypatch.setattr(split_program, "LAYERS_AT_ONCE", 1)
     core = engines.make_core(name, share_layers=True)
     try:
         check(name, core)
         program = core.runner.programs.get(ProgramKey("decode", 4))
         assert isinstance(program, SplitProgram)
-        calls, num_layers = [call.digest for call in program.wiring.calls], core.model_config.num_layers
-        assert len(calls) - num_layers <= 2, "what comes before and behind the layers"
-        assert len(set(calls)) - (len(calls) - num_layers) == NUM_KINDS[name]
+        calls = [call.digest for call in program.wiring.calls]
+        assert (len(calls) - 2, len(set(calls)) - 2) == NUM_PIECES[name], "beside what comes before and behind the layers"
         caches = sum(cache.nbytes for cache in core.runner.caches)
         program(core.runner.params, core.runner.caches, core.runner.row_arrays, *nothing(core, ProgramKey("decode", 4)))
         assert all(cache.is_deleted() for cache in core.runner.caches), "a copy of the cache was written"
@@ -45,7 +53,8 @@ def test_programs_for_several_devices_are_refused():
 
 
 @pytest.mark.slow
-def test_a_step_takes_a_larger_program_while_its_own_is_compiled_behind_it():
+def test_a_step_takes_a_larger_program_while_its_own_is_compiled_behind_it(monkeypatch):
+    monkeypatch.setattr(split_program, "LAYERS_AT_ONCE", 2)  # of four
     core = engines.make_core("qwen3", share_layers=True, token_buckets=(16, 64), max_num_batched_tokens=64)
     try:
         own, larger = ProgramKey("forward", 16), ProgramKey("forward", 64)
@@ -60,5 +69,7 @@ def test_a_step_takes_a_larger_program_while_its_own_is_compiled_behind_it():
             assert {key for key in expected if key.kind == "forward"} == {wanted}
             programs.wait([own])
         assert tokens[0] == tokens[1]
+        calls = [call.digest for call in programs.get(own).wiring.calls]
+        assert [len(calls), len(set(calls))] == [core.model_config.num_layers // 2 + 2, 3], "pieces of two layers"
     finally:
         core.shutdown()
