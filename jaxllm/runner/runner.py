@@ -134,6 +134,8 @@ class ModelRunner(WeightsHolder):
             is_storable=self.shapes.is_storable,
             times=self.times,
         )
+        self._needed_sizes: set[int] = set()
+        """Token sizes of the steps so far, whose programs may still be compiled by the thread that launches them."""
         self.consumers: tuple[HiddenConsumer, ...] = (PromptLogprobs(self), Pooling(self, self.buckets, model_config))
         self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
@@ -377,13 +379,18 @@ class ModelRunner(WeightsHolder):
 
     def _fit_tokens(self, num_tokens: int) -> int:
         """The token size of a step. While the program of the smallest that holds it is missing, the next size will do if its program is
-        there: the other one is compiled when nothing runs."""
+        there, or is needed by an earlier step: the other one is compiled when nothing runs."""
         sizes, size = self.buckets.tokens, self.buckets.fit_tokens(num_tokens)
-        wanted, *larger = (ProgramKey("forward", size) for size in sizes[sizes.index(size) :][:2])
-        if wanted in self.programs or not larger or larger[0] not in self.programs:
-            return size
-        self.programs.start((), [wanted])
-        return larger[0].size
+
+        def is_there(size: int) -> bool:
+            return size in self._needed_sizes or ProgramKey("forward", size) in self.programs
+
+        larger = sizes[sizes.index(size) + 1 :][:1]
+        if not is_there(size) and larger and is_there(larger[0]):
+            self.programs.start((), [ProgramKey("forward", size)])
+            return larger[0]
+        self._needed_sizes.add(size)
+        return size
 
     def batch_of(self, plan: SchedulerOutput) -> Batch:
         """The batch of a step, after rows were freed and given as it says."""
