@@ -56,7 +56,7 @@ NO_EFFECT = {
     "log_balancedness_interval": "the balance is in the log's usual line, every 10 seconds",
     "enable_migration_batching": "each layer moves as a whole",
 }
-"""What else vLLM's object takes, and why it changes nothing here."""
+"""Further keys of vLLM's object, which have no effect here, with the reason."""
 
 
 def tell_unused_keys(raw: Mapping[str, Any] | None) -> None:

@@ -51,7 +51,7 @@ class ServerConversation(Conversation):
         self.model: str = card["id"]
         own = card.get("chat_sampling")
         self._defaults: dict[str, Any] = own if isinstance(own, dict) else {}
-        """What the server would have chats sample with; its API for chats has other defaults."""
+        """The server's sampling defaults for interactive chats; its API for chats has others."""
 
     def __enter__(self) -> "ServerConversation":
         return self
@@ -117,7 +117,7 @@ class ServerConversation(Conversation):
                 sys.stdout.flush()
 
     async def _card_of(self, model: str | None) -> dict[str, Any]:
-        """What the server says of a model; None: of its first. Raises ServerError or ConfigError."""
+        """The server's entry of a model; None: of its first one. Raises ServerError or ConfigError."""
         try:
             cards = await self._client.model_cards()
         except ServerError:

@@ -1,7 +1,7 @@
 """Compiles a program in pieces: a few layers are one, and groups of layers that are alike share it.
 
 XLA compiles the body of every layer anew, however alike they are, which takes a CPU seconds for each program of a deep model. A piece
-is compiled once; a call of the program runs its pieces one after the other, which costs some microseconds for each.
+is compiled once; a call of the program runs its pieces one after the other, which a step of a single request notices (docs/DESIGN.md).
 """
 
 import hashlib
