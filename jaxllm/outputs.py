@@ -36,9 +36,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """Drafts that they verified."""
 
 
-@dataclass
-class Logprob:
-    """The logprob of one token at one position."""
+class Logprob(msgspec.Struct, gc=False):
+    """The logprob of one token at one position. A Struct, so that the garbage collector has none of the many to visit."""
 
     logprob: float
     rank: int | None = None

@@ -108,7 +108,7 @@ class _Answer:
             previous = self.token_ids[-4:] if len(self.token_ids) >= 4 else self.prompt_token_ids[-4:] + self.token_ids
             rows = positions(news.new_logprobs, count or 0, previous, self.tokenizer, ranked=params.logprob_token_ids is None)
             self.logprobs.extend(rows[:num_tokens])
-            gained = float(news.new_logprobs.logprobs[:num_tokens, 0].sum(dtype=float))
+            gained = sum(news.new_logprobs.logprobs[:num_tokens, 0].tolist())
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + gained
         self.token_ids += news.new_token_ids[:num_tokens]
 

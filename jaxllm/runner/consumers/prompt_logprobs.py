@@ -103,7 +103,7 @@ def _keep(targets: Targets, found: Sequence[Logprobs]) -> None:
     row, count = targets.row, len(targets.token_ids)
     assert row.num_prompt_logprobs is not None, "a part of a request that asked for none"
     for first, scores in zip(range(0, count, PROMPT_LOGPROBS_CHUNK), found, strict=True):
-        row.prompt_parts.append(trim(scores, slice(0, count - first), row.num_prompt_logprobs))
+        row.prompt_parts.append(trim(jax.device_get(scores), slice(0, count - first), row.num_prompt_logprobs))
 
 
 def _whole(row: Row) -> TokenLogprobs:
@@ -123,7 +123,7 @@ def _no_logprobs(num_logprobs: int) -> TokenLogprobs:
 
 
 def trim(scores: Logprobs, rows: slice, num_logprobs: int) -> TokenLogprobs:
-    """Some rows of the device's scores, with as many likeliest tokens as were asked for (-1: all)."""
-    token_ids, logprobs, ranks = jax.device_get(scores)
+    """Some rows of scores on the host, with as many likeliest tokens as were asked for (-1: all)."""
+    token_ids, logprobs, ranks = scores
     columns = slice(0, None if num_logprobs == -1 else num_logprobs + 1)
     return TokenLogprobs(token_ids[rows, columns], logprobs[rows, columns], ranks[rows])

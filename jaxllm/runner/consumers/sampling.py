@@ -1,5 +1,6 @@
 """Samples a token for each row of a step that has computed all its tokens, with the logprobs that requests ask for."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,11 +57,17 @@ class PendingTokens:
 
     def scores_of(self, row: Row, at: slice) -> TokenLogprobs:
         """The logprobs of these draws that their request asked for."""
+        scores = self._host_scores
         if row.named_ids is not None:
-            assert self.scores.named is not None
-            return trim(self.scores.named, at, len(row.named_ids))
-        assert self.scores.top is not None and row.num_logprobs is not None
-        return trim(self.scores.top, at, row.num_logprobs)
+            assert scores.named is not None
+            return trim(scores.named, at, len(row.named_ids))
+        assert scores.top is not None and row.num_logprobs is not None
+        return trim(scores.top, at, row.num_logprobs)
+
+    @functools.cached_property
+    def _host_scores(self) -> Scores:
+        """The scores of all rows, read once: one read takes longer than the rest of a row."""
+        return jax.device_get(self.scores)  # type: ignore[no-any-return]
 
 
 def _tokens_of_rows(drawn: np.ndarray, output: ModelRunnerOutput, rows: Sequence[Row]) -> list[list[int]]:
