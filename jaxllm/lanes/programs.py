@@ -11,7 +11,7 @@ from jaxllm.parallel.exchange import make_exchange
 from jaxllm.parallel.mesh import DATA, TENSOR
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
 
-JOINT = ("forward", "decode", "propose", "new_caches", "move_experts")
+JOINT = ("forward", "forward_rows", "decode", "propose", "new_caches", "move_experts")
 """The kinds of programs that run on all lanes."""
 
 

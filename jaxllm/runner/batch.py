@@ -8,7 +8,7 @@ import numpy as np
 from jaxllm.log import logger
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, decode_layout, mixed_layout
-from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
+from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Need, Row, Rows
 from jaxllm.sampling.variants import Variant
 from jaxllm.scheduler_output import NO_ADAPTER, RowStep, SchedulerOutput
 
@@ -44,7 +44,9 @@ class Batch:
     buffer: np.ndarray
     layout: StepLayout
     is_decode: bool
-    """Run by the fused decode program."""
+    """Whether each row computes one token, and drafts."""
+    samples_apart: bool
+    """Whether another program samples. Of a step that is no decode, one always does."""
     width: int
     """Tokens that a row may sample: 1, and drafts."""
     next_width: int
@@ -77,9 +79,11 @@ class BatchBuilder:
         num_groups: int = 1,
         num_updates: int | None = None,
         fit_tokens: Callable[[int], int] | None = None,
+        may_sample_apart: Callable[[int, bool], bool] = lambda num_rows, adapted: False,
     ):
         """max_blocks: of a request in each of the `num_groups` groups of layers. num_updates: most new blocks of a row in a decode.
-        fit_tokens: the size of a mixed step of so many tokens; None: the smallest that holds it."""
+        fit_tokens: the size of a mixed step of so many tokens; None: the smallest that holds it. may_sample_apart: whether there is a
+        program for a decode of so many rows, with adapters or without, that another program samples."""
         self.rows = rows
         self.buckets = buckets
         self.block_size = block_size
@@ -87,6 +91,7 @@ class BatchBuilder:
         self.num_groups = num_groups
         self.num_updates = num_groups if num_updates is None else num_updates
         self.fit_tokens = fit_tokens or buckets.fit_tokens
+        self.may_sample_apart = may_sample_apart
 
     def apply(self, plan: SchedulerOutput) -> Batch:
         """Free the rows of requests that ended or were preempted, then `build`."""
@@ -99,14 +104,14 @@ class BatchBuilder:
 
         A request that can be given no row is left out, of this step and of the next, which may be planned already.
         """
-        if not plan.new_requests and not plan.masked_request_ids:
+        if not plan.new_requests:
             batch = self._build_decode(plan)
             if batch is not None:
                 return batch
         return self._build_mixed(plan)
 
     def _build_decode(self, plan: SchedulerOutput) -> Batch | None:
-        """Build a step in which each request computes its last token, and drafts, and samples; None if the decode program cannot run it.
+        """Build a step in which each request computes its last token, and drafts, and samples; None if it must run as any other step.
 
         Fills whole columns at once: nearly every step is built here, and its cost grows with the number of requests.
         """
@@ -122,15 +127,24 @@ class BatchBuilder:
         index_R = np.fromiter([row.index for row in scheduled], np.int32, num_rows)
         start_R = np.fromiter(starts, np.int32, num_rows)
         num_known_R, variant = rows.num_known_N[index_R], Variant(rows.variant_N[index_R].max(initial=Variant.GREEDY))
-        if variant >= NO_DECODE or (start_R + 1 < num_known_R).any():
+        need = Need.SAMPLE if plan.masked_request_ids else Need(rows.need_N[index_R].max(initial=Need.DECODE))
+        if need >= Need.HIDDEN or (start_R + 1 < num_known_R).any():
             return None
+        adapted = bool((rows.columns[index_R, Column.ADAPTER] != NO_ADAPTER).any())
+        size = self.buckets.fit_decode(num_rows)
+        samples_apart = need == Need.SAMPLE
+        if samples_apart and (num_drafts or plan.num_drafts or not self.may_sample_apart(size, adapted)):
+            return None
+        logprobs = LogprobsKind.of(scheduled) if samples_apart else LogprobsKind.NONE
+        if plan.masked_request_ids:
+            variant = max(variant, Variant.MASKED)
         update_index: list[int] = []
         update_block: list[int] = []
         for row, blocks in zip(scheduled, new_blocks, strict=True):
             if blocks:
                 self._extend_table(row, blocks, update_index, update_block)
         width = self.buckets.fit_width(plan.num_drafts)
-        layout = decode_layout(self.buckets.fit_decode(num_rows), self.num_updates)
+        layout = decode_layout(size, self.num_updates)
         # A fresh buffer each step: the device may still be reading the last one.
         buffer = np.zeros(layout.size, np.int32)
         views = layout.views(buffer)
@@ -142,14 +156,15 @@ class BatchBuilder:
         if num_drafts:
             columns[:num_rows, Column.NUM_DRAFTS] = np.fromiter(drafts, np.int32, num_rows)
         columns[num_rows:] = rows.columns[rows.trash]
-        adapted = bool((columns[:num_rows, Column.ADAPTER] != NO_ADAPTER).any())
         views.token_ids_T[:num_rows] = FROM_ROW
         chunks = []
         for i in np.flatnonzero(start_R < num_known_R):  # the last token of a prompt, computed alone
             views.token_ids_T[i] = scheduled[i].data.token_ids[start_R[i]]
             chunks.append(Chunk(scheduled[i], int(i), int(i) * width, int(start_R[i]), 1))
         extra = self.fill_updates(layout, buffer, update_index, update_block)
-        return Batch(buffer, layout, True, width, width, scheduled, variant, LogprobsKind.NONE, adapted, [], chunks, extra)
+        return Batch(
+            buffer, layout, True, samples_apart, width, width, scheduled, variant, logprobs, adapted, [], chunks, extra
+        )
 
     def _starts(self, start_R: np.ndarray, num_known_R: np.ndarray) -> np.ndarray:
         """The first positions of rows as the device is told them: with drafts, it alone knows how many of a row were right."""
@@ -203,7 +218,7 @@ class BatchBuilder:
         chunks = _chunks(scheduled)
         width, next_width = self.buckets.fit_width(most_drafts), self.buckets.fit_width(plan.num_drafts)
         adapted = any(row.data.adapter_slot != NO_ADAPTER for row, _ in scheduled)
-        kind = (is_decode, width, next_width, sampled, variant, logprobs, adapted)
+        kind = (is_decode, not is_decode, width, next_width, sampled, variant, logprobs, adapted)
         return Batch(buffer, layout, *kind, admitted, chunks, extra, errors)
 
     def empty(self, layout: StepLayout) -> np.ndarray:

@@ -26,6 +26,8 @@ class Buckets:
     sample_rows: tuple[int, ...]
     """Rows that a step other than decode samples."""
     max_rows: int
+    rows_apart: tuple[int, ...] = ()
+    """Rows of such a step that another program samples, with logprobs, state or masks; other sizes run as any other step."""
     widths: tuple[int, ...] = (1,)
     """Tokens that a row may sample in a step: 1, and 1 with drafts."""
 
@@ -43,6 +45,7 @@ class Buckets:
             tokens=_up_to(tokens, max_tokens),
             sample_rows=_up_to(_SAMPLE_ROWS, max_rows),
             max_rows=max_rows,
+            rows_apart=_up_to(decode, max_rows) if on_gpu and not num_drafts else (),
             widths=(1, *(1 + level for level in levels(num_drafts))) if num_drafts else (1,),
         )
 

@@ -16,6 +16,17 @@ NO_DECODE = Variant.MASKED
 """From this variant on, the decode program does not serve a row: it has neither masks nor states."""
 
 
+class Need(enum.IntEnum):
+    """What a row needs of a step in which every row computes one token; each includes the lower ones."""
+
+    DECODE = 0
+    """The program that also samples."""
+    SAMPLE = 1
+    """A program that samples apart: for logprobs, state or masks."""
+    HIDDEN = 2
+    """Hidden states, of which vectors are pooled."""
+
+
 class LogprobsKind(enum.IntEnum):
     """The tokens whose logprobs a step reports beside the sampled ones; each kind includes the lower ones."""
 
@@ -79,7 +90,9 @@ class Rows:
         self.num_known_N = np.zeros(max_rows + 1, np.int32)
         """`Row.num_known` by row, for the whole batch at once."""
         self.variant_N = np.zeros(max_rows + 1, np.int32)
-        """`Row.variant` by row, NO_DECODE for rows that the decode program does not serve."""
+        """`Row.variant` by row."""
+        self.need_N = np.zeros(max_rows + 1, np.int32)
+        """The `Need` of each row."""
         self._free = list(range(max_rows - 1, -1, -1))
 
     def add(self, data: NewRequestData) -> Row:
@@ -105,9 +118,8 @@ class Rows:
         self._free.pop()  # only now: nothing of this request can fail any more
         self.by_request[data.request_id] = row
         self.num_known_N[row.index] = row.num_known
-        # The decode program neither reports logprobs nor shows hidden states to pool.
-        is_decoded = not needs_logprobs(params) and data.pooling_params is None
-        self.variant_N[row.index] = row.variant if is_decoded else NO_DECODE
+        self.variant_N[row.index] = row.variant
+        self.need_N[row.index] = _need(row)
         self.columns[row.index, Column.WRITE_FROM] = data.num_cached_tokens
         self.columns[row.index, Column.ADAPTER] = data.adapter_slot
         self.columns[row.index, Column.SAMPLING :] = sampling_columns
@@ -134,3 +146,10 @@ class Rows:
         """Every row is either free or held by one request."""
         held = [row.index for row in self.by_request.values()]
         assert sorted(held + self._free) == list(range(self.trash)), "a row is lost or held twice"
+
+
+def _need(row: Row) -> Need:
+    if row.pooling is not None:
+        return Need.HIDDEN
+    is_plain = row.variant < NO_DECODE and row.num_logprobs is None and row.named_ids is None
+    return Need.DECODE if is_plain else Need.SAMPLE

@@ -124,6 +124,7 @@ class ModelRunner(WeightsHolder):
             num_groups=len(plan.cache.groups),
             num_updates=self.shapes.num_updates,
             fit_tokens=self._fit_tokens if config.compile.share_layers else None,
+            may_sample_apart=self._may_sample_apart,
         )
         self.store = store
         self.programs = Programs(
@@ -372,7 +373,7 @@ class ModelRunner(WeightsHolder):
             step.mask_TW, step.start_draw = self.sampling.new_mask(batch), partial(self.start_launch, self.sample)
             self.start_launch(self._forward, step)
         else:
-            self.start_launch(self._decode if batch.is_decode else self._forward_and_sample, step)
+            self.start_launch(self._forward_and_sample if batch.samples_apart else self._decode, step)
         self.num_steps += 1
         self.dispatch_seconds += time.perf_counter() - start
         return step
@@ -391,6 +392,16 @@ class ModelRunner(WeightsHolder):
             return larger[0]
         self._needed_sizes.add(size)
         return size
+
+    def _may_sample_apart(self, num_rows: int, adapted: bool) -> bool:
+        """Whether the program forward_rows is ready. If not, it is compiled while the step runs as any other."""
+        if num_rows not in self.buckets.rows_apart or self._spans_hosts:  # hosts must choose alike
+            return False
+        key = ProgramKey("forward_rows", num_rows, adapted=adapted and self.shapes.has_adapters)
+        if key not in self.programs:
+            self.programs.start([key])
+            return False
+        return True
 
     def batch_of(self, plan: SchedulerOutput) -> Batch:
         """The batch of a step, after rows were freed and given as it says."""
@@ -479,7 +490,7 @@ class ModelRunner(WeightsHolder):
     def _forward(self, step: StepInFlight) -> None:
         batch = step.batch
         work = self.select(batch)
-        forward_key = ProgramKey("forward", batch.layout.num_tokens, adapted=self.is_adapted(batch))
+        forward_key = self._forward_key(batch)
         expected = [forward_key, *self.keys_after(batch, work)]
         if batch.sampled and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
@@ -497,6 +508,11 @@ class ModelRunner(WeightsHolder):
         forward = self.program(forward_key)
         step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, batch.buffer, self.entering(batch)))
         step.parts = [consumer.launch(part, hidden) for consumer, part in work]
+
+    def _forward_key(self, batch: Batch) -> ProgramKey:
+        """The program that computes the hidden states of a step."""
+        kind, size = ("forward_rows", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
+        return ProgramKey(kind, size, adapted=self.is_adapted(batch))
 
     def read_drafts(self, step: StepInFlight) -> None:
         """Start to copy the drafts that a step with masked requests will compute."""

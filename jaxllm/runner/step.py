@@ -136,11 +136,7 @@ class StepFunctions:
         drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
         width = 1 if self.drafting is None else self.drafting.width
         last_RW = places.query_start_R1[1:, None] - 1 - drafts_R1 + jnp.arange(width)
-        pad = self.max_rows - layout.num_rows
-        hidden_NWD = jnp.pad(hidden_TD[jnp.clip(last_RW, 0, layout.num_tokens - 1)], ((0, pad), (0, 0), (0, 0)))
-        # Padding rows, including those beyond this layout, point to the trash row.
-        columns_NC = jnp.pad(columns_RC, ((0, pad), (0, 0)))
-        columns_NC = columns_NC.at[layout.num_rows :, Column.TOKEN_ROW].set(self.max_rows)
+        hidden_NWD, columns_NC = self._padded(hidden_TD[jnp.clip(last_RW, 0, layout.num_tokens - 1)], columns_RC)
         caches = tuple(kept)
         if self.drafting is None or rows.drafts is None:
             return caches, rows, hidden_TD, hidden_NWD, columns_NC
@@ -165,18 +161,10 @@ class StepFunctions:
         Returns caches, rows and the tokens [R], or with a drafter what the host reads of `drafts.accept`: a row has then up to `width`
         tokens, drafts included, and gets drafts for its next step if width > 1."""
         shards = self.shards.through(workspace)
-        views = layout.views(shards.of_first(buffer))
-        rows = update_block_table(rows, views)
-        columns_RC = resolve_starts(rows.drafts, views.columns_RC)
-        places = locate_decode(rows.block_table_NB, columns_RC, width, self.cache)
-        known_T = views.token_ids_T if width == 1 else first_of_each(views.token_ids_T, width)
-        token_ids_T = device_tokens(rows.last_token_N, rows.drafts, known_T, places)
         kept = list(caches)
-        step = self._step(kept, token_ids_T, places, shards, entering_TD)
-        if adapted:
-            step.adapt = self._adapt(params, self._share(slots_of(columns_RC, places)), shards)
-        rows, left_TD = self._run_model(params, rows, step)
-        hidden_TD = self._whole(left_TD, len(token_ids_T))
+        rows, columns_RC, places, step, hidden_TD = self._run_rows(
+            layout, width, adapted, params, kept, rows, buffer, shards, entering_TD
+        )
         adapt = step.adapt
         if adapted and self.token_split is not None:
             adapt = self._adapt(params, slots_of(columns_RC, places), shards)
@@ -191,10 +179,64 @@ class StepFunctions:
             assert rows.drafts is not None
             return caches, rows._replace(drafts=forget_drafts(rows.drafts, columns_RC)), drawn_RW
         rows, caches = self.drafting.propose(
-            self, variant, width, params, caches, rows, columns_RC, places, token_ids_T, hidden_TD,
+            self, variant, width, params, caches, rows, columns_RC, places, step.token_ids_T, hidden_TD,
             self.drafting.features(step), shards,
         )  # fmt: skip
         return caches, rows, drawn_RW
+
+    def forward_rows(
+        self,
+        layout: StepLayout,
+        adapted: bool,
+        params: Params,
+        caches: Caches,
+        rows: RowArrays,
+        buffer: jax.Array,
+        workspace: jax.Array | None,
+        entering_TD: jax.Array | None = None,
+    ) -> tuple[Any, ...]:
+        """As `forward`, over one token of each row: what `decode` computes before it samples. Not with a drafter."""
+        assert self.drafting is None, "drafts are proposed of a mixed step"
+        shards = self.shards.through(workspace)
+        kept = list(caches)
+        rows, columns_RC, _, _, hidden_RD = self._run_rows(layout, 1, adapted, params, kept, rows, buffer, shards, entering_TD)
+        hidden_RD = shards.check(hidden_RD, jnp.nan)
+        hidden_NWD, columns_NC = self._padded(hidden_RD[:, None], columns_RC)
+        return tuple(kept), rows, hidden_RD, hidden_NWD, columns_NC
+
+    def _run_rows(
+        self,
+        layout: StepLayout,
+        width: int,
+        adapted: bool,
+        params: Params,
+        kept: list[jax.Array],
+        rows: RowArrays,
+        buffer: jax.Array,
+        shards: Shards,
+        entering_TD: jax.Array | None,
+    ) -> tuple[RowArrays, jax.Array, Places, Step, jax.Array]:
+        """Run the model over `width` tokens of each row. Replaces the caches in `kept`. Returns rows, columns_RC, places, the step and
+        hidden_TD."""
+        views = layout.views(shards.of_first(buffer))
+        rows = update_block_table(rows, views)
+        columns_RC = resolve_starts(rows.drafts, views.columns_RC)
+        places = locate_decode(rows.block_table_NB, columns_RC, width, self.cache)
+        known_T = views.token_ids_T if width == 1 else first_of_each(views.token_ids_T, width)
+        token_ids_T = device_tokens(rows.last_token_N, rows.drafts, known_T, places)
+        step = self._step(kept, token_ids_T, places, shards, entering_TD)
+        if adapted:
+            step.adapt = self._adapt(params, self._share(slots_of(columns_RC, places)), shards)
+        rows, left_TD = self._run_model(params, rows, step)
+        return rows, columns_RC, places, step, self._whole(left_TD, len(token_ids_T))
+
+    def _padded(self, hidden_RWD: jax.Array, columns_RC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What is sampled of a step, for as many rows as there are. Those beyond the step's point to the trash row."""
+        num_rows = len(columns_RC)
+        pad = self.max_rows - num_rows
+        columns_NC = jnp.pad(columns_RC, ((0, pad), (0, 0)))
+        columns_NC = columns_NC.at[num_rows:, Column.TOKEN_ROW].set(self.max_rows)
+        return jnp.pad(hidden_RWD, ((0, pad), (0, 0), (0, 0))), columns_NC
 
     def sample(
         self,

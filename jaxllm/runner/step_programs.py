@@ -43,7 +43,8 @@ PROMPT_LOGPROBS_CHUNK = 64
 
 
 class ProgramKey(NamedTuple):
-    """Which program. `size` is tokens for forward, propose, prompt_logprobs and add_up, rows for decode, sample and pool."""
+    """Which program. `size` is tokens for forward, propose, prompt_logprobs and add_up, rows for decode, forward_rows, sample and
+    pool."""
 
     kind: str
     size: int = 0
@@ -182,6 +183,7 @@ class StepPrograms:
         if not self.model.generates:
             return []
         return [
+            *(ProgramKey("forward_rows", size, adapted=has) for size in buckets.rows_apart for has in self.adapted_steps),
             *(
                 ProgramKey("sample", size, Variant.MASKED, width=width, adapted=has)
                 for size in buckets.sample_rows
@@ -247,7 +249,7 @@ class StepPrograms:
         (`Communicator.first_runs`), so those are the programs of every engine, which are there before the first request."""
         is_early = key.variant < Variant.MASKED and key.logprobs == LogprobsKind.NONE
         return self.workspace is not None and (
-            key.kind in ("forward", "decode", "propose") or (key.kind == "sample" and is_early)
+            key.kind in ("forward", "forward_rows", "decode", "propose") or (key.kind == "sample" and is_early)
         )
 
     def nothing_to_sample(self) -> tuple[np.ndarray, np.ndarray]:
@@ -269,8 +271,8 @@ class StepPrograms:
         return self.buckets.max_rows, self.buckets.widths[-1], self.model.hidden_size
 
     def layout(self, key: ProgramKey) -> StepLayout:
-        """The step buffer of a forward or decode program."""
-        if key.kind == "decode":
+        """The step buffer of a program that computes layers."""
+        if key.kind in ("decode", "forward_rows"):
             return decode_layout(key.size, self.num_updates)
         return mixed_layout(key.size, self.buckets.rows_for_tokens(key.size), self.cache.block_size, len(self.cache.groups))
 
@@ -336,6 +338,12 @@ class StepPrograms:
         arguments = (*self.step_arguments(layout), *self.entering(layout))
         out = (self._cache_shardings, same, same, same, same, *([same] if self.functions.drafting is not None else []))
         return self._lower_on_each(partial(self.functions.forward, layout, key.adapted), arguments, out, donate=(1, 2))
+
+    def _lower_forward_rows(self, key: ProgramKey) -> Lowered:
+        layout, same = self.layout(key), self.replicated
+        arguments = (*self.step_arguments(layout), *self.entering(layout))
+        out = (self._cache_shardings, same, same, same, same)
+        return self._lower_on_each(partial(self.functions.forward_rows, layout, key.adapted), arguments, out, donate=(1, 2))
 
     def _lower_decode(self, key: ProgramKey) -> Lowered:
         layout, same = self.layout(key), self.replicated

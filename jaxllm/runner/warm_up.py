@@ -37,7 +37,7 @@ def run_on_nothing(runner: "ModelRunner", keys: Sequence[ProgramKey]) -> None:
     shapes, workspace = runner.shapes, runner.workspace
     for key in keys:
         program = runner.programs.get(key)
-        if key.kind in ("forward", "decode"):
+        if key.kind in ("forward", "forward_rows", "decode"):
             layout = shapes.layout(key)
             runner.run_step(program, layout, runner.batches.empty(layout), _nothing_enters(runner, layout))
         if key.kind == "sample" and key.variant < Variant.MASKED:
