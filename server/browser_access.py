@@ -97,6 +97,7 @@ def _is_visit(method: str, headers: Mapping[bytes, bytes]) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=256)
 def _is_same(origin: bytes, host: bytes) -> bool:
     """Whether an origin has the name and port of a Host. A proxy may have ended TLS, so that the scheme does not count."""
     scheme, _, authority = origin.partition(b"://")

@@ -71,13 +71,15 @@ class AccessOptions:
     enable_tokenizer_info_endpoint: Annotated[
         bool, "offer tokenizer_info: the tokenizer's configuration, with the chat template"
     ] = False
-    allowed_origins: Annotated[list[str] | None, "origin whose pages may call this server (CORS); '*': any; default: none"] = (
-        None
-    )
+    allowed_origins: Annotated[
+        list[str] | None,
+        "origin whose pages may call this server (CORS); may be given several times; '*': any; default: none, and without a key others "
+        "are refused",
+    ] = None
     allowed_hosts: Annotated[
         list[str] | None,
-        "name that clients may call this server by, beside localhost and IP addresses; *.NAME: those below it; '*': any; default: none "
-        "where it listens to this machine alone and has no key, else any",
+        "name that clients may call this server by, beside localhost and IP addresses; may be given several times; *.NAME: those below "
+        "it; '*': any; default: none where it listens to this machine alone and has no key, else any",
     ] = None
     allowed_methods: Annotated[list[str] | None, "method that such a page may use; default: any"] = None
     allowed_headers: Annotated[list[str] | None, "header that such a page may send; default: any"] = None
