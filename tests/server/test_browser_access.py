@@ -159,7 +159,9 @@ def test_requests_of_pages(
 def test_no_route_is_left_out(engine: AsyncLLM) -> None:
     names = ("dev_endpoints", "scale_out", "tokenizer_info_endpoint")
     app = create_app(engine, options(**{f"enable_{name}": True for name in names}))
-    routes = [(method, route.path) for route in app.routes for method in getattr(route, "methods", None) or ()]
+    routes = [
+        (method, str(getattr(route, "path", ""))) for route in app.routes for method in getattr(route, "methods", None) or ()
+    ]
     assert len(routes) > 50
     with Client(app) as client:
         for headers in (FOREIGN, {"host": "evil.example"}, {"sec-fetch-site": "cross-site"}):
