@@ -124,6 +124,6 @@ def _no_logprobs(num_logprobs: int) -> TokenLogprobs:
 
 def trim(scores: Logprobs, rows: slice, num_logprobs: int) -> TokenLogprobs:
     """Some rows of scores on the host, with as many likeliest tokens as were asked for (-1: all)."""
-    token_ids, logprobs, ranks = scores
+    token_ids, logprobs, ranks = map(np.asarray, scores)
     columns = slice(0, None if num_logprobs == -1 else num_logprobs + 1)
     return TokenLogprobs(token_ids[rows, columns], logprobs[rows, columns], ranks[rows])
