@@ -234,9 +234,9 @@ class StepFunctions:
         """What is sampled of a step, for as many rows as there are. Those beyond the step's point to the trash row."""
         num_rows = len(columns_RC)
         pad = self.max_rows - num_rows
+        hidden_NWD = jnp.pad(hidden_RWD, ((0, pad), (0, 0), (0, 0)))
         columns_NC = jnp.pad(columns_RC, ((0, pad), (0, 0)))
-        columns_NC = columns_NC.at[num_rows:, Column.TOKEN_ROW].set(self.max_rows)
-        return jnp.pad(hidden_RWD, ((0, pad), (0, 0), (0, 0))), columns_NC
+        return hidden_NWD, columns_NC.at[num_rows:, Column.TOKEN_ROW].set(self.max_rows)
 
     def sample(
         self,

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -130,16 +131,19 @@ def test_each_output_has_its_form(alone, tokenizer):
         {"max_in_flight": 3, "max_num_batched_tokens": 12},
         {"max_in_flight": 3, "num_blocks": 16, "enable_prefix_caching": False, "watermark": 0.0},
         {"async_scheduling": False, "max_num_batched_tokens": 7},
+        {"max_in_flight": 3, "rows": True},
     ],
-    ids=["async", "three in flight", "apart", "chunks apart", "chunks", "preemption", "chunks in turn"],
+    ids=["async", "three in flight", "apart", "chunks apart", "chunks", "preemption", "chunks in turn", "rows"],
 )
 def test_the_tokens_are_the_same_however_the_steps_fall(core, structured, alone, options):
     options = dict(options)
-    is_apart = options.pop("apart", False)
+    is_apart, by_rows = options.pop("apart", False), options.pop("rows", False)
     engines.reschedule(core, **options)
     if is_apart:
         core.loop._mask_pace = SimpleNamespace(is_apart=True, note=lambda seconds, is_late: None)
-    answers = engines.run(core, several(structured))
+    with engines.sampling_apart(core) if by_rows else nullcontext({1}) as sizes:
+        answers = engines.run(core, several(structured))
+    assert sizes
     assert {name: answer.tokens for name, answer in answers.items()} == {name: a.tokens for name, a in alone.items()}
     assert {name: answer.finish_reason for name, answer in answers.items()} == {
         name: a.finish_reason for name, a in alone.items()
