@@ -131,9 +131,9 @@ class BatchBuilder:
         if need >= Need.HIDDEN or (start_R + 1 < num_known_R).any():
             return None
         adapted = bool((rows.columns[index_R, Column.ADAPTER] != NO_ADAPTER).any())
-        size = self.buckets.fit_decode(num_rows)
         samples_apart = need == Need.SAMPLE
-        if samples_apart and (num_drafts or plan.num_drafts or not self.may_sample_apart(size, adapted)):
+        size = self.buckets.fit_rows_apart(num_rows) if samples_apart else self.buckets.fit_decode(num_rows)
+        if size is None or (samples_apart and not self.may_sample_apart(size, adapted)):
             return None
         logprobs = LogprobsKind.of(scheduled) if samples_apart else LogprobsKind.NONE
         if plan.masked_request_ids:

@@ -11,6 +11,7 @@ _DECODE_ROWS_GPU = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512
 # XLA computes products of two rows on a CPU about as fast as of four.
 _DECODE_ROWS_CPU = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SAMPLE_ROWS = (8, 64, 256)
+_ROWS_APART = (8, 16, 32, 64, 128, 256, 512, 1024)
 MAX_DRAFT_ROWS = 64
 """Most rows of a step with drafts: with more, drafts cost more than the few steps that they save."""
 
@@ -27,7 +28,7 @@ class Buckets:
     """Rows that a step other than decode samples."""
     max_rows: int
     rows_apart: tuple[int, ...] = ()
-    """Rows of such a step that another program samples, with logprobs, state or masks; other sizes run as any other step."""
+    """Rows of such a step that another program samples, with logprobs, state or masks; empty: it runs as any other step."""
     widths: tuple[int, ...] = (1,)
     """Tokens that a row may sample in a step: 1, and 1 with drafts."""
 
@@ -45,13 +46,17 @@ class Buckets:
             tokens=_up_to(tokens, max_tokens),
             sample_rows=_up_to(_SAMPLE_ROWS, max_rows),
             max_rows=max_rows,
-            rows_apart=_up_to(decode, max_rows) if on_gpu and not num_drafts else (),
+            rows_apart=_up_to(_ROWS_APART, max_rows) if on_gpu and not num_drafts else (),
             widths=(1, *(1 + level for level in levels(num_drafts))) if num_drafts else (1,),
         )
 
     def fit_decode(self, num_rows: int) -> int:
         """The smallest decode size that holds `num_rows`."""
         return self.decode_rows[bisect.bisect_left(self.decode_rows, num_rows)]
+
+    def fit_rows_apart(self, num_rows: int) -> int | None:
+        """The smallest size of a step sampled apart that holds `num_rows`; None if there are no such steps."""
+        return self.rows_apart[bisect.bisect_left(self.rows_apart, num_rows)] if self.rows_apart else None
 
     def fit_tokens(self, num_tokens: int) -> int:
         """The smallest token size that holds `num_tokens`."""

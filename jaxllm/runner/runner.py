@@ -395,7 +395,7 @@ class ModelRunner(WeightsHolder):
 
     def _may_sample_apart(self, num_rows: int, adapted: bool) -> bool:
         """Whether the program forward_rows is ready. If not, it is compiled while the step runs as any other."""
-        if num_rows not in self.buckets.rows_apart or self._spans_hosts:  # hosts must choose alike
+        if self._spans_hosts:  # which must choose alike
             return False
         key = ProgramKey("forward_rows", num_rows, adapted=adapted and self.shapes.has_adapters)
         if key not in self.programs:

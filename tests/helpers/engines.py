@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -89,11 +89,13 @@ def sampling_apart(core: EngineCore) -> Iterator[set[int]]:
         sizes.add(num_rows)
         return True
 
-    before, runner.batches.may_sample_apart = runner.batches.may_sample_apart, make
+    batches = runner.batches
+    before = batches.may_sample_apart, batches.buckets
+    batches.may_sample_apart, batches.buckets = make, replace(batches.buckets, rows_apart=batches.buckets.decode_rows)
     try:
         yield sizes
     finally:
-        runner.batches.may_sample_apart = before
+        batches.may_sample_apart, batches.buckets = before
 
 
 def all_rows(core: EngineCore) -> list[Rows]:

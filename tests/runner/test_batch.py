@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -117,6 +119,21 @@ def test_the_batch_takes_the_cheapest_program_that_serves_every_row(builder, par
     builder.build(plan([new("plain", [1], [1]), new("other", [1], [2], **params)], counts={"plain": 1, "other": 1}))
     batch = builder.build(plan(cached=[("plain", [], 1), ("other", [], 1)], counts={"plain": 1, "other": 1}))
     assert (batch.variant, batch.is_decode) == (variant, is_decode)
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+@pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"logprobs": 2}, {"logprob_token_ids": [3]}, {"masked": True}])
+def test_a_decode_that_another_program_samples_computes_single_tokens_where_its_program_is_ready(builder, params, is_ready):
+    params, asked = dict(params), []
+    builder.buckets = replace(builder.buckets, rows_apart=(4,))
+    builder.may_sample_apart = lambda num_rows, adapted: asked.append((num_rows, adapted)) or is_ready
+    masked = ["other"] if params.pop("masked", False) else []
+    counts = {"plain": 1, "other": 1}
+    builder.build(plan([new("plain", [1], [1]), new("other", [1], [2], **params)], counts=counts))
+    batch = builder.build(replace(plan(cached=[("plain", [], 1), ("other", [], 1)], counts=counts), masked_request_ids=masked))
+    assert batch.samples_apart and batch.is_decode == is_ready and asked == [(4, False)]
+    assert batch.variant == (Variant.MASKED if masked else Variant.FULL if "presence_penalty" in params else Variant.RANDOM)
+    assert batch.layout.num_rows == (4 if is_ready else len(batch.layout.views(batch.buffer).columns_RC))
 
 
 def test_logprobs_take_the_full_sampler_where_it_alone_reports_them():
