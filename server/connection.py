@@ -74,6 +74,7 @@ class GuardedConnection(HttpToolsProtocol):
             version = self.parser.get_http_version().encode()
             head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
             head += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)  # the old one ignores what follows `Connection: close`
             return b"\r\n".join([*head, b"", data[stopped.args[0] :]])
 
     def _asks_for_upgrade(self) -> bool:
