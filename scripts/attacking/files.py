@@ -179,7 +179,7 @@ def gguf(texts: list[bytes], scores: list[float]) -> bytes:
 
 def _judge_commands(target: Target, seen: Seen, model: Path, limit_seconds: float = 12.0) -> None:
     for words in (("inspect", str(model)), ("serve", str(model), "--dry-run")):
-        ended = target.command(*words, timeout_seconds=2.5 * limit_seconds, memory_bytes=8 << 30)
+        ended = target.command(*words, timeout_seconds=2.5 * limit_seconds, memory_bytes=8 << 30, is_first=True)
         seen.seconds(words[0], ended.seconds, limit_seconds)
         seen.equal("ends with an error of a line", ended.code in (1, 2) and "Traceback" not in ended.output, True)
         seen.checks.append(_last_line(ended.last_line))

@@ -3,9 +3,9 @@
 from scripts.attacking.attack import Check, Seen, attack
 from scripts.attacking.target import Target, directory
 
-_LOADS = 20_000
+_LOADS = 5000
 _SCRIPT = """
-import os, pickle, shutil, sys, threading, warnings
+import logging, os, pickle, subprocess, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from jaxllm.runner.program_store import ProgramStore
@@ -36,30 +36,29 @@ else:  # what another user would put there: a directory with a file of theirs, h
     (evil / good.name).write_bytes(pickle.dumps(Code()))
     os.chmod(evil / good.name, 0o666)
 os.chmod(parent, 0o777)
-stop = threading.Event()
-
-def swap():
-    while not stop.is_set():
-        try:
-            os.rename(parent / "store", parent / "aside")
-            os.rename(parent / "evil", parent / "store")
-            os.rename(parent / "store", parent / "evil")
-            os.rename(parent / "aside", parent / "store")
-        except OSError:
-            pass
-
-swapper = threading.Thread(target=swap, daemon=True)
-if kind == "swap":
-    swapper.start()
-import logging
+swap = '''
+import os, sys
+os.chdir(sys.argv[1])
+while True:
+    os.rename("store", "aside")
+    os.rename("evil", "store")
+    os.rename("store", "evil")
+    os.rename("aside", "store")
+'''
+swapper = subprocess.Popen([sys.executable, "-c", swap, str(parent)]) if kind == "swap" else None
 logging.disable(logging.CRITICAL)
-sys.setswitchinterval(1e-5)
-for _ in range(loads):
-    try:
-        store.load(key)
-    except (JaxLLMError, OSError, ValueError):
-        pass
-stop.set()
+num_loaded = 0
+try:
+    for _ in range(loads):
+        try:
+            num_loaded += store.load(key) is not None
+        except (JaxLLMError, OSError, ValueError):
+            pass
+finally:
+    if swapper is not None:
+        swapper.kill()
+        swapper.wait()
+print("loaded", num_loaded)
 print("ran", len(ran.read_text().splitlines()) if ran.exists() else 0)
 """
 

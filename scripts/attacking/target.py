@@ -68,16 +68,19 @@ class Target:
         self._stack.close()
         self._server = self._flags = None
 
-    def command(self, *words: str, timeout_seconds: float, memory_bytes: int | None = None) -> Ended:
-        """Run `jaxllm` to its end, or to its time limit. memory_bytes: of its address space."""
+    def command(self, *words: str, timeout_seconds: float, memory_bytes: int | None = None, is_first: bool = False) -> Ended:
+        """Run `jaxllm` to its end, or to its time limit.
+
+        memory_bytes: of its address space. is_first: with a cache of its own, in which nothing was made of the files before.
+        """
         started = time.monotonic()
-        with tempfile.TemporaryFile() as output:
+        with tempfile.TemporaryFile() as output, directory() as cache:
             process = subprocess.Popen(
                 [sys.executable, "-c", RUN, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(self.tree)},
+                env={**os.environ, "PYTHONPATH": str(self.tree), **({"JAXLLM_CACHE_DIR": str(cache)} if is_first else {})},
                 cwd=self.tree,
                 start_new_session=True,
                 preexec_fn=None if memory_bytes is None else lambda: _limit_memory(memory_bytes),
