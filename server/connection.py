@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import re
 import uuid
 from typing import Any
 
@@ -14,6 +15,7 @@ from server.errors import ApiError
 from server.guard import MAX_HEADER_BYTES, MAX_URL_BYTES
 from server.options import ErrorFormat, ServerOptions
 
+_URL_HOST = re.compile(rb"[^/]*://(?:[^/?#@]*@)?([^/?#]*)")
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 414: b"URI Too Long", 431: b"Headers Too Large", 503: b"Unavailable"}
 
 
@@ -93,7 +95,14 @@ class GuardedConnection(HttpToolsProtocol):
         self._is_in_headers = False
         self._stop_timer()
         if not self._asks_for_upgrade():
+            if not self.url.startswith(b"/") and b"://" in self.url:
+                self._take_host_of_url()
             super().on_headers_complete()
+
+    def _take_host_of_url(self) -> None:
+        """Have the host of `GET http://host/path` replace that of the header Host, as RFC 9112 (3.2.2) demands."""
+        host = _URL_HOST.match(self.url)[1]  # type: ignore[index]
+        self.headers[:] = [(name, host if name == b"host" else value) for name, value in self.headers]
 
     def on_message_complete(self) -> None:
         """The body is complete."""

@@ -25,6 +25,7 @@ from jaxllm.engine_front import load_texts
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.log import logger
 from jaxllm.replicas.core import Replicas
+from server.browser_access import BrowserAccess
 from server.gate import Gate
 from server.options import ServerOptions
 from server.routes.page import page_replies
@@ -75,6 +76,7 @@ class Front:
             page,
             start.options.network.root_path,
             start.options.replies.error_format,
+            BrowserAccess(start.options),
         )
 
     def _make_core(self) -> ProcessCore | Replicas:

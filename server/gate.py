@@ -6,6 +6,7 @@ from types import MappingProxyType
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.engine.messages import Status
+from server.browser_access import BrowserAccess
 from server.error_shapes import in_shape_of
 from server.errors import ApiError
 from server.options import ErrorFormat
@@ -19,7 +20,8 @@ class Gate:
     """Answers 503 until `open` is called with an application, and again after `drain`. Counts running requests.
 
     `page` holds the replies to GET that are available from the start: the web page, which then shows loading progress.
-    `root_path` is a prefix that a proxy may leave on paths; it is removed here.
+    `root_path` is a prefix that a proxy may leave on paths; it is removed here. `browsers` checks what is answered here; the
+    application checks the rest.
     """
 
     def __init__(
@@ -29,12 +31,14 @@ class Gate:
         page: Mapping[str, ASGIApp] = MappingProxyType({}),
         root_path: str = "",
         error_format: ErrorFormat = "openai",
+        browsers: BrowserAccess | None = None,
     ):
         self._status = status
         self._failure = failure
         self._page = page
         self._root_path = root_path
         self._error_format = error_format
+        self._browsers = browsers
         self._app: ASGIApp | None = None
         self._retry_seconds: float | None = None
         self.num_running = 0
@@ -54,23 +58,30 @@ class Gate:
         if self._root_path and scope["path"].startswith(self._root_path + "/"):
             scope["path"] = scope["path"].removeprefix(self._root_path)
         path = scope["path"]
-        if self._retry_seconds is not None and path not in PATHS_WHILE_DRAINING:
-            await self._refuse(_stopping(self._retry_seconds), scope, receive, send)
-        elif self._app is not None:
-            self.num_running += path not in PATHS_WHILE_DRAINING
+        if self._app is None or (self._retry_seconds is not None and path not in PATHS_WHILE_DRAINING):
             try:
-                await self._app(scope, receive, send)
-            finally:
-                self.num_running -= path not in PATHS_WHILE_DRAINING
-        elif path == LIVE_PATH:
+                await self._answer(path, scope, receive, send)
+            except ApiError as error:
+                await in_shape_of(path, error, self._error_format).response()(scope, receive, send)
+            return
+        self.num_running += path not in PATHS_WHILE_DRAINING
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.num_running -= path not in PATHS_WHILE_DRAINING
+
+    async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer without the application. Raises ApiError."""
+        if self._browsers is not None:
+            self._browsers.check(scope["method"], dict(scope["headers"]))
+        if self._retry_seconds is not None and path not in PATHS_WHILE_DRAINING:
+            raise _stopping(self._retry_seconds)
+        if path == LIVE_PATH:
             await _live(send)
         elif path in self._page and scope["method"] in ("GET", "HEAD"):
             await self._page[path](scope, receive, send)
         else:
-            await self._refuse(self._loading(), scope, receive, send)
-
-    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        await in_shape_of(scope["path"], error, self._error_format).response()(scope, receive, send)
+            raise self._loading()
 
     def _loading(self) -> ApiError:
         if self._failure() is not None:

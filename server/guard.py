@@ -1,4 +1,4 @@
-"""Middleware before every route: checks sizes, times, hosts, keys and request ids. Pure ASGI.
+"""Middleware before every route: checks sizes, times, hosts, origins, keys and request ids. Pure ASGI.
 
 Decides by `scope["path"]` alone, never by a URL built from the Host header. If any key is set, every path that is not
 listed as public requires one.
@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.log import logger, safe
+from server.browser_access import BrowserAccess
 from server.context import ServerContext
 from server.error_shapes import shaped
 from server.errors import ApiError, as_api_error
@@ -29,7 +30,8 @@ LINGER_SECONDS = 1.0
 """Seconds to read and discard a refused body, so that a client that is still sending gets to read the refusal."""
 PROBES = frozenset({"/live", "/ready", "/health", "/ping"})
 METRICS = "/metrics"
-"""Serves only counts and times, no request data; public because Prometheus is seldom set up to send a key."""
+"""Serves counts and times with the names of the model and its adapters, nothing of requests. Public unless the option
+metrics_require_key is set, because Prometheus is seldom set up to send a key."""
 _HOST = re.compile(rb"[A-Za-z0-9._:\[\]-]+")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
@@ -44,7 +46,8 @@ class Guard:
         self._context = context
         self._app = self._with_cors(app)
         self._limits = options.limits
-        self._public = PROBES | {METRICS} | set(public_paths)
+        self._browsers = BrowserAccess(options)
+        self._public = PROBES | set(public_paths) | (set() if options.access.metrics_require_key else {METRICS})
         self._public_folders = tuple(path for path in public_paths if path.endswith("/") and path != "/")
         self._admin = frozenset(admin_paths)
         self._keys = key_digests(options.access.api_key or ())
@@ -72,6 +75,7 @@ class Guard:
     async def _answered(self, scope: Scope, receive: Receive, send: "_Answer") -> None:
         try:
             headers = _checked_headers(scope)
+            self._browsers.check(scope["method"], headers)
             path = scope["path"]
             self._check_key(scope, path, headers)
             if self._context.refusal is not None and path not in PROBES and path != METRICS:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import ssl
@@ -28,6 +29,18 @@ def listen(network: NetworkOptions) -> list[socket.socket]:
         first.close()
         sockets = [_listen_tcp(network, port, shared=True) for _ in range(network.api_server_count)]
     return sockets
+
+
+def is_local(network: NetworkOptions) -> bool:
+    """Whether only programs of this machine reach the server by TCP. Not so of a Unix socket, which browsers cannot open."""
+    if network.uds is not None:
+        return False
+    try:
+        found = socket.getaddrinfo(network.host, network.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:  # nothing can listen there
+        return True
+    address = ipaddress.ip_address(found[0][4][0].partition("%")[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def check_tls(network: NetworkOptions) -> None:

@@ -5,6 +5,7 @@ Imports neither FastAPI nor JAX. Names are those of `vllm serve` where it has th
 
 import json
 import os
+import re
 import ssl
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -57,6 +58,7 @@ class AccessOptions:
     admin_api_key: Annotated[
         str | None, f"key for the endpoints of operators; default: ${ADMIN_KEY_VARIABLE}, else those of --api-key"
     ] = None
+    metrics_require_key: Annotated[bool, "require the key for /metrics too, which names the model and its adapters"] = False
     enable_dev_endpoints: Annotated[
         bool,
         "offer reset_prefix_cache, sleep, wake_up, is_sleeping, pause, resume, is_paused, server_info, start_profile and stop_profile",
@@ -69,9 +71,16 @@ class AccessOptions:
     enable_tokenizer_info_endpoint: Annotated[
         bool, "offer tokenizer_info: the tokenizer's configuration, with the chat template"
     ] = False
-    allowed_origins: Annotated[list[str] | None, "origin whose pages may call this server (CORS); '*': any; default: none"] = (
-        None
-    )
+    allowed_origins: Annotated[
+        list[str] | None,
+        "origin whose pages may call this server (CORS); may be given several times; '*': any; default: none, and without a key others "
+        "are refused",
+    ] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        "name that clients may call this server by, beside localhost and IP addresses; may be given several times; *.NAME: those below "
+        "it; '*': any; default: none where it listens to this machine alone and has no key, else any",
+    ] = None
     allowed_methods: Annotated[list[str] | None, "method that such a page may use; default: any"] = None
     allowed_headers: Annotated[list[str] | None, "header that such a page may send; default: any"] = None
     allow_credentials: Annotated[bool, "let such a page send cookies"] = False
@@ -254,7 +263,7 @@ class ServerOptions:
             options["api_key"] = [key.strip() for key in keys.split(",") if key.strip()]
         if options.get("admin_api_key") is None:
             options["admin_api_key"] = os.environ.get(ADMIN_KEY_VARIABLE) or None
-        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+        for name in ("allowed_origins", "allowed_hosts", "allowed_methods", "allowed_headers"):
             if options.get(name) is not None:
                 options[name] = _flattened(options[name])
         if options.get("disable_access_log_for_endpoints") is not None:
@@ -266,6 +275,8 @@ class ServerOptions:
         if found.network.ssl_certfile is None:
             wanting = [name for name in _NEED_CERTIFICATE if flat[name] is not None and flat[name] != int(ssl.CERT_NONE)]
             faults += [f"{name} needs ssl_certfile beside it" for name in wanting]
+        if found.access.metrics_require_key and not found.access.api_key:
+            faults.append("metrics_require_key needs api_key beside it")
         if faults:
             raise ConfigError("; ".join(faults))
         return found
@@ -295,6 +306,8 @@ def _flattened(values: list[str]) -> list[str]:
 
 
 _NEED_CERTIFICATE = ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/A-Z\s]+")
+_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 _ABOVE_ZERO: Range = (lambda value: value > 0), "above 0"
 _RANGES: dict[str, Range] = {
     "port": (lambda value: 0 <= value <= 65535, "0 to 65535"),
@@ -324,5 +337,13 @@ _RANGES: dict[str, Range] = {
     "response_role": (lambda value: bool(value), "a role such as assistant"),
     "lora_modules": (lambda value: bool(value), "NAME=PATH, at least one"),
     "served_model_name": (lambda value: value and all(value), "texts that are not empty"),
+    "allowed_origins": (
+        lambda value: all(_ORIGIN.fullmatch(origin) for origin in value),
+        "like http://name:3000, in small letters and without a path, or 'null' or '*'",
+    ),
+    "allowed_hosts": (
+        lambda value: all(_HOST.fullmatch(host) for host in value),
+        "a name without a port, *.NAME for those below it, or '*'",
+    ),
     "api_key": (lambda value: all(key.isascii() and key.isprintable() and key for key in value), "ASCII and not empty"),
 }

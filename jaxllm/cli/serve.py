@@ -123,7 +123,7 @@ def _check_model(config: EngineConfig) -> None:
 
 def first_screen(serving: "Serving") -> str:
     """The served model, its address, and how to try it."""
-    from server.listening import address_of
+    from server.listening import address_of, is_local
 
     network, access = serving.options.network, serving.options.access
     model = serving.options.replies.names_of(serving.config.model.model)[0]
@@ -137,7 +137,7 @@ def first_screen(serving: "Serving") -> str:
         scheme = "https" if network.ssl_certfile else "http"
         base, curl = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{network.root_path}", "curl"
         lines.append(f"{model} is served at {base}/v1" + (f", with a page at {base}/" if serving.options.replies.web else ""))
-        if not access.api_key and network.host not in ("127.0.0.1", "localhost", "::1"):
+        if not access.api_key and not is_local(network):
             lines.append("whoever reaches this machine can use it: --api-key KEY, or --host 127.0.0.1")
     call = _CALLS[serving.offers]
     body = json.dumps({"model": model, **call.body})

@@ -39,13 +39,13 @@ class Browser:
 
     @classmethod
     @contextlib.contextmanager
-    def start(cls, directory: Path) -> Iterator["Browser"]:
-        """A browser with its profile in this empty directory, until the block ends."""
+    def start(cls, directory: Path, *flags: str) -> Iterator["Browser"]:
+        """A browser with its profile in this empty directory, and more flags, until the block ends."""
         found = programs()
         assert found is not None
         options = Options()
         options.binary_location = found[0]
-        for flag in [*FLAGS.split(), f"--user-data-dir={directory}"]:
+        for flag in [*FLAGS.split(), f"--user-data-dir={directory}", *flags]:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
         driver = webdriver.Chrome(options, Service(found[1]))

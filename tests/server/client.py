@@ -29,7 +29,7 @@ class Client:
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=self._headers) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=self._headers) as client:
                 return await client.request(method, path, **options)
 
         return self.run(send())

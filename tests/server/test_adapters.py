@@ -172,7 +172,7 @@ def test_an_adapter_that_is_gone_ends_its_requests_alone(engine: AsyncLLM, core:
     with Client(create_app(engine, options(lora_dir=str(root)))) as client:
 
         async def both() -> list[int]:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(client.app), base_url="http://test") as http:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(client.app), base_url="http://localhost") as http:
                 sent = [http.post("/v1/completions", json={"prompt": "hi", "model": model}) for model in ("sql", "m")]
                 replies = await asyncio.gather(*sent)
             assert replies[0].json()["error"]["code"] == "adapter_not_usable" and str(root) not in replies[0].text

@@ -43,7 +43,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     with AsyncLLM(core=fake_core(directory, SAID, max_model_len=1000)) as engine, Client(create_app(engine, given)) as runner:
 
         async def call(method: str, arguments: dict[str, Any]) -> Any:
-            client = ollama.AsyncClient("http://test", transport=httpx.ASGITransport(runner.app))
+            client = ollama.AsyncClient("http://localhost", transport=httpx.ASGITransport(runner.app))
             reply = await getattr(client, method)(**arguments)
             return [piece async for piece in reply] if arguments.get("stream") else reply
 

@@ -236,7 +236,7 @@ async def until(condition: Any) -> Any:
 
 
 def browser(app: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://localhost")
 
 
 def test_a_background_response_is_fetched_later(client: Client) -> None:

@@ -125,7 +125,7 @@ def test_requests_are_aborted_by_their_ids(engine: AsyncLLM, core: FakeEngineCor
 
         async def both() -> tuple[httpx.Response, httpx.Response]:
             transport, before = httpx.ASGITransport(client.app), len(core.requests)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 body = {"request_id": "mine", "token_ids": [5], "sampling_params": {"max_tokens": 190}}
                 running = asyncio.create_task(http.post(GENERATE, json=body))
                 while len(core.requests) == before:

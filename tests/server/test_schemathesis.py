@@ -69,7 +69,7 @@ def operations(client: Client) -> Iterator[Any]:
 
 def sent(client: Client, case: Any) -> httpx.Response:
     """The answer to a case; a model is always the one that is served."""
-    asked = case.as_transport_kwargs(base_url="http://test")
+    asked = case.as_transport_kwargs(base_url="http://localhost")
     body, content = asked.get("json"), asked.get("data")
     if "json" in asked:
         if isinstance(body, dict) and isinstance(body.get("model"), str):

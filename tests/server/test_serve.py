@@ -73,6 +73,8 @@ def test_a_server_from_its_first_second_to_a_drained_end(tmp_path: Path) -> None
             assert reply.status_code == 503 and reply.headers["retry-after"]
             error = reply.json()["error"]
             assert error["code"] == "loading" and error["message"].endswith("loading weights, 25 %")
+        foreign = client.get("/v1/models", headers={"origin": "http://page.example"})
+        assert foreign.status_code == 403 and "--allowed-origins" in foreign.text
         (model / "go").touch()
         server.wait_ready()
         assert [client.get(path).status_code for path in ("/live", "/below/ready", "/health")] == [200, 200, 200]

@@ -49,7 +49,7 @@ def until(condition: Callable[[], bool]) -> None:
 def send(live: LiveServer, path: str, body: dict) -> socket.socket:
     data = json.dumps(body).encode()
     connection = socket.create_connection((live.host, live.port), timeout=10)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
 
@@ -162,7 +162,7 @@ def test_many_streams_at_once_say_the_same(engine: AsyncLLM) -> None:
 
         async def main() -> list[str]:
             transport = httpx.ASGITransport(client.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 replies = await asyncio.gather(
                     *(http.post("/v1/chat/completions", json={**CHAT, "stream": True}) for _ in range(20))
                 )

@@ -23,7 +23,7 @@ def test_a_client_that_leaves_ends_its_request(
     client: Client, core: FakeEngineCore, gate: threading.Semaphore, path: str, stream: bool, num_steps: int
 ) -> None:
     body = json.dumps({**BODIES[path], "stream": stream}).encode()
-    headers = [(b"host", b"test"), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     scope = {
         "type": "http",
         "http_version": "1.1",
