@@ -59,7 +59,7 @@ class Serving:
 
 
 class _Front:
-    """A front process and its listening socket, which outlives the process."""
+    """A front process and its descriptor of the listening socket, which outlives the process."""
 
     def __init__(self, index: int, listening: socket.socket):
         self.index = index
@@ -70,6 +70,11 @@ class _Front:
         self.is_ready = False
         self.offers = ""
         self.starts: list[float] = []
+
+    @property
+    def serves(self) -> bool:
+        """Whether its present process is ready."""
+        return self.process is not None and self.process.poll() is None and self.told.startswith(READY)
 
 
 class Supervisor:
@@ -188,6 +193,7 @@ class Supervisor:
             child_report,
             self._log_level,
             self._engines.silence_seconds,
+            accepts_while_loading=not any(other.serves for other in self._fronts if other is not front),
         )
         fds = (front.socket.fileno(), child_report)
         front.process = start_child("server.front", msgspec.msgpack.encode(start), fds)
@@ -222,9 +228,12 @@ class Supervisor:
 
     def _read_report(self, front: _Front) -> None:
         """Read a front's start report; record whether it is ready."""
+        was_told = bool(front.told)
         with contextlib.suppress(BlockingIOError):
             front.told += os.read(front.report, 4096).decode(errors="replace")
         if front.told.startswith(READY):
+            if front.is_ready and not was_told:
+                logger.info("front %d serves again", front.index)
             front.is_ready = True
             front.offers = front.told.removeprefix(READY).strip()
 

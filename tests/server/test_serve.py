@@ -147,6 +147,15 @@ def test_killed_fronts_are_replaced_and_their_requests_end_and_a_second_signal_s
         clients = [stack.enter_context(server.client()) for _ in range(4)]
         fronts = server.children("server.front")
         assert len(fronts) == 2
+
+        os.kill(fronts[0], signal.SIGKILL)
+        wait_until(lambda: not is_alive(fronts[0]), "it lives on")
+        while "serves again" not in server.log():
+            with server.client() as client:
+                assert text_of(client) == "one two three", "a new connection met the front that is started again"
+            time.sleep(0.02)
+
+        fronts = server.children("server.front")
         for client in clients:
             stack.enter_context(streaming(client))
         for front in fronts:
