@@ -91,7 +91,13 @@ class Front:
 
     def _connect(self, rank: int, pid: int | None) -> EngineClient:
         directory, _ = self._start.engines[rank]
-        return EngineClient(directory, pid, index=self._start.index, silence_seconds=self._start.silence_seconds)
+        return EngineClient(
+            directory,
+            pid,
+            index=self._start.index,
+            silence_seconds=self._start.silence_seconds,
+            stall_seconds=self._options.processes.stall_timeout,
+        )
 
     async def run(self) -> None:
         """Serve until stopped, then drain. Raises JaxLLMError if the application cannot be built."""

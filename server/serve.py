@@ -148,6 +148,7 @@ class Supervisor:
             "log_format": self._options.logging.log_format,
             "step_timeout_seconds": self._options.processes.step_timeout,
             "compile_timeout_seconds": self._options.processes.compile_timeout,
+            "stall_timeout_seconds": self._options.processes.stall_timeout,
             "core_factory": self._core_factory,
         }
 
