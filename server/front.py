@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvicorn
 
-from jaxllm import log
+from jaxllm import clock, log
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.config import EngineConfig
 from jaxllm.engine.client import EngineClient
@@ -50,6 +50,8 @@ class FrontStart(msgspec.Struct):
     report_fd: int
     log_level: str | None
     silence_seconds: float
+    epoch: float
+    """Of the clock, so that the fronts' requests can be ordered by their times of arrival."""
 
 
 class _Server(uvicorn.Server):
@@ -211,6 +213,7 @@ def main() -> int:
     import uvloop
 
     start = msgspec.msgpack.decode(read_first_message(sys.stdin.fileno()), type=FrontStart)
+    clock.follow(start.epoch)
     log.set_up(start.log_level, format=start.options.logging.log_format)
     log.adopt("uvicorn", level=start.options.logging.uvicorn_log_level)
     _allow_many_connections()

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from jaxllm import clock
 from jaxllm.config import EngineConfig
 from jaxllm.engine.client import show_loading
 from jaxllm.engine.launch import socket_directory, start_child
@@ -189,6 +190,7 @@ class Supervisor:
             child_report,
             self._log_level,
             self._engines.silence_seconds,
+            clock.epoch(),
         )
         fds = (front.socket.fileno(), child_report)
         front.process = start_child("server.front", msgspec.msgpack.encode(start), fds)
