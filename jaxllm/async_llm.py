@@ -15,7 +15,7 @@ from jaxllm.core_interface import PauseCalls, PauseMode, SteppedCore
 from jaxllm.engine.async_core import AsyncCore, ReplicaInfo, ReplicaState, ThreadCore, check_alive, run_in
 from jaxllm.engine_args import FromOptions
 from jaxllm.engine_front import EngineFront, Texts, load_texts
-from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
+from jaxllm.errors import EngineDeadError, EngineError, EngineStalledError, JaxLLMError, ReplicaLostError
 from jaxllm.hub import short_name
 from jaxllm.llm_engine import make_core
 from jaxllm.lora_calls import AsyncLoraCalls, loras_in_a_loop
@@ -325,9 +325,8 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         return merged([[*own, *self._states(), *self._added_metrics()], self._core.metrics_of_others])
 
     def _states(self) -> list[Metric]:
-        """Of several replicas."""
-        states = [replica.state for replica in self.replicas()]
-        return replica_states(short_name(self.config.model.model), states, get_args(ReplicaState)) if len(states) > 1 else []
+        replicas = [(replica.state, replica.tick_seconds) for replica in self.replicas()]
+        return replica_states(short_name(self.config.model.model), replicas, get_args(ReplicaState))
 
     def _added_metrics(self) -> list[Metric]:
         return [metric for source in self._sources for metric in source()]
@@ -361,6 +360,14 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine cannot serve."""
         check_alive(self._core)
+
+    async def check_ready(self) -> None:
+        """Raise EngineDeadError if the engine cannot serve, EngineStalledError if it seems to hang; of several replicas, all that serve."""
+        check_alive(self._core)
+        replicas = self.replicas()
+        stalls = [replica.detail for replica in replicas if replica.state == "stalled"]
+        if stalls and all(replica.state != "serving" for replica in replicas):
+            raise EngineStalledError(stalls[0])
 
     @property
     def is_running(self) -> bool:

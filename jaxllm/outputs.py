@@ -48,7 +48,7 @@ class Logprob:
 
 @dataclass
 class RequestMetrics:
-    """Times of one request, in seconds since the epoch (`time.time`); None until they happened."""
+    """Times of one request, in seconds since the epoch by a clock that does not jump (`jaxllm.clock`); None until they happened."""
 
     arrival_time: float
     first_token_time: float | None = None

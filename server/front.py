@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvicorn
 
-from jaxllm import log
+from jaxllm import clock, log
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.config import EngineConfig
 from jaxllm.engine.client import EngineClient
@@ -53,6 +53,8 @@ class FrontStart(msgspec.Struct):
     silence_seconds: float
     accepts_while_loading: bool
     """Whether to answer 503 until it serves, because no other front serves meanwhile."""
+    epoch: float
+    """Of the clock, so that the fronts' requests can be ordered by their times of arrival."""
 
 
 class _Server(uvicorn.Server):
@@ -100,7 +102,13 @@ class Front:
 
     def _connect(self, rank: int, pid: int | None) -> EngineClient:
         directory, _ = self._start.engines[rank]
-        return EngineClient(directory, pid, index=self._start.index, silence_seconds=self._start.silence_seconds)
+        return EngineClient(
+            directory,
+            pid,
+            index=self._start.index,
+            silence_seconds=self._start.silence_seconds,
+            stall_seconds=self._options.processes.stall_timeout,
+        )
 
     async def run(self) -> None:
         """Serve until stopped, then drain. Raises JaxLLMError if the application cannot be built."""
@@ -218,6 +226,7 @@ def main() -> int:
     import uvloop
 
     start = msgspec.msgpack.decode(read_first_message(sys.stdin.fileno()), type=FrontStart)
+    clock.follow(start.epoch)
     log.set_up(start.log_level, format=start.options.logging.log_format)
     log.adopt("uvicorn", level=start.options.logging.uvicorn_log_level)
     _allow_many_connections()

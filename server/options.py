@@ -218,8 +218,18 @@ class LoggingOptions:
 class ProcessOptions:
     """Processes"""
 
-    step_timeout: Annotated[float, "seconds after which a step counts as hung, and the engine as dead; 0: never"] = 300.0
-    compile_timeout: Annotated[float, "the same while a step waits for a program to be compiled"] = 3600.0
+    stall_timeout: Annotated[
+        float,
+        "seconds without a sign of life from the engine's process, or in one step (on a CPU six times as long), after which /ready is "
+        "503 until it goes on; 0: never",
+    ] = 10.0
+    step_timeout: Annotated[
+        float,
+        "seconds after which a step, or an engine process without a sign of life, counts as hung, and the engine as dead; 0: never",
+    ] = 300.0
+    compile_timeout: Annotated[
+        float, "the same while a step waits for a program to be compiled, or the engine falls asleep or wakes up"
+    ] = 3600.0
     retry_on_engine_death: Annotated[
         bool,
         "compute requests of a replica that has ended again on another, as far as nothing was sent to their clients "
@@ -317,6 +327,7 @@ _RANGES: dict[str, Range] = {
     "max_connections": at_least(1),
     "api_server_count": at_least(1),
     "shutdown_timeout": at_least(0),
+    "stall_timeout": at_least(0),
     "step_timeout": at_least(0),
     "compile_timeout": _ABOVE_ZERO,
     "max_request_body_bytes": at_least(1024),

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from jaxllm import clock
 from jaxllm.config import EngineConfig
 from jaxllm.engine.client import show_loading
 from jaxllm.engine.launch import socket_directory, start_child
@@ -153,6 +154,7 @@ class Supervisor:
             "log_format": self._options.logging.log_format,
             "step_timeout_seconds": self._options.processes.step_timeout,
             "compile_timeout_seconds": self._options.processes.compile_timeout,
+            "stall_timeout_seconds": self._options.processes.stall_timeout,
             "core_factory": self._core_factory,
         }
 
@@ -194,6 +196,7 @@ class Supervisor:
             self._log_level,
             self._engines.silence_seconds,
             accepts_while_loading=not any(other.serves for other in self._fronts if other is not front),
+            epoch=clock.epoch(),
         )
         fds = (front.socket.fileno(), child_report)
         front.process = start_child("server.front", msgspec.msgpack.encode(start), fds)

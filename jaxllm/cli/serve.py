@@ -88,6 +88,7 @@ def _follow(config: EngineConfig, options: ServerOptions, log_level: str | None)
             log_format=options.logging.log_format,
             step_timeout_seconds=options.processes.step_timeout,
             compile_timeout_seconds=options.processes.compile_timeout,
+            stall_timeout_seconds=options.processes.stall_timeout,
         )
     from jaxllm.engine.features import follow
 

@@ -35,7 +35,8 @@ from jaxllm.served_model import ServedModel
 
 MAX_MESSAGE_BYTES = 1 << 30
 """A longer message ends its connection. Prompt logprobs of a long prompt are the longest messages."""
-State = Literal["loading", "compiling", "running", "idle"]
+State = Literal["loading", "compiling", "running", "calling", "idle"]
+"""Of the engine's loop. running: in a step or a short call; calling: in one of LONG_CALLS, which may take minutes."""
 _ERROR_TYPES: dict[str, type[JaxLLMError]] = {
     "no_adapter": AdapterNotFoundError,
     "invalid": InvalidRequestError,
@@ -75,6 +76,7 @@ class EngineStart(_Message):
     """With more than one, the engine publishes what a balancer needs to know."""
     has_clients_elsewhere: bool = False
     """Whether fronts on another host use the engine, to whom its process id means nothing."""
+    stall_timeout_seconds: float = 10.0
 
 
 # From a front
@@ -171,16 +173,18 @@ class Load(_Message):
 
 
 class Status(_Message, tag="status"):
-    """The heartbeat, sent a few times a second. `age_seconds`: the age of the current step or loading phase."""
+    """The heartbeat, sent a few times a second. `age_seconds`: the age of the current step, call or loading phase."""
 
     state: State
     age_seconds: float
     phase: str = ""
-    """While loading: the current phase, with `done` of `total` units (None: unknown)."""
+    """While loading: the current phase, with `done` of `total` units (None: unknown). While calling: the call."""
     done: int = 0
     total: int | None = None
     unit: str = ""
     load: Load | None = None
+    is_stalled: bool = False
+    """Whether the current step or short call takes so long that the engine seems to hang."""
 
 
 class Ready(_Message, tag="ready"):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -99,8 +100,20 @@ class EngineProcesses:
         engine.process = start_engine(start, engine.environment)
         engine.starts.append(time.monotonic())
         engine.client = EngineClient(
-            engine.directory, engine.process.pid, index=self._client_index, silence_seconds=self.silence_seconds
+            engine.directory,
+            engine.process.pid,
+            index=self._client_index,
+            silence_seconds=self.silence_seconds,
+            stall_seconds=self._start.stall_timeout_seconds,
         )
+        engine.client.on_stall = partial(self._log_stall, engine.rank)
+
+    def _log_stall(self, rank: int, reason: str | None) -> None:
+        which = f"replica {rank}" if self._start.num_replicas > 1 else "the engine"
+        if reason is not None:
+            logger.warning("%s seems to hang (--stall-timeout): %s", which, reason)
+        else:
+            logger.warning("%s goes on", which)
 
     async def ended(self, engine: EngineProcess) -> EngineDeadError:
         """Wait until the engine's process ends or hangs."""

@@ -4,11 +4,11 @@ import copy
 import itertools
 import numbers
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
+from jaxllm import clock
 from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.log import info_once
@@ -156,7 +156,7 @@ class InputProcessor:
         _check_rank(data_parallel_rank, self._num_replicas)
         for name, seconds in (("queue_timeout_seconds", queue_timeout_seconds), ("timeout_seconds", timeout_seconds)):
             _check_timeout(name, seconds)
-        arrival_time = time.time() if arrival_time is None else arrival_time
+        arrival_time = clock.now() if arrival_time is None else arrival_time
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check_token_ids(token_ids)
         internal_id = f"{request_id}-{self._namespace}{next(self._numbers):x}"

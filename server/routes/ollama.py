@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxllm import clock
 from jaxllm.outputs import RequestMetrics
 from jaxllm.text.input_processor import FrontRequest
 from server.body import read_body
@@ -171,7 +172,7 @@ class _Reply:
 
     def __init__(self, work: _Chat | _Raw, context: ServerContext, shown: Callable[[ChatDelta], dict[str, Any]]):
         self._work, self._context, self._shown = work, context, shown
-        self._began = time.time()
+        self._began = clock.now()
 
     async def whole(self) -> dict[str, Any]:
         """Return the reply as one object."""
@@ -211,7 +212,7 @@ class _Reply:
     def _end(self, reason: str) -> dict[str, Any]:
         usage, metrics = self._work.usage, self._work.metrics
         first = None if metrics is None else metrics.first_token_time
-        now = time.time()
+        now = clock.now()
         return {
             "done": True,
             "done_reason": "length" if reason == "length" else "stop",

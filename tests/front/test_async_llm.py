@@ -11,6 +11,7 @@ import pytest
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, InvalidRequestError
 from jaxllm.mailbox import merged
+from jaxllm.metrics.metric import Histogram
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
@@ -51,6 +52,26 @@ def test_many_requests_stream_at_once(llm: AsyncLLM, core: FakeEngineCore) -> No
     async def main() -> None:
         texts = await asyncio.gather(*(text_of(llm, f"prompt {n}", f"r{n}") for n in range(20)))
         assert texts == ["one two three"] * 20
+
+    run(main())
+
+
+@pytest.mark.parametrize("jump_seconds", [3600, -3600])
+def test_times_are_right_though_the_machine_s_time_is_set(
+    llm: AsyncLLM, core: FakeEngineCore, jump_seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = time.time
+    core.before_step = lambda: monkeypatch.setattr(time, "time", lambda: real() + core.num_steps % 2 * jump_seconds)
+
+    async def main() -> None:
+        outputs = [output async for output in llm.generate("hi", DELTA, "r")]
+        metrics = outputs[-1].metrics
+        assert metrics is not None and metrics.first_token_time is not None and metrics.finished_time is not None
+        assert abs(metrics.arrival_time - real()) < 60
+        assert 0 <= metrics.first_token_time - metrics.arrival_time <= metrics.finished_time - metrics.arrival_time < 60
+        sums = {metric.name: metric.sum for metric in await llm.get_metrics() if isinstance(metric, Histogram)}
+        times = [value for name, value in sums.items() if name.endswith("seconds")]
+        assert len(times) > 3 and all(0 <= value < 60 for value in times)
 
     run(main())
 
