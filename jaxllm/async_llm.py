@@ -136,6 +136,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
             adapter=adapter,
             data_parallel_rank=placed.data_parallel_rank if data_parallel_rank is None else data_parallel_rank,
             session_id=session_id or placed.session_id,
+            client=placed.client,
         )
         request = await asyncio.to_thread(process, request_id, prompt, params)
         return request if search is None else replace(request, beam_search_params=search)

@@ -132,6 +132,8 @@ class EngineCoreRequest:
     """The replica that computes it; None: the balancer chooses one."""
     session_id: str | None = None
     """Requests of one session go to one replica as long as it takes them at once."""
+    client: str = ""
+    """Who sent it, as far as the scheduling policy "fair" tells clients apart."""
 
     @property
     def reads_prefix_cache(self) -> bool:

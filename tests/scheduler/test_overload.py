@@ -40,7 +40,7 @@ def test_without_a_queue_only_seats_are_given() -> None:
         scheduler.add_request(make_request("c", 4))
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "priority"])
 def test_prompt_tokens_that_wait_are_limited(policy: str) -> None:
     scheduler = make_scheduler(max_num_seqs=1, max_num_queued_tokens=100, scheduling_policy=policy)
     scheduler.add_request(make_request("large", 500))  # the only one is always taken
