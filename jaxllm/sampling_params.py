@@ -181,7 +181,7 @@ class SamplingParams:
         if self.is_greedy:
             self.temperature, self.top_p, self.top_k, self.min_p, self.top_n_sigma = 0.0, 1.0, 0, 0.0, 0.0
         elif self.temperature < MIN_TEMPERATURE:
-            warn_once(f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}, the lowest above 0")
+            warn_once(f"temperatures between 0 and {MIN_TEMPERATURE}, the lowest above 0, are raised to it")
             self.temperature = MIN_TEMPERATURE
         if not isinstance(self.output_kind, RequestOutputKind):
             raise wrong("output_kind", self.output_kind, "a RequestOutputKind")
