@@ -44,7 +44,12 @@ def body_of(endpoint: str, stream: bool) -> bytes:
 
 
 def head(endpoint: str, body: bytes) -> bytes:
-    lines = [f"POST {PATHS[endpoint]} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    lines = [
+        f"POST {PATHS[endpoint]} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 

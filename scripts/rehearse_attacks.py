@@ -21,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import scripts.attacking.groups  # noqa: F401, the attacks register themselves
-from scripts.attacking.attack import ATTACKS, Attack, Patience, Seen
+from scripts.attacking.attack import Attack, Patience, Seen
 from scripts.attacking.cost import compare_cost
+from scripts.attacking.groups import ATTACKS
 from scripts.attacking.target import Target
 from scripts.rehearsing.server import ROOT
 

@@ -14,3 +14,6 @@ from scripts.attacking import (  # noqa: F401
     programs,
     store,
 )
+from scripts.attacking.attack import ATTACKS
+
+__all__ = ["ATTACKS"]

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PLAIN: Mapping[str, Any] = {"prompt": "import ", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 """A small request that everyone may send."""
+SILENCE_SECONDS = 0.5
 STATUS = re.compile(rb"^HTTP/1\.[01] (\d{3})", re.MULTILINE)
 
 
@@ -44,7 +45,7 @@ def connect(server: HasPort, seconds: float = 30) -> socket.socket:
 def exchange(server: HasPort, data: bytes, *, seconds: float = 30, is_whole: bool = True) -> Answer:
     """Send bytes, then read until the other end closes, a whole answer is there, or the time is over.
 
-    is_whole: read one answer with the length that its headers announce; else all that comes.
+    is_whole: read one answer with the length that its headers announce; else all that comes, until there is silence after it.
     """
     began = time.monotonic()
     received = b""
@@ -52,7 +53,7 @@ def exchange(server: HasPort, data: bytes, *, seconds: float = 30, is_whole: boo
         with contextlib.suppress(OSError):  # refused in the middle, and answered nevertheless
             stream.sendall(data)
         while (left := began + seconds - time.monotonic()) > 0:
-            stream.settimeout(left)
+            stream.settimeout(min(left, SILENCE_SECONDS) if received and not is_whole else left)
             piece = stream.recv(1 << 16)
             if not piece:
                 break
