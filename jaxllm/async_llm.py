@@ -32,6 +32,7 @@ from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
 from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.text.input_processor import FrontRequest, Prompt
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.unread_streams import UnreadStreams
 
 if TYPE_CHECKING:
     from jaxllm.engine.client import EngineClient
@@ -73,6 +74,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         """Mailboxes by internal id. Only accessed where the core runs commands, like the front."""
         self._searches: dict[str, str] = {}
         """Internal id to the caller's id of each unfinished beam search. Searches aborted between two steps are removed."""
+        self.unread_streams: UnreadStreams | None = None
         self._sources: list[Callable[[], Iterable[Metric]]] = []
         core.start(_Reports(self))
         shut_down_at_exit(self)
@@ -150,7 +152,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         if request.beam_search_params is not None:
             yield await self._search(request)
             return
-        mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
+        mailbox = self._mailbox_of(request)
         self._send(lambda: self._admit(request, mailbox))
         metrics: RequestMetrics | None = None
         runs_again = False
@@ -163,13 +165,17 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
                     if not error.may_retry or metrics is not None or runs_again:
                         raise
                     runs_again = True  # not a third time: a request that ends its replica would end them all
-                    mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
+                    self._forget(mailbox)
+                    mailbox = self._mailbox_of(request)
                     anywhere = [replace(child, data_parallel_rank=None) for child in request.children]
                     self._send(partial(self._admit, replace(request, children=anywhere), mailbox))
                     continue
+                if mailbox.is_held and self.unread_streams is not None:
+                    self.unread_streams.release(mailbox)
                 finished, metrics = output.finished, output.metrics
                 yield output
         finally:
+            self._forget(mailbox)
             if not mailbox.is_done:
                 self._abandon(request.internal_id)
             if self.request_ended is not None:
@@ -413,6 +419,24 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
 
         with contextlib.suppress(EngineDeadError):  # a dead engine holds nothing any more
             self._send(command)
+
+    def hold_unread_streams(self) -> UnreadStreams:
+        """From now on, hold requests in the engine while the callers of `stream` leave their outputs unfetched for long.
+
+        For servers, whose callers wait for clients; a program that reads its streams one after the other would stop all but one.
+        """
+        self.unread_streams = UnreadStreams(self.call_core)
+        return self.unread_streams
+
+    def _mailbox_of(self, request: FrontRequest) -> Mailbox:
+        mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
+        if self.unread_streams is not None:
+            self.unread_streams.watch(mailbox, [child.request_id for child in request.children])
+        return mailbox
+
+    def _forget(self, mailbox: Mailbox) -> None:
+        if self.unread_streams is not None:
+            self.unread_streams.forget(mailbox)
 
     # Where the core runs commands
 

@@ -19,6 +19,7 @@ from jaxllm.text.input_processor import FrontRequest
 from jaxllm.text.tokenizer import Tokenizer
 from server.adapters import ServedAdapters, some_of
 from server.chat_service import ChatService
+from server.clients import Clients
 from server.errors import ApiError, shortened
 from server.http_metrics import HttpMetrics
 from server.logs import RequestLog
@@ -31,9 +32,10 @@ from server.protocol.common import SamplingFields
 class ServerContext:
     """One per application, as `app.state.context`."""
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions):
+    def __init__(self, engine: AsyncLLM, options: ServerOptions, *, operators_paths: frozenset[str] = frozenset()):
         self.engine = engine
         self.options = options
+        self.clients = Clients(options, operators_paths)
         self.model_names = options.replies.names_of(engine.config.model.model)
         self._unlisted_name = None if options.replies.served_model_name else engine.config.model.model
         """Requests may name a local model by its path too."""
@@ -54,6 +56,7 @@ class ServerContext:
         """Further defaults of ollama's API and of the web page."""
         info_once(f"sampling of the web page and ollama's API: {engine.input_processor.generation_config.describe_chats()}")
         self.http_metrics = HttpMetrics(short_name(engine.config.model.model))
+        self.http_metrics.num_rate_limited = lambda: self.clients.num_refused
         engine.add_metrics(self.http_metrics.snapshot)
         self.request_log = RequestLog(options.logging)
         self.queue_timeout_seconds = options.limits.queue_timeout or None

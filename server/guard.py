@@ -70,6 +70,7 @@ class Guard:
                 await self._refuse(as_api_error(error), scope, receive, answer)
             logger.error("%s %s failed", scope["method"], safe(scope["path"], 200), exc_info=error)
         finally:
+            self._context.clients.leave(scope)
             self._log.write(scope, answer.status, time.monotonic() - started)
 
     async def _answered(self, scope: Scope, receive: Receive, send: "_Answer") -> None:
@@ -78,6 +79,7 @@ class Guard:
             self._browsers.check(scope["method"], headers)
             path = scope["path"]
             self._check_key(scope, path, headers)
+            self._context.clients.enter(scope, _given_key(headers))
             if self._context.refusal is not None and path not in PROBES and path != METRICS:
                 raise self._context.refusal
             receive = await self._with_body(headers, receive)

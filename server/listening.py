@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxllm.errors import ConfigError
 from server.options import NetworkOptions
+from server.unread import UNSENT_BYTES
 
 BACKLOG = 2048
 _LISTEN_STATE = "0A"
@@ -77,6 +78,8 @@ def _listen_tcp(network: NetworkOptions) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6 and host == "::":
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # accepted sockets inherit it
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         listening.bind(address)
         listening.listen(BACKLOG)
     except OSError as error:

@@ -115,6 +115,15 @@ class LimitOptions:
         float, "seconds after which a request ends with 408; a request may ask for less with `timeout`; 0: no limit"
     ] = 0.0
     queue_timeout: Annotated[float, "seconds that a request may wait for its first step, then 503; 0: no limit"] = 0.0
+    max_concurrent_requests_per_key: Annotated[
+        int,
+        "most requests of one key, or without keys of one address, that are answered at the same time; one more is refused with 429; "
+        "each API server counts its own; 0: no limit",
+    ] = 0
+    unread_stream_timeout: Annotated[
+        float,
+        "seconds after which a connection is closed whose client reads nothing of an answer that waits for it; 0: never",
+    ] = 300.0
     max_n: Annotated[int, "most answers to one prompt"] = 128
     max_prompts_per_request: Annotated[int, "most prompts in one request"] = 1024
     max_sequences_per_request: Annotated[int, "most answers in one request, all prompts together"] = 4096
@@ -334,6 +343,8 @@ _RANGES: dict[str, Range] = {
     "request_body_timeout": _ABOVE_ZERO,
     "request_timeout": at_least(0),
     "queue_timeout": at_least(0),
+    "max_concurrent_requests_per_key": at_least(0),
+    "unread_stream_timeout": at_least(0),
     "max_n": at_least(1),
     "max_prompts_per_request": at_least(1),
     "max_sequences_per_request": at_least(1),

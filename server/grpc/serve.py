@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from jaxllm.errors import ConfigError, EngineError
 from jaxllm.log import logger
 from server.context import ServerContext
-from server.grpc.interceptor import Gate, IsAllowed
+from server.grpc.interceptor import Gate, IsAllowed, key_in
 from server.grpc.jaxllm_pb2_grpc import SERVICE, add_to_server
 from server.grpc.service import Inference
 from server.guard import holds_key, key_digests
@@ -100,14 +100,9 @@ def _key_check(access: AccessOptions) -> IsAllowed:
     digests = key_digests(keys)
 
     def is_allowed(authorization: str | None) -> bool:
-        return not access.api_key or holds_key(_key_in(authorization), digests)
+        return not access.api_key or holds_key(key_in(authorization), digests)
 
     return is_allowed
-
-
-def _key_in(authorization: str | None) -> bytes | None:
-    scheme, _, key = (authorization or "").partition(" ")
-    return key.encode("utf-8", "replace") if scheme.lower() == "bearer" else None
 
 
 def address_of(network: NetworkOptions, port: int) -> str:

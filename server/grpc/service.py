@@ -2,17 +2,19 @@
 
 import asyncio
 import contextlib
+import urllib.parse
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from jaxllm import __version__
+from jaxllm.placement import Placement, set_placement
 from jaxllm.sampling_params import SamplingParams
 from server.context import ServerContext
 from server.endings import failure
 from server.errors import ApiError, bad_request
 from server.grpc import jaxllm_pb2 as pb
-from server.grpc.interceptor import authorization_of
+from server.grpc.interceptor import authorization_of, key_in
 from server.grpc.messages import response_of, sampling_fields
 from server.owner import owner_of_key
 from server.prompts import check_length, check_max_tokens, check_text_length, encode_prompt, tokenizer_of
@@ -35,7 +37,9 @@ class Inference:
         if self._context.refusal is not None:
             raise self._context.refusal
         limit = self._context.options.limits.request_timeout or None
-        with self._context.running(), self._registered(request.request_id, call) as (request_id, engine_id):
+        client = self._client(call)
+        set_placement(Placement(client=client))  # in this call's own task
+        with self._context.clients.counted(client), self._context.running(), self._registered(request.request_id, call) as (request_id, engine_id):
             async with asyncio.timeout(limit):
                 adapter = await self._context.adapter_of(request.model or None)
                 params = self._params(request)
@@ -82,6 +86,11 @@ class Inference:
         return pb.GetServerInfoResponse(
             version=__version__, ready=self._engine.is_running, num_running=self._context.num_running
         )
+
+    def _client(self, call: Any) -> str:
+        kind, _, rest = call.peer().partition(":")  # ipv4:127.0.0.1:50000, ipv6:[::1]:50000 or unix:
+        host = urllib.parse.unquote(rest).rpartition(":")[0].strip("[]") if kind.startswith("ipv") else None
+        return self._context.clients.label_of(key_in(authorization_of(call.invocation_metadata())), host)
 
     def _prompt(self, request: pb.GenerateRequest) -> Any:
         """The prompt as token ids, checked to fit the context. Raises ApiError."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.log import logger
+from jaxllm.placement import placement
 from server.chat_deltas import ChatDelta
 from server.chat_service import Conversation, PreparedChat
 from server.context import ServerContext
@@ -222,6 +223,11 @@ class ResponsesService:
     async def _run_in_background(self, background: BackgroundRun) -> None:
         run = background.run
         run.response["status"] = "in_progress"
+        with self._context.clients.counted(placement().client, limited=False):  # its HTTP request was limited
+            await self._run(background)
+
+    async def _run(self, background: BackgroundRun) -> None:
+        run = background.run
         async with contextlib.aclosing(self.stream(run)) as updates:
             async for events in updates:
                 if run.request.stream:
