@@ -16,7 +16,7 @@ from server.guard import MAX_HEADER_BYTES, MAX_URL_BYTES
 from server.options import ErrorFormat, ServerOptions
 from server.unread import SendWatch
 
-_URL_HOST = re.compile(rb"[^/]*://(?:[^/?#@]*@)?([^/?#]*)")
+_URL_HOST = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#@]*@)?([^/?#]*)")
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 414: b"URI Too Long", 431: b"Headers Too Large", 503: b"Unavailable"}
 
 
@@ -116,14 +116,13 @@ class GuardedConnection(HttpToolsProtocol):
         self._is_in_headers = False
         self._stop_timer()
         if not self._asks_for_upgrade():
-            if not self.url.startswith(b"/") and b"://" in self.url:
-                self._take_host_of_url()
+            self._take_host_of_url()
             super().on_headers_complete()
 
     def _take_host_of_url(self) -> None:
         """Have the host of `GET http://host/path` replace that of the header Host, as RFC 9112 (3.2.2) demands."""
-        host = _URL_HOST.match(self.url)[1]  # type: ignore[index]
-        self.headers[:] = [(name, host if name == b"host" else value) for name, value in self.headers]
+        if (found := _URL_HOST.match(self.url)) is not None:
+            self.headers[:] = [(name, found[1] if name == b"host" else value) for name, value in self.headers]
 
     def on_message_complete(self) -> None:
         """The body is complete."""

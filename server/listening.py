@@ -32,7 +32,7 @@ def is_local(network: NetworkOptions) -> bool:
         found = socket.getaddrinfo(network.host, network.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:  # nothing can listen there
         return True
-    address = ipaddress.ip_address(found[0][4][0].partition("%")[0])
+    address = ipaddress.ip_address(str(found[0][4][0]).partition("%")[0])
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 

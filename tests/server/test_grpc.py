@@ -366,3 +366,35 @@ def test_a_server_that_stops_lets_calls_end_and_takes_no_more(served_directory: 
 
         asyncio.run(asyncio.wait_for(run(), 120))
         assert server.end() == 0
+
+
+@pytest.mark.parametrize("is_page", [True, False])
+def test_what_a_page_can_send_reaches_no_method(wire: Wire, core: FakeEngineCore, is_page: bool) -> None:
+    fields = {":method": "POST", ":scheme": "http", ":path": "/jaxllm.v1.Inference/Generate", ":authority": "localhost"}
+    fields |= {"content-type": "text/plain", "authorization": "Bearer k"}
+    fields |= {} if is_page else {"te": "trailers"}  # which scripts cannot set
+    message = pb.GenerateRequest(text="hi").SerializeToString()
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+
+    def literal(text: str) -> bytes:
+        return bytes((len(text),)) + text.encode()
+
+    async def call() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", wire.server.port)
+        head = b"".join(b"\0" + literal(name) + literal(value) for name, value in fields.items())
+        body = b"\0" + len(message).to_bytes(4, "big") + message
+        frames = [frame(4, 0, 0), frame(1, 4, 1, head), frame(0, 1, 1, body)]  # SETTINGS, HEADERS, DATA
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"".join(frames))
+        kinds = b""
+        while not set(kinds) & {0, 3, 7}:  # DATA, RST_STREAM, GOAWAY
+            size, kind = int.from_bytes((found := await reader.readexactly(9))[:3], "big"), found[3]
+            await reader.readexactly(size)
+            kinds += bytes((kind,))
+        writer.close()
+        return kinds
+
+    before = len(core.requests)
+    assert (0 in wire.run(call())) != is_page
+    assert len(core.requests) - before == (0 if is_page else 1)

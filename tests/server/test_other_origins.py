@@ -1,5 +1,6 @@
 """Pages of other origins in headless Chromium, against the server as it runs by default: on 127.0.0.1, without a key."""
 
+import contextlib
 import functools
 import http.server
 import json
@@ -7,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("selenium", reason="needs selenium: pip install 'jaxllm[browser]'")
@@ -70,6 +72,15 @@ Promise.all([fetch(url + 'v1/models'), fetch(url + 'v1/completions', asked)])
 """
 
 
+@contextlib.contextmanager
+def running(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
+    """The port of a site."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        yield site.server_port
+        site.shutdown()
+
+
 @pytest.fixture(scope="module")
 def page() -> Iterator[int]:
     """The port of another site, which has one empty page."""
@@ -84,10 +95,8 @@ def page() -> Iterator[int]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as site:
-        threading.Thread(target=site.serve_forever, daemon=True).start()
-        yield site.server_port
-        site.shutdown()
+    with running(Page) as port:
+        yield port
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +159,45 @@ def test_pages_that_are_allowed_work(engine: AsyncLLM, browser: Browser, page: i
         browser.driver.get(origin + "/")
         models, answer = browser.driver.execute_async_script(ASK, f"http://{REBOUND}:{server.port}/")
         assert models["data"][0]["id"] and answer["choices"][0]["text"] and touched == ["add_request"]
+
+
+@contextlib.contextmanager
+def proxy(upstream: int, *, keeps_host: bool) -> Iterator[int]:
+    """The port of a reverse proxy of the server at a port; with its upstream's address as Host unless it keeps the client's."""
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            headers = {name: value for name, value in self.headers.items() if keeps_host or name != "Host"}
+            reply = httpx.request(self.command, f"http://127.0.0.1:{upstream}{self.path}", headers=headers, content=body)
+            self.send_response(reply.status_code)
+            for name in ("content-type", "content-security-policy"):
+                self.send_header(name, reply.headers.get(name, ""))
+            self.end_headers()
+            self.wfile.write(reply.content)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with running(Proxy) as port:
+        yield port
+
+
+@pytest.mark.parametrize(
+    ("name", "keeps_host", "options"),
+    [
+        ("localhost", False, {}),  # the browser trusts the name as it does HTTPS, and says that the page is the server's own
+        (FOREIGN, True, {"allowed_hosts": [FOREIGN]}),
+        (FOREIGN, True, {"host": "0.0.0.0"}),
+    ],
+)
+def test_the_page_works_behind_a_proxy(
+    engine: AsyncLLM, browser: Browser, name: str, keeps_host: bool, options: dict[str, Any]
+) -> None:
+    with LiveServer.start(engine, **options) as server, proxy(server.port, keeps_host=keeps_host) as port:
+        browser.driver.get(f"http://{name}:{port}/")
+        browser.wait(lambda: browser.text("#model") != "", "the page does not reach the server")
+        models, answer = browser.driver.execute_async_script(ASK, "/")
+        assert models["data"][0]["id"] and answer["choices"][0]["text"]
