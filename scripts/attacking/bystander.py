@@ -22,11 +22,14 @@ class Bystander:
         self._stop = threading.Event()
         self._asked_at: float | None = None
         self.waits: list[float] = []
+        self.usual = 0.0
+        """Their wait in seconds before the attack began."""
         self.errors: Counter[str] = Counter()
 
     def __enter__(self) -> "Bystander":
         for _ in range(_FIRST):
             self._ask()
+        self.usual = sorted(self.waits)[_FIRST // 2]
         self.waits.clear()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -45,7 +48,7 @@ class Bystander:
 
     def judge(self, seen: Seen, limit_seconds: float = 3.0) -> None:
         """Nobody waits longer than this for four tokens, and nothing fails."""
-        seen.seconds("others wait", self.worst, limit_seconds)
+        seen.seconds(f"others wait (before {self.usual:.1f} s)", self.worst, limit_seconds)
         seen.none_of("their errors", list(self.errors.elements()), len(self.waits) + self.errors.total())
 
     def _run(self) -> None:

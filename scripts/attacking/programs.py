@@ -3,7 +3,7 @@
 from scripts.attacking.attack import Check, Seen, attack
 from scripts.attacking.target import Target, directory
 
-_LOADS = 5000
+_LOADS = 20_000
 _SCRIPT = """
 import logging, os, pickle, subprocess, sys
 from pathlib import Path
