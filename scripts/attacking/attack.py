@@ -54,6 +54,10 @@ class Seen:
         """A value, and what it must be."""
         self.checks.append(Check(what, str(found), str(wanted), found == wanted))
 
+    def that(self, what: str, seen: str, bar: str, held: bool) -> None:
+        """Anything else."""
+        self.checks.append(Check(what, seen, bar, held))
+
     def status(self, what: str, found: int, low: int, high: int) -> None:
         """An HTTP status (0: no answer), and the range it must be in."""
         self.checks.append(Check(what, str(found or "no answer"), f"{low}–{high}", low <= found <= high))

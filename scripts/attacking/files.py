@@ -1,17 +1,19 @@
 """Files that nobody vouches for: adapters that are loaded while others are served, and models that a command looks at."""
 
 import json
+import os
 import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from scripts.attacking import wire
 from scripts.attacking.attack import Seen, attack
 from scripts.attacking.bystander import Bystander
+from scripts.attacking.probes import Probes
 from scripts.attacking.target import Attacked, PeakMemory, Target, directory
 from scripts.attacking.unread import Stream
 
@@ -73,11 +75,11 @@ def _shape_bomb(target: Target, seen: Seen, size: str) -> None:
         shape = b"[" + b",".join([b"9223372036854775807"] * _DIMENSIONS[size]) + b"]"
         header = b'{"x":{"dtype":"F32","shape":' + shape + b',"data_offsets":[0,0]}}'
         write_adapter(folder / "wide", "safetensors", safetensors(header))
-        with Bystander(server) as other, ProbesDuring(server) as probes:
+        with Bystander(server) as other, Probes(server) as probes:
             answer = load(server, folder / "wide")
         seen.status("the load", answer.status, 400, 499)
         other.judge(seen)
-        seen.equal("/ready says 200 while others wait 10 s", other.worst > 10 and not probes.found_fault, False)
+        seen.equal("/ready says 200 while others wait 10 s", other.worst > 10 and not probes.is_not_ready, False)
 
 
 @attack(2, "high", "a safetensors header with a shape of 50,000 dimensions (1 MB)")
@@ -115,24 +117,57 @@ def _memory_bomb(target: Target, seen: Seen, parts: list[tuple[bytes, int]]) -> 
     other.judge(seen)
 
 
-class ProbesDuring:
-    """What `/ready` and `/health` say during the `with` block."""
+def _odd_adapters(folder: Path) -> Iterator[Path]:
+    """Adapters of which a file is no file, endless, sparse, or has a pattern that takes for ever to match."""
+    for number, weights in enumerate(("safetensors", "bin")):
+        path = write_adapter(folder / f"pipe-{weights}", weights) / f"adapter_model.{weights}"
+        path.unlink()
+        os.mkfifo(path)
+        yield path.parent
+        path = write_adapter(folder / f"zeros-{weights}", weights) / f"adapter_model.{weights}"
+        path.unlink()
+        path.symlink_to("/dev/zero")
+        yield path.parent
+        path = (
+            write_adapter(folder / f"sparse-{weights}", weights, safetensors(b"{}") if number == 0 else b"")
+            / f"adapter_model.{weights}"
+        )
+        os.truncate(path, 1 << 40)
+        yield path.parent
+    for name in ("pipe", "zeros", "sparse"):
+        path = write_adapter(folder / f"{name}-config", "bin") / "adapter_config.json"
+        path.unlink()
+        os.mkfifo(path) if name == "pipe" else path.symlink_to("/dev/zero") if name == "zeros" else path.write_bytes(b"")
+        if name == "sparse":
+            os.truncate(path, 1 << 34)
+        yield path.parent
+    for name, pattern in (
+        ("nested", "(.*)*" * 20 + "(([a-z.]+)+)+!"),
+        ("counted", "((a{1,999}){1,999}){1,999}"),
+        ("long", "a" * 10_000_000),
+    ):
+        path = write_adapter(folder / name, "safetensors", safetensors(b"{}")) / "adapter_config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({**config, "target_modules": pattern, "rank_pattern": {pattern: 4}}))
+        yield path.parent
 
-    def __init__(self, server: Attacked):
-        from scripts.attacking.health import Probes
 
-        self._probes = Probes(server)
-
-    def __enter__(self) -> "ProbesDuring":
-        self._probes.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._probes.stop()
-
-    @property
-    def found_fault(self) -> bool:
-        return self._probes.is_not_ready
+@attack(2, "high", "adapters of pipes, endless and sparse files, and patterns that take for ever")
+def odd_adapters(target: Target, seen: Seen) -> None:
+    server = target.server(*ADAPTERS)
+    [engine] = server.pids("engine.process")
+    wrong, slow, count = [], [], 0
+    with directory() as folder, Bystander(server) as other, PeakMemory(engine) as memory:
+        for count, path in enumerate(_odd_adapters(folder), 1):
+            answer = load(server, path, 15)
+            if not 400 <= answer.status < 500:
+                wrong.append(f"{path.name}: {answer.status}")
+            if answer.seconds > 10:
+                slow.append(path.name)
+    seen.none_of("not refused with 4xx", wrong, count)
+    seen.none_of("slower than 10 s", slow, count)
+    seen.mebibytes("the engine and its children grow by", memory.grown_bytes, 256 * MIB)
+    other.judge(seen)
 
 
 # Files that commands read
@@ -182,13 +217,8 @@ def _judge_commands(target: Target, seen: Seen, model: Path, limit_seconds: floa
         ended = target.command(*words, timeout_seconds=2.5 * limit_seconds, memory_bytes=8 << 30, is_first=True)
         seen.seconds(words[0], ended.seconds, limit_seconds)
         seen.equal("ends with an error of a line", ended.code in (1, 2) and "Traceback" not in ended.output, True)
-        seen.checks.append(_last_line(ended.last_line))
-
-
-def _last_line(line: str) -> Any:
-    from scripts.attacking.attack import Check
-
-    return Check("last line", json.dumps(line, ensure_ascii=False), "an error", "error" in line.lower())
+        told = ended.last_line
+        seen.that("last line", json.dumps(told, ensure_ascii=False), "an error", "error" in told.lower())
 
 
 @attack(12, "low", "num_hidden_layers of 100 million")

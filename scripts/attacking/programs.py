@@ -1,6 +1,6 @@
 """Stored programs under a directory that another user may write."""
 
-from scripts.attacking.attack import Check, Seen, attack
+from scripts.attacking.attack import Seen, attack
 from scripts.attacking.target import Target, directory
 
 _LOADS = 20_000
@@ -69,7 +69,7 @@ def _judge(target: Target, seen: Seen, kind: str, loads: int) -> None:
     last = (output.strip().splitlines() or [""])[-1]
     found = int(last.removeprefix("ran ")) if last.startswith("ran ") else None
     told = f"{found} of {loads}" if found is not None else last[:160]
-    seen.checks.append(Check("code of another user ran", told, "0", found == 0))
+    seen.that("code of another user ran", told, "0", found == 0)
 
 
 @attack(5, "medium", "the directory of stored programs is swapped while they are loaded")
