@@ -156,16 +156,11 @@ def _odd_adapters(folder: Path) -> Iterator[Path]:
 def odd_adapters(target: Target, seen: Seen) -> None:
     server = target.server(*ADAPTERS)
     [engine] = server.pids("engine.process")
-    wrong, slow, count = [], [], 0
     with directory() as folder, Bystander(server) as other, PeakMemory(engine) as memory:
-        for count, path in enumerate(_odd_adapters(folder), 1):
-            answer = load(server, path, 15)
-            if not 400 <= answer.status < 500:
-                wrong.append(f"{path.name}: {answer.status}")
-            if answer.seconds > 10:
-                slow.append(path.name)
-    seen.none_of("not refused with 4xx", wrong, count)
-    seen.none_of("slower than 10 s", slow, count)
+        answers = {path.name: load(server, path, 15) for path in _odd_adapters(folder)}
+    wrong = [f"{name}: {answer.status or 'no answer'}" for name, answer in answers.items() if not 400 <= answer.status < 500]
+    seen.none_of("not refused with 4xx", wrong, len(answers))
+    seen.none_of("slower than 10 s", [name for name, answer in answers.items() if answer.seconds > 10], len(answers))
     seen.mebibytes("the engine and its children grow by", memory.grown_bytes, 256 * MIB)
     other.judge(seen)
 
