@@ -17,12 +17,13 @@ from server.options import ServerOptions
 MAX_LOGGED = 64
 """Most refusals in the log: one for each host and each origin. Pages choose both."""
 _MAX_SHOWN = 100
+_MAX_HOST_BYTES = 300
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+?)\.?(?::([0-9]{0,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class BrowserAccess:
-    """The hosts and origins that a server answers to. One for each process; `check` costs a microsecond."""
+    """The hosts and origins that a server answers to. Reads headers alone; `check` raises for a request that is not let in."""
 
     def __init__(self, options: ServerOptions):
         access = options.access
@@ -33,14 +34,14 @@ class BrowserAccess:
         self._parents = (".localhost", *(name[1:] for name in hosts if name.startswith("*.")))
         self._origins = frozenset(origin.encode() for origin in access.allowed_origins or ())
         self._takes_any_origin = has_key or b"*" in self._origins
-        self._answers_to = functools.lru_cache(maxsize=256)(self._is_known_host)
+        self._knows_host = functools.lru_cache(maxsize=256)(self._is_known_host)
         self._advice = "" if has_key or hosts else ", or with --api-key to answer to any"
         self._logged: set[str] = set()
 
     def check(self, method: str, headers: Mapping[bytes, bytes]) -> None:
         """Raise ApiError for a Host that is not this server's, and for requests of pages that are not allowed."""
         host = headers.get(b"host")
-        if not self._takes_any_host and host is not None and not self._answers_to(host):
+        if not self._takes_any_host and host is not None and not (len(host) <= _MAX_HOST_BYTES and self._knows_host(host)):
             raise self._unknown_host(host.decode("latin-1"))
         if self._takes_any_origin:
             return
@@ -74,7 +75,7 @@ class BrowserAccess:
         )
 
     def _foreign(self, origin: str | None) -> ApiError:
-        if origin is None:
+        if not origin:
             sentence = "pages of other sites may not use this server; if yours is to, start it with --allowed-origins ORIGIN"
         else:
             shown = shortened(origin, _MAX_SHOWN)
@@ -97,7 +98,6 @@ def _is_visit(method: str, headers: Mapping[bytes, bytes]) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=256)
 def _is_same(origin: bytes, host: bytes) -> bool:
     """Whether an origin has the name and port of a Host. A proxy may have ended TLS, so that the scheme does not count."""
     scheme, _, authority = origin.partition(b"://")

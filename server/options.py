@@ -325,7 +325,7 @@ def _flattened(values: list[str]) -> list[str]:
 
 
 _NEED_CERTIFICATE = ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
-_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/A-Z\s]+")
+_ORIGIN = re.compile(r"\*|null|file://|[a-z][a-z0-9+.-]*://[^/A-Z\s]+")
 _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 _ABOVE_ZERO: Range = (lambda value: value > 0), "above 0"
 _RANGES: dict[str, Range] = {

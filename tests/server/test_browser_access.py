@@ -47,7 +47,7 @@ def ask(engine: AsyncLLM, core: FakeEngineCore) -> Iterator[Any]:
         (LOCAL, "localhost localhost:1 LOCALHOST:8000 localhost. llm.localhost 127.0.0.1:8000 127.0.0.2 192.168.1.5:80", 200),
         (LOCAL, "[::1] [::1]:8000 [FE80::1]:8000 [::ffff:127.0.0.1] localhost: 0.0.0.0:8000 127.0.0.1.", 200),
         (LOCAL, "attacker.example attacker.example:8000 127.0.0.1.attacker.example localhost.attacker.example box", 403),
-        (LOCAL, "notlocalhost xn--mller-kva.example 2130706433 0x7f.1 0177.0.0.1 127.1 127.0.0.01 1.2.3.4.5", 403),
+        (LOCAL, f"notlocalhost {'x' * 999} xn--mller-kva.example 2130706433 0x7f.1 0177.0.0.1 127.1 127.0.0.01 1.2.3.4.5", 403),
         (LOCAL, "[127.0.0.1] [::1 ::1 [::1]x localhost:8000:1 localhost:x localhost.. . : localhost:123456", 403),
         (LOCAL, "a/b a@b a,b [fe80::1%25eth0]", 400),
         ({"host": "127.9.9.9"}, "attacker.example", 403),
