@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from jaxllm import clock
+from jaxllm import address_space, clock
 from jaxllm.config import EngineConfig
 from jaxllm.engine.client import show_loading
 from jaxllm.engine.launch import socket_directory, start_child
@@ -112,6 +112,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Serve until a signal or a failure. Returns the exit code; raises ConfigError or EngineDeadError for a failed start."""
+        address_space.check()
         check_tls(self._options.network)
         check_grpc(self._options.network)
         drain_seconds = self._options.network.shutdown_timeout
@@ -217,7 +218,8 @@ class Supervisor:
         if self._stopping.is_set():
             return
         if not front.is_ready:
-            self._fail(front.told.strip() or f"a front process could not start (exit code {code}); the log may say why")
+            unsaid = f"a front process could not start (exit code {code}); the log may say why{address_space.describe_limit()}"
+            self._fail(front.told.strip() or unsaid)
             return
         recent = [start for start in front.starts if start > time.monotonic() - RESTART_WINDOW_SECONDS]
         if len(recent) > MAX_RESTARTS:

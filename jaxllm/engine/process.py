@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from jaxllm import log
+from jaxllm import address_space, log
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import SteppedCore
 from jaxllm.engine import messages
@@ -360,7 +360,8 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
         last_words, code = Dead(str(error)), EXIT_FAILED
     except Exception as error:
         logger.exception("the engine failed")
-        last_words, code = Dead(f"the engine failed: {type(error).__name__}; its log has more"), EXIT_FAILED
+        why = address_space.describe_limit() if address_space.is_full(error) else ""
+        last_words, code = Dead(f"the engine failed: {type(error).__name__}{why}; its log has more"), EXIT_FAILED
     if code or outbox.clients:
         _say_to_all(last_words, listener, outbox, all_hellos=core is None)
     listener.stop()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from jaxllm import address_space
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.launch import start_engine
 from jaxllm.engine.messages import EngineStart
@@ -51,9 +52,11 @@ class EngineProcess:
         return True
 
     def describe_end(self) -> str:
-        """The signal that ended the process, if it was one."""
+        """The signal that ended the process, if it was one, and the limit that may have been the cause."""
         code = self.process.poll() if self.process is not None else None
-        return f" (signal {-code}: {signal.strsignal(-code)})" if code is not None and code < 0 else ""
+        if code is None or code >= 0:
+            return ""
+        return f" (signal {-code}: {signal.strsignal(-code)}){address_space.describe_limit()}"
 
 
 class EngineProcesses:

@@ -392,7 +392,7 @@ def test_a_fatal_step_is_told_and_ends_the_process(model_directory: Path) -> Non
 def test_an_engine_process_that_stands_still_is_found(model_directory: Path) -> None:
     async def main() -> None:
         with served(model_directory) as engine:
-            client = engine.client(silence_seconds=3.0, stall_seconds=0.75)
+            client = engine.client(silence_seconds=2.0, stall_seconds=0.75)
             told: list[str | None] = []
             client.on_stall = told.append
             llm = await AsyncLLM.connect(client)
