@@ -36,6 +36,7 @@ def _judge(target: Target, seen: Seen, path: str, body: bytes) -> None:
     before = cpu_of(fronts)
     with Bystander(server) as other:
         _together(lambda: answers.append(wire.exchange(server, data, seconds=90)), _AT_ONCE)
+        _until_quiet(fronts)
     used = cpu_of(fronts) - before
     statuses = sorted({answer.status for answer in answers})
     seen.equal("answered", bool(statuses) and set(statuses) <= {200, 400, 413, 422, 429}, True)
