@@ -61,11 +61,6 @@ def spaces(target: Target, seen: Seen) -> None:
     _judge(target, seen, wire.COMPLETIONS, _completion(prompt=" " * 31_000_000))
 
 
-@attack(9, "low to medium", "31 MB of spaces as a prompt of which ten tokens are kept")
-def truncated_spaces(target: Target, seen: Seen) -> None:
-    _judge(target, seen, wire.COMPLETIONS, _completion(prompt=" " * 31_000_000, truncate_prompt_tokens=10))
-
-
 @attack(9, "low to medium", "30,000 items of a response")
 def many_items(target: Target, seen: Seen) -> None:
     _judge(target, seen, "/v1/responses", json.dumps({"input": [_USER] * 30_000, "max_output_tokens": 16}).encode())
@@ -105,6 +100,11 @@ def many_properties(target: Target, seen: Seen) -> None:
 @attack(9, "low to medium", "a JSON body nested a million deep")
 def deep_body(target: Target, seen: Seen) -> None:
     _judge(target, seen, wire.COMPLETIONS, b'{"prompt": ' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}")
+
+
+@attack(9, "low to medium", "31 MB of spaces as a prompt of which ten tokens are kept")
+def truncated_spaces(target: Target, seen: Seen) -> None:
+    _judge(target, seen, wire.COMPLETIONS, _completion(prompt=" " * 31_000_000, truncate_prompt_tokens=10))
 
 
 def _leaving(target: Target, seen: Seen, path: str, body: bytes, count: int = 2) -> None:
