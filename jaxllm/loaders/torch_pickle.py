@@ -20,6 +20,7 @@ MAX_MEMO = 500_000
 MAX_STACK = 200_000
 """Values at a time: torch.save writes 1000 members of a dictionary at once."""
 _MAX_INTEGER_BYTES = 8
+_MAX_ARGUMENTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any
     if not isinstance(storage, Storage) or type(offset) is not int:
         raise ValueError("a tensor has no storage or no offset")
     for sizes in (shape, strides):
-        if type(sizes) is not tuple or len(sizes) > MAX_DIMS or not all(type(size) is int for size in sizes):
-            raise ValueError(f"a tensor's shape or strides are not at most {MAX_DIMS} whole numbers")
+        if type(sizes) is not tuple or not all(type(size) is int for size in sizes):
+            raise ValueError("a tensor's shape or strides are no tuple of whole numbers")
     if len(shape) != len(strides):
         raise ValueError(f"a tensor has {len(shape)} dimensions and {len(strides)} strides")
     return Tensor(storage, offset, shape, strides)
@@ -149,6 +150,8 @@ class _Machine:
 
     def _since_mark(self) -> list[Any]:
         start = self._marks.pop()
+        if not 0 <= start <= len(self._stack):
+            raise IndexError
         values = self._stack[start:]
         del self._stack[start:]
         return values
@@ -192,13 +195,16 @@ class _Machine:
         self._stack.append(self._take(length).decode())
 
     def tuple(self, size: int) -> None:
-        values = tuple(self._stack[-size:])
-        if len(values) < size:
-            raise IndexError
-        self._stack[-size:] = [values]
+        self._marks.append(len(self._stack) - size)
+        self.marked_tuple()
 
     def marked_tuple(self) -> None:
-        self._stack.append(tuple(self._since_mark()))
+        """Of arguments, which may be shapes. To free tuples that nest without end, or look at them for garbage, keeps all threads."""
+        values = tuple(self._since_mark())
+        inner = [value for value in values if type(value) is tuple]
+        if len(values) > (_MAX_ARGUMENTS if inner else MAX_DIMS) or any(tuple in map(type, value) for value in inner):
+            raise ValueError(f"its pickle has a tuple of more than {MAX_DIMS} values, or tuples in tuples in tuples")
+        self._stack.append(values)
 
     def put(self, size: int) -> None:
         self._keep(self._unsigned(size))

@@ -192,7 +192,10 @@ def archive(file, pickled, compression=zipfile.ZIP_STORED, **members):
 STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000NNtQ"
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 HOSTILE = {
-    "a key of nested tuples": (b"})" + b"\x85" * 100_000 + b"K\x01s.", "a key of type tuple, must be a string"),
+    "a key of nested tuples": (b"})" + b"\x85" * 100_000 + b"K\x01s.", "or tuples in tuples in tuples"),
+    "a key of a tuple": (b"})K\x01s.", "a key of type tuple, must be a string"),
+    "a long tuple": (b"(" + b"N" * 65 + b"t.", "a tuple of more than 64 values"),
+    "a tuple of too few values": (b"N\x87.", "broken"),
     "an index of the memo": (b"}r\xff\xff\xff\x7f.", ""),
     "a large memo": (b"".join(b"Nr" + struct.pack("<I", i << 8) for i in range(500_001)), "values"),
     "a long string": (b"}X" + struct.pack("<I", 2**20) + b"a" * 2**20 + b"K\x01s.", "text of 1048576 bytes, at most 512"),
@@ -208,7 +211,8 @@ HOSTILE = {
     "a call of a tensor's function": (REBUILD + b")R.", "broken"),
     "attributes of a function": (REBUILD + b"}b.", "broken"),
     "a storage in place of a tensor": (b"}X\x01\x00\x00\x00a" + STORAGE + b"s.", "'a' of type Storage, must hold tensors"),
-    "many dimensions": (REBUILD + b"(" + STORAGE + b"K\x00(" + b"K\x01" * 65 + b"t)tR.", "not at most 64 whole numbers"),
+    "many dimensions": (REBUILD + b"(" + STORAGE + b"K\x00(" + b"K\x01" * 65 + b"t)tR.", "a tuple of more than 64 values"),
+    "dimensions that are texts": (REBUILD + b"(" + STORAGE + b"K\x00X\x00\x00\x00\x00\x85)tR.", "no tuple of whole numbers"),
     "dimensions without strides": (REBUILD + b"(" + STORAGE + b"K\x00K\x01\x85)tR.", "1 dimensions and 0 strides"),
     "no storage": (b"}X\x01\x00\x00\x00a" + REBUILD + b"(" + STORAGE + b"K\x00))tRs.", "it lacks a/data/0, the values of a"),
     "a dictionary within itself": (b"}q\x00X\x01\x00\x00\x00ah\x00s.", "'a' of type dict, must hold tensors"),
