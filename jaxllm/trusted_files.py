@@ -53,7 +53,7 @@ def open_directory(path: Path, *, make: bool = False) -> Iterator[Opened]:
             where = Path("/", *names, name)
             status = _status(name, here, make)
             if stat.S_ISLNK(status.st_mode):
-                _check_owner(where, status)
+                check_owner(where, status)
                 if (num_links := num_links + 1) > _MAX_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
                 target = os.readlink(name, dir_fd=here)
@@ -66,7 +66,7 @@ def open_directory(path: Path, *, make: bool = False) -> Iterator[Opened]:
             opened.append(os.open(name, _DIRECTORY, dir_fd=here))
             names.append(name)
             status = os.fstat(opened[-1])
-            _check_owner(where, status)
+            check_owner(where, status)
             _check_mode(where, status, may_be_sticky=bool(ahead))
         yield Opened(opened[-1], Path("/", *names))
     finally:
@@ -90,16 +90,20 @@ def read(path: Path, *, max_bytes: int | None = None) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{path} is no regular file")
-        check(path, status)
+        check_owner(path, status)
+        _check_mode(path, status)
         if max_bytes is not None and status.st_size > max_bytes:
             raise ConfigError(f"{path} has {status.st_size} bytes, at most {max_bytes} are read")
         return file.read(status.st_size)
 
 
-def check(path: Path, status: os.stat_result) -> None:
-    """Raise ConfigError if another user could have written what has this status."""
-    _check_owner(path, status)
-    _check_mode(path, status)
+def check_owner(path: Path, status: os.stat_result) -> None:
+    """Raise ConfigError if what has this status belongs to another user."""
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{path} belongs to user {status.st_uid}, this process runs as {os.geteuid()}: programs are code, and only one's own "
+            f"or root's are run, from directories that are one's own or root's: chown {os.geteuid()} {path}, or use another directory"
+        )
 
 
 def _parts(path: str) -> list[str]:
@@ -116,14 +120,6 @@ def _status(name: str, directory: int, make: bool) -> os.stat_result:
     with contextlib.suppress(FileExistsError):  # another process makes it too
         os.mkdir(name, 0o700, dir_fd=directory)
     return os.stat(name, dir_fd=directory, follow_symlinks=False)
-
-
-def _check_owner(path: Path, status: os.stat_result) -> None:
-    if status.st_uid not in (0, os.geteuid()):
-        raise ConfigError(
-            f"{path} belongs to user {status.st_uid}, this process runs as {os.geteuid()}: programs are code, and only one's own "
-            f"or root's are run, from directories that are one's own or root's: chown {os.geteuid()} it, or use another directory"
-        )
 
 
 def _check_mode(path: Path, status: os.stat_result, *, may_be_sticky: bool = False) -> None:

@@ -7,7 +7,7 @@ MessageError.
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 import msgspec
 import numpy as np
@@ -47,6 +47,7 @@ _ERROR_TYPES: dict[str, type[JaxLLMError]] = {
 }
 _ARRAY_DTYPES = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
 _MAX_ARRAY_DIMENSIONS = 8
+ProcessId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class MessageError(JaxLLMError):
@@ -86,7 +87,7 @@ class Hello(_Message, tag="hello"):
     """A front listens at the socket of its name. Repeated until answered."""
 
     client: str
-    pid: int
+    pid: ProcessId
 
 
 class Add(_Message, tag="add"):
@@ -198,7 +199,7 @@ class Ready(_Message, tag="ready"):
     """Durations of the parts of the start, in seconds."""
     kernels: dict[str, OpReport] = {}
     """The implementation of each op and the result of its check."""
-    pid: int = 0
+    pid: ProcessId = 0
     """Of the engine process; 0 if fronts are on another host."""
 
 

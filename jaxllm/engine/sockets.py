@@ -55,7 +55,7 @@ FROZEN_SECONDS = 5.0
 """A gap between two beats that shows that this process did not run, for example because it was stopped."""
 EXIT_FAILED = 1
 EXIT_HUNG = 70
-_CLIENT_NAME = re.compile(r"[a-z]+-[0-9]+-[0-9a-f]{16}")
+_CLIENT_NAME = re.compile(r"[a-z]{1,12}-[0-9]{1,6}-[0-9a-f]{16}")
 
 
 def socket_address(directory: str | Path, name: str) -> str:
@@ -154,9 +154,13 @@ class Outbox:
         return list(self._sockets)
 
     def connect(self, client: str) -> None:
-        """Open a socket to a front. Messages wait until it listens."""
+        """Open a socket to a front. Messages wait until it listens. Without more sockets, the front is told nothing."""
         if client not in self._sockets:
-            socket = self._context.socket(zmq.PUSH)
+            try:
+                socket = self._context.socket(zmq.PUSH)
+            except zmq.ZMQError as error:
+                logger.error("no socket can be opened to another front: %s", error)
+                return
             socket.sndhwm = MAX_QUEUED_MESSAGES
             socket.linger = 1000
             socket.connect(socket_address(self._directory, client))
@@ -279,16 +283,14 @@ class Listener:
             descriptors = [descriptor for descriptor, client in self._processes.items() if client == message.client]
             self._forget(message.client, next(iter(descriptors), None))
             return
-        if isinstance(message, Hello):
+        if isinstance(message, Hello) and not is_client_name(message.client):
+            logger.warning("a front with an impossible name was refused")
+            return
+        if isinstance(message, Hello) and message.client not in self._outbox.clients:
             self._greet(message)
         self.commands.put(message)
 
     def _greet(self, hello: Hello) -> None:
-        if hello.client in self._outbox.clients:
-            return
-        if not is_client_name(hello.client):
-            logger.warning("a front with an impossible name was refused")
-            return
         self._outbox.connect(hello.client)
         if hasattr(os, "pidfd_open"):
             try:

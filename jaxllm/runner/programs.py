@@ -1,6 +1,7 @@
 """Loads or compiles the step's programs: those needed at once in several threads, the others in the background."""
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -293,9 +294,11 @@ def use_persistent_cache(directory: Path) -> None:
     try:
         with trusted_files.open_directory(directory, make=True) as opened:
             directory = opened.path  # without links, which JAX would follow again
+            if os.fstat(opened.descriptor).st_uid == os.geteuid():
+                directory.chmod(0o700)  # XLA's files have the modes that the umask leaves
         for file in directory.iterdir():
             with contextlib.suppress(FileNotFoundError):  # another process may remove it
-                trusted_files.check(file, file.lstat())
+                trusted_files.check_owner(file, file.lstat())
         keep_recent(directory, max_bytes)
     except (OSError, ConfigError) as error:
         tell_not_kept(str(error))

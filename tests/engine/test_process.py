@@ -3,6 +3,7 @@ import os
 import queue
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from jaxllm.engine.client import EngineClient
 from jaxllm.engine.process import EngineLoop
 from jaxllm.engine.sockets import ENGINE_SOCKET, EXIT_HUNG, Pulse, Stop, socket_address
 from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, EngineStalledError, InvalidRequestError
-from jaxllm.metrics.metric import Counter
+from jaxllm.metrics.metric import Counter, Gauge, Histogram
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest
@@ -268,6 +269,17 @@ def damaged(whole: bytes, source: random.Random) -> list[bytes]:
     return frames + [source.randbytes(source.randrange(200)) for _ in range(300)]
 
 
+def strange_messages() -> Iterator[Any]:
+    """What no front sends, though each is a message."""
+    name = "front-0-0123456789abcdef"
+    for client in (name, "../" + name, "", "a" * 200 + "-0-0123456789abcdef", "front-" + "1" * 300 + "-0123456789abcdef"):
+        for pid in (-1, 0, 1 << 31, 1 << 40, 1 << 63, os.getpid()):
+            yield messages.Hello(client, pid)
+        yield from (messages.Abort(client, ["x", ""]), messages.NoMore(client), messages.Bye(client), messages.Bye(client))
+        for metric in (Counter("m", {}, "", -1.0), Gauge("m", {}, "", float("nan")), Histogram("m", {}, "", -1, 0.0, {"a": 1})):
+            yield messages.Call(client, -1, messages.ShareMetrics([metric, metric], fresh=True, asked=1 << 62))
+
+
 def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> None:
     source = random.Random(0)
     request = EngineCoreRequest(request_id="x", prompt_token_ids=[1, 2, 3], sampling_params=DELTA)
@@ -287,7 +299,13 @@ def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> Non
         with zmq.Context() as context, context.socket(zmq.PUSH) as to_engine, context.socket(zmq.PUSH) as to_client:
             to_engine.connect(socket_address(shared.directory, ENGINE_SOCKET))
             await asyncio.to_thread(send, to_engine, messages.Add("nobody", request))
+            for message in strange_messages():
+                to_engine.send(messages.encode(message))
             async with shared.front() as llm:
+                for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b""):  # no socket of ZeroMQ
+                    with socket.socket(socket.AF_UNIX) as raw:
+                        raw.connect(str(shared.directory / ENGINE_SOCKET))
+                        raw.sendall(data)
                 client, all_came = shared.client(5), asyncio.Event()
                 receiver = await AsyncLLM.connect(client)
                 client.on_failed = lambda message: all_came.set() if message.message == "the end" else None

@@ -201,7 +201,10 @@ def test_what_xla_kept_is_bounded_too(tmp_path, monkeypatch):
     for age in range(4):
         (tmp_path / f"{age}-cache").write_bytes(b"0" * 900)
         os.utime(tmp_path / f"{age}-cache", (1000 - age, 1000 - age))
+        (tmp_path / f"{age}-cache").chmod(0o664)
+    tmp_path.chmod(0o755)
     use_persistent_cache(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o700, "others may write to the files, if they can reach them"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["0-cache", "1-cache"]
 
 
