@@ -4,6 +4,7 @@ A mark is inserted into special tokens that occur in messages before the templat
 tokens is encoded by itself anyway, so marked text can be encoded as plain text without changing the tokens around it.
 """
 
+import functools
 import re
 import secrets
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from jaxllm.text.tokenizer import Tokenizer
 from server.prompts import check_text_length
 from server.template_process import TemplateProcesses
+from server.work import Work
 
 
 class SpecialTokenTexts:
@@ -64,15 +66,16 @@ class ChatEncoder:
         self._max_model_len = max_model_len
         self._specials = SpecialTokenTexts(tokenizer)
 
-    def encode(self, job: dict[str, Any], *, add_special_tokens: bool) -> tuple[str, list[int]]:
+    def encode(self, job: dict[str, Any], *, add_special_tokens: bool) -> Work[tuple[str, list[int]]]:
         """The text and ids of a conversation; `job`: the arguments of `render_chat`. Raises ApiError or InvalidRequestError."""
         written_by_clients = {name: job[name] for name in ("messages", "tools", "documents", "kwargs")}
         mark = None
         if self._specials.occurs_in(written_by_clients):
             mark = secrets.token_hex(16)
             job = {**job, **self._specials.broken(written_by_clients, mark)}
-        text = self._templates.render(job)
-        check_text_length(self._tokenizer, text, self._max_model_len, "messages")
+        yield None
+        text = yield functools.partial(self._templates.render, job)
+        yield from check_text_length(self._tokenizer, text, self._max_model_len, "messages")
         if mark is None:
             return text, self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return text.replace(mark, ""), self._encode_marked(text, mark, add_special_tokens=add_special_tokens)

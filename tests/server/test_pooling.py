@@ -225,7 +225,7 @@ def test_inputs_that_nobody_waits_for_are_aborted(served_directory):
 
     async def leave() -> None:
         with AsyncLLM(core=core) as engine:
-            service = PoolingService(engine, options().limits)
+            service = PoolingService(engine, options().limits, WorkPool())
             requests = await service.prepare([Input([5, place], "input", PoolingParams()) for place in range(3)], "r")
             work = asyncio.create_task(service.run(requests))
             while len(core.running) < 3:
