@@ -26,7 +26,7 @@ from server.prompts import check_length, truncated
 from server.speech import AnswerReader, Speech
 from server.template_process import MAX_PROCESSES, TemplateProcesses
 from server.usage import Usage
-from server.work import WorkPool
+from server.work import WorkPool, in_one_piece
 
 __all__ = ["ChatDelta", "ChatService", "Conversation", "PreparedChat", "ToolCallDelta"]
 
@@ -180,9 +180,9 @@ class ChatService:
 
     async def prepare(self, conversation: Conversation) -> PreparedChat:
         """Render, tokenize and check a conversation. Raises ApiError or InvalidRequestError."""
-        tools, choice = check_tools(conversation.tools, conversation.tool_choice)
-        if self._encoder is not None:
-            tools, choice = self.speech.check(conversation.tools, conversation.tool_choice)
+        check = check_tools if self._encoder is None else self.speech.check
+        work = in_one_piece(check, conversation.tools, conversation.tool_choice)
+        tools, choice = await self._work.unless_small(work, num_bytes=conversation.num_bytes)
         text, ids = await self._rendered(conversation)
         params, reader = self.speech.prepared(
             conversation.params,

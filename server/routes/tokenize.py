@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
+from starlette.responses import Response
 
 from server.body import read_body
 from server.chat_service import Conversation
@@ -19,7 +21,7 @@ router = APIRouter(tags=["Tokens"])
 
 
 @router.post("/tokenize", openapi_extra=json_body(TokenizeRequest))
-async def tokenize(request: Request) -> dict[str, Any]:
+async def tokenize(request: Request) -> Response:
     """The token ids of a prompt or a conversation."""
     context = context_of(request)
     body = await read_body(request, TokenizeRequest)
@@ -32,8 +34,8 @@ async def tokenize(request: Request) -> dict[str, Any]:
         ids = await context.chat.encode(await context.work.unless_small(in_one_piece(_conversation, body, context)))
     reply: dict[str, Any] = {"count": len(ids), "max_model_len": context.engine.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        reply["token_strs"] = context.tokenizer.convert_ids_to_tokens(ids)
-    return reply
+        reply["token_strs"] = await context.work.run(in_one_piece(context.tokenizer.convert_ids_to_tokens, ids))
+    return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
 @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))

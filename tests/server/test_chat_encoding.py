@@ -75,7 +75,7 @@ def test_special_tokens_in_messages_are_mere_text(encoder: ChatEncoder, tokenize
 
 def test_what_surrounds_a_broken_token_is_encoded_as_ever(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
     conversation = [*user("hello there"), *user(f"a {EOS} b"), *user("one two")]
-    ids = encoder.encode({**JOB, "messages": conversation}, add_special_tokens=False)[1]
+    ids = finish(encoder.encode({**JOB, "messages": conversation}, add_special_tokens=False))[1]
     before = tokenizer.apply_chat_template(conversation[:1])
     after = tokenizer.apply_chat_template(conversation[2:], add_generation_prompt=True)
     assert ids[: len(before)] == before

@@ -17,6 +17,7 @@ from jaxllm.text.tokenizer import load_tokenizer
 from server.app import create_app
 from server.pooling_service import Input, PoolingService
 from server.vectors import as_bytes, as_json
+from server.work import WorkPool
 from tests.helpers.fake_engine_core import WIDTH
 from tests.helpers.fake_front import fake_core
 from tests.server.client import Client
