@@ -113,6 +113,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         yield
         await app.state.responses.close()
         context.chat.close()
+        context.work.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.shutdown)
 

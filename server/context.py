@@ -27,6 +27,8 @@ from server.ollama.about import Checkpoint
 from server.options import ServerOptions
 from server.prompts import tokenizer_of
 from server.protocol.common import SamplingFields
+from server.protocol.sizes import BodyLimits
+from server.work import WorkPool
 
 
 class ServerContext:
@@ -60,7 +62,9 @@ class ServerContext:
         engine.add_metrics(self.http_metrics.snapshot)
         self.request_log = RequestLog(options.logging)
         self.queue_timeout_seconds = options.limits.queue_timeout or None
-        self.chat = ChatService(engine, options.chat, queue_timeout_seconds=self.queue_timeout_seconds)
+        self.work = WorkPool()
+        self.body_limits = BodyLimits(engine.max_model_len, engine.model_config.vocab_size)
+        self.chat = ChatService(engine, options.chat, self.work, queue_timeout_seconds=self.queue_timeout_seconds)
         self.chat.note_request = self.request_log.write
         if engine.input_processor.tokenizer is not None:
             self.chat.speech.note_tool_parser = self.http_metrics.tool_calls_parsed

@@ -157,5 +157,5 @@ def shortened(text: str, length: int) -> str:
 
 
 def without_leaks(text: str) -> str:
-    """Replace addresses, frames and file paths in a message."""
-    return _LEAKS.sub("…", text)
+    """Replace addresses, frames and file paths in a message. It may hold a text of the client's, so it is shortened before."""
+    return _LEAKS.sub("…", shortened(text, MAX_MESSAGE_LENGTH))

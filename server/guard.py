@@ -11,7 +11,6 @@ import re
 import time
 import uuid
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,6 +21,7 @@ from server.context import ServerContext
 from server.error_shapes import shaped
 from server.errors import ApiError, as_api_error
 from server.logs import AccessLog
+from server.request_bodies import BodyReader
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 << 10
@@ -45,7 +45,7 @@ class Guard:
         options = context.options
         self._context = context
         self._app = self._with_cors(app)
-        self._limits = options.limits
+        self._bodies = BodyReader(options.limits)
         self._browsers = BrowserAccess(options)
         self._public = PROBES | set(public_paths) | (set() if options.access.metrics_require_key else {METRICS})
         self._public_folders = tuple(path for path in public_paths if path.endswith("/") and path != "/")
@@ -82,12 +82,15 @@ class Guard:
             self._context.clients.enter(scope, _given_key(headers))
             if self._context.refusal is not None and path not in PROBES and path != METRICS:
                 raise self._context.refusal
-            receive = await self._with_body(headers, receive)
+            body = await self._bodies.read(headers, receive, lambda: self._client_of(scope, headers))
         except ApiError as error:
             is_unread = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
             await self._refuse(error, scope, receive, send, is_unread=is_unread)
             return
-        await self._app(scope, receive, send)
+        if body is None:
+            await self._app(scope, receive, send)
+        else:
+            await body.pass_on(self._app, scope, receive, send)
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send, *, is_unread: bool = False) -> None:
         """Send an error. Closes the connection if the body was not read completely."""
@@ -146,29 +149,10 @@ class Guard:
             raise ApiError(403, "this endpoint needs the operator's key (--admin-api-key)", code="forbidden")
         raise _unauthenticated()
 
-    # Bodies
-
-    async def _with_body(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """Read the request's body; return a `receive` for the application. Raises ApiError."""
-        length = headers.get(b"content-length")
-        if length is None and b"transfer-encoding" not in headers:
-            return receive
-        limit = self._limits.max_request_body_bytes
-        if length is not None and (not length.isdigit() or len(length) > 18):
-            raise ApiError(400, "content-length is not a number of bytes")
-        if length is not None and int(length) > limit:
-            raise _too_large(limit)
-        try:
-            async with asyncio.timeout(self._limits.request_body_timeout):
-                body = await _read(receive, limit)
-        except TimeoutError:
-            raise ApiError(408, "the request's body did not arrive in time", code="timeout", retry=False) from None
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return messages.pop() if messages else await receive()
-
-        return replay
+    def _client_of(self, scope: Scope, headers: dict[bytes, bytes]) -> str:
+        """Whose requests take turns with those of others: a key's, or without keys an address's."""
+        key = _given_key(headers) if self._keys else None
+        return (scope.get("client") or ("",))[0] if key is None else hashlib.sha256(key).hexdigest()
 
 
 class _Answer:
@@ -238,25 +222,6 @@ def _unauthenticated() -> ApiError:
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer"},
     )
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes (--max-request-body-bytes)", code="body_too_large")
-
-
-async def _read(receive: Receive, limit: int) -> bytes:
-    pieces: list[bytes] = []
-    size = 0
-    while True:
-        message: Any = await receive()
-        if message["type"] == "http.disconnect":
-            raise ApiError(400, "the client left before its body was complete")
-        size += len(message.get("body", b""))
-        if size > limit:
-            raise _too_large(limit)
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(pieces)
 
 
 async def _thrown_away(receive: Receive, seconds: float) -> None:

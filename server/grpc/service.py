@@ -19,6 +19,7 @@ from server.grpc.messages import response_of, sampling_fields
 from server.owner import owner_of_key
 from server.prompts import check_length, check_max_tokens, check_text_length, encode_prompt, tokenizer_of
 from server.sampling import sampling_params
+from server.work import ORIGIN, Origin, Work, in_one_piece
 
 MAX_REQUEST_ID_LENGTH = 128
 
@@ -39,11 +40,16 @@ class Inference:
         limit = self._context.options.limits.request_timeout or None
         client = self._client(call)
         set_placement(Placement(client=client))  # in this call's own task
-        with self._context.clients.counted(client), self._context.running(), self._registered(request.request_id, call) as (request_id, engine_id):
+        with (
+            self._context.clients.counted(client),
+            self._context.running(),
+            self._registered(request.request_id, call) as (request_id, engine_id),
+        ):
             async with asyncio.timeout(limit):
                 adapter = await self._context.adapter_of(request.model or None)
-                params = self._params(request)
-                prompt = await asyncio.to_thread(self._prompt, request)
+                ORIGIN.set(Origin(_owner(call), request.ByteSize()))
+                params = await self._context.work.unless_small(in_one_piece(self._params, request))
+                prompt = await self._context.work.run(self._prompt(request))
                 prepared = await self._engine.prepare(
                     prompt,
                     params,
@@ -92,13 +98,13 @@ class Inference:
         host = urllib.parse.unquote(rest).rpartition(":")[0].strip("[]") if kind.startswith("ipv") else None
         return self._context.clients.label_of(key_in(authorization_of(call.invocation_metadata())), host)
 
-    def _prompt(self, request: pb.GenerateRequest) -> Any:
+    def _prompt(self, request: pb.GenerateRequest) -> Work[Any]:
         """The prompt as token ids, checked to fit the context. Raises ApiError."""
         max_model_len = self._engine.max_model_len
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids.ids)}
         if request.text:
             tokenizer = tokenizer_of(self._engine)
-            check_text_length(tokenizer, request.text, max_model_len)
+            yield from check_text_length(tokenizer, request.text, max_model_len)
             ids = encode_prompt(tokenizer, request.text, add_special_tokens=True)
             prompt = {"prompt": request.text, "prompt_token_ids": ids}
         if not prompt["prompt_token_ids"]:
