@@ -15,7 +15,8 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
 
 
 class PlacementHeaders:
-    """Applies the headers, and the guard's label of the client, to what a request asks of the engine. The engine refuses a rank that does not exist.
+    """Applies the headers, and the guard's label of the client, to what a request asks of the engine, which refuses a rank that does
+    not exist.
 
     has_replicas: whether there are several engines; of one, `X-data-parallel-rank` is ignored.
     """

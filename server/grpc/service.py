@@ -22,6 +22,7 @@ from server.sampling import sampling_params
 from server.work import ORIGIN, Origin, Work, in_one_piece
 
 MAX_REQUEST_ID_LENGTH = 128
+_NEVER_SECONDS = 1e9
 
 
 class Inference:
@@ -64,7 +65,8 @@ class Inference:
                         for answer in output.outputs:
                             if answer.finish_reason == "error":
                                 raise failure(answer.error_kind)
-                        yield response_of(output, request_id, is_first=is_first)
+                        with self._aborted_unless_read(engine_id):
+                            yield response_of(output, request_id, is_first=is_first)
                         is_first = False
 
     async def Abort(self, request: pb.AbortRequest, call: Any) -> pb.AbortResponse:
@@ -92,6 +94,19 @@ class Inference:
         return pb.GetServerInfoResponse(
             version=__version__, ready=self._engine.is_running, num_running=self._context.num_running
         )
+
+    @contextlib.contextmanager
+    def _aborted_unless_read(self, engine_id: str) -> Iterator[None]:
+        """Abort the request if sending a response takes longer than clients have to read. The client finds that out when it reads on."""
+        aborting: list[asyncio.Task[None]] = []
+        seconds, loop = self._context.options.limits.unread_stream_timeout, asyncio.get_running_loop()
+        timer = loop.call_later(
+            seconds or _NEVER_SECONDS, lambda: aborting.append(loop.create_task(self._engine.abort(engine_id)))
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _client(self, call: Any) -> str:
         kind, _, rest = call.peer().partition(":")  # ipv4:127.0.0.1:50000, ipv6:[::1]:50000 or unix:

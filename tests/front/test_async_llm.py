@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jaxllm import unread_streams
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, InvalidRequestError
 from jaxllm.mailbox import merged
@@ -72,6 +74,44 @@ def test_times_are_right_though_the_machine_s_time_is_set(
         sums = {metric.name: metric.sum for metric in await llm.get_metrics() if isinstance(metric, Histogram)}
         times = [value for name, value in sums.items() if name.endswith("seconds")]
         assert len(times) > 3 and all(0 <= value < 60 for value in times)
+
+    run(main())
+
+
+def test_requests_of_a_caller_that_does_not_read_are_held_until_it_does(
+    llm: AsyncLLM, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unread_streams, "TICK_SECONDS", 0.005)
+
+    async def main() -> None:
+        unread = llm.hold_unread_streams()
+        params = SamplingParams(max_tokens=300, output_kind=RequestOutputKind.DELTA, n=2, ignore_eos=True)
+        stream = llm.generate("a prompt", params, "unread")
+        reader = asyncio.ensure_future(text_of(llm, "x", "read", ENDLESS))
+        received = {0: 0, 1: 0}
+
+        async def take() -> None:
+            for answer in (await anext(stream)).outputs:
+                received[answer.index] += len(answer.token_ids)
+
+        await take()
+        await until(lambda: len(core.held) == 2)
+        assert unread.num_held == 1 and len(core.running) == 3
+        count = core.num_steps
+        await until(lambda: core.num_steps > count + 20)  # for the one who reads
+        await take()
+        await until(lambda: not core.held)
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                await take()
+        assert received == {0: 300, 1: 300}
+        reader.cancel()
+        await asyncio.wait({reader})
+        gone = llm.generate("a prompt", ENDLESS, "gone")
+        await anext(gone)
+        await until(lambda: bool(core.held & core.running.keys()))
+        await gone.aclose()
+        await until(lambda: not core.running)
 
     run(main())
 
