@@ -373,7 +373,8 @@ class Replicas:
         while True:
             await asyncio.sleep(STALL_POLL_SECONDS)
             for rank in self._serving:
-                self.balancer.set_stalled(rank, self.clients[rank].stalled_seconds > STALL_SECONDS)
+                client = self.clients[rank]
+                self.balancer.set_stalled(rank, client.stalled_seconds > STALL_SECONDS or client.stall is not None)
 
     # Control calls
 

@@ -33,9 +33,13 @@ async def health(request: Request) -> Response:
 
 
 def _described(replica: ReplicaInfo) -> dict[str, Any]:
-    stats = replica.stats
-    found = {"rank": replica.rank, "state": replica.state, "running": stats.num_running, "waiting": stats.num_waiting}
-    found["last_tick_seconds"] = round(replica.tick_seconds, 2)
+    found: dict[str, Any] = {
+        "rank": replica.rank,
+        "state": replica.state,
+        "running": replica.stats.num_running,
+        "waiting": replica.stats.num_waiting,
+        "last_tick_seconds": round(replica.tick_seconds, 2),
+    }
     return found | ({"detail": replica.detail} if replica.detail else {})
 
 
