@@ -82,7 +82,7 @@ class Guard:
             self._context.clients.enter(scope, _given_key(headers))
             if self._context.refusal is not None and path not in PROBES and path != METRICS:
                 raise self._context.refusal
-            body = await self._bodies.read(headers, receive, lambda: self._client_of(scope, headers))
+            body = await self._bodies.read(headers, receive, scope["state"]["client"])
         except ApiError as error:
             is_unread = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
             await self._refuse(error, scope, receive, send, is_unread=is_unread)
@@ -148,11 +148,6 @@ class Guard:
         if self._keys and holds_key(given, self._keys):
             raise ApiError(403, "this endpoint needs the operator's key (--admin-api-key)", code="forbidden")
         raise _unauthenticated()
-
-    def _client_of(self, scope: Scope, headers: dict[bytes, bytes]) -> str:
-        """Whose requests take turns with those of others: a key's, or without keys an address's."""
-        key = _given_key(headers) if self._keys else None
-        return (scope.get("client") or ("",))[0] if key is None else hashlib.sha256(key).hexdigest()
 
 
 class _Answer:

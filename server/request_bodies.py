@@ -137,7 +137,7 @@ class BodyReader:
         self._max_bytes, self._seconds = limits.max_request_body_bytes, limits.request_body_timeout
         self._memory = BodyMemory(limits)
 
-    async def read(self, headers: Mapping[bytes, bytes], receive: Receive, client: Callable[[], str]) -> Body | None:
+    async def read(self, headers: Mapping[bytes, bytes], receive: Receive, client: str) -> Body | None:
         """The body of a request; None: it has none. `client`: who sends it. Raises ApiError."""
         length = headers.get(b"content-length")
         if length is None and b"transfer-encoding" not in headers:
@@ -148,10 +148,9 @@ class BodyReader:
             raise _too_large(self._max_bytes)
         if length is not None and int(length) < LARGE_BYTES:
             return Body(await self._whole(receive))
-        name = client()
-        give_back = await self._memory.take(name, self._max_bytes if length is None else int(length))
+        give_back = await self._memory.take(client, self._max_bytes if length is None else int(length))
         try:
-            return Body(await self._whole(receive), give_back, name)
+            return Body(await self._whole(receive), give_back, client)
         except BaseException:
             give_back()
             raise

@@ -1,6 +1,7 @@
 """Connections that do nothing, or do it slowly."""
 
 import contextlib
+import json
 import time
 
 from scripts.attacking import wire
@@ -58,6 +59,21 @@ def slow_headers(target: Target, seen: Seen) -> None:
 def slow_bodies(target: Target, seen: Seen) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
     _hold(target, seen, head, b" ", 8, all_closed=True)
+
+
+@attack(9, "low to medium", "100 bodies of 30 MB of one key that come a byte a second; another key sends 200 KB")
+def slow_large_bodies(target: Target, seen: Seen) -> None:
+    server = target.server("--api-key", "one", "--api-key", "two")
+    head = wire.head_and_body(server, "POST", wire.COMPLETIONS, None, {**wire.bearer("one"), "content-length": "30000000"})
+    large = json.dumps({**wire.PLAIN, "prompt": "word " * 40_000}).encode()
+    with contextlib.ExitStack() as stack, Bystander(server, "two") as other:
+        for _ in range(100):
+            stack.enter_context(wire.connect(server)).sendall(head + b"{")
+        time.sleep(1)
+        answer = wire.post(server, wire.COMPLETIONS, large, wire.bearer("two"), seconds=60)
+    seen.status("another's 200 KB", answer.status, 400, 400)
+    seen.seconds("after", answer.seconds, 5.0)
+    other.judge(seen, 2.0)
 
 
 @attack(None, "medium", "more connections than --max-connections")
