@@ -17,7 +17,7 @@ from scripts.attacking.probes import Probes
 from scripts.attacking.target import Attacked, PeakMemory, Target, directory
 from scripts.attacking.unread import Stream
 
-ADAPTERS = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8", "--allow-runtime-lora-updating")
+ADAPTERS = ("--allow-runtime-lora-updating",)
 MIB = 1 << 20
 _NESTED, _DIMENSIONS = 2_000_000, {"1 MB": 50_000, "80 MB": 4_000_000}
 _LOAD_SECONDS = 60.0

@@ -12,15 +12,14 @@ from scripts.attacking.target import Target
 from scripts.attacking.unread import Stream
 
 TWO_KEYS = ("--api-key", "one", "--api-key", "two")
-FEW_ROWS = ("--max-num-seqs", "8", "--decode-buckets", "8")
 
 
-@attack(8, "medium", "40 streams that nobody reads fill 8 rows; another key asks for four tokens")
+@attack(8, "medium", "64 streams that nobody reads fill all 32 rows; another key asks for four tokens")
 def unread_streams(target: Target, seen: Seen) -> None:
-    server = target.server(*TWO_KEYS, *FEW_ROWS)
+    server = target.server(*TWO_KEYS)
     with contextlib.ExitStack() as stack:
         other = stack.enter_context(Bystander(server, "two"))
-        for _ in range(40):
+        for _ in range(64):
             stack.enter_context(Stream(server, 1900, "one", buffer_bytes=4096, logprobs=5))
         _wait(40, other)
         _judge(seen, other)
@@ -28,7 +27,7 @@ def unread_streams(target: Target, seen: Seen) -> None:
 
 @attack(8, "medium", "1,000 requests of one key wait; another key asks for four tokens")
 def long_queue(target: Target, seen: Seen) -> None:
-    server = target.server(*TWO_KEYS, *FEW_ROWS)
+    server = target.server(*TWO_KEYS)
     data = wire.head_and_body(server, "POST", wire.COMPLETIONS, {**wire.PLAIN, "max_tokens": 500}, wire.bearer("one"))
     with contextlib.ExitStack() as stack:
         other = stack.enter_context(Bystander(server, "two"))

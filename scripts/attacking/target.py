@@ -18,6 +18,9 @@ from scripts.attacking import wire
 from scripts.rehearsing.server import ROOT, RehearsedServer, rehearsed
 from scripts.soaking.processes import RUN, cpu_seconds, processes_below, resident_bytes
 
+ALL_HAVE = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8")
+"""Flags of all servers, so that they run the same programs, which the first one compiles."""
+
 
 class Attacked(Protocol):
     """A server, as attacks see it."""
@@ -55,7 +58,7 @@ class Target:
         """A server with these flags that is ready and well; `fresh`: one that nobody has used."""
         if fresh or flags != self._flags or self._server is None or not _is_well(self._server):
             self.close()
-            self._server = self._stack.enter_context(rehearsed(flags, tree=self.tree))
+            self._server = self._stack.enter_context(rehearsed([*ALL_HAVE, *flags], tree=self.tree))
             self._flags = flags
         return self._server
 
