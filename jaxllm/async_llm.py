@@ -15,7 +15,7 @@ from jaxllm.core_interface import PauseCalls, PauseMode, SteppedCore
 from jaxllm.engine.async_core import AsyncCore, ReplicaInfo, ReplicaState, ThreadCore, check_alive, run_in
 from jaxllm.engine_args import FromOptions
 from jaxllm.engine_front import EngineFront, Texts, load_texts
-from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
+from jaxllm.errors import EngineDeadError, EngineError, EngineStalledError, JaxLLMError, ReplicaLostError
 from jaxllm.hub import short_name
 from jaxllm.llm_engine import make_core
 from jaxllm.lora_calls import AsyncLoraCalls, loras_in_a_loop
@@ -32,6 +32,7 @@ from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
 from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.text.input_processor import FrontRequest, Prompt
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.unread_streams import UnreadStreams
 
 if TYPE_CHECKING:
     from jaxllm.engine.client import EngineClient
@@ -73,6 +74,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         """Mailboxes by internal id. Only accessed where the core runs commands, like the front."""
         self._searches: dict[str, str] = {}
         """Internal id to the caller's id of each unfinished beam search. Searches aborted between two steps are removed."""
+        self.unread_streams: UnreadStreams | None = None
         self._sources: list[Callable[[], Iterable[Metric]]] = []
         core.start(_Reports(self))
         shut_down_at_exit(self)
@@ -136,6 +138,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
             adapter=adapter,
             data_parallel_rank=placed.data_parallel_rank if data_parallel_rank is None else data_parallel_rank,
             session_id=session_id or placed.session_id,
+            client=placed.client,
         )
         request = await asyncio.to_thread(process, request_id, prompt, params)
         return request if search is None else replace(request, beam_search_params=search)
@@ -149,7 +152,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         if request.beam_search_params is not None:
             yield await self._search(request)
             return
-        mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
+        mailbox = self._mailbox_of(request)
         self._send(lambda: self._admit(request, mailbox))
         metrics: RequestMetrics | None = None
         runs_again = False
@@ -162,13 +165,17 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
                     if not error.may_retry or metrics is not None or runs_again:
                         raise
                     runs_again = True  # not a third time: a request that ends its replica would end them all
-                    mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
+                    self._forget(mailbox)
+                    mailbox = self._mailbox_of(request)
                     anywhere = [replace(child, data_parallel_rank=None) for child in request.children]
                     self._send(partial(self._admit, replace(request, children=anywhere), mailbox))
                     continue
+                if mailbox.is_held and self.unread_streams is not None:
+                    self.unread_streams.release(mailbox)
                 finished, metrics = output.finished, output.metrics
                 yield output
         finally:
+            self._forget(mailbox)
             if not mailbox.is_done:
                 self._abandon(request.internal_id)
             if self.request_ended is not None:
@@ -325,9 +332,8 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         return merged([[*own, *self._states(), *self._added_metrics()], self._core.metrics_of_others])
 
     def _states(self) -> list[Metric]:
-        """Of several replicas."""
-        states = [replica.state for replica in self.replicas()]
-        return replica_states(short_name(self.config.model.model), states, get_args(ReplicaState)) if len(states) > 1 else []
+        replicas = [(replica.state, replica.tick_seconds) for replica in self.replicas()]
+        return replica_states(short_name(self.config.model.model), replicas, get_args(ReplicaState))
 
     def _added_metrics(self) -> list[Metric]:
         return [metric for source in self._sources for metric in source()]
@@ -361,6 +367,14 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine cannot serve."""
         check_alive(self._core)
+
+    async def check_ready(self) -> None:
+        """Raise EngineDeadError if the engine cannot serve, EngineStalledError if it seems to hang; of several replicas, all that serve."""
+        check_alive(self._core)
+        replicas = self.replicas()
+        stalls = [replica.detail for replica in replicas if replica.state == "stalled"]
+        if stalls and all(replica.state != "serving" for replica in replicas):
+            raise EngineStalledError(stalls[0])
 
     @property
     def is_running(self) -> bool:
@@ -405,6 +419,24 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
 
         with contextlib.suppress(EngineDeadError):  # a dead engine holds nothing any more
             self._send(command)
+
+    def hold_unread_streams(self) -> UnreadStreams:
+        """From now on, hold requests in the engine while the callers of `stream` leave their outputs unfetched for long.
+
+        For servers, whose callers wait for clients; a program that reads its streams one after the other would stop all but one.
+        """
+        self.unread_streams = UnreadStreams(self.call_core)
+        return self.unread_streams
+
+    def _mailbox_of(self, request: FrontRequest) -> Mailbox:
+        mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
+        if self.unread_streams is not None:
+            self.unread_streams.watch(mailbox, [child.request_id for child in request.children])
+        return mailbox
+
+    def _forget(self, mailbox: Mailbox) -> None:
+        if self.unread_streams is not None:
+            self.unread_streams.forget(mailbox)
 
     # Where the core runs commands
 

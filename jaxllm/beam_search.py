@@ -5,12 +5,12 @@
 
 import asyncio
 import itertools
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
+from jaxllm import clock
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxllm.request import FinishReason
@@ -205,7 +205,7 @@ async def search_request(
             replace(failure, index=index, text="", token_ids=[], cumulative_logprob=None, logprobs=None)
             for index in range(params.beam_width)
         ]
-    metrics.finished_time, metrics.num_preemptions = time.time(), num_preemptions
+    metrics.finished_time, metrics.num_preemptions = clock.now(), num_preemptions
     metrics.num_generation_tokens = sum(len(answer.token_ids) for answer in answers)
     return RequestOutput(
         request.request_id,
@@ -264,7 +264,7 @@ def _num_rivals(params: BeamSearchParams) -> int:
 
 def _step_request(search: FrontRequest, step: int, place: int, token_ids: list[int]) -> FrontRequest:
     """The request for one token of one beam. `search` is, in all but its answers, that of the first beam."""
-    now = time.time()
+    now = clock.now()
     (first,) = search.children
     timeout_seconds = first.timeout_seconds
     if timeout_seconds is not None:

@@ -1,8 +1,17 @@
-"""Bounds a folder of the cache directory by bytes: what was not used for longest is removed first."""
+"""Folders of the cache directory: bounded by bytes, where what was not used for longest is removed first."""
 
 import contextlib
+import functools
 import shutil
 from pathlib import Path
+
+from jaxllm.log import logger
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone. Raises OSError."""
+    for missing in reversed((folder, *folder.parents)):
+        missing.mkdir(mode=0o700, exist_ok=True)
 
 
 def keep_recent(folder: Path, max_bytes: int, in_use: Path | None = None) -> None:
@@ -18,6 +27,12 @@ def keep_recent(folder: Path, max_bytes: int, in_use: Path | None = None) -> Non
         if entry != in_use:
             total_bytes -= num_bytes
             _remove(entry)
+
+
+@functools.cache
+def tell_not_kept(reason: str) -> None:
+    """Say, once for each reason, that the cache directory cannot be used."""
+    logger.warning("compiled programs are not kept, so each start compiles them anew: %s", reason)
 
 
 def _use_and_size(entry: Path) -> tuple[float, int]:

@@ -19,6 +19,11 @@ from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
 
+SchedulingPolicy = Literal["auto", "fcfs", "fair", "priority"]
+SERVED_QUEUED_REQS = 10_000
+SERVED_QUEUED_TOKENS = 1 << 25
+"""What may wait in a server unless options say otherwise: as many requests as there may be connections, and about 2 GB of token ids."""
+NO_LIMIT = -1
 AUTO_MODEL_LEN = -1
 """`max_model_len=-1`: the largest that the cache can hold for one request."""
 
@@ -145,14 +150,20 @@ class SchedulerOptions:
     long_prefill_token_threshold_adaptive: Annotated[bool, "raise that threshold to an equal share of the step's tokens"] = (
         False
     )
-    scheduling_policy: Annotated[Literal["fcfs", "priority"], "order of waiting requests"] = "fcfs"
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        "order of waiting requests: fcfs, by arrival; priority, by their own number; fair, clients in turn by tokens, each by "
+        "arrival; auto: fair in a server that can tell clients apart (by several keys, or without keys by address), else fcfs",
+    ] = "auto"
     max_num_queued_reqs: Annotated[
-        int | None, "most requests waiting for a place in the batch; one more is refused (503 of the server); default: no limit"
+        int | None,
+        "most requests waiting for a place in the batch; one more is refused (503 of the server); -1: no limit; default: "
+        f"{SERVED_QUEUED_REQS} in a server, else no limit",
     ] = None
     max_num_queued_tokens: Annotated[
         int | None,
-        "most prompt tokens waiting for a place in the batch; a request that would exceed it is refused, unless none waits; "
-        "default: no limit",
+        "most prompt tokens waiting for a place in the batch; a request that would exceed it is refused, unless none waits; -1: no "
+        f"limit; default: {SERVED_QUEUED_TOKENS} in a server, else no limit",
     ] = None
     async_scheduling: Annotated[bool, "schedule the next step before this one's tokens are known"] = True
     scheduler_reserve_full_isl: Annotated[bool, "admit a request only if its whole prompt fits the cache"] = True
@@ -491,8 +502,8 @@ _RANGES: dict[str, Range] = {
     "max_num_seqs": at_least(1),
     "max_num_batched_tokens": at_least(1),
     "long_prefill_token_threshold": at_least(0),
-    "max_num_queued_reqs": at_least(0),
-    "max_num_queued_tokens": at_least(0),
+    "max_num_queued_reqs": at_least(NO_LIMIT),
+    "max_num_queued_tokens": at_least(NO_LIMIT),
     "watermark": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
     "stream_interval": at_least(1),
     "max_loras": at_least(1),
@@ -536,6 +547,11 @@ def resolve_platform_defaults(
         num_gpus = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
         on_gpus = 8192 if on_big_mixture else min(3072 * num_gpus, 8192)
         options["max_num_batched_tokens"] = max(on_gpus if on_gpu else 512, max_num_seqs)
+    if scheduler.scheduling_policy == "auto":
+        options["scheduling_policy"] = "fcfs"
+    for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        if getattr(scheduler, name) == NO_LIMIT:
+            options[name] = None
     if compile_.warmup == "auto":
         options["warmup"] = "background" if on_gpu else "lazy"
     if compile_.attention_implementation == "auto":

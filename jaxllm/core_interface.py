@@ -175,3 +175,11 @@ class PauseCalls(ControlCalls):
     def is_draining(self) -> Any:
         """Whether the engine is paused while earlier requests run to completion."""
         return self.call_core("is_draining")
+
+    def hold_requests(self, request_ids: list[str]) -> Any:
+        """Give the places and blocks of requests, by the engine's own ids, to others until `release_requests`. Ignores unknown ids."""
+        return self.call_core("hold_requests", request_ids)
+
+    def release_requests(self, request_ids: list[str]) -> Any:
+        """Continue requests that are held, as soon as there are places and blocks for them. Ignores unknown ids."""
+        return self.call_core("release_requests", request_ids)

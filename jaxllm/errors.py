@@ -91,5 +91,9 @@ class OverloadedError(EngineError):
         self.limit = limit
 
 
+class EngineStalledError(EngineError):
+    """The engine seems to hang. It may go on by itself."""
+
+
 class EngineSleepingError(EngineError):
     """The engine sleeps and takes no requests."""

@@ -10,6 +10,8 @@ from jaxllm.errors import JaxLLMError
 
 _LENGTH = struct.Struct(">I")
 HEADER_BYTES = _LENGTH.size
+FIRST_BYTES = 64 << 10
+"""The most that a message may have which comes before the other end has shown who it is."""
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: value.item())  # numpy's numbers
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxllm.cache_folders import make_folder
 from jaxllm.log import logger
 
 MAX_VERDICTS = 256
@@ -90,7 +91,7 @@ class VerdictStore:
     def save(self, verdict: Verdict) -> None:
         """Keep a verdict, whole or not at all. That it cannot be written stops nothing: the next start checks again."""
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self.directory)
             descriptor, name = tempfile.mkstemp(dir=self.directory, prefix=".new-")
             try:
                 with os.fdopen(descriptor, "w", encoding="utf-8") as file:

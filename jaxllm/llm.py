@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxllm import clock
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.batches import Messages, conversations, each, one_each, prompt_list
 from jaxllm.beam_search import BeamSearchOutput, search_beams
@@ -330,7 +331,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         adapters = run_now(self.loras.use_each(lora_request, len(all_prompts)))
         processor = self.llm_engine.input_processor
         tokenized = processor.tokenize_texts(all_prompts, tokenization)
-        arrival_time = time.time()
+        arrival_time = clock.now()
 
         def request(place: int) -> FrontRequest:
             return processor.process(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxllm import log
+from jaxllm import address_space, log
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseCalls, SteppedCore
@@ -124,6 +124,7 @@ def make_core(
             raise ConfigError("logits_processors are compiled into an engine core; give them to the one that is passed")
         return core, load_texts(config or core.config, times)
     config = config or EngineConfig()
+    address_space.check()
     # Load the small files first, so that a fault in them is found before the weights are loaded.
     check_model(config)
     texts = load_texts(config, times)

@@ -16,6 +16,9 @@ class Mailbox:
         self._kind = kind
         self._content: RequestOutput | Exception | None = None
         self._filled = asyncio.Event()
+        self.num_ticks_unread = 0
+        """See UnreadStreams, as for `is_held`."""
+        self.is_held = False
         self.is_done = False
         """Whether the last output, or an error, has arrived: there is nothing left to abort."""
 
@@ -27,10 +30,16 @@ class Mailbox:
         self._content = content
         self._filled.set()
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether an output lies here."""
+        return self._content is not None
+
     async def take(self) -> RequestOutput:
         """The output so far unfetched, when there is one. Raises the error that ended the request."""
         await self._filled.wait()
         self._filled.clear()
+        self.num_ticks_unread = 0
         content, self._content = self._content, None
         if isinstance(content, EngineDeadError):
             raise EngineDeadError(str(content)) from content

@@ -47,7 +47,7 @@ class Logprob(msgspec.Struct, gc=False):
 
 @dataclass
 class RequestMetrics:
-    """Times of one request, in seconds since the epoch (`time.time`); None until they happened."""
+    """Times of one request, in seconds since the epoch by a clock that does not jump (`jaxllm.clock`); None until they happened."""
 
     arrival_time: float
     first_token_time: float | None = None

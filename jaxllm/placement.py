@@ -1,4 +1,4 @@
-"""Where and when the engine computes what a task asks for, e.g. one HTTP request."""
+"""Where, when and for whom the engine computes what a task asks for, e.g. one HTTP request."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ class Placement:
     """The session of requests that name none."""
     priority: int | None = None
     """Replaces the requests' own."""
+    client: str = ""
+    """Who asks: see `EngineCoreRequest.client`."""
 
 
 _current: ContextVar[Placement | None] = ContextVar("placement", default=None)

@@ -2,11 +2,11 @@
 
 import enum
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jaxllm import clock
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.thinking import ThinkingBudget, ThinkingSection
@@ -115,7 +115,7 @@ class EngineCoreRequest:
     """If set, nothing is generated and the request ends when its prompt is computed. All fields in it are set."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end the request unless sampling_params.ignore_eos; the first is the tokenizer's EOS."""
-    arrival_time: float = field(default_factory=time.time)
+    arrival_time: float = field(default_factory=clock.now)
     priority: int = 0
     cache_salt: str | None = None
     queue_timeout_seconds: float | None = None
@@ -132,6 +132,8 @@ class EngineCoreRequest:
     """The replica that computes it; None: the balancer chooses one."""
     session_id: str | None = None
     """Requests of one session go to one replica as long as it takes them at once."""
+    client: str = ""
+    """Who sent it, as far as the scheduling policy "fair" tells clients apart."""
 
     @property
     def reads_prefix_cache(self) -> bool:

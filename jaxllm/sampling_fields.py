@@ -132,6 +132,8 @@ def _items(name: str, values: Any, of: str) -> list[Any]:
 def checked_token_ids(name: str, values: Any) -> list[int]:
     """The values as a list of integers, empty for None. Raises InvalidRequestError."""
     ids = _items(name, values, "token ids")
+    if set(map(type, ids)) <= {int}:
+        return ids
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):
             raise InvalidRequestError(f"{name} holds {token!r}, must hold integers only", name)

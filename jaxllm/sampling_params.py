@@ -37,6 +37,8 @@ MAX_LENGTH_PENALTY = 10.0
 """And its negative the least: powers of any length stay finite."""
 MAX_BAD_WORDS = 128
 """Token sequences; a word usually is two of them, with and without the space before it."""
+MAX_BAD_WORD_CHARACTERS = 1024
+"""Of a word. Longer ones would have too many tokens in any vocabulary; tokenizing them would take time."""
 READS_ITSELF = -1
 """The number of arguments of a logits processor that reads numbers and texts itself."""
 MAX_BAD_WORD_TOKENS = 16
@@ -181,7 +183,7 @@ class SamplingParams:
         if self.is_greedy:
             self.temperature, self.top_p, self.top_k, self.min_p, self.top_n_sigma = 0.0, 1.0, 0, 0.0, 0.0
         elif self.temperature < MIN_TEMPERATURE:
-            warn_once(f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}, the lowest above 0")
+            warn_once(f"temperatures between 0 and {MIN_TEMPERATURE}, the lowest above 0, are raised to it")
             self.temperature = MIN_TEMPERATURE
         if not isinstance(self.output_kind, RequestOutputKind):
             raise wrong("output_kind", self.output_kind, "a RequestOutputKind")
@@ -192,6 +194,14 @@ class SamplingParams:
     def _check_tokens(self) -> None:
         self.stop = checked_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
         self.bad_words = checked_strings("bad_words", self.bad_words)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words has {len(self.bad_words)} words, at most {MAX_BAD_WORDS} are possible", "bad_words"
+            )
+        if (longest := max(map(len, self.bad_words), default=0)) > MAX_BAD_WORD_CHARACTERS:
+            raise InvalidRequestError(
+                f"bad_words has a word of {longest} characters, at most {MAX_BAD_WORD_CHARACTERS} are possible", "bad_words"
+            )
         self.stop_token_ids = list(dict.fromkeys(checked_token_ids("stop_token_ids", self.stop_token_ids)))
         for name in ("allowed_token_ids", "logprob_token_ids"):
             if getattr(self, name) is not None:
@@ -242,7 +252,7 @@ class SamplingParams:
         other = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, (list, dict, set)):  # the rest cannot change; one copy is made for every request
-                setattr(other, name, copy.deepcopy(value))
+                setattr(other, name, value.copy() if name in _FLAT else copy.deepcopy(value))
         return other
 
     @property
@@ -312,6 +322,10 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"bad_words has an entry of {longest} tokens, at most {MAX_BAD_WORD_TOKENS} are possible", "bad_words"
             )
+        if (num_allowed := len(self.allowed_token_ids or ())) > vocab_size:
+            raise InvalidRequestError(
+                f"allowed_token_ids has {num_allowed} ids, the vocabulary has {vocab_size}", "allowed_token_ids"
+            )
         named: dict[str, Collection[int]] = {
             "stop_token_ids": self.stop_token_ids or [],
             "allowed_token_ids": self.allowed_token_ids or [],
@@ -320,6 +334,8 @@ class SamplingParams:
             "bad_words": [token for ids in sequences for token in ids],
         }
         for name, ids in named.items():
+            if not ids or 0 <= min(ids) <= max(ids) < vocab_size:
+                continue
             outside = [token for token in ids if not 0 <= token < vocab_size]
             if outside:
                 raise InvalidRequestError(
@@ -350,6 +366,8 @@ class SamplingParams:
                 )
 
 
+_FLAT = frozenset(("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids", "bad_words"))
+"""Lists and dicts of numbers and texts. They may be long."""
 FIELDS = read_fields(SamplingParams)
 IN_REQUESTS = {name: described.in_requests for name, described in FIELDS.items() if described.in_requests is not None}
 """The fields that requests to a server may set."""

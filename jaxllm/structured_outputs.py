@@ -159,20 +159,27 @@ _TOO_DEEP = f"is nested too deeply{{}}: at most {MAX_NESTING} levels are allowed
 
 
 def size_fault(value: Any) -> str | None:
-    """What is wrong with the nesting or the number of values of a JSON value; None if it is within the limits."""
+    """What is wrong with the nesting, the number of values or the texts of a JSON value; None if it is within the limits."""
     todo: list[tuple[Any, str, int]] = [(value, "", 1)]
-    num_nodes = 0
+    num_nodes, num_characters = 1, 0
     while todo:
         node, pointer, level = todo.pop()
-        num_nodes += 1
+        if isinstance(node, str):
+            num_characters += len(node)
+        elif isinstance(node, (Mapping, list, tuple)):
+            num_nodes += len(node)
+        if isinstance(node, Mapping):
+            num_characters += sum(len(key) for key in node if isinstance(key, str))
         if num_nodes > MAX_NODES:
             return f"has more than {MAX_NODES} values; ask for something simpler"
+        if num_characters > MAX_SPEC_BYTES:
+            return f"has more than {MAX_SPEC_BYTES} bytes of texts; ask for something simpler"
         if not isinstance(node, (Mapping, list, tuple)):
             continue
         if level > MAX_NESTING:
             return _TOO_DEEP.format(f" at {pointer[:80]}…")
         children = node.items() if isinstance(node, Mapping) else enumerate(node)
-        todo += [(child, f"{pointer}/{key}", level + 1) for key, child in children]
+        todo += [(child, f"{pointer}/{str(key)[:81]}"[:81], level + 1) for key, child in children]
     return None
 
 

@@ -27,15 +27,10 @@ from jaxllm.engine.client import EngineClient
 from jaxllm.engine.launch import socket_directory, start_engine
 from jaxllm.engine.messages import EngineStart
 from scripts.measuring.paced_core import FACTORY, STEP_VARIABLE
+from scripts.soaking.processes import cpu_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def body_of(endpoint: str, stream: bool) -> bytes:
@@ -49,7 +44,12 @@ def body_of(endpoint: str, stream: bool) -> bytes:
 
 
 def head(endpoint: str, body: bytes) -> bytes:
-    lines = [f"POST {PATHS[endpoint]} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    lines = [
+        f"POST {PATHS[endpoint]} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 

@@ -58,6 +58,10 @@ adapter's first request waited for it. [LORA.md](LORA.md) explains them.
 sum(rate(jaxllm:expert_load_busiest_tokens_total[5m]))`: the share of the time of experts in which a device computes. Which experts get
 how many is in `/expert_load`. [EXPERT_LOAD.md](EXPERT_LOAD.md) explains it.
 
+**Does the engine hang?** `engine_last_tick_seconds` stays below a second while it is idle or its steps are short. It grows during a step
+or a compilation, and when the engine's process gives no sign of life. `replica_state` is `stalled` once `/ready` says so
+(`--stall-timeout`), which a compilation never is.
+
 **Compiled while serving.** With `--warmup all` and `background`, `programs_compiled_after_warmup` must stay at 0: each one made a request
 wait. While requests wait for programs, `awaited_programs` counts these.
 """
@@ -68,7 +72,7 @@ def every_metric() -> list[Metric]:
     engine = EngineMetrics("m", 100, cache_config=cache_labels(CacheOptions()))
     engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1)
     engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)
-    states = replica_states("m", ["serving"], get_args(ReplicaState))
+    states = replica_states("m", [("serving", 0.0)], get_args(ReplicaState))
     http = HttpMetrics("m")
     http.request_done("GET", 200, "/", 0.0)
     for operation in get_args(SleepOperation):

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm.http_client.client import ServerClient, ServerError
+from scripts.rehearsing.attackers import HOSTILE, NUM_ATTACKERS, attack
 from scripts.rehearsing.other_host import OtherHost
 from scripts.rehearsing.server import RehearsedServer, rehearsed
 from scripts.rehearsing.streams import CLOSED, WHOLE, Streams, is_among, told
@@ -89,7 +90,7 @@ async def outcomes(row: Row, streams: Streams, allowed: Sequence[str], since: fl
     return counts
 
 
-async def goes_on(server: RehearsedServer, row: Row) -> None:
+async def goes_on(server: RehearsedServer, row: Row, after: str = "serves on") -> None:
     """The server serves, nothing is left in it, and it ends in order."""
     async with ServerClient(server.url, timeout_seconds=60) as client:
         try:
@@ -101,7 +102,7 @@ async def goes_on(server: RehearsedServer, row: Row) -> None:
     row.expect(not any(gauges.values()), f"gauges are {gauges}")
     row.wrong += await asyncio.to_thread(server.left_while_alive)
     server.process.send_signal(signal.SIGTERM)
-    await ends(server, row, 0, "serves on")
+    await ends(server, row, 0, after)
 
 
 async def ends(server: RehearsedServer, row: Row, code: int, after: str = "") -> None:
@@ -123,6 +124,12 @@ async def engine_killed(server: RehearsedServer, row: Row) -> None:
 
 
 async def replica_killed(server: RehearsedServer, row: Row) -> None:
+    since = await replica_lost(server, row)
+    await serve_again(server, row, since)
+
+
+async def replica_lost(server: RehearsedServer, row: Row) -> float:
+    """Kill one under load. Returns when."""
     streams = await streams_of(server, LONG // 4)
     engine = server.pids("engine.process")[0]
     since = time.monotonic()
@@ -132,7 +139,61 @@ async def replica_killed(server: RehearsedServer, row: Row) -> None:
         counts[WHOLE] > 0 and counts["error event replica_lost"] > 0, "one replica's clients must be served, the other's not"
     )
     row.expect((row.seconds or 0) < KNOWN_WITHIN_SECONDS, f"they knew after {row.seconds:.2f} s")
+    return since
+
+
+async def replica_killed_under_attack(server: RehearsedServer, row: Row) -> None:
+    seen: Counter[str] = Counter()
+    attackers = [asyncio.create_task(attack(server.url, seen)) for _ in range(NUM_ATTACKERS)]
+    try:
+        since = await replica_lost(server, row)
+    finally:
+        for attacker in attackers:
+            attacker.cancel()
+        await asyncio.wait(attackers)
+    row.clients += f"; {seen.total()} hostile requests answered"
+    row.expect(len({each.rpartition(" ")[0] for each in seen}) > len(HOSTILE) // 2, f"the attack did not happen: {seen}")
     await serve_again(server, row, since)
+
+
+async def stopped(server: RehearsedServer, row: Row) -> None:
+    streams = await streams_of(server, LONG // 4)
+    [engine] = server.pids("engine.process")
+    os.kill(engine, signal.SIGSTOP)
+    await is_not_ready_meanwhile(server, row, streams, lambda: os.kill(engine, signal.SIGCONT))
+    await outcomes(row, streams, [WHOLE])
+    await goes_on(server, row, row.after)
+
+
+async def held(server: RehearsedServer, row: Row) -> None:
+    streams = await streams_of(server, LONG // 4)
+    await is_not_ready_meanwhile(server, row, streams, lambda: None)
+    await outcomes(row, streams, [WHOLE])
+    await goes_on(server, row, row.after)
+
+
+async def is_not_ready_meanwhile(server: RehearsedServer, row: Row, streams: Streams, then: Callable[[], None]) -> None:
+    """/ready turns 503, /health stays 200, and with the engine /ready returns."""
+    async with ServerClient(server.url, timeout_seconds=10) as client, asyncio.timeout(30):
+
+        async def until(ready: bool) -> None:
+            while await is_ready() is not ready:
+                await asyncio.sleep(0.02)
+
+        async def is_ready() -> bool:
+            try:
+                await client.get("/ready")
+            except ServerError:
+                return False
+            return True
+
+        await until(False)
+        began, noticed = streams.last_output, time.monotonic()
+        row.expect((await client.get_json("/health"))["status"] == "stalled", "/health does not say so")
+        then()
+        await until(True)
+        ready = time.monotonic() - began
+        row.after = f"is not ready {noticed - began:.1f} s after the last token, ready after {ready:.1f} s, serves on"
 
 
 async def serve_again(server: RehearsedServer, row: Row, since: float) -> None:
@@ -338,6 +399,11 @@ FAULTS = {
     "engine": Fault("kill -9 of the engine process", engine_killed),
     "front": Fault("kill -9 of one of 2 fronts", front_killed, "--api-server-count 2"),
     "replica": Fault("kill -9 of one of 2 replicas", replica_killed, "--data-parallel-size 2"),
+    "attacked-replica": Fault(
+        f"kill -9 of one of 2 replicas under attack by {NUM_ATTACKERS} clients",
+        replica_killed_under_attack,
+        "--data-parallel-size 2",
+    ),
     "remote-replica": Fault("kill -9 of the replica on host 1 of 2", remote_replica_killed, ON_TWO_HOSTS, has_other_host=True),
     "host": Fault("kill -9 of all processes of host 1", host_killed, ON_TWO_HOSTS, has_other_host=True),
     "stopped-host": Fault("SIGSTOP of all processes of host 1", host_stopped, ON_TWO_HOSTS, has_other_host=True),
@@ -356,6 +422,8 @@ FAULTS = {
     "queue": Fault("a full queue", full, "--max-num-seqs 4 --max-num-queued-reqs 8"),
     "oom": Fault("out of memory in a step", out_of_memory, variable="step:50:oom"),
     "error": Fault("a step fails", step_failed, variable="step:50:error"),
+    "stopped": Fault("SIGSTOP and SIGCONT of the engine process", stopped, "--stall-timeout 1"),
+    "held": Fault("the engine's interpreter is held for 4 s", held, "--stall-timeout 1", "step:50:hold=4"),
     "hang": Fault("a step hangs", hangs, f"--step-timeout {STEP_TIMEOUT_SECONDS:g}", "step:50:hang"),
 }
 

@@ -73,7 +73,9 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     """Build the application: routes, exception handlers, and the guard as outermost middleware."""
     if options is None:
         options = ServerOptions.from_options(**with_variables({}, [flag.name for flag in server_flags()], os.environ))
-    context = ServerContext(engine, options)
+    context = ServerContext(engine, options, operators_paths=ADMIN_PATHS)
+    unread = engine.hold_unread_streams()
+    context.http_metrics.num_held = lambda: unread.num_held
     public_paths: set[str] = set()
     rooms: list[Router] = [completions.router, chat.router, responses.router, messages.router, tokenize.router, models.router]
     rooms += [
@@ -111,6 +113,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         yield
         await app.state.responses.close()
         context.chat.close()
+        context.work.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.shutdown)
 

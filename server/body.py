@@ -14,6 +14,8 @@ from server.errors import ApiError, as_api_error, bad_request, shortened
 from server.ignored import log_once
 from server.openapi import bodies
 from server.protocol.common import RequestModel
+from server.protocol.sizes import NO_LIMITS, BodyLimits, check_sizes
+from server.work import LARGE_BYTES, Work, finish, in_one_piece
 
 LIKENESS = 0.81
 """Similarity above which an unknown name counts as a typo. Other unknown fields are ignored, because many clients send some."""
@@ -24,9 +26,13 @@ MAX_CONTAINERS = 1 << 16
 """Maximum number of objects and lists in a body."""
 MAX_TEXTS = 1 << 17
 """Maximum number of strings in a body, field names included. Checking more would delay other requests."""
+MAX_VALUES = 1 << 21
+"""Maximum number of commas between values, such as token ids."""
+MAX_LOGGED = 8
+"""Maximum number of unknown fields that the log names."""
+_PLAIN = frozenset((int, str, bool, type(None)))
 _HUGE_EXPONENT = re.compile(rb"[0-9][eE]\+?[0-9]{3}")
 _BRACKET_OR_TEXT = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?|[\[\]{}]', re.DOTALL)
-_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an open string ends with the text: no second scan
 _POSITION = re.compile(r" at line (\d+) column (\d+)$")
 
 Model = TypeVar("Model", bound=RequestModel)
@@ -35,18 +41,40 @@ Model = TypeVar("Model", bound=RequestModel)
 async def read_body(request: Request, model: type[Model]) -> Model:
     """Read the body as a model. Raises ApiError."""
     check_content_type(request)
-    limits = request.app.state.context.options.limits
-    return parse_body(await request.body(), model, ignore_unknown=limits.ignore_unknown_fields)
+    context = request.app.state.context
+    work = parsing(await _bytes_of(request), model, context.body_limits, context.options.limits.ignore_unknown_fields)
+    return await context.work.unless_small(work)
 
 
-def parse_body(raw: bytes, model: type[Model], *, ignore_unknown: bool = False) -> Model:
+async def read_object(request: Request) -> dict[str, Any]:
+    """Read the body as a JSON object, and keep it for `read_body`. Raises ApiError."""
+    check_content_type(request)
+    return await request.app.state.context.work.unless_small(in_one_piece(parse_object, await request.body()))
+
+
+async def _bytes_of(request: Request) -> bytes:
+    """The body, which `request.body` would keep in memory while the answer is streamed."""
+    return b"".join([piece async for piece in request.stream() if piece])
+
+
+def parse_body(raw: bytes, model: type[Model], *, limits: BodyLimits = NO_LIMITS, ignore_unknown: bool = False) -> Model:
+    """Parse bytes as a model. Raises ApiError."""
+    return finish(parsing(raw, model, limits, ignore_unknown))
+
+
+def parsing(raw: bytes, model: type[Model], limits: BodyLimits, ignore_unknown: bool) -> Work[Model]:
     """Parse bytes as a model. Raises ApiError."""
     body = parse_object(raw)
+    del raw
+    yield None
     model.refuse_unsupported(body)
     if unknown := sorted(body.keys() - _names(model) - model.REFUSED.keys() - model.NO_EFFECT.keys()):
         if not ignore_unknown:
             _refuse_misspelt(unknown, model)
-        log_once(f"ignored unknown fields of a {model.__name__}: {', '.join(map(repr, unknown))}")
+        told = ", ".join(repr(shortened(name, MAX_NAME)) for name in unknown[:MAX_LOGGED])
+        log_once(f"ignored unknown fields of a {model.__name__}: {told}{', …' * (len(unknown) > MAX_LOGGED)}")
+    check_sizes(body, model, limits)
+    yield None
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -75,7 +103,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not valid JSON: {_short_reason(reason)}", param, "invalid_json") from None
     if not isinstance(body, dict):
         raise bad_request(f"the body is {_noun(body)}, must be a JSON object")
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _HUGE_EXPONENT.search(raw):
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or len(raw) >= LARGE_BYTES or _HUGE_EXPONENT.search(raw):
         for name, value in body.items():
             if isinstance(value, (dict, list)):
                 _check_tree(value, name)
@@ -87,13 +115,20 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 def _check_size(raw: bytes) -> None:
     """Raise ApiError for a body with too many parts. Counts them without parsing."""
     if raw.count(b'"') > 2 * MAX_TEXTS:
-        raw = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+        raw = _without_escapes(raw)
         if raw.count(b'"') > 2 * MAX_TEXTS:
             raise bad_request(f"the body has more than {MAX_TEXTS} texts and names; send less at a time")
-    if raw.count(b"{") + raw.count(b"[") > MAX_CONTAINERS:
-        raw = _TEXT.sub(b"", raw)
+    if raw.count(b"{") + raw.count(b"[") > MAX_CONTAINERS or raw.count(b",") > MAX_VALUES:
+        raw = b"".join(_without_escapes(raw).split(b'"')[::2])  # between the texts
         if raw.count(b"{") + raw.count(b"[") > MAX_CONTAINERS:
             raise bad_request(f"the body has more than {MAX_CONTAINERS} objects and lists; send less at a time")
+        if raw.count(b",") > MAX_VALUES:
+            raise bad_request(f"the body has more than {MAX_VALUES} numbers and other values; send less at a time")
+
+
+def _without_escapes(raw: bytes) -> bytes:
+    """The body without escaped quotes, so that every quote left begins or ends a text."""
+    return raw.replace(rb"\\", b"").replace(rb"\"", b"")
 
 
 def check_content_type(request: Request) -> None:
@@ -112,7 +147,10 @@ def _check_tree(root: Any, name: str) -> None:
     for _ in range(MAX_DEPTH - 1):
         below: list[Any] = []
         for node in level:
-            for value in node.values() if isinstance(node, dict) else node:
+            values = node.values() if isinstance(node, dict) else node
+            if _PLAIN.issuperset(map(type, values)):
+                continue
+            for value in values:
                 if isinstance(value, (dict, list)):
                     below.append(value)
                 elif isinstance(value, float) and not math.isfinite(value):

@@ -3,10 +3,8 @@
 Independent of HTTP and of the reply formats of these APIs.
 """
 
-import asyncio
 import contextlib
 import dataclasses
-import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from server.prompts import check_length, truncated
 from server.speech import AnswerReader, Speech
 from server.template_process import MAX_PROCESSES, TemplateProcesses
 from server.usage import Usage
+from server.work import WorkPool, in_one_piece
 
 __all__ = ["ChatDelta", "ChatService", "Conversation", "PreparedChat", "ToolCallDelta"]
 
@@ -73,6 +72,8 @@ class Conversation:
     priority: int = 0
     adapter: str | None = None
     """Name of a loaded LoRA adapter."""
+    num_bytes: int | None = None
+    """About how large the messages are; None: as the body."""
 
 
 @dataclass
@@ -117,8 +118,9 @@ class PreparedChat:
 class ChatService:
     """Answers conversations with one engine."""
 
-    def __init__(self, engine: AsyncLLM, options: ChatOptions, *, queue_timeout_seconds: float | None = None):
+    def __init__(self, engine: AsyncLLM, options: ChatOptions, work: WorkPool, *, queue_timeout_seconds: float | None = None):
         self._engine = engine
+        self._work = work
         self._queue_timeout_seconds = queue_timeout_seconds
         self._options = options
         self.note_request: Callable[[FrontRequest], None] = lambda request: None
@@ -157,10 +159,8 @@ class ChatService:
                 "add_generation_prompt starts a new message and continue_final_message goes on with the last; set only one",
                 "continue_final_message",
             )
-        encode = functools.partial(
-            self._encoder.encode, self._job(conversation), add_special_tokens=conversation.add_special_tokens
-        )
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        work = self._encoder.encode(self._job(conversation), add_special_tokens=conversation.add_special_tokens)
+        return await self._work.run(work, num_bytes=conversation.num_bytes, threads=self._threads)
 
     def _job(self, conversation: Conversation) -> dict[str, Any]:
         hints = {"reasoning_effort": conversation.reasoning_effort, "enable_thinking": conversation.enable_thinking}
@@ -180,9 +180,9 @@ class ChatService:
 
     async def prepare(self, conversation: Conversation) -> PreparedChat:
         """Render, tokenize and check a conversation. Raises ApiError or InvalidRequestError."""
-        tools, choice = check_tools(conversation.tools, conversation.tool_choice)
-        if self._encoder is not None:
-            tools, choice = self.speech.check(conversation.tools, conversation.tool_choice)
+        check = check_tools if self._encoder is None else self.speech.check
+        work = in_one_piece(check, conversation.tools, conversation.tool_choice)
+        tools, choice = await self._work.unless_small(work, num_bytes=conversation.num_bytes)
         text, ids = await self._rendered(conversation)
         params, reader = self.speech.prepared(
             conversation.params,

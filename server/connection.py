@@ -14,6 +14,7 @@ from server.error_shapes import in_shape_of
 from server.errors import ApiError
 from server.guard import MAX_HEADER_BYTES, MAX_URL_BYTES
 from server.options import ErrorFormat, ServerOptions
+from server.unread import SendWatch
 
 _URL_HOST = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#@]*@)?([^/?#]*)")
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 414: b"URI Too Long", 431: b"Headers Too Large", 503: b"Unavailable"}
@@ -22,8 +23,17 @@ _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 414: b"URI Too Long", 
 class GuardedConnection(HttpToolsProtocol):
     """A connection of one client."""
 
-    def __init__(self, *args: Any, max_connections: int, read_timeout_seconds: float, error_format: ErrorFormat, **named: Any):
+    def __init__(
+        self,
+        *args: Any,
+        max_connections: int,
+        read_timeout_seconds: float,
+        unread_seconds: float,
+        error_format: ErrorFormat,
+        **named: Any,
+    ):
         super().__init__(*args, **named)
+        self._send_watch = SendWatch(unread_seconds)
         self._max_connections = max_connections
         self._read_timeout_seconds = read_timeout_seconds
         self._error_format = error_format
@@ -42,7 +52,18 @@ class GuardedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed, by either side."""
         self._stop_timer()
+        self._send_watch.end()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client reads slower than its answer is written."""
+        super().pause_writing()
+        self._send_watch.begin(self.transport)
+
+    def resume_writing(self) -> None:
+        """The client has read most of what was written."""
+        self._send_watch.end()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes; close the connection as soon as headers are too large, even if incomplete."""
@@ -76,6 +97,7 @@ class GuardedConnection(HttpToolsProtocol):
             version = self.parser.get_http_version().encode()
             head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
             head += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)  # the old one ignores what follows `Connection: close`
             return b"\r\n".join([*head, b"", data[stopped.args[0] :]])
 
     def _asks_for_upgrade(self) -> bool:
@@ -154,6 +176,7 @@ def uvicorn_config(app: Any, options: ServerOptions, **more: Any) -> uvicorn.Con
         GuardedConnection,
         max_connections=network.max_connections,
         read_timeout_seconds=options.limits.request_body_timeout,
+        unread_seconds=options.limits.unread_stream_timeout,
         error_format=options.replies.error_format,
     )
     settings: dict[str, Any] = {

@@ -19,6 +19,7 @@ from jaxllm.text.input_processor import FrontRequest
 from jaxllm.text.tokenizer import Tokenizer
 from server.adapters import ServedAdapters, some_of
 from server.chat_service import ChatService
+from server.clients import Clients
 from server.errors import ApiError, shortened
 from server.http_metrics import HttpMetrics
 from server.logs import RequestLog
@@ -26,14 +27,17 @@ from server.ollama.about import Checkpoint
 from server.options import ServerOptions
 from server.prompts import tokenizer_of
 from server.protocol.common import SamplingFields
+from server.protocol.sizes import BodyLimits
+from server.work import WorkPool
 
 
 class ServerContext:
     """One per application, as `app.state.context`."""
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions):
+    def __init__(self, engine: AsyncLLM, options: ServerOptions, *, operators_paths: frozenset[str] = frozenset()):
         self.engine = engine
         self.options = options
+        self.clients = Clients(options, operators_paths)
         self.model_names = options.replies.names_of(engine.config.model.model)
         self._unlisted_name = None if options.replies.served_model_name else engine.config.model.model
         """Requests may name a local model by its path too."""
@@ -54,10 +58,13 @@ class ServerContext:
         """Further defaults of ollama's API and of the web page."""
         info_once(f"sampling of the web page and ollama's API: {engine.input_processor.generation_config.describe_chats()}")
         self.http_metrics = HttpMetrics(short_name(engine.config.model.model))
+        self.http_metrics.num_rate_limited = lambda: self.clients.num_refused
         engine.add_metrics(self.http_metrics.snapshot)
         self.request_log = RequestLog(options.logging)
         self.queue_timeout_seconds = options.limits.queue_timeout or None
-        self.chat = ChatService(engine, options.chat, queue_timeout_seconds=self.queue_timeout_seconds)
+        self.work = WorkPool()
+        self.body_limits = BodyLimits(engine.max_model_len, engine.model_config.vocab_size)
+        self.chat = ChatService(engine, options.chat, self.work, queue_timeout_seconds=self.queue_timeout_seconds)
         self.chat.note_request = self.request_log.write
         if engine.input_processor.tokenizer is not None:
             self.chat.speech.note_tool_parser = self.http_metrics.tool_calls_parsed

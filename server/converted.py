@@ -1,9 +1,8 @@
 """Converts requests of other APIs to chat requests, and maps errors back to the fields that the client sent."""
 
-import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -14,10 +13,6 @@ from server.errors import ApiError, as_api_error
 from server.http_metrics import RequestType
 from server.protocol.chat import ChatCompletionRequest
 from server.routes.chat import to_conversation
-
-Result = TypeVar("Result")
-LARGE_BYTES = 64 << 10
-"""Body size whose processing takes some milliseconds."""
 
 
 def conversation_of(
@@ -32,13 +27,6 @@ def conversation_of(
     conversation.request_id = request_id
     conversation.request_type = request_type
     return conversation
-
-
-async def unless_small(num_bytes: int, work: Callable[..., Result], *arguments: Any) -> Result:
-    """Process a body and return the result; a large one is processed in a thread, so that other requests are not delayed."""
-    if num_bytes < LARGE_BYTES:
-        return work(*arguments)
-    return await asyncio.to_thread(work, *arguments)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from jaxllm.errors import (
     EngineDeadError,
     EngineError,
     EngineSleepingError,
+    EngineStalledError,
     InvalidRequestError,
     OverloadedError,
     ReplicaLostError,
@@ -102,6 +103,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return overloaded(without_leaks(str(error)), error.retry_after_seconds)
     if isinstance(error, EngineSleepingError):
         return overloaded("the engine sleeps; wake it up or try again later")
+    if isinstance(error, EngineStalledError):
+        return ApiError(503, f"the engine does not answer now: {error}", code="engine_stalled", retry=True)
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine cannot serve any more", code="engine_dead", retry=True)
     if isinstance(error, ReplicaLostError):
@@ -154,5 +157,5 @@ def shortened(text: str, length: int) -> str:
 
 
 def without_leaks(text: str) -> str:
-    """Replace addresses, frames and file paths in a message."""
-    return _LEAKS.sub("…", text)
+    """Replace addresses, frames and file paths in a message. It may hold a text of the client's, so it is shortened before."""
+    return _LEAKS.sub("…", shortened(text, MAX_MESSAGE_LENGTH))

@@ -1,4 +1,4 @@
-"""A front process: HTTP, tokenizing and detokenizing for one listening socket. The supervisor runs it with `python -m`."""
+"""A front process: HTTP, tokenizing and detokenizing for connections that it accepts. The supervisor runs it with `python -m`."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvicorn
 
-from jaxllm import log
+from jaxllm import clock, log
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.config import EngineConfig
 from jaxllm.engine.client import EngineClient
@@ -51,6 +51,10 @@ class FrontStart(msgspec.Struct):
     report_fd: int
     log_level: str | None
     silence_seconds: float
+    accepts_while_loading: bool
+    """Whether to answer 503 until it serves, because no other front serves meanwhile."""
+    epoch: float
+    """Of the clock, so that the fronts' requests can be ordered by their times of arrival."""
 
 
 class _Server(uvicorn.Server):
@@ -78,6 +82,11 @@ class Front:
             start.options.replies.error_format,
             BrowserAccess(start.options),
         )
+        from server.connection import uvicorn_config
+
+        settings: dict[str, Any] = {"lifespan": "off", "timeout_graceful_shutdown": 1}
+        self._server = _Server(uvicorn_config(self._gate, self._options, **settings))
+        self._serving: asyncio.Task[None] | None = None
 
     def _make_core(self) -> ProcessCore | Replicas:
         pids, parallel = [pid for _, pid in self._start.engines], self._start.config.parallel
@@ -93,7 +102,13 @@ class Front:
 
     def _connect(self, rank: int, pid: int | None) -> EngineClient:
         directory, _ = self._start.engines[rank]
-        return EngineClient(directory, pid, index=self._start.index, silence_seconds=self._start.silence_seconds)
+        return EngineClient(
+            directory,
+            pid,
+            index=self._start.index,
+            silence_seconds=self._start.silence_seconds,
+            stall_seconds=self._options.processes.stall_timeout,
+        )
 
     async def run(self) -> None:
         """Serve until stopped, then drain. Raises JaxLLMError if the application cannot be built."""
@@ -101,20 +116,23 @@ class Front:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         loop.add_reader(sys.stdin.fileno(), self._parent_is_gone)
-        from server.connection import uvicorn_config
-
-        settings: dict[str, Any] = {"lifespan": "off", "timeout_graceful_shutdown": 1}
-        server = _Server(uvicorn_config(self._gate, self._options, **settings))
-        serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=self._start.socket_fd)]))
-        serving.add_done_callback(lambda _: self._stop.set())  # a front that cannot serve must not report READY
+        if self._start.accepts_while_loading:
+            self._accept()
         try:
-            await self._serve(serving)
+            await self._serve()
         finally:
-            server.should_exit = True
-            await serving
+            if self._serving is not None:
+                self._server.should_exit = True
+                await self._serving
             self._core.shutdown()
 
-    async def _serve(self, serving: "asyncio.Task[None]") -> None:
+    def _accept(self) -> None:
+        """Accept connections from now on."""
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._server.serve(sockets=[socket.socket(fileno=self._start.socket_fd)]))
+            self._serving.add_done_callback(lambda _: self._stop.set())  # a front that cannot serve must not report READY
+
+    async def _serve(self) -> None:
         texts = await asyncio.to_thread(load_texts, self._start.config)
         from server.app import create_app  # import while the engine loads
         from server.grpc.start import start_grpc
@@ -134,6 +152,7 @@ class Front:
         async with app.router.lifespan_context(app):
             grpc = await start_grpc(context)
             self._gate.open(app)
+            self._accept()
             os.write(self._start.report_fd, f"{READY}{_offers(engine)}\n".encode())
             await self._stop.wait()
             await self._drain(engine, context)
@@ -207,6 +226,7 @@ def main() -> int:
     import uvloop
 
     start = msgspec.msgpack.decode(read_first_message(sys.stdin.fileno()), type=FrontStart)
+    clock.follow(start.epoch)
     log.set_up(start.log_level, format=start.options.logging.log_format)
     log.adopt("uvicorn", level=start.options.logging.uvicorn_log_level)
     _allow_many_connections()

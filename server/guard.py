@@ -11,7 +11,6 @@ import re
 import time
 import uuid
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,6 +21,7 @@ from server.context import ServerContext
 from server.error_shapes import shaped
 from server.errors import ApiError, as_api_error
 from server.logs import AccessLog
+from server.request_bodies import BodyReader
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 << 10
@@ -45,7 +45,7 @@ class Guard:
         options = context.options
         self._context = context
         self._app = self._with_cors(app)
-        self._limits = options.limits
+        self._bodies = BodyReader(options.limits)
         self._browsers = BrowserAccess(options)
         self._public = PROBES | set(public_paths) | (set() if options.access.metrics_require_key else {METRICS})
         self._public_folders = tuple(path for path in public_paths if path.endswith("/") and path != "/")
@@ -70,6 +70,7 @@ class Guard:
                 await self._refuse(as_api_error(error), scope, receive, answer)
             logger.error("%s %s failed", scope["method"], safe(scope["path"], 200), exc_info=error)
         finally:
+            self._context.clients.leave(scope)
             self._log.write(scope, answer.status, time.monotonic() - started)
 
     async def _answered(self, scope: Scope, receive: Receive, send: "_Answer") -> None:
@@ -78,14 +79,18 @@ class Guard:
             self._browsers.check(scope["method"], headers)
             path = scope["path"]
             self._check_key(scope, path, headers)
+            self._context.clients.enter(scope, _given_key(headers))
             if self._context.refusal is not None and path not in PROBES and path != METRICS:
                 raise self._context.refusal
-            receive = await self._with_body(headers, receive)
+            body = await self._bodies.read(headers, receive, scope["state"]["client"])
         except ApiError as error:
             is_unread = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
             await self._refuse(error, scope, receive, send, is_unread=is_unread)
             return
-        await self._app(scope, receive, send)
+        if body is None:
+            await self._app(scope, receive, send)
+        else:
+            await body.pass_on(self._app, scope, receive, send)
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send, *, is_unread: bool = False) -> None:
         """Send an error. Closes the connection if the body was not read completely."""
@@ -143,30 +148,6 @@ class Guard:
         if self._keys and holds_key(given, self._keys):
             raise ApiError(403, "this endpoint needs the operator's key (--admin-api-key)", code="forbidden")
         raise _unauthenticated()
-
-    # Bodies
-
-    async def _with_body(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """Read the request's body; return a `receive` for the application. Raises ApiError."""
-        length = headers.get(b"content-length")
-        if length is None and b"transfer-encoding" not in headers:
-            return receive
-        limit = self._limits.max_request_body_bytes
-        if length is not None and (not length.isdigit() or len(length) > 18):
-            raise ApiError(400, "content-length is not a number of bytes")
-        if length is not None and int(length) > limit:
-            raise _too_large(limit)
-        try:
-            async with asyncio.timeout(self._limits.request_body_timeout):
-                body = await _read(receive, limit)
-        except TimeoutError:
-            raise ApiError(408, "the request's body did not arrive in time", code="timeout", retry=False) from None
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return messages.pop() if messages else await receive()
-
-        return replay
 
 
 class _Answer:
@@ -236,25 +217,6 @@ def _unauthenticated() -> ApiError:
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer"},
     )
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes (--max-request-body-bytes)", code="body_too_large")
-
-
-async def _read(receive: Receive, limit: int) -> bytes:
-    pieces: list[bytes] = []
-    size = 0
-    while True:
-        message: Any = await receive()
-        if message["type"] == "http.disconnect":
-            raise ApiError(400, "the client left before its body was complete")
-        size += len(message.get("body", b""))
-        if size > limit:
-            raise _too_large(limit)
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(pieces)
 
 
 async def _thrown_away(receive: Receive, seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Literal, get_args
 
@@ -12,6 +12,7 @@ from jaxllm.metrics.buckets import HTTP_ALL_SECONDS, HTTP_SECONDS, SLEEP_SECONDS
 from jaxllm.metrics.collect import Collected
 from jaxllm.metrics.metric import Metric
 from jaxllm.observations import Observations
+from server.unread import SendWatch
 
 NOT_COUNTED = frozenset({"/metrics", "/health", "/live", "/ready", "/ping", "/load", "/version", "/server_info"})
 NO_HANDLER = "none"
@@ -41,6 +42,8 @@ class HttpMetrics:
         self._sleep_seconds: dict[str, Observations] = {}
         self._sleep_calls = dict.fromkeys(get_args(SleepOperation), 0)
         """Calls under way."""
+        self.num_rate_limited: Callable[[], int] = lambda: 0
+        self.num_held: Callable[[], int] = lambda: 0
 
     def request_done(
         self, method: str, status: int, handler: str, seconds: float, *, request_bytes: int = 0, answer_bytes: int = 0
@@ -100,6 +103,11 @@ class HttpMetrics:
         for operation, count in self._sleep_calls.items():
             about = "such calls under way in the HTTP process that answers"
             own.gauge("sleep_mode_operations_in_flight", count, about, operation=operation)
+        refused = "requests refused because their key or address had too many (max_concurrent_requests_per_key)"
+        own.counter("rate_limited_requests", self.num_rate_limited(), refused)
+        unread = "answers whose clients did not read them: requests held until they do, and connections closed"
+        own.counter("unread_streams", self.num_held(), unread, outcome="held")
+        own.counter("unread_streams", SendWatch.num_ended, unread, outcome="closed")
         return found.metrics + own.metrics
 
 

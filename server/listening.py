@@ -1,4 +1,4 @@
-"""The listening sockets. The supervisor owns them, so that no connection attempt is lost when a front dies."""
+"""The listening socket of all fronts. The supervisor owns it, so that no connection attempt is lost when a front dies."""
 
 import contextlib
 import errno
@@ -11,24 +11,17 @@ from pathlib import Path
 
 from jaxllm.errors import ConfigError
 from server.options import NetworkOptions
+from server.unread import UNSENT_BYTES
 
 BACKLOG = 2048
 _LISTEN_STATE = "0A"
 
 
 def listen(network: NetworkOptions) -> list[socket.socket]:
-    """Open a listening socket for each front. Raises ConfigError if the address is in use, naming the process that has it."""
-    if network.uds is not None:
-        shared = _listen_unix(network.uds)
-        return [shared, *(shared.dup() for _ in range(network.api_server_count - 1))]
-    first = _listen_tcp(network, network.port)
-    sockets = [first]
-    if network.api_server_count > 1:
-        # The kernel balances connections among sockets of one port. It would let other programs join, hence the first try.
-        port = first.getsockname()[1]
-        first.close()
-        sockets = [_listen_tcp(network, port, shared=True) for _ in range(network.api_server_count)]
-    return sockets
+    """Open one listening socket, with a descriptor for each front: a connection is accepted by the first one that has time, and none
+    waits for a front that has ended. Raises ConfigError if the address is in use, naming the process that has it."""
+    shared = _listen_unix(network.uds) if network.uds is not None else _listen_tcp(network)
+    return [shared, *(shared.dup() for _ in range(network.api_server_count - 1))]
 
 
 def is_local(network: NetworkOptions) -> bool:
@@ -73,8 +66,8 @@ def address_of(listening: socket.socket) -> tuple[str, int]:
     return ("127.0.0.1" if host in ("0.0.0.0", "::") else host), port
 
 
-def _listen_tcp(network: NetworkOptions, port: int, *, shared: bool = False) -> socket.socket:
-    host = network.host
+def _listen_tcp(network: NetworkOptions) -> socket.socket:
+    host, port = network.host, network.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -83,10 +76,10 @@ def _listen_tcp(network: NetworkOptions, port: int, *, shared: bool = False) -> 
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6 and host == "::":
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # accepted sockets inherit it
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         listening.bind(address)
         listening.listen(BACKLOG)
     except OSError as error:

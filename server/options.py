@@ -115,6 +115,15 @@ class LimitOptions:
         float, "seconds after which a request ends with 408; a request may ask for less with `timeout`; 0: no limit"
     ] = 0.0
     queue_timeout: Annotated[float, "seconds that a request may wait for its first step, then 503; 0: no limit"] = 0.0
+    max_concurrent_requests_per_key: Annotated[
+        int,
+        "most requests of one key, or without keys of one address, that are answered at the same time; one more is refused with 429; "
+        "each API server counts its own; 0: no limit",
+    ] = 0
+    unread_stream_timeout: Annotated[
+        float,
+        "seconds after which a connection is closed whose client reads nothing of an answer that waits for it; 0: never",
+    ] = 300.0
     max_n: Annotated[int, "most answers to one prompt"] = 128
     max_prompts_per_request: Annotated[int, "most prompts in one request"] = 1024
     max_sequences_per_request: Annotated[int, "most answers in one request, all prompts together"] = 4096
@@ -218,8 +227,18 @@ class LoggingOptions:
 class ProcessOptions:
     """Processes"""
 
-    step_timeout: Annotated[float, "seconds after which a step counts as hung, and the engine as dead; 0: never"] = 300.0
-    compile_timeout: Annotated[float, "the same while a step waits for a program to be compiled"] = 3600.0
+    stall_timeout: Annotated[
+        float,
+        "seconds without a sign of life from the engine's process, or in one step (on a CPU six times as long), after which /ready is "
+        "503 until it goes on; 0: never",
+    ] = 10.0
+    step_timeout: Annotated[
+        float,
+        "seconds after which a step, or an engine process without a sign of life, counts as hung, and the engine as dead; 0: never",
+    ] = 300.0
+    compile_timeout: Annotated[
+        float, "the same while a step waits for a program to be compiled, or the engine falls asleep or wakes up"
+    ] = 3600.0
     retry_on_engine_death: Annotated[
         bool,
         "compute requests of a replica that has ended again on another, as far as nothing was sent to their clients "
@@ -317,12 +336,15 @@ _RANGES: dict[str, Range] = {
     "max_connections": at_least(1),
     "api_server_count": at_least(1),
     "shutdown_timeout": at_least(0),
+    "stall_timeout": at_least(0),
     "step_timeout": at_least(0),
     "compile_timeout": _ABOVE_ZERO,
     "max_request_body_bytes": at_least(1024),
     "request_body_timeout": _ABOVE_ZERO,
     "request_timeout": at_least(0),
     "queue_timeout": at_least(0),
+    "max_concurrent_requests_per_key": at_least(0),
+    "unread_stream_timeout": at_least(0),
     "max_n": at_least(1),
     "max_prompts_per_request": at_least(1),
     "max_sequences_per_request": at_least(1),

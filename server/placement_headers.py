@@ -15,7 +15,8 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
 
 
 class PlacementHeaders:
-    """Applies the headers to what a request asks of the engine. The engine refuses a rank that does not exist.
+    """Applies the headers, and the guard's label of the client, to what a request asks of the engine, which refuses a rank that does
+    not exist.
 
     has_replicas: whether there are several engines; of one, `X-data-parallel-rank` is ignored.
     """
@@ -26,7 +27,7 @@ class PlacementHeaders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            found = self._read(Headers(scope=scope)) if scope["type"] == "http" else None
+            found = self._read(Headers(scope=scope), scope["state"]["client"]) if scope["type"] == "http" else None
         except ApiError as error:
             await shaped(scope, error).response()(scope, receive, send)
             return
@@ -36,7 +37,7 @@ class PlacementHeaders:
         finally:
             reset_placement(token)
 
-    def _read(self, headers: Headers) -> Placement:
+    def _read(self, headers: Headers, client: str) -> Placement:
         rank = headers.get(RANK) if self._has_replicas else None
         if rank is not None and (not rank.isascii() or not rank.isdigit() or len(rank) > 6):
             raise bad_request(f"the header {RANK} is {rank[:100]!r}, must be the number of a replica", RANK)
@@ -48,4 +49,6 @@ class PlacementHeaders:
             raise bad_request(
                 f"the header {SESSION} has {len(session_id)} characters, at most {MAX_SESSION_ID} are possible", SESSION
             )
-        return Placement(None if rank is None else int(rank), session_id or None, None if priority is None else int(priority))
+        return Placement(
+            None if rank is None else int(rank), session_id or None, None if priority is None else int(priority), client
+        )

@@ -1,7 +1,7 @@
 """Turns prompts into vectors: shared by embeddings, pooling, scores and ranks. Independent of HTTP."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from jaxllm.text.tokenization import encode_prompts
 from server.endings import end_of, failure
 from server.errors import ApiError, bad_request
 from server.options import LimitOptions
-from server.prompts import check_text_length, tokenizer_of
+from server.prompts import PIECE_CHARACTERS, check_text_length, check_total, tokenizer_of
 from server.usage import Usage
+from server.work import Work, WorkPool
 
 MAX_VALUES = 1 << 24
 """Maximum number of numbers in one reply: vectors of all tokens make a very large text."""
@@ -33,8 +34,9 @@ class Input:
 class PoolingService:
     """Computes vectors with one engine."""
 
-    def __init__(self, engine: AsyncLLM, limits: LimitOptions):
+    def __init__(self, engine: AsyncLLM, limits: LimitOptions, work: WorkPool):
         self._engine = engine
+        self._work = work
         self._limits = limits
         self._queue_timeout_seconds = limits.queue_timeout or None
 
@@ -56,7 +58,7 @@ class PoolingService:
                 inputs[0].param,
             )
         requests = []
-        prompts = await asyncio.to_thread(self._encode, inputs, add_special_tokens)
+        prompts = await self._work.run(self._encode(inputs, add_special_tokens))
         for place, (each, prompt) in enumerate(zip(inputs, prompts, strict=True)):
             if cache_salt is not None:
                 prompt["cache_salt"] = cache_salt
@@ -97,7 +99,7 @@ class PoolingService:
             end_of(output)
         return outputs
 
-    def _encode(self, inputs: Sequence[Input], add_special_tokens: bool) -> list[Any]:
+    def _encode(self, inputs: Sequence[Input], add_special_tokens: bool) -> Work[list[Any]]:
         """Prompts with their token ids. Tokenizes only as much of an overlong text as is needed to reject it."""
         longest = self._engine.max_model_len
         texts = [each for each in inputs if isinstance(each.prompt, str)]
@@ -108,14 +110,19 @@ class PoolingService:
             if each.params.truncate_prompt_tokens is None:
                 assert isinstance(each.prompt, str)
                 try:
-                    check_text_length(tokenizer, each.prompt, longest + 1, each.param)
+                    yield from check_text_length(tokenizer, each.prompt, longest + 1, each.param)
                 except ApiError:
                     raise _too_long("far too many", longest, each.param) from None
         by_text: dict[str, list[int]] = {}
         if texts:
             unique = list(dict.fromkeys(each.prompt for each in texts if isinstance(each.prompt, str)))
-            encoded = encode_prompts(tokenizer, unique) if add_special_tokens else tokenizer.encode_batch(unique, False)
-            by_text = dict(zip(unique, encoded, strict=True))
+            num_tokens = 0
+            for some in _in_batches(unique):
+                encoded = encode_prompts(tokenizer, some) if add_special_tokens else tokenizer.encode_batch(some, False)
+                by_text.update(zip(some, encoded, strict=True))
+                num_tokens += sum(map(len, encoded))
+                check_total(num_tokens, longest, texts[0].param)
+                yield None
         prompts: list[Any] = []
         for each in inputs:
             if isinstance(each.prompt, str):
@@ -139,6 +146,19 @@ class PoolingService:
                 "inputs at once",
                 "input",
             )
+
+
+def _in_batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts, as many at a time as are tokenized in one piece."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        if batch and size + len(text) > PIECE_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text)
+    yield batch
 
 
 def usage_of(outputs: Sequence[PoolingRequestOutput], *, tells_cached: bool) -> dict[str, Any]:

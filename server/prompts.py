@@ -6,8 +6,15 @@ from jaxllm.async_llm import AsyncLLM
 from jaxllm.text.tokenization import encode_prompts
 from jaxllm.text.tokenizer import Tokenizer
 from server.errors import ApiError, bad_request
+from server.work import Work
 
 PROBE_CHARACTERS = 1 << 18
+PIECE_CHARACTERS = 1 << 16
+"""Tokenized at once, between two checks whether the client still waits."""
+CUT_TOKENS = 64
+"""More than are kept, because the tokens beside a cut are not those of the whole text."""
+MAX_PROMPT_TOKENS = 1 << 21
+"""Maximum number of tokens of all prompts of a request together, if the context is shorter."""
 
 
 def too_long(num_tokens: int, max_model_len: int, *, at_least: bool = False, param: str = "prompt") -> ApiError:
@@ -43,16 +50,44 @@ def check_max_tokens(max_tokens: int | None, max_model_len: int, param: str = "m
         )
 
 
-def check_text_length(tokenizer: Tokenizer, text: str, max_model_len: int, param: str = "prompt") -> None:
+def check_text_length(tokenizer: Tokenizer, text: str, max_model_len: int, param: str = "prompt") -> Work[None]:
     """Raise ApiError for an overlong text, after tokenizing only as much of it as is needed."""
-    if len(text) <= max(PROBE_CHARACTERS, 8 * max_model_len):
+    if len(text) <= _unchecked_characters(max_model_len):
         return
     num_tokens = 0
-    for start in range(0, len(text), PROBE_CHARACTERS):
+    for start in range(0, len(text), PIECE_CHARACTERS):
         # A cut can at most split one token in two.
-        num_tokens += len(tokenizer.encode(text[start : start + PROBE_CHARACTERS], add_special_tokens=False)) - 1
+        num_tokens += len(tokenizer.encode(text[start : start + PIECE_CHARACTERS], add_special_tokens=False)) - 1
         if num_tokens >= max_model_len:
             raise too_long(num_tokens, max_model_len, at_least=True, param=param)
+        yield None
+
+
+def _unchecked_characters(max_model_len: int) -> int:
+    """The length of a text that is tokenized without a check of its length."""
+    return max(PROBE_CHARACTERS, 8 * max_model_len)
+
+
+def cut_text(tokenizer: Tokenizer, text: str, num_tokens: int, side: str, max_model_len: int) -> Work[str]:
+    """The part of a very long text that has the tokens which truncation keeps. `side`: where tokens are cut off."""
+    if len(text) <= _unchecked_characters(max_model_len):
+        return text
+    found, length = 0, 0
+    while found < num_tokens + CUT_TOKENS and length < len(text):
+        end = len(text) - length
+        piece = text[length : length + PIECE_CHARACTERS] if side == "right" else text[max(0, end - PIECE_CHARACTERS) : end]
+        found += len(tokenizer.encode(piece, add_special_tokens=False)) - 1
+        length += len(piece)
+        yield None
+    return text[:length] if side == "right" else text[len(text) - length :]
+
+
+def check_total(num_tokens: int, max_model_len: int, param: str = "prompt") -> None:
+    """Raise ApiError for prompts that together have too many tokens."""
+    if num_tokens > (most := max(MAX_PROMPT_TOKENS, max_model_len)):
+        raise bad_request(
+            f"{param} has more than {most} tokens in all its prompts together; send fewer prompts in one request", param
+        )
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -13,9 +13,7 @@ from server.options import LimitOptions
 from server.protocol.common import ResponseFormat, SamplingFields, StructuredOutputs
 
 MAX_STOP_CHARACTERS = 1000
-MAX_LOGIT_BIAS_ENTRIES = 1024
-MAX_IDS = 4096
-"""Maximum number of stop_token_ids."""
+MAX_COPIED_IDS = 1 << 21
 
 
 def sampling_params(
@@ -28,6 +26,7 @@ def sampling_params(
 ) -> SamplingParams:
     """A request's sampling parameters; `defaults` are the model's own values. Raises ApiError or InvalidRequestError."""
     check_limits(fields, limits)
+    check_copies(fields, 1)
     _check_streaming(fields)
     values = {name: value for name in IN_REQUESTS if (value := getattr(fields, name)) is not None}
     if fields.logit_bias:
@@ -78,12 +77,21 @@ def check_limits(fields: SamplingFields, limits: LimitOptions) -> None:
         raise bad_request(f"stop has a text of more than {MAX_STOP_CHARACTERS} characters", "stop")
     if isinstance(fields.stop, str) and not fields.stop:
         raise bad_request("stop is an empty text; leave it out", "stop")
-    if len(fields.stop_token_ids or ()) > MAX_IDS:
-        raise bad_request(f"stop_token_ids has {len(fields.stop_token_ids or ())} ids, at most {MAX_IDS}", "stop_token_ids")
     if fields.extra_args is not None and fields.vllm_xargs is not None:
         raise bad_request("extra_args and vllm_xargs are two names of the same; use one", "vllm_xargs")
     if fields.length_penalty not in (None, 1.0) and not fields.use_beam_search:
         raise bad_request("length_penalty is for beam search; set use_beam_search or leave it out", "length_penalty")
+
+
+def check_copies(fields: SamplingFields, num_prompts: int) -> None:
+    """Raise ApiError for ids that the engine would get too many copies of: one for each answer."""
+    count, answers = len(fields.allowed_token_ids or ()), num_prompts * (fields.n or 1)
+    if count * answers > MAX_COPIED_IDS and answers > 1:
+        raise bad_request(
+            f"allowed_token_ids has {count} ids for each of {answers} answers, at most {MAX_COPIED_IDS} are possible in all; ask for "
+            "fewer answers in one request",
+            "allowed_token_ids",
+        )
 
 
 def _check_streaming(fields: SamplingFields) -> None:
@@ -95,8 +103,6 @@ def _check_streaming(fields: SamplingFields) -> None:
 
 def logit_bias_of(bias: Mapping[str, float]) -> dict[int, float]:
     """The biases by token id. Raises ApiError."""
-    if len(bias) > MAX_LOGIT_BIAS_ENTRIES:
-        raise bad_request(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS_ENTRIES} are possible", "logit_bias")
     found = {}
     for key, value in bias.items():
         if not key.isascii() or not key.isdigit() or len(key) > 10:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from jaxllm import address_space, clock
 from jaxllm.config import EngineConfig
 from jaxllm.engine.client import show_loading
 from jaxllm.engine.launch import socket_directory, start_child
@@ -59,7 +60,7 @@ class Serving:
 
 
 class _Front:
-    """A front process and its listening socket, which outlives the process."""
+    """A front process and its descriptor of the listening socket, which outlives the process."""
 
     def __init__(self, index: int, listening: socket.socket):
         self.index = index
@@ -70,6 +71,11 @@ class _Front:
         self.is_ready = False
         self.offers = ""
         self.starts: list[float] = []
+
+    @property
+    def serves(self) -> bool:
+        """Whether its present process is ready."""
+        return self.process is not None and self.process.poll() is None and self.told.startswith(READY)
 
 
 class Supervisor:
@@ -106,6 +112,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Serve until a signal or a failure. Returns the exit code; raises ConfigError or EngineDeadError for a failed start."""
+        address_space.check()
         check_tls(self._options.network)
         check_grpc(self._options.network)
         drain_seconds = self._options.network.shutdown_timeout
@@ -148,6 +155,7 @@ class Supervisor:
             "log_format": self._options.logging.log_format,
             "step_timeout_seconds": self._options.processes.step_timeout,
             "compile_timeout_seconds": self._options.processes.compile_timeout,
+            "stall_timeout_seconds": self._options.processes.stall_timeout,
             "core_factory": self._core_factory,
         }
 
@@ -188,6 +196,8 @@ class Supervisor:
             child_report,
             self._log_level,
             self._engines.silence_seconds,
+            accepts_while_loading=not any(other.serves for other in self._fronts if other is not front),
+            epoch=clock.epoch(),
         )
         fds = (front.socket.fileno(), child_report)
         front.process = start_child("server.front", msgspec.msgpack.encode(start), fds)
@@ -208,7 +218,8 @@ class Supervisor:
         if self._stopping.is_set():
             return
         if not front.is_ready:
-            self._fail(front.told.strip() or f"a front process could not start (exit code {code}); the log may say why")
+            unsaid = f"a front process could not start (exit code {code}); the log may say why{address_space.describe_limit()}"
+            self._fail(front.told.strip() or unsaid)
             return
         recent = [start for start in front.starts if start > time.monotonic() - RESTART_WINDOW_SECONDS]
         if len(recent) > MAX_RESTARTS:
@@ -222,9 +233,12 @@ class Supervisor:
 
     def _read_report(self, front: _Front) -> None:
         """Read a front's start report; record whether it is ready."""
+        was_told = bool(front.told)
         with contextlib.suppress(BlockingIOError):
             front.told += os.read(front.report, 4096).decode(errors="replace")
         if front.told.startswith(READY):
+            if front.is_ready and not was_told:
+                logger.info("front %d serves again", front.index)
             front.is_ready = True
             front.offers = front.told.removeprefix(READY).strip()
 

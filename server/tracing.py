@@ -1,14 +1,13 @@
 """One OpenTelemetry span per request, exported by OTLP. Needs the extra `otel`, imported only if tracing is enabled."""
 
 import os
-import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxllm import __version__
+from jaxllm import __version__, clock
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.outputs import RequestMetrics
 from jaxllm.text.input_processor import FrontRequest
@@ -60,17 +59,17 @@ class Tracer:
 
         carrier = _headers.get({})
         metrics = metrics or RequestMetrics(arrival_time=request.arrival_time)
-        end = metrics.finished_time or time.time()
+        end = metrics.finished_time or clock.now()
         span = self._tracer.start_span(
             SPAN_NAME,
             context=self._propagator.extract(carrier) if carrier else None,
             kind=SpanKind.SERVER,
-            start_time=int(request.arrival_time * _NANOSECONDS),
+            start_time=int(clock.wall(request.arrival_time) * _NANOSECONDS),
             attributes=attributes(request, metrics, end),
         )
         if isinstance(error, JaxLLMError):  # every other exception means that the client disconnected
             span.set_status(Status(StatusCode.ERROR, str(error)))
-        span.end(int(end * _NANOSECONDS))
+        span.end(int(clock.wall(end) * _NANOSECONDS))
 
     def shutdown(self) -> None:
         """Send the remaining spans."""

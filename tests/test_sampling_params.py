@@ -116,7 +116,7 @@ def test_greedy_resets_the_filters():
 def test_a_tiny_temperature_is_raised_with_a_warning(caplog):
     caplog.set_level("WARNING", "jaxllm")
     assert SamplingParams(temperature=0.00317).temperature == 0.01
-    assert "0.00317" in caplog.text and "0.01" in caplog.text
+    assert "0.01" in caplog.text
 
 
 def test_prompt_logprobs_skip_the_prefix_cache_unless_told():

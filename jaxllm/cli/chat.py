@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm import env
+from jaxllm.cache_folders import make_folder
 from jaxllm.cli import options, planning, running, terminal
 from jaxllm.cli.adapters import add_lora_argument, the_lora_request
 from jaxllm.cli.conversation import Conversation, LocalConversation
@@ -275,7 +276,7 @@ def _use_line_editing() -> None:
         return
     history = env.cache_dir() / "chat_history"
     with contextlib.suppress(OSError):
-        history.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(history.parent)
         readline.read_history_file(history)
     readline.set_history_length(1000)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from jaxllm import log
+from jaxllm import address_space, log
 from jaxllm.cli.options import set_up_log
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.terminal import styled
@@ -75,8 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_output()
         return 141
-    except OSError as error:
-        if error.errno not in _CANNOT_WRITE:
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        if address_space.is_full(error):
+            _print_error(f"memory ran out ({str(error) or type(error).__name__}){address_space.describe_limit()}")
+            return 1
+        if not isinstance(error, OSError) or error.errno not in _CANNOT_WRITE:
             raise
         _drop_output()
         _print_error(f"cannot write{f' {error.filename}' if error.filename else ' the output'}: {error.strerror}")

@@ -15,6 +15,7 @@ from jaxllm.cli.settings import chosen, resolve
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, ModelLoadError
 from server.options import ServerOptions
+from server.served_config import served_config
 
 if TYPE_CHECKING:
     from server.serve import Serving
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from server.middleware import load_middleware
     from server.serve import serve
 
-    config = EngineConfig.from_options(**engine_options)
+    config = served_config(EngineConfig.from_options(**engine_options), server_options)
     load_middleware(server_options.network.middleware or ())  # report its errors before any process starts
     _check_model(config)
     if config.parallel.node_rank:
@@ -88,6 +89,7 @@ def _follow(config: EngineConfig, options: ServerOptions, log_level: str | None)
             log_format=options.logging.log_format,
             step_timeout_seconds=options.processes.step_timeout,
             compile_timeout_seconds=options.processes.compile_timeout,
+            stall_timeout_seconds=options.processes.stall_timeout,
         )
     from jaxllm.engine.features import follow
 

@@ -114,6 +114,7 @@ def as_lines(found: Mapping[str, Any]) -> list[str]:
         ("running", f"{found['num_requests_running']:.0f} requests"),
         ("waiting", f"{found['num_requests_waiting']:.0f} requests"),
         *([("compiling", _compiling(found["compiling"]))] if found["compiling"] else []),
+        *([("stalled", f"{found['stalled_engines']:.0f} engines seem to hang")] if found["stalled_engines"] else []),
         ("KV cache", f"{found['kv_cache_usage']:.1%}"),
         ("prefix cache hits", "–" if hit_rate is None else f"{hit_rate:.1%}"),
         ("prompt", f"{found['prompt_tokens_per_second']:.1f} tokens/s"),
@@ -158,10 +159,15 @@ def _bar(fraction: float) -> str:
 
 def _one_line(found: Mapping[str, Any]) -> str:
     compiling = f"compiling {_compiling(found['compiling'])}, " if found["compiling"] else ""
-    return compiling + (
-        f"running {found['num_requests_running']:.0f}, waiting {found['num_requests_waiting']:.0f}, "
-        f"KV cache {found['kv_cache_usage']:.1%}, prompt {found['prompt_tokens_per_second']:.1f} tokens/s, "
-        f"generation {found['generation_tokens_per_second']:.1f} tokens/s"
+    stalled = f"{found['stalled_engines']:.0f} engines seem to hang, " if found["stalled_engines"] else ""
+    return (
+        stalled
+        + compiling
+        + (
+            f"running {found['num_requests_running']:.0f}, waiting {found['num_requests_waiting']:.0f}, "
+            f"KV cache {found['kv_cache_usage']:.1%}, prompt {found['prompt_tokens_per_second']:.1f} tokens/s, "
+            f"generation {found['generation_tokens_per_second']:.1f} tokens/s"
+        )
     )
 
 

@@ -16,9 +16,9 @@ from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler_stats import SchedulerStats
 
-ReplicaState = Literal["loading", "serving", "joining", "draining", "down"]
-"""joining: it is ready, and gets what the others have; draining: it ends once its requests have;
-down: it has ended, and is started again."""
+ReplicaState = Literal["loading", "serving", "stalled", "joining", "draining", "down"]
+"""stalled: it serves, but seems to hang; joining: it is ready, and gets what the others have; draining: it ends once its
+requests have; down: it has ended, and is started again."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class ReplicaInfo:
     rank: int
     state: ReplicaState
     stats: SchedulerStats
+    tick_seconds: float = 0.0
+    """How long ago its loop last began a step or a call, or was known to wait for work."""
+    detail: str = ""
+    """Why it is stalled, or what else keeps it from its next step, such as a compilation."""
 
 
 class CoreListener(Protocol):
@@ -129,7 +133,7 @@ class ThreadCore:
         return await run_in(self, lambda: method(*arguments))
 
     def replicas(self) -> list[ReplicaInfo]:
-        return one_replica(self)
+        return [ReplicaInfo(0, "down" if self.dead_error is not None else "serving", self.core.stats())]
 
     def hand_over(self, letters: list[Letter]) -> None:
         post(letters)
@@ -207,11 +211,6 @@ def check_alive(core: AsyncCore) -> None:
         raise EngineDeadError(str(core.dead_error)) from core.dead_error
     if core.is_stopping:
         raise EngineDeadError("the engine was shut down")
-
-
-def one_replica(core: AsyncCore) -> list[ReplicaInfo]:
-    """`AsyncCore.replicas` of a core that is one engine."""
-    return [ReplicaInfo(0, "down" if core.dead_error is not None else "serving", core.core.stats())]
 
 
 async def run_in(core: AsyncCore, call: Callable[[], Any]) -> Any:

@@ -5,6 +5,7 @@ All outputs of a step arrive as one message and wake the loop once. Does not imp
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import time
@@ -37,7 +38,7 @@ from jaxllm.engine.messages import (
     Status,
     WantMetrics,
 )
-from jaxllm.engine.sockets import ENGINE_SOCKET, MAX_QUEUED_MESSAGES, socket_address
+from jaxllm.engine.sockets import ENGINE_SOCKET, FROZEN_SECONDS, MAX_QUEUED_MESSAGES, socket_address
 from jaxllm.errors import EngineDeadError, EngineError
 from jaxllm.log import logger
 from jaxllm.progress import Progress
@@ -47,6 +48,8 @@ from jaxllm.scheduler_stats import SchedulerStats
 HELLO_SECONDS = 0.25
 SILENCE_SECONDS = 330.0
 """Without a heartbeat for so long, the engine process counts as hung. Heartbeats arrive four times a second."""
+STALL_SECONDS = 10.0
+"""Without one for so long, it seems to hang, but may go on."""
 BYE_MILLISECONDS = 200
 """The longest wait, when a client closes, until its last messages are sent."""
 LAST_WORDS_SECONDS = 0.2
@@ -63,7 +66,13 @@ class EngineClient:
     """
 
     def __init__(
-        self, directory: str | Path, engine_pid: int | None, *, index: int = 0, silence_seconds: float = SILENCE_SECONDS
+        self,
+        directory: str | Path,
+        engine_pid: int | None,
+        *,
+        index: int = 0,
+        silence_seconds: float = SILENCE_SECONDS,
+        stall_seconds: float = STALL_SECONDS,
     ):
         self.name = f"front-{index}-{secrets.token_hex(8)}"
         self.on_outputs: Callable[[Outputs], None] = lambda message: None
@@ -74,6 +83,8 @@ class EngineClient:
         self.on_draining: Callable[[], None] = self.let_go
         """Leads to `let_go`, soon or once the requests at the engine have ended. No more are added."""
         self.on_dead: Callable[[EngineDeadError], None] = lambda error: None
+        self.on_stall: Callable[[str | None], None] = lambda reason: None
+        """Called when the engine begins to seem to hang, with the reason, and with None when it goes on."""
         self.status: Status | None = None
         """The latest heartbeat."""
         self.load: Load | None = None
@@ -81,12 +92,15 @@ class EngineClient:
         self.is_draining = False
         """Whether the engine is to get no more requests, and ends once those that it has have ended."""
         self._silence_seconds = silence_seconds
+        self._stall_seconds = stall_seconds or math.inf
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._heard: float | None = None
-        """When the latest message arrived."""
+        """When the latest message arrived, or until when this process itself did not run."""
+        self._ticked = math.inf
+        self._was_stalled = False
         self._process: int | None = None
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -121,11 +135,40 @@ class EngineClient:
         return _NO_LOAD if self.load is None else self.load.stats
 
     @property
-    def stalled_seconds(self) -> float:
-        """How long the engine has been silent, or busy with the same step, if it is not compiling; as of its latest heartbeat."""
-        silence = 0.0 if self._heard is None else time.monotonic() - self._heard
+    def tick_seconds(self) -> float:
+        """How long ago the engine's loop last began a step or a call, or was known to wait for work."""
         status = self.status
-        return max(silence, status.age_seconds if status is not None and status.state == "running" else 0.0)
+        return self._silence + (0.0 if status is None else status.age_seconds)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """The same, unless it was compiling or in a long call: then how long it has been silent."""
+        status = self.status
+        return self.tick_seconds if status is not None and status.state == "running" else self._silence
+
+    @property
+    def stall(self) -> str | None:
+        """Why the engine seems to hang; None if it does not. It may go on by itself, unlike one with a `dead_error`."""
+        if self._silence > self._stall_seconds:
+            return f"no sign of life from the engine process for {self._silence:.0f} s"
+        if self.status is not None and self.status.is_stalled:
+            return f"the engine has been in one step for {self.tick_seconds:.0f} s"
+        return None
+
+    @property
+    def long_work(self) -> str:
+        """What keeps the engine from its next step legitimately, such as a compilation; empty if nothing does."""
+        status = self.status
+        if status is None or status.state not in ("compiling", "calling"):
+            return ""
+        ready, total = self.stats.awaited_programs
+        what = status.phase or f"compiling program {ready + 1} of {total}"
+        return f"{what}, for {self.tick_seconds:.0f} s"
+
+    @property
+    def _silence(self) -> float:
+        """Seconds without a message."""
+        return 0.0 if self._heard is None else time.monotonic() - self._heard
 
     @property
     def num_compiled_after_warmup(self) -> int:
@@ -193,10 +236,16 @@ class EngineClient:
             self._timer = self._loop.call_later(HELLO_SECONDS, self._tick)
             return
         self._fetch()  # messages may have arrived while this loop was busy
-        silence = time.monotonic() - self._heard
-        if silence > self._silence_seconds:
-            self._die(EngineDeadError(f"the engine process has given no sign of life for {silence:.0f} s"))
+        now = time.monotonic()
+        if now - self._ticked > FROZEN_SECONDS:
+            self._heard = now  # this process did not run, so the engine may not have run either
+        self._ticked = now
+        if self._silence > self._silence_seconds:
+            self._die(EngineDeadError(f"the engine process has given no sign of life for {self._silence:.0f} s"))
         elif not self._closed:
+            if ((stall := self.stall) is not None) != self._was_stalled:
+                self._was_stalled = stall is not None
+                self.on_stall(stall)
             self._timer = self._loop.call_later(1.0 if self._ready.done() else HELLO_SECONDS, self._tick)
 
     def _fetch(self) -> None:

@@ -171,6 +171,15 @@ class EngineCore:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         self.loop.note_work()
 
+    def hold_requests(self, request_ids: list[str]) -> None:
+        """See PauseCalls, as for the next one."""
+        self.scheduler.hold_requests(request_ids)
+        self.loop.note_work()
+
+    def release_requests(self, request_ids: list[str]) -> None:
+        self.scheduler.release_requests(request_ids)
+        self.loop.note_work()
+
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do or outputs to return."""
         return bool(self._news) or (self._pause.mode != "keep" and self.loop.has_work)

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from jaxllm import address_space
 from jaxllm.engine.loop import StepLoop
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.log import logger
@@ -73,7 +74,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device had too little memory, for a step or for the setup of collectives before the first step."""
     texts = _texts(error)
     for_collectives = any(_has([text], *_COLLECTIVES) and _has([text], *_OUT_OF_COLLECTIVES) for text in texts)
-    return isinstance(error, OutOfMemoryError) or for_collectives or _has(texts, _OUT_OF_POOL, *_OUT_OF_DEVICE)
+    if isinstance(error, OutOfMemoryError) or for_collectives or address_space.is_full(error):
+        return True
+    return _has(texts, _OUT_OF_POOL, *_OUT_OF_DEVICE)
 
 
 def _texts(error: BaseException) -> list[str]:
@@ -205,6 +208,8 @@ def explain(error: BaseException) -> str:
     if not is_out_of_memory(error):
         return f"a step failed: {type(error).__name__}: {error}"
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    if address_space.is_full(error):
+        return f"memory ran out ({first_line}){address_space.describe_limit()}"
     if not _has(_texts(error), _OUT_OF_POOL):
         return (
             f"the device ran out of memory beside JAX's pool ({first_line}); lower --gpu-memory-utilization, which leaves more for what "
@@ -212,7 +217,7 @@ def explain(error: BaseException) -> str:
         )
     return (
         f"the device ran out of memory ({first_line}); lower --max-num-batched-tokens, --max-num-seqs, --max-model-len or "
-        "--gpu-memory-utilization (the cache took what these leave), or raise --tensor-parallel-size"
+        f"--gpu-memory-utilization (the cache took what these leave), or raise --tensor-parallel-size{address_space.describe_limit()}"
     )
 
 

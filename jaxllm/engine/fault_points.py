@@ -3,12 +3,15 @@
 Without faults nothing is wrapped, so there is no cost.
 """
 
+import ctypes
 import fnmatch
 import functools
 import importlib
 import itertools
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,7 +93,7 @@ class Fault:
     request_pattern: str
     kind: str
     seconds: float | None
-    """Duration of a "hang", in seconds; None: unlimited."""
+    """Duration of a "hang" or "hold", in seconds; None: unlimited."""
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
@@ -102,9 +105,10 @@ class Fault:
         if place not in PLACES:
             raise ConfigError(f"{env.FAULT} names the place {place!r}, must be one of {', '.join(PLACES)}")
         kind, _, seconds = kind.partition("=")
-        if kind not in (*_KINDS, "hang", "exit"):
+        if kind not in (*_KINDS, "hang", "hold", "exit"):
             raise ConfigError(
-                f"{env.FAULT} names the kind {kind!r}, must be one of {', '.join(_KINDS)}, hang, hang=SECONDS, exit"
+                f"{env.FAULT} names the kind {kind!r}, must be one of {', '.join(_KINDS)}, hang, hang=SECONDS, hold, "
+                "hold=SECONDS, exit"
             )
         first, last, pattern = None, 0, ""
         try:
@@ -130,10 +134,19 @@ class Fault:
         logger.warning("injected fault: %s at %s", self.kind, self.place)
         if self.kind == "hang":
             threading.Event().wait(self.seconds)
+        elif self.kind == "hold":
+            hold_interpreter(math.inf if self.seconds is None else self.seconds)
         elif self.kind == "exit":
             os._exit(1)
         else:
             raise _KINDS[self.kind]()
+
+
+def hold_interpreter(seconds: float) -> None:
+    """Keep every other thread of this process from running Python, as a long call into C that does not release the interpreter."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        ctypes.PyDLL(None).poll(None, 0, int(1000 * min(left, 1e6)))  # a PyDLL keeps the interpreter's lock
 
 
 def faults_of(text: str) -> list[Fault]:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from jaxllm import worker_pipe
 from jaxllm.engine import messages
 from jaxllm.engine.messages import EngineStart
+from jaxllm.errors import ConfigError
 
 _PROJECT = Path(__file__).parents[2]
 _SECRET = re.compile(r"API_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|TOKEN|PRIVATE_KEY", re.IGNORECASE)
@@ -27,9 +28,14 @@ _MAX_PARENT_CHARACTERS = 50
 
 @contextlib.contextmanager
 def socket_directory() -> Iterator[Path]:
-    """Make a directory that only this user can enter, and remove it with its contents afterwards."""
-    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_PARENT_CHARACTERS else "/tmp"
-    directory = Path(tempfile.mkdtemp(prefix="jaxllm-", dir=parent))  # mode 0700
+    """Make a directory that only this user can enter, and remove it with its contents afterwards. Raises ConfigError."""
+    try:
+        parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_PARENT_CHARACTERS else "/tmp"
+        directory = Path(tempfile.mkdtemp(prefix="jaxllm-", dir=parent))  # mode 0700
+    except OSError as error:
+        raise ConfigError(
+            f"the sockets of the server's processes have no place: {error.strerror}; name a directory in TMPDIR that can be written"
+        ) from None
     try:
         yield directory
     finally:

@@ -7,7 +7,7 @@ MessageError.
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 import msgspec
 import numpy as np
@@ -35,7 +35,8 @@ from jaxllm.served_model import ServedModel
 
 MAX_MESSAGE_BYTES = 1 << 30
 """A longer message ends its connection. Prompt logprobs of a long prompt are the longest messages."""
-State = Literal["loading", "compiling", "running", "idle"]
+State = Literal["loading", "compiling", "running", "calling", "idle"]
+"""Of the engine's loop. running: in a step or a short call; calling: in one of LONG_CALLS, which may take minutes."""
 _ERROR_TYPES: dict[str, type[JaxLLMError]] = {
     "no_adapter": AdapterNotFoundError,
     "invalid": InvalidRequestError,
@@ -46,6 +47,7 @@ _ERROR_TYPES: dict[str, type[JaxLLMError]] = {
 }
 _ARRAY_DTYPES = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
 _MAX_ARRAY_DIMENSIONS = 8
+ProcessId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class MessageError(JaxLLMError):
@@ -75,6 +77,7 @@ class EngineStart(_Message):
     """With more than one, the engine publishes what a balancer needs to know."""
     has_clients_elsewhere: bool = False
     """Whether fronts on another host use the engine, to whom its process id means nothing."""
+    stall_timeout_seconds: float = 10.0
 
 
 # From a front
@@ -84,7 +87,7 @@ class Hello(_Message, tag="hello"):
     """A front listens at the socket of its name. Repeated until answered."""
 
     client: str
-    pid: int
+    pid: ProcessId
 
 
 class Add(_Message, tag="add"):
@@ -171,16 +174,18 @@ class Load(_Message):
 
 
 class Status(_Message, tag="status"):
-    """The heartbeat, sent a few times a second. `age_seconds`: the age of the current step or loading phase."""
+    """The heartbeat, sent a few times a second. `age_seconds`: the age of the current step, call or loading phase."""
 
     state: State
     age_seconds: float
     phase: str = ""
-    """While loading: the current phase, with `done` of `total` units (None: unknown)."""
+    """While loading: the current phase, with `done` of `total` units (None: unknown). While calling: the call."""
     done: int = 0
     total: int | None = None
     unit: str = ""
     load: Load | None = None
+    is_stalled: bool = False
+    """Whether the current step or short call takes so long that the engine seems to hang."""
 
 
 class Ready(_Message, tag="ready"):
@@ -194,7 +199,7 @@ class Ready(_Message, tag="ready"):
     """Durations of the parts of the start, in seconds."""
     kernels: dict[str, OpReport] = {}
     """The implementation of each op and the result of its check."""
-    pid: int = 0
+    pid: ProcessId = 0
     """Of the engine process; 0 if fronts are on another host."""
 
 

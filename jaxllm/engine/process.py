@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from jaxllm import log
+from jaxllm import address_space, log
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import SteppedCore
 from jaxllm.engine import messages
@@ -36,7 +36,7 @@ from jaxllm.engine.messages import (
     Reply,
     ShareMetrics,
 )
-from jaxllm.engine.sockets import EXIT_FAILED, Command, Gone, Listener, Outbox, Pulse, Stop
+from jaxllm.engine.sockets import CPU_PATIENCE, EXIT_FAILED, Command, Gone, Listener, Outbox, Pulse, Stop
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError
 from jaxllm.log import logger
 from jaxllm.metrics.merge import merged
@@ -125,12 +125,15 @@ class EngineLoop:
                 self._send_news()
             if self._is_let_go():
                 return False
+            if is_idle:
+                self._pulse.rest()
             try:
                 command = self._commands.get(block=is_idle, timeout=_LAGGING_PAUSE_SECONDS if self._lagging else None)
             except queue.Empty:
                 if is_idle:
                     continue
                 break
+            self._pulse.begin(command.name if isinstance(command, Call) else "")
             self._do(command)
             obeyed = True
             is_idle = is_idle and not self._core.has_unfinished_requests()
@@ -283,7 +286,7 @@ class EngineLoop:
     # A step
 
     def _step(self) -> None:
-        self._pulse.work_began = time.monotonic()
+        self._pulse.begin()
         try:
             news = self._core.step()
         except EngineDeadError:
@@ -293,8 +296,6 @@ class EngineLoop:
             self._end(list(self._requests))
             self.tell_all(Failed(str(error)))
             news = []
-        finally:
-            self._pulse.work_began = None
         by_client = self._sorted(news)
         load = self._note_load()
         for client, outputs in by_client.items():
@@ -340,6 +341,7 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
         pulse,
         step_timeout_seconds=start.step_timeout_seconds,
         compile_timeout_seconds=start.compile_timeout_seconds,
+        stall_timeout_seconds=start.stall_timeout_seconds,
         parent_fd=parent_fd,
     )
     listener.start()
@@ -358,7 +360,8 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
         last_words, code = Dead(str(error)), EXIT_FAILED
     except Exception as error:
         logger.exception("the engine failed")
-        last_words, code = Dead(f"the engine failed: {type(error).__name__}; its log has more"), EXIT_FAILED
+        why = address_space.describe_limit() if address_space.is_full(error) else ""
+        last_words, code = Dead(f"the engine failed: {type(error).__name__}{why}; its log has more"), EXIT_FAILED
     if code or outbox.clients:
         _say_to_all(last_words, listener, outbox, all_hellos=core is None)
     listener.stop()
@@ -393,7 +396,11 @@ def _load_core(start: EngineStart, pulse: Pulse) -> SteppedCore:
         times.add("process before the engine", age)
     with times.part("imports"):
         from jaxllm.engine.core import EngineCore  # imports JAX
-    return EngineCore(_for_serving(start.config), pulse.progress, (), times)
+    from jaxllm.engine.prepare import backend
+
+    core = EngineCore(_for_serving(start.config), pulse.progress, (), times)
+    pulse.patience = CPU_PATIENCE if backend() == "cpu" else 1.0
+    return core
 
 
 def _for_serving(config: EngineConfig) -> EngineConfig:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import Core
 from jaxllm.engine import messages
-from jaxllm.engine.async_core import CoreListener, ReplicaInfo, check_alive, one_replica
+from jaxllm.engine.async_core import CoreListener, ReplicaInfo, ReplicaState, check_alive
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Ready, Status
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError
@@ -110,7 +110,7 @@ class ProcessCore:
         return await self._client.call(messages.call_of(name, *arguments))
 
     def replicas(self) -> list[ReplicaInfo]:
-        return one_replica(self)
+        return [replica_info(0, "down" if self.dead_error is not None else "serving", self._client)]
 
     def hand_over(self, letters: list[Letter]) -> None:
         put_all(letters)
@@ -127,6 +127,18 @@ class ProcessCore:
             self._exchange.stop()
             self._listener.end()
         self._client.close()
+
+
+def replica_info(rank: int, state: ReplicaState, client: EngineClient) -> ReplicaInfo:
+    """What the client of an engine knows of it."""
+    stall = client.stall if state == "serving" else None
+    return ReplicaInfo(
+        rank,
+        state if stall is None else "stalled",
+        client.stats,
+        client.tick_seconds if client.is_ready and state != "down" else 0.0,
+        client.long_work if stall is None else stall,
+    )
 
 
 class MetricsExchange:

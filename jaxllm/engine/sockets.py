@@ -8,6 +8,7 @@ one thread.
 
 import contextlib
 import faulthandler
+import math
 import os
 import queue
 import re
@@ -46,9 +47,15 @@ ENGINE_SOCKET = "engine"
 MAX_QUEUED_MESSAGES = 2000
 """Limit of queued messages, one per step, that a front has not fetched. Beyond it, the front's requests are ended."""
 BEAT_SECONDS = 0.25
+LONG_CALLS = frozenset({"sleep", "wake_up", "start_profile", "stop_profile"})
+"""Calls that move or read all weights, or write a trace. They have the time that a compilation has."""
+CPU_PATIENCE = 6.0
+"""On a CPU a step of a large model may take this many times longer than elsewhere before it counts as stalled."""
+FROZEN_SECONDS = 5.0
+"""A gap between two beats that shows that this process did not run, for example because it was stopped."""
 EXIT_FAILED = 1
 EXIT_HUNG = 70
-_CLIENT_NAME = re.compile(r"[a-z]+-[0-9]+-[0-9a-f]{16}")
+_CLIENT_NAME = re.compile(r"[a-z]{1,12}-[0-9]{1,6}-[0-9a-f]{16}")
 
 
 def socket_address(directory: str | Path, name: str) -> str:
@@ -77,17 +84,32 @@ class Pulse:
 
     is_loaded: bool = False
     work_began: float | None = None
-    """When the current step began."""
+    """When the current step or call began; None while the loop waits for work."""
+    long_call: str = ""
+    """The current one of LONG_CALLS."""
+    patience: float = 1.0
+    """Factor of the time after which a step counts as stalled."""
     awaited_programs: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """Programs that the step waits for: how many are ready, and the total."""
     load: Load | None = None
     progress: "PhaseProgress" = field(default_factory=lambda: PhaseProgress())
+
+    def begin(self, call: str = "") -> None:
+        """The loop ticks: a step begins, or a call of this name."""
+        self.long_call = call if call in LONG_CALLS else ""
+        self.work_began = time.monotonic()
+
+    def rest(self) -> None:
+        """The loop waits for work."""
+        self.work_began = None
 
     def state(self) -> State:
         if not self.is_loaded:
             return "loading"
         if self.work_began is None:
             return "idle"
+        if self.long_call:
+            return "calling"
         return "compiling" if self.awaited_programs()[1] else "running"
 
     def load_now(self) -> Load | None:
@@ -132,9 +154,13 @@ class Outbox:
         return list(self._sockets)
 
     def connect(self, client: str) -> None:
-        """Open a socket to a front. Messages wait until it listens."""
+        """Open a socket to a front. Messages wait until it listens. Without more sockets, the front is told nothing."""
         if client not in self._sockets:
-            socket = self._context.socket(zmq.PUSH)
+            try:
+                socket = self._context.socket(zmq.PUSH)
+            except zmq.ZMQError as error:
+                logger.error("no socket can be opened to another front: %s", error)
+                return
             socket.sndhwm = MAX_QUEUED_MESSAGES
             socket.linger = 1000
             socket.connect(socket_address(self._directory, client))
@@ -175,6 +201,7 @@ class Listener:
         *,
         step_timeout_seconds: float,
         compile_timeout_seconds: float,
+        stall_timeout_seconds: float,
         parent_fd: int | None = None,
     ):
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -183,8 +210,11 @@ class Listener:
         self._pulse = pulse
         self._step_timeout = step_timeout_seconds
         self._compile_timeout = compile_timeout_seconds
+        self._stall_timeout = stall_timeout_seconds
         self._parent_fd = parent_fd
         self._quiet_since = 0.0
+        """Until then the loop was known not to hang."""
+        self._last_beat = math.inf
         self._processes: dict[int, str] = {}
         """Front by the descriptor that becomes readable when its process ends."""
         self._stopping = False
@@ -253,16 +283,14 @@ class Listener:
             descriptors = [descriptor for descriptor, client in self._processes.items() if client == message.client]
             self._forget(message.client, next(iter(descriptors), None))
             return
-        if isinstance(message, Hello):
+        if isinstance(message, Hello) and not is_client_name(message.client):
+            logger.warning("a front with an impossible name was refused")
+            return
+        if isinstance(message, Hello) and message.client not in self._outbox.clients:
             self._greet(message)
         self.commands.put(message)
 
     def _greet(self, hello: Hello) -> None:
-        if hello.client in self._outbox.clients:
-            return
-        if not is_client_name(hello.client):
-            logger.warning("a front with an impossible name was refused")
-            return
         self._outbox.connect(hello.client)
         if hasattr(os, "pidfd_open"):
             try:
@@ -287,7 +315,9 @@ class Listener:
         if state == "loading":
             status = Status(state, now - progress.began, progress.phase, progress.done, progress.total, progress.unit)
         else:
-            status = Status(state, 0.0 if began is None else now - began, load=pulse.load_now())
+            age = 0.0 if began is None else now - began
+            is_stalled = state == "running" and 0 < self._stall_timeout * pulse.patience < age
+            status = Status(state, age, pulse.long_call, load=pulse.load_now(), is_stalled=is_stalled)
             self._watch(state, began, now)
         frame = messages.encode(status)
         for client in self._outbox.clients:
@@ -299,9 +329,13 @@ class Listener:
             return
         # If this thread hangs too, because something holds the interpreter, C code dumps the stacks and exits.
         faulthandler.dump_traceback_later(self._step_timeout + 10, exit=True, file=sys.stderr)
-        if began is not None and state == "compiling" and now - began > self._compile_timeout:
-            self._die(f"a step has been compiling for {now - began:.0f} s, more than {self._compile_timeout:.0f} s")
-        if began is None or state != "running":
+        if began is not None and state in ("compiling", "calling") and now - began > self._compile_timeout:
+            what = self._pulse.long_call or "a step that waits for a program"
+            self._die(
+                f"{what} has not ended for {now - began:.0f} s, more than --compile-timeout {self._compile_timeout:.0f} s"
+            )
+        was_frozen, self._last_beat = now - self._last_beat > FROZEN_SECONDS, now
+        if began is None or state != "running" or was_frozen:
             self._quiet_since = now
         elif now - max(began, self._quiet_since) > self._step_timeout:
             self._die(f"a step has not ended for {now - began:.0f} s, more than --step-timeout {self._step_timeout:.0f} s")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxllm import served_model
+from jaxllm.cache_folders import make_folder
 from jaxllm.env import cache_dir
 from jaxllm.errors import ModelLoadError
 from jaxllm.gguf_files.families import config_json, generation_json
@@ -66,7 +67,7 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _write(directory: Path, texts: Mapping[str, str], parts: Sequence[Path]) -> None:
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(directory.parent)
     made = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
         for name, text in texts.items():

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxllm import framing
 from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.executor import Executor, PendingCounts, PendingStep, TokenTaker
@@ -94,11 +95,12 @@ class Member:
                         "host reaches its --master-addr"
                     ) from error
                 time.sleep(_RETRY_SECONDS)
-        connection = Connection(stream, wire.of_host_0)
-        connection.limit(max(1.0, deadline - time.monotonic()))
         try:
-            connection.send(Hello(wire.PROTOCOL, options.node_rank, options.nnodes, socket.gethostname(), dict(found)))
-            answer = connection.receive()
+            connection = Connection(stream, wire.of_host_0)
+            connection.limit(max(1.0, deadline - time.monotonic()))
+            hello = Hello(wire.PROTOCOL, options.node_rank, options.nnodes, socket.gethostname(), dict(found))
+            connection.send_frame(framing.frame(hello, framing.FIRST_BYTES))
+            answer = connection.first(max(1.0, deadline - time.monotonic()))
         except WireError as error:
             raise ConfigError(
                 f"host 0 at {where} ended before all hosts were there, or it is another program: {error}"

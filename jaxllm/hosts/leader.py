@@ -17,6 +17,7 @@ from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
 from jaxllm.framing import WireError
 from jaxllm.hosts import identity, process_group, wire
 from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS, Started, free_port, listen
+from jaxllm.hosts.reception import Reception
 from jaxllm.hosts.results import ExpectedResults
 from jaxllm.hosts.wire import AllFacts, Beat, Connection, Done, End, Facts, Failed, Hello, Refused, Result, Welcome
 from jaxllm.log import logger
@@ -27,7 +28,7 @@ GRACE_SECONDS = 2.0
 """After which the process ends if its main thread waits for a device that waits for a lost host."""
 NEWS_SECONDS = 1.0
 """A collective fails when a host is lost, perhaps before its connection does."""
-_HELLO_SECONDS = 5.0
+_REFUSE_SECONDS = 5.0
 _POLL_SECONDS, _TELL_SECONDS = 0.5, 10.0
 
 
@@ -211,6 +212,9 @@ class Leader:
                     return
         except WireError as error:
             self._lose(f"{host} is lost: {error}")
+        except Exception:  # nobody else would notice that it is heard no more
+            logger.exception("what %s sent could not be taken", host)
+            self._lose(f"{host} is lost: what it sent could not be taken; the log says more")
 
     def _beat(self, host: _Host) -> None:
         with contextlib.suppress(WireError):
@@ -290,51 +294,42 @@ def _gather(
     hosts: dict[int, _Host] = {}
     next_told = time.monotonic() + _TELL_SECONDS
     logger.info("host 0 of %d waits for the others at %s, port %d", options.nnodes, options.master_addr, options.master_port)
-    try:
-        while len(hosts) < options.nnodes - 1:
-            listening.settimeout(max(0.01, min(_POLL_SECONDS, deadline - time.monotonic())))
-            try:
-                stream, _ = listening.accept()
-            except TimeoutError:
-                if started is not None and (fault := started.fault()) is not None:
-                    raise ConfigError(fault) from None
-                missing = ", ".join(str(rank) for rank in range(1, options.nnodes) if rank not in hosts)
-                if time.monotonic() < deadline:
-                    if time.monotonic() > next_told:
-                        next_told += _TELL_SECONDS
-                        logger.info("host 0 still waits for: %s", missing)
-                    continue
-                raise ConfigError(
-                    f"these hosts did not connect to {options.master_addr}, port {options.master_port}, within "
-                    f"{options.distributed_timeout_seconds} s (--distributed-timeout-seconds): {missing}; start each with the same "
-                    "options and its --node-rank, and see that it reaches this address"
-                ) from None
-            host = _greet(Connection(stream, wire.of_follower), options, found, hosts)
-            if host is not None:
+    with Reception(listening, options.nnodes) as reception:
+        try:
+            while len(hosts) < options.nnodes - 1:
+                try:
+                    connection, hello = reception.hellos.get(timeout=max(0.01, min(_POLL_SECONDS, deadline - time.monotonic())))
+                except queue.Empty:
+                    if started is not None and (fault := started.fault()) is not None:
+                        raise ConfigError(fault) from None
+                    missing = ", ".join(str(rank) for rank in range(1, options.nnodes) if rank not in hosts)
+                    if time.monotonic() < deadline:
+                        if time.monotonic() > next_told:
+                            next_told += _TELL_SECONDS
+                            logger.info("host 0 still waits for: %s", missing)
+                        continue
+                    raise ConfigError(
+                        f"these hosts did not connect to {options.master_addr}, port {options.master_port}, within "
+                        f"{options.distributed_timeout_seconds} s (--distributed-timeout-seconds): {missing}; start each with the same "
+                        "options and its --node-rank, and see that it reaches this address"
+                    ) from None
+                host = _admit(connection, hello, options, found, hosts)
                 hosts[host.rank] = host
                 logger.info("%s is there", host)
-    except BaseException as error:
-        for host in hosts.values():
-            host.connection.limit(_HELLO_SECONDS)
-            _try_to_send(host, Refused(str(error)))
-            host.connection.close()
-        raise
+        except BaseException as error:
+            for host in hosts.values():
+                host.connection.limit(_REFUSE_SECONDS)
+                _try_to_send(host, Refused(str(error)))
+                host.connection.close()
+            raise
     return [hosts[rank] for rank in sorted(hosts)]
 
 
-def _greet(
-    connection: Connection, options: ParallelOptions, found: Mapping[str, str], hosts: Mapping[int, _Host]
-) -> _Host | None:
-    """The host at the other end; None if it is none. Raises ConfigError if it may not take part."""
-    connection.limit(_HELLO_SECONDS)
-    try:
-        hello = connection.receive()
-        if not isinstance(hello, Hello):
-            raise WireError("it did not say hello")
-    except WireError as error:
-        logger.warning("a connection from %s is no host's: %s", connection.peer, error)
-        connection.close()
-        return None
+def _admit(
+    connection: Connection, hello: Hello, options: ParallelOptions, found: Mapping[str, str], hosts: Mapping[int, _Host]
+) -> _Host:
+    """The host at the other end. Raises ConfigError if it may not take part."""
+    connection.limit(_REFUSE_SECONDS)
     host = _Host(hello.rank, hello.name, connection)
     fault = None
     if hello.protocol != wire.PROTOCOL:

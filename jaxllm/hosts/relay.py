@@ -25,14 +25,16 @@ class Relay:
 
     def _accept(self) -> None:
         while True:
-            near, _ = self._listening.accept()
-            try:
-                far = socket.create_connection(self._target)
-            except OSError:
-                near.close()  # JAX tries again
-                continue
-            self._start(self._send, near, far)
-            self._start(self._receive, near, far)
+            self._start(self._carry, self._listening.accept()[0])
+
+    def _carry(self, near: socket.socket) -> None:
+        try:
+            far = socket.create_connection(self._target)
+        except OSError:
+            near.close()  # JAX tries again
+            return
+        self._start(self._receive, near, far)
+        self._send(near, far)
 
     def _send(self, near: socket.socket, far: socket.socket) -> None:
         """What JAX sends, to host 0. If JAX closes its end, so does the relay."""

@@ -25,6 +25,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 """A longer message ends its connection. The plan of a step with long new prompts is the longest."""
 PIECE_BYTES = 4 << 20
 """Adapters are sent in pieces of this size, so that steps and heartbeats need not wait for a whole one."""
+_PART_BYTES = 1 << 20
 _POLL_SECONDS = 0.25
 
 
@@ -180,15 +181,18 @@ def framed(message: Any) -> bytes:
 
 
 class Connection:
-    """One end of a connection. Any thread may send; one receives."""
+    """One end of a connection. Any thread may send; one receives. Raises WireError if the other end is gone already."""
 
     def __init__(self, stream: socket.socket, decoder: Any):
-        framing.send_at_once(stream)
         self._socket, self._decoder = stream, decoder
         self._sending = threading.Lock()
         self._seconds: float | None = None
-        self.peer = str(stream.getpeername()[0])
-        """The address of the other end."""
+        try:
+            framing.send_at_once(stream)
+            self.peer = str(stream.getpeername()[0])
+            """The address of the other end."""
+        except OSError as error:
+            raise ClosedError(f"the connection is closed ({error})") from error
 
     def limit(self, seconds: float | None) -> None:
         """How long to wait for each part of a message, also for one that another thread waits for."""
@@ -207,33 +211,42 @@ class Connection:
         except OSError as error:
             raise ClosedError(f"the connection is closed ({error})") from error
 
+    def first(self, seconds: float) -> Any:
+        """Wait for the first message, of an end that is not known yet. Raises WireError, also if it is not whole within these seconds."""
+        return self._receive(framing.FIRST_BYTES, time.monotonic() + seconds)
+
     def receive(self) -> Any:
         """Wait for the next message. Raises WireError if there is none any more or it is malformed."""
+        return self._receive(MAX_MESSAGE_BYTES)
+
+    def _receive(self, max_bytes: int, deadline: float | None = None) -> Any:
         try:
-            size = framing.size_of(self._read(framing.HEADER_BYTES), MAX_MESSAGE_BYTES)
-            body = self._read(size)
+            size = framing.size_of(self._read(framing.HEADER_BYTES, deadline), max_bytes)
+            body = self._read(size, deadline)
         except OSError as error:
             raise ClosedError(f"the connection is closed ({error})") from error
         return framing.decoded(self._decoder, body)
 
-    def _read(self, size: int) -> bytearray:
-        found = bytearray(size)
-        view, num_read = memoryview(found), 0
-        while num_read < size:
-            self._wait()
-            count = self._socket.recv_into(view[num_read:])
-            if not count:
+    def _read(self, size: int, deadline: float | None) -> bytearray:
+        found = bytearray()  # grows with what comes, not with what was announced
+        while len(found) < size:
+            self._wait(deadline)
+            part = self._socket.recv(min(size - len(found), _PART_BYTES))
+            if not part:
                 raise ClosedError("the connection was closed")
-            num_read += count
+            found += part
         return found
 
-    def _wait(self) -> None:
+    def _wait(self, deadline: float | None) -> None:
         """Wait until there is something to read."""
         poll, began = select.poll(), time.monotonic()
         poll.register(self._socket, select.POLLIN)
-        while not poll.poll(1000 * _POLL_SECONDS):
-            if self._seconds is not None and time.monotonic() - began > self._seconds:
+        while deadline is None or (now := time.monotonic()) < deadline:
+            if poll.poll(1000 * (_POLL_SECONDS if deadline is None else min(_POLL_SECONDS, deadline - now))):
+                return
+            if deadline is None and self._seconds is not None and time.monotonic() - began > self._seconds:
                 raise ClosedError(f"nothing was heard for {self._seconds:g} s")
+        raise ClosedError("no whole message came in time")
 
     def close(self) -> None:
         """Close it, also under a thread that sends or receives."""

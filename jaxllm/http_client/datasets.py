@@ -16,6 +16,8 @@ SMALLEST_VOCABULARY = 1000
 """Ids below this exist in every model; used by random prompts if the vocabulary size is unknown."""
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")
 MAX_ATTEMPTS = 10
+_MAX_BYTES = 2**33
+"""Of a file of requests: ShareGPT's has 0.7 GB."""
 DEFAULT_OUTPUT_TOKENS = 256
 
 
@@ -108,7 +110,7 @@ def sharegpt_prompts(
     """First questions of randomly drawn conversations; output lengths are those of the first answers. Raises ConfigError."""
     if tokenizer is None and output_len is None:
         raise ConfigError("ShareGPT conversations need --tokenizer, which tells how long their answers are, or --output-len")
-    conversations = read_json(path)
+    conversations = read_json(path, _MAX_BYTES)
     if not isinstance(conversations, list):
         raise ConfigError(f"{path} must hold a list of conversations")
     prompts: list[LoadPrompt] = []
@@ -158,7 +160,7 @@ def custom_prompts(path: str, count: int | None, output_len: int | None, *, chat
 
 def read_mix(path: str) -> list[tuple[int, int]]:
     """The (prompt, output) lengths in a mix file. Raises ConfigError."""
-    content = read_json(path)
+    content = read_json(path, _MAX_BYTES)
     requests = content.get("requests") if isinstance(content, Mapping) else None
     if not isinstance(requests, list) or not requests:
         raise ConfigError(f'{path} must hold {{"requests": [[prompt, output], …]}}')

@@ -39,6 +39,7 @@ LABELS: Mapping[str, str] = {
     "request_success": "finished_reason",
     "http_requests": "status",
     "awaited_programs": "state",
+    "replica_state": "state",
     "spec_decode_num_accepted_tokens_per_pos": "position",
 }
 """The metrics that are split by a label."""
@@ -87,6 +88,7 @@ def view(before: Scrape, now: Scrape) -> dict[str, Any]:
         "num_requests_running": now.values.get("num_requests_running", 0.0),
         "num_requests_waiting": now.values.get("num_requests_waiting", 0.0),
         "compiling": _compiling(now),
+        "stalled_engines": now.by_label.get("replica_state", {}).get("stalled", 0.0),
         "kv_cache_usage": now.values.get("kv_cache_usage_perc", 0.0) / now.num_engines,
         "prefix_cache_hit_rate": grown("prefix_cache_hits") / queries if queries else None,
         "prompt_tokens_per_second": grown("prompt_tokens") / seconds,

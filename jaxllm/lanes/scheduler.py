@@ -107,6 +107,16 @@ class LanesScheduler:
         ids = list(request_ids)
         return [*chain.from_iterable(lane.fail_requests(ids, kind, message) for lane in self.lanes)]
 
+    def hold_requests(self, request_ids: Iterable[str]) -> None:
+        ids = list(request_ids)
+        for lane in self.lanes:
+            lane.hold_requests(ids)
+
+    def release_requests(self, request_ids: Iterable[str]) -> None:
+        ids = list(request_ids)
+        for lane in self.lanes:
+            lane.release_requests(ids)
+
     def fail_expired(self) -> list[EngineCoreOutput]:
         return [*chain.from_iterable(lane.fail_expired() for lane in self.lanes)]
 

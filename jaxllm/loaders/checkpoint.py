@@ -3,18 +3,20 @@
 A format is a subclass: which files a directory has of it, and where the tensors are in such a file.
 """
 
-import json
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import ClassVar
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from jaxllm.errors import ModelLoadError
+from jaxllm.files import open_regular, read_bounded
 
 DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -29,7 +31,23 @@ BYTES = "U8"
 INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
 """The types of tables of numbers, which are not weights."""
 NUMPY_TYPES: dict[str, np.dtype] = {**DTYPES, BYTES: np.dtype(np.uint8), **INTEGERS}
+MAX_DIMS = 64
+"""Of a tensor: NumPy has no more."""
+MAX_NAME = 512
+"""Characters of a tensor's name."""
+MAX_TENSORS = 1_000_000
+"""Of a checkpoint."""
+_MAX_INDEX_BYTES = 64 * 2**20
+"""The index of 210 000 tensors of Kimi-K2-Thinking has 24 MB."""
+_SHOWN = 10
+"""Files that an error lists."""
 _LFS_POINTER = b"version "
+
+
+class _Index(msgspec.Struct):
+    """What is read of an index."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -71,15 +89,20 @@ class Checkpoint(ABC):
         index = directory / cls.INDEX
         if not cls.INDEX or not index.is_file():
             return next((files for pattern in cls.PATTERNS if (files := sorted(directory.glob(pattern)))), [])
+        content = read_bounded(index, _MAX_INDEX_BYTES, ModelLoadError)
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelLoadError(f"{index} is not an index of weight files: {error!r}") from error
+            if content.count(b",") > MAX_TENSORS:
+                raise ValueError(f"it has more than {MAX_TENSORS} members")
+            names = sorted(set(msgspec.json.decode(content, type=_Index).weight_map.values()))
+        except (ValueError, RecursionError) as error:
+            raise ModelLoadError(f"{index} is not an index of weight files: {error}") from error
+        for name in names:
+            if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+                raise ModelLoadError(f"{index} names {name[:MAX_NAME]!r}, which is outside of its directory")
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
-            raise ModelLoadError(
-                f"{directory} lacks {len(missing)} of the {len(names)} files in {cls.INDEX}: {', '.join(missing)}"
-            )
+            listed = ", ".join(name[:MAX_NAME] for name in missing[:_SHOWN]) + (", …" if len(missing) > _SHOWN else "")
+            raise ModelLoadError(f"{directory} lacks {len(missing)} of the {len(names)} files in {cls.INDEX}: {listed}")
         return [directory / name for name in names]
 
     @abstractmethod
@@ -92,10 +115,12 @@ class Checkpoint(ABC):
         if entry.file not in self._maps:
             self._maps[entry.file] = np.memmap(entry.file, dtype=np.uint8, mode="r")
         data = np.asarray(self._maps[entry.file][entry.start : entry.start + entry.num_bytes])
+        if len(data) < entry.num_bytes:
+            raise ModelLoadError(f"{entry.file} became shorter while it was read; load it again")
         return self.decoded(name, data)
 
     def decoded(self, name: str, data: np.ndarray) -> np.ndarray:
-        """The tensor that these bytes hold."""
+        """The tensor that these bytes hold, which are all of its entry's."""
         entry = self.entries[name]
         values = data.view(NUMPY_TYPES[entry.dtype])
         if entry.strides is None:
@@ -105,12 +130,18 @@ class Checkpoint(ABC):
     def _read_all(self, files: Sequence[Path]) -> dict[str, TensorEntry]:
         found: dict[str, TensorEntry] = {}
         for file in files:
-            with file.open("rb") as stream:
+            with open_regular(file) as stream:
+                size = os.fstat(stream.fileno()).st_size
                 if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
                     raise ModelLoadError(
                         f"{file} is not the weights but a Git LFS pointer to them; run `git lfs pull` or download it"
                     )
             for name, entry in self.read_entries(file).items():
+                if entry.start + entry.num_bytes > size:
+                    raise ModelLoadError(
+                        f"{file} is truncated or corrupt: {name} ends at byte {entry.start + entry.num_bytes}, the file at {size}; "
+                        "download or copy it again"
+                    )
                 if name in found:
                     raise ModelLoadError(f"{name} is both in {found[name].file} and in {file}; remove one of them")
                 found[name] = entry

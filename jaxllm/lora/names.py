@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxllm.lora.peft import PeftConfig
@@ -118,13 +118,14 @@ def name_in_config(module: str, config: PeftConfig) -> str:
 def is_covered(module: str, config: PeftConfig) -> bool:
     """Whether the config names a module. Patterns are not tried: they may take for ever."""
     names = config.target_modules
-    if config.ties_weights or not isinstance(names, tuple) or name_in_config(module, config) != module:
+    if config.ties_weights or not isinstance(names, frozenset) or name_in_config(module, config) != module:
         return True
     return not names or _is_named(module, names)
 
 
-def _is_named(name: str, ends: Iterable[str]) -> bool:
-    return any(name == end or name.endswith(f".{end}") for end in ends)
+def _is_named(name: str, ends: Collection[str]) -> bool:
+    """ends: a set, which may be large."""
+    return name in ends or any(name[i + 1 :] in ends for i, letter in enumerate(name) if letter == ".")
 
 
 def _canonical(name: str) -> str:

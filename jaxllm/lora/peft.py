@@ -4,16 +4,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import regex
 
 from jaxllm.errors import AdapterError
-
-Number = TypeVar("Number", int, float)
+from jaxllm.files import read_bounded
+from jaxllm.lora.patterns import Number, Patterns
 
 CONFIG = "adapter_config.json"
+MAX_CONFIG_BYTES = 2**19
+"""Of an adapter_config.json: some 30 000 for a rank of its own in each of 500 modules."""
 MERGE = "merge it into its base with PEFT's merge_and_unload() and serve the result as a model"
 _CONVERT = "save it again as a plain LoRA (PEFT's save_pretrained with path_initial_model_for_weight_conversion)"
 _UNSUPPORTED = {
@@ -33,9 +35,8 @@ _UNSUPPORTED = {
 """Fields that must be unset, and why."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """How values of `init_lora_weights` begin with which training starts from a changed base."""
-_MATCH_SECONDS = 0.1
-"""Longest time for a pattern and a name."""
-
+_SMALL_BYTES = 4096
+"""Of the value of a field that must be unset; longer ones are not looked at."""
 
 _Rank = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
@@ -65,14 +66,13 @@ class PeftConfig:
     directory: Path
     rank: int
     alpha: float
-    rank_pattern: Mapping["regex.Pattern[str]", int]
-    alpha_pattern: Mapping["regex.Pattern[str]", float]
-    """By what the names of modules end in; the first that fits counts."""
+    rank_pattern: Patterns[int]
+    alpha_pattern: Patterns[float]
     root_of_rank: bool
     """Whether the scale is alpha / sqrt(rank) instead of alpha / rank: rsLoRA."""
-    target_modules: tuple[str, ...] | str | None
+    target_modules: frozenset[str] | str | None
     """Ends of names, or a regular expression."""
-    target_parameters: tuple[str, ...]
+    target_parameters: frozenset[str]
     """Ends of names."""
     base_model: str | None
     task_type: str | None
@@ -88,42 +88,36 @@ class PeftConfig:
         rank = self.rank_of(module)
         return self._of(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.root_of_rank else rank)
 
-    def _of(self, patterns: Mapping["regex.Pattern[str]", Number], module: str, default: Number) -> Number:
+    def _of(self, patterns: Patterns[Number], module: str, default: Number) -> Number:
         try:
-            # Other threads go on meanwhile.
-            matches = (
-                value for pattern, value in patterns.items() if pattern.match(module, timeout=_MATCH_SECONDS, concurrent=True)
-            )
-            return next(matches, default)
+            found = patterns.find(module)
         except (TimeoutError, RecursionError) as error:
             raise AdapterError(
                 f"adapter {self.directory}: a pattern in rank_pattern or alpha_pattern of {CONFIG} takes too long for {module}; "
                 "give the names of modules there"
             ) from error
+        return default if found is None else found
 
 
 def read_config(directory: Path) -> PeftConfig:
     """Raises AdapterError if the file is missing or broken, or describes what is not supported."""
-    file = directory / CONFIG
     try:
-        text = file.read_bytes()
-    except OSError as error:
-        raise AdapterError(
-            f"adapter {directory}: cannot read {CONFIG} ({error.strerror}); give the directory that PEFT's save_pretrained wrote"
-        ) from error
+        text = read_bounded(directory / CONFIG, MAX_CONFIG_BYTES, AdapterError)
+    except AdapterError as error:
+        raise AdapterError(f"adapter {directory}: {error}; give the directory that PEFT's save_pretrained wrote") from error
     try:
-        values = msgspec.json.decode(text)
-        if isinstance(values, dict):
-            _check_supported(directory, values)
-        fields = msgspec.convert(values, _Fields)
-        return _config(directory, fields)
+        _check_supported(directory, msgspec.json.decode(text, type=dict[str, msgspec.Raw]))
+        return _config(directory, msgspec.json.decode(text, type=_Fields))
     except (ValueError, OverflowError, RecursionError, regex.error) as error:  # those of msgspec are ValueErrors
         raise AdapterError(
             f"adapter {directory}: {CONFIG} is broken: {error}; correct it, or save the adapter again"
         ) from error
 
 
-def _check_supported(directory: Path, values: Mapping[str, Any]) -> None:
+def _check_supported(directory: Path, fields: Mapping[str, msgspec.Raw]) -> None:
+    names = (*_UNSUPPORTED, "peft_type", "bias", "init_lora_weights")
+    values = {name: _small(fields[name]) for name in names if name in fields}
+
     def refuse(field: str, why: str) -> None:
         raise AdapterError(f"adapter {directory}: {CONFIG} has {field}={values[field]!r:.200}: {why}")
 
@@ -146,16 +140,17 @@ def _config(directory: Path, fields: _Fields) -> PeftConfig:
         directory=directory,
         rank=fields.r,
         alpha=fields.lora_alpha,
-        rank_pattern=_compiled(fields.rank_pattern),
-        alpha_pattern=_compiled(fields.alpha_pattern),
+        rank_pattern=Patterns(fields.rank_pattern),
+        alpha_pattern=Patterns(fields.alpha_pattern),
         root_of_rank=bool(fields.use_rslora),
-        target_modules=tuple(fields.target_modules) if isinstance(fields.target_modules, list) else fields.target_modules,
-        target_parameters=tuple(fields.target_parameters or ()),
+        target_modules=frozenset(fields.target_modules) if isinstance(fields.target_modules, list) else fields.target_modules,
+        target_parameters=frozenset(fields.target_parameters or ()),
         base_model=fields.base_model_name_or_path,
         task_type=fields.task_type,
         ties_weights=bool(fields.ensure_weight_tying),
     )
 
 
-def _compiled(patterns: Mapping[str, Number] | None) -> dict["regex.Pattern[str]", Number]:
-    return {regex.compile(rf"(.*\.)?({pattern})$"): value for pattern, value in (patterns or {}).items()}
+def _small(value: msgspec.Raw) -> Any:
+    text = bytes(value)
+    return msgspec.json.decode(text) if len(text) <= _SMALL_BYTES else text

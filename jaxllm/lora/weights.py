@@ -1,5 +1,6 @@
 """The file with an adapter's tensors: safetensors, or PyTorch's form, which is read without PyTorch."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import ClassVar
 import numpy as np
 
 from jaxllm.errors import AdapterError, ModelLoadError
+from jaxllm.files import open_regular
 from jaxllm.loaders import pytorch, safetensors
-from jaxllm.loaders.checkpoint import TensorEntry
+from jaxllm.loaders.checkpoint import NUMPY_TYPES, TensorEntry
 
 NAMES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """The first that a directory has is read."""
+_MAX_SPREAD = 8
+"""Bytes that are read for one of a tensor, which may be a view of larger values."""
 
 
 class _Safetensors(safetensors.Checkpoint):
@@ -49,9 +53,15 @@ class WeightsFile:
     def values(self, name: str) -> np.ndarray:
         """A tensor in float32. Raises AdapterError if the file is gone or was changed."""
         entry = self.entries[name]
+        needed = math.prod(entry.shape) * NUMPY_TYPES[entry.dtype].itemsize
+        if entry.num_bytes > _MAX_SPREAD * needed:
+            raise AdapterError(
+                f"adapter {self._directory}: {name} has {needed} bytes, spread over {entry.num_bytes} of {self._file.name}; "
+                "save the adapter again in safetensors"
+            )
         try:
             # No memory map: the process would end if the file became shorter.
-            with self._file.open("rb") as stream:
+            with open_regular(self._file) as stream:
                 is_same = _identity(os.fstat(stream.fileno())) == self._identity
                 stream.seek(entry.start)
                 data = np.frombuffer(stream.read(entry.num_bytes), np.uint8)

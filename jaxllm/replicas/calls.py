@@ -47,6 +47,8 @@ COMBINE: dict[str, Callable[[Sequence[Any]], Any]] = {
     "resume": _none,
     "is_paused": all,
     "is_draining": any,
+    "hold_requests": _none,
+    "release_requests": _none,
 }
 """How the answers of all replicas become one, by the name of the call."""
 

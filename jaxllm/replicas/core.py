@@ -13,7 +13,7 @@ from jaxllm.engine import messages
 from jaxllm.engine.async_core import CoreListener, ReplicaInfo, ReplicaState, check_alive
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Failed, Load, News, Outputs, Ready, Refused, Status
-from jaxllm.engine.process_core import MetricsExchange
+from jaxllm.engine.process_core import MetricsExchange, replica_info
 from jaxllm.errors import AdapterError, EngineDeadError, EngineError, InvalidRequestError, JaxLLMError, ReplicaLostError
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, put_all
@@ -151,8 +151,7 @@ class Replicas:
         return COMBINE[name](list(answers.values()))
 
     def replicas(self) -> list[ReplicaInfo]:
-        stats = [stats for stats, _ in self.core.loads()]
-        return [ReplicaInfo(rank, state, stats[rank]) for rank, state in enumerate(self._states)]
+        return [replica_info(rank, state, self.clients[rank]) for rank, state in enumerate(self._states)]
 
     def hand_over(self, letters: list[Letter]) -> None:
         put_all(letters)
@@ -374,7 +373,8 @@ class Replicas:
         while True:
             await asyncio.sleep(STALL_POLL_SECONDS)
             for rank in self._serving:
-                self.balancer.set_stalled(rank, self.clients[rank].stalled_seconds > STALL_SECONDS)
+                client = self.clients[rank]
+                self.balancer.set_stalled(rank, client.stalled_seconds > STALL_SECONDS or client.stall is not None)
 
     # Control calls
 

@@ -5,10 +5,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from jaxllm import address_space
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.launch import start_engine
 from jaxllm.engine.messages import EngineStart
@@ -50,9 +52,11 @@ class EngineProcess:
         return True
 
     def describe_end(self) -> str:
-        """The signal that ended the process, if it was one."""
+        """The signal that ended the process, if it was one, and the limit that may have been the cause."""
         code = self.process.poll() if self.process is not None else None
-        return f" (signal {-code}: {signal.strsignal(-code)})" if code is not None and code < 0 else ""
+        if code is None or code >= 0:
+            return ""
+        return f" (signal {-code}: {signal.strsignal(-code)}){address_space.describe_limit()}"
 
 
 class EngineProcesses:
@@ -99,8 +103,20 @@ class EngineProcesses:
         engine.process = start_engine(start, engine.environment)
         engine.starts.append(time.monotonic())
         engine.client = EngineClient(
-            engine.directory, engine.process.pid, index=self._client_index, silence_seconds=self.silence_seconds
+            engine.directory,
+            engine.process.pid,
+            index=self._client_index,
+            silence_seconds=self.silence_seconds,
+            stall_seconds=self._start.stall_timeout_seconds,
         )
+        engine.client.on_stall = partial(self._log_stall, engine.rank)
+
+    def _log_stall(self, rank: int, reason: str | None) -> None:
+        which = f"replica {rank}" if self._start.num_replicas > 1 else "the engine"
+        if reason is not None:
+            logger.warning("%s seems to hang (--stall-timeout): %s", which, reason)
+        else:
+            logger.warning("%s goes on", which)
 
     async def ended(self, engine: EngineProcess) -> EngineDeadError:
         """Wait until the engine's process ends or hangs."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxllm import gpus
+from jaxllm import address_space, gpus
 from jaxllm.cache_spec import CacheLayout, RowState, cache_layout, cache_specs
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import OutOfMemoryError
@@ -342,14 +342,21 @@ def tuning_bytes(config: EngineConfig, model: ModelConfig) -> int:
     return int(1.1 * values * (model.hidden_size * itemsize + rows * 4))
 
 
+_COMPILER_BYTES = 512 << 20
+"""Of a limited address space."""
+
+
 def device_limit(num_devices: int = 1, devices: Sequence[jax.Device] | None = None) -> tuple[str, int]:
     """Name of a device and the bytes on it that the engine may use: of the first `num_devices` the one with the least memory.
 
-    On a CPU the devices share the machine's memory.
+    On a CPU the devices share the machine's memory, or what is left of the address space beside the share of XLA's compiler.
     """
     found = list(jax.local_devices() if devices is None else devices)[:num_devices]
     limits = [(int(stats["bytes_limit"]), i) for i, device in enumerate(found) if (stats := _stats(device))]
     if not limits:
+        left = address_space.left_bytes()
+        if left is not None and (left := left - min(left // 2, _COMPILER_BYTES)) < _machine_bytes():
+            return "a CPU with a limited address space (ulimit -v)", left // num_devices
         return "CPU", _machine_bytes() // num_devices
     limit, index = min(limits)
     differ = any(other != limit for other, _ in limits)

@@ -1,8 +1,7 @@
 """Stores compiled programs in a directory, so that the next process or another machine of the same kind need not compile them.
 
 Each program has its own file beside `manifest.json`, which records what they were compiled for. The files contain pickles and
-machine code: a user with write access can run code here, so the directory must belong to this user or to root and be writable
-by no other user.
+machine code: a user with write access can run code here, so `trusted_files` reads them.
 """
 
 import contextlib
@@ -10,7 +9,6 @@ import hashlib
 import json
 import os
 import pickle
-import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,7 +18,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 
-from jaxllm.cache_folders import keep_recent
+from jaxllm import trusted_files
+from jaxllm.cache_folders import keep_recent, tell_not_kept
 from jaxllm.env import cache_bytes
 from jaxllm.errors import ConfigError
 from jaxllm.log import logger
@@ -29,6 +28,7 @@ from jaxllm.runner.step_programs import ProgramKey
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+MAX_MANIFEST_BYTES = 1 << 20
 
 Fingerprint = Mapping[str, Any]
 """All that programs depend on, by a name that an error message can use; JSON values."""
@@ -60,17 +60,22 @@ class ProgramStore:
         """A store in a directory of this one, for arrays on other devices."""
         directory = self.directory / name
         directory.mkdir(mode=0o700, exist_ok=True)
-        check_trusted(directory)
         return ProgramStore(directory, devices, writable=self._writable, strict=self._strict)
 
     def load(self, key: ProgramKey) -> CompiledProgram | None:
         """The program, or None if it is not stored."""
         path = self._path(key)
-        if not path.exists():
-            return None
-        check_trusted(path)
         try:
-            stored = pickle.loads(path.read_bytes())
+            data = trusted_files.read(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ConfigError) as error:
+            if self._strict:
+                raise ConfigError(str(error)) from error
+            logger.warning("%s; the program is compiled anew", error)
+            return None
+        try:
+            stored = pickle.loads(data)
             if not isinstance(stored, StoredPieces):
                 return self._read(stored)
             pieces = {digest: self._pieces.get(digest, partial(self._read, piece)) for digest, piece in stored.pieces.items()}
@@ -95,10 +100,11 @@ class ProgramStore:
 
     def copy(self, other: "ProgramStore", key: ProgramKey) -> bool:
         """Take a program over from another store. Whether it has it."""
-        path = other._path(key)
-        if not path.exists():
+        try:
+            data = trusted_files.read(other._path(key))
+        except (OSError, ConfigError):
             return False
-        _write(self._path(key), path.read_bytes())
+        _write(self._path(key), data)
         return True
 
     def _read(self, stored: Any) -> jax.stages.Compiled:
@@ -123,12 +129,12 @@ def local_store(parent: Path, fingerprint: Fingerprint, devices: Sequence[jax.De
     digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:24]
     directory = parent / digest
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_trusted(directory)
+        with trusted_files.open_directory(directory, make=True):
+            pass
         write_manifest(directory, fingerprint)  # which also says that it is used
         keep_recent(parent, cache_bytes(), in_use=directory)
     except (OSError, ConfigError) as error:
-        logger.warning("compiled programs are not kept: %s", error)
+        tell_not_kept(str(error))
         return None
     return ProgramStore(directory, devices, writable=True, strict=False)
 
@@ -139,9 +145,10 @@ def new_artifact(directory: Path, devices: Sequence[jax.Device]) -> ProgramStore
         raise ConfigError(f"{directory} is not empty; give a new directory, or remove it first")
     try:
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with trusted_files.open_directory(directory):
+            pass
     except OSError as error:
         raise ConfigError(f"{directory} cannot be made: {error}") from error
-    check_trusted(directory)
     return ProgramStore(directory, devices, writable=True, strict=True)
 
 
@@ -171,15 +178,17 @@ def open_artifact(directory: Path, fingerprint: Fingerprint, devices: Sequence[j
 def read_manifest(directory: Path) -> dict[str, Any]:
     """What an artifact was compiled for. Raises ConfigError if it is none, or not to be trusted."""
     path = directory / MANIFEST
-    if not path.is_file():
-        raise ConfigError(f"{directory} is no compiled artifact: it has no {MANIFEST}; write one with `jaxllm compile`")
-    check_trusted(directory)
-    check_trusted(path)
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        data = trusted_files.read(path, max_bytes=MAX_MANIFEST_BYTES)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} is no compiled artifact: its {MANIFEST} cannot be read ({error.strerror}); write one with `jaxllm compile`"
+        ) from error
+    try:
+        manifest = json.loads(data)
         found, fingerprint = manifest["format"], manifest["compiled_for"]
         assert isinstance(fingerprint, dict)
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, AssertionError) as error:
         raise ConfigError(f"{path} is corrupt ({error!r}); write it again with `jaxllm compile`") from error
     if found != FORMAT:
         raise ConfigError(f"{path} has format {found}, this version reads {FORMAT}; write it again with `jaxllm compile`")
@@ -190,19 +199,6 @@ def write_manifest(directory: Path, fingerprint: Fingerprint) -> None:
     """Say what the programs are for."""
     text = json.dumps({"format": FORMAT, "compiled_for": fingerprint}, indent=1)
     _write(directory / MANIFEST, text.encode() + b"\n")
-
-
-def check_trusted(path: Path) -> None:
-    """Raise ConfigError if another user could have written this file or directory."""
-    status = path.stat()
-    mode = stat.S_IMODE(status.st_mode)
-    if status.st_uid not in (0, os.geteuid()):
-        raise ConfigError(
-            f"{path} belongs to user {status.st_uid}, this process runs as {os.geteuid()}: programs are code, and only one's own "
-            "or root's are run; copy the directory, or change its owner"
-        )
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"{path} can be written by others (mode {mode:o}), and programs are code: chmod -R go-w it")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,6 +1,7 @@
 """Loads or compiles the step's programs: those needed at once in several threads, the others in the background."""
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,9 +11,11 @@ from typing import Generic, Protocol, TypeVar
 
 import jax
 
+from jaxllm import trusted_files
 from jaxllm.at_exit import shut_down_at_exit
-from jaxllm.cache_folders import keep_recent
+from jaxllm.cache_folders import keep_recent, tell_not_kept
 from jaxllm.env import cache_bytes
+from jaxllm.errors import ConfigError
 from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner.split_program import CompiledProgram, Lowered
@@ -284,10 +287,22 @@ class Programs(Generic[Key]):
 def use_persistent_cache(directory: Path) -> None:
     """Keep everything that XLA compiles in `directory`, however small or quick to compile, with its autotuning results.
 
-    What was not used for longest is removed now, so that a process may exceed `cache_bytes` by what it compiles itself.
+    What was not used for longest is removed now, so that a process may exceed `cache_bytes` by what it compiles itself. Nothing is kept
+    if another user could have written there: XLA runs what it reads.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    keep_recent(directory, cache_bytes())
+    max_bytes = cache_bytes()
+    try:
+        with trusted_files.open_directory(directory, make=True) as opened:
+            directory = opened.path  # without links, which JAX would follow again
+            if os.fstat(opened.descriptor).st_uid == os.geteuid():
+                directory.chmod(0o700)  # XLA's files have the modes that the umask leaves
+        for file in directory.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process may remove it
+                trusted_files.check_owner(file, file.lstat())
+        keep_recent(directory, max_bytes)
+    except (OSError, ConfigError) as error:
+        tell_not_kept(str(error))
+        return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -15,8 +15,10 @@ def check_integrity(scheduler: "Scheduler", in_flight: Iterable[list[Share]]) ->
     scheduler.cache_manager.check_integrity(scheduler.running, has_drafts=scheduler.drafts is not None)
     waiting = list(scheduler.waiting)
     assert len(waiting) == len(scheduler.waiting)
+    scheduler.waiting.check_integrity()
+    waiting += scheduler.held.values()
     ids = sorted(request.request_id for request in [*scheduler.running, *waiting])
-    assert ids == sorted(scheduler.requests), "a request is neither running nor waiting, or both, or twice"
+    assert ids == sorted(scheduler.requests), "a request is neither running nor waiting nor held, or twice"
     assert all(scheduler.requests[request.request_id] is request for request in [*scheduler.running, *waiting])
     assert len(scheduler.running) <= scheduler.max_num_seqs, (
         f"{len(scheduler.running)} requests run, at most {scheduler.max_num_seqs} may"

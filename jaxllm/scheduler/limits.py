@@ -74,6 +74,6 @@ def check_room(request: Request, waiting: WaitingQueue, options: SchedulerOption
     else:
         return
     # Estimate: a new request waits about as long as the first in the queue has waited.
-    waited_seconds = time.time() - waiting.peek().spec.arrival_time if len(waiting) else 0.0
+    waited_seconds = time.monotonic() - waiting.peek().queued_at if len(waiting) else 0.0
     seconds = max(1, min(_MAX_RETRY_AFTER_SECONDS, round(waited_seconds)))
     raise OverloadedError(f"the engine is overloaded: {what}; try again in {seconds} s", seconds, limit)

@@ -30,8 +30,8 @@ from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
 from jaxllm.scheduler.limits import check_options, check_room, check_servable
 from jaxllm.scheduler.refusal import Refusal
 from jaxllm.scheduler.results import Share, last_news, take_in
+from jaxllm.scheduler.scheduling_policies import Turns, choose_victim, make_waiting_queue
 from jaxllm.scheduler.totals import Totals
-from jaxllm.scheduler.waiting_queue import make_waiting_queue
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats
 
@@ -79,6 +79,9 @@ class Scheduler:
         self.running: list[Request] = []
         """In order of admission."""
         self.waiting = make_waiting_queue(options.scheduling_policy)
+        self._turns = Turns() if options.scheduling_policy == "fair" else None
+        self.held: dict[str, Request] = {}
+        """Requests that are neither running nor waiting until `release_requests`."""
         self.requests: dict[str, Request] = {}
         """All unfinished requests by id."""
         self._deadlines = Deadlines()
@@ -150,6 +153,24 @@ class Scheduler:
         other.waiting.add(request)
         other._deadlines.add(request, request.queued_at)
 
+    def hold_requests(self, request_ids: Iterable[str]) -> None:
+        """Give the places and blocks of requests to others until they are released; their tokens in flight still come. Ignores ids that
+        are unknown or held."""
+        held = [self.requests[name] for name in request_ids if name in self.requests and name not in self.held]
+        running = {request.request_id for request in held if request.status == RequestStatus.RUNNING}
+        self.running = [request for request in self.running if request.request_id not in running]
+        for request in held:
+            self.held[request.request_id] = request
+            if request.request_id in running:
+                self._vacate(request)
+            else:
+                self.waiting.remove(request)
+
+    def release_requests(self, request_ids: Iterable[str]) -> None:
+        """Let held requests wait for a place again, first in line if they had one. Ignores ids that are not held."""
+        for request in [self.held.pop(name) for name in request_ids if name in self.held]:
+            (self.waiting.put_back if request.status == RequestStatus.PREEMPTED else self.waiting.add)(request)
+
     def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> list[str]:
         """End requests from outside (abort, stop string, failure); drop late tokens. Returns the ids that were unfinished."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
@@ -186,9 +207,10 @@ class Scheduler:
             # After an error, keep nothing that the request computed in the prefix cache.
             num_valid = 0 if status == RequestStatus.FINISHED_ERROR else request.num_computed_tokens
             self.cache_manager.free(request, num_valid)
-        else:
+        elif self.held.pop(request.request_id, None) is None:
             self.waiting.remove(request)
         request.status = status
+        self.waiting.note_end(request)
         self._release(request)
         self._totals.num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
         del self.requests[request.request_id]
@@ -206,7 +228,7 @@ class Scheduler:
 
     def has_requests(self) -> bool:
         """Whether any request runs or waits."""
-        return bool(self.requests)
+        return len(self.requests) > len(self.held)
 
     @property
     def finished_ids(self) -> list[str]:
@@ -236,6 +258,8 @@ class Scheduler:
             cap = self.options.long_prefill_token_threshold
             if self.options.long_prefill_token_threshold_adaptive:
                 cap = max(cap, self.max_num_batched_tokens // num_unfinished)
+        if self._turns is not None and self.num_left_waiting:
+            self._give_way(self._turns)
         num_preemptions = self._totals.num_preemptions
         if most_drafts is None:
             most_drafts = 0 if self.drafts is None else self.drafts.most(self.num_contenders)
@@ -282,7 +306,7 @@ class Scheduler:
                     if num_drafts:
                         num_drafts, num_tokens, num_wanted = 0, 1, 1
                         continue
-                    victim_index = self._choose_victim()
+                    victim_index = choose_victim(self.options.scheduling_policy, running)
                     victim = running.pop(victim_index)
                     if victim_index < index:
                         index -= 1
@@ -307,13 +331,31 @@ class Scheduler:
             return 0  # the budget counts single tokens
         return max(0, min(most, self.drafts.of(request)))
 
-    def _choose_victim(self) -> int:
-        """Index in `running` of the request to preempt: the latest admitted, or the least urgent under the priority policy."""
-        if self.options.scheduling_policy == "fcfs":
-            return len(self.running) - 1
-        return max(range(len(self.running)), key=lambda index: self.running[index].sort_key())
+    def _give_way(self, turns: Turns) -> None:
+        """Preempt a request for the next one in line, if that is another client's turn and it has waited long enough."""
+        now = time.monotonic()
+        if not turns.are_due(now):
+            return
+        for request in self.running:
+            self.waiting.note_output(request)
+        request = self.waiting.peek()
+        if request.num_output_placeholders or not turns.may_end(request, now):
+            return
+        if (fit := fit_all(self.rooms, request)) is Fit.LATER:
+            return
+        by_rows = len(self.running) >= self.max_num_seqs or fit is Fit.IN_TURN
+        index = turns.choose(request, self.running, by_rows=by_rows)
+        if index is not None:
+            victim = self.running.pop(index)
+            self._vacate(victim)
+            self.waiting.give_way(victim)
 
     def _preempt(self, request: Request) -> None:
+        """Return a request that left `running` to the waiting queue."""
+        self._vacate(request)
+        self.waiting.put_back(request)
+
+    def _vacate(self, request: Request) -> None:
         """Free the blocks of a request that left `running`. It is recomputed after readmission.
 
         Its placeholders stay: tokens in flight remain valid, and the request is not readmitted before they arrive.
@@ -325,7 +367,6 @@ class Scheduler:
         request.num_preemptions += 1
         self._totals.num_preemptions += 1
         self._preempted_ids.append(request.request_id)
-        self.waiting.put_back(request)
 
     def _schedule_waiting(self, shares: list[Share], cap: int, budget: int) -> list[NewRequestData]:
         """Admit waiting requests in order, up to the first that others may not overtake. Appends their shares to `shares`."""
@@ -503,7 +544,7 @@ class Scheduler:
                 self._preempt(self.running.pop())
             self._in_flight.clear()
             self._prompt_tokens_of.clear()
-            for request in self.waiting:
+            for request in (*self.waiting, *self.held.values()):
                 request.num_output_placeholders = request.num_drafts_in_flight = 0
         return self.cache_manager.reset_prefix_cache()
 
@@ -547,7 +588,8 @@ class Scheduler:
                 self._totals.num_preemptions += 1
             request.num_computed_tokens = request.num_output_placeholders = request.num_drafts_in_flight = 0
             self._release(request)
-            self.waiting.add(request)
+            if request.request_id not in self.held:
+                self.waiting.add(request)
 
     def limit_steps(self, divisor: int) -> None:
         """Divide the step sizes of the options by `divisor`, from the next step on. Without chunked prefill only the number of

@@ -3,7 +3,6 @@
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Literal
 
 from jaxllm.request import Request
 
@@ -49,10 +48,24 @@ class WaitingQueue:
         self.add(request)
         self._requests.move_to_end(request.request_id, last=False)
 
+    def give_way(self, request: Request) -> None:
+        """Return a request that had been popped, behind the next one."""
+        raise NotImplementedError
+
     def remove(self, request: Request) -> None:
         """Remove a request from any place in the queue."""
         del self._requests[request.request_id]
         self.num_prompt_tokens -= request.num_prompt_tokens
+
+    def note_output(self, request: Request) -> None:
+        """A request that had been taken has more output."""
+
+    def note_end(self, request: Request) -> None:
+        """A request ended."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the queue disagrees with itself."""
+        assert self.num_prompt_tokens == sum(request.num_prompt_tokens for request in self), "waiting tokens are miscounted"
 
 
 class PriorityQueue(WaitingQueue):
@@ -87,8 +100,3 @@ class PriorityQueue(WaitingQueue):
         if len(self._heap) > 2 * len(self._requests) + 64:
             self._heap = [entry for entry in self._heap if self._requests.get(entry[2].request_id) is entry[2]]
             heapq.heapify(self._heap)
-
-
-def make_waiting_queue(policy: Literal["fcfs", "priority"]) -> WaitingQueue:
-    """An empty queue of the policy."""
-    return PriorityQueue() if policy == "priority" else WaitingQueue()

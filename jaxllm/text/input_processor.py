@@ -4,11 +4,11 @@ import copy
 import itertools
 import numbers
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
+from jaxllm import clock
 from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.log import info_once
@@ -130,12 +130,14 @@ class InputProcessor:
         adapter: str | None = None,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
+        client: str = "",
     ) -> FrontRequest:
         """Check a prompt and complete its parameters. Raises InvalidRequestError, or TypeError for a request id that is no string.
 
         The request ends with an error if it exceeds its queue timeout or its timeout. `grammar`: the compiled structured
         output of `params`; None: compile it here, and wait for it. `adapter`: the name of a loaded LoRA adapter. `data_parallel_rank`:
-        the replica that is to compute it; None: any. `session_id`: of requests that are best computed by one replica.
+        the replica that is to compute it; None: any. `session_id`: of requests that are best computed by one replica. `client`: who
+        asks.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id is a {type(request_id).__name__}, must be a str")
@@ -149,14 +151,14 @@ class InputProcessor:
             raise InvalidRequestError(f"priority is {priority}, must fit 64 bits", "priority")
         if priority != 0 and self._policy != "priority":
             info_once(
-                "priority of requests has no effect: they are served in the order of arrival (--scheduling-policy priority "
+                f"priority of requests has no effect under the scheduling policy {self._policy} (--scheduling-policy priority "
                 "changes that)"
             )
             priority = 0
         _check_rank(data_parallel_rank, self._num_replicas)
         for name, seconds in (("queue_timeout_seconds", queue_timeout_seconds), ("timeout_seconds", timeout_seconds)):
             _check_timeout(name, seconds)
-        arrival_time = time.time() if arrival_time is None else arrival_time
+        arrival_time = clock.now() if arrival_time is None else arrival_time
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check_token_ids(token_ids)
         internal_id = f"{request_id}-{self._namespace}{next(self._numbers):x}"
@@ -175,6 +177,7 @@ class InputProcessor:
                 adapter=adapter,
                 data_parallel_rank=data_parallel_rank,
                 session_id=session_id,
+                client=client,
             )
             sampling, pooling = request.sampling_params, request.pooling_params
             return FrontRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)
@@ -204,6 +207,7 @@ class InputProcessor:
                 adapter=adapter,
                 data_parallel_rank=data_parallel_rank,
                 session_id=session_id,
+                client=client,
             )
             for index in range(params.n)
         ]

@@ -1,12 +1,12 @@
 """Converts the engine core's outputs to RequestOutputs: text, stop strings, logprobs, the n answers of a prompt combined."""
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from jaxllm import clock
 from jaxllm.log import logger
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.outputs import (
@@ -283,7 +283,7 @@ class OutputProcessor:
     def process(self, news: Iterable[EngineCoreOutput]) -> ProcessedStep:
         """Process the outputs of a replica's step, except those of requests that have ended. An error in one answer ends only that
         answer."""
-        now = time.time()
+        now = clock.now()
         metrics: EngineMetrics | None = None
         step = ProcessedStep()
         changed: dict[str, list[_Answer]] = {}
@@ -342,7 +342,7 @@ class OutputProcessor:
     def abort(self, request_ids: Iterable[str], *, internal: bool = False) -> ProcessedStep:
         """End requests with their output so far. `request_ids` are the callers' ids, each of which may name several requests."""
         wanted = set(request_ids)
-        now = time.time()
+        now = clock.now()
         step = ProcessedStep()
         found = [
             live
@@ -378,7 +378,7 @@ class OutputProcessor:
                 is_live = answer.finish_reason is None
                 self._fail(answer, error, step)
                 if is_live:
-                    self._note_end(live, answer, time.time())
+                    self._note_end(live, answer, clock.now())
             output = live.failed_output()
         if output is not None:
             step.outputs.append((live.request.internal_id, output))

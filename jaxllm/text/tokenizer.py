@@ -13,6 +13,8 @@ from jaxllm.gguf_files.unpack import NO_TOKENIZER
 from jaxllm.text.model_files import read_json
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LONG = 1024
+"""Token ids whose decoding takes long enough to let other threads run meanwhile."""
 
 
 class Tokenizer:
@@ -56,7 +58,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return _encoded(self._backend, text, add_special_tokens)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The token ids of several texts, in several threads."""
@@ -66,9 +68,9 @@ class Tokenizer:
         """The ids of a text, with special tokens in it as ordinary text. `is_start`: it does not follow a special token."""
         backend = self._text_backend
         if is_start or self._begins_alike:
-            return backend.encode(text, add_special_tokens=False).ids
+            return _encoded(backend, text, add_special_tokens=False)
         anchor = "\n"
-        return backend.encode(anchor + text, add_special_tokens=False).ids[len(self.encode(anchor, False)) :]
+        return _encoded(backend, anchor + text, add_special_tokens=False)[len(self.encode(anchor, False)) :]
 
     @cached_property
     def _text_backend(self) -> tokenizers.Tokenizer:
@@ -102,7 +104,10 @@ class Tokenizer:
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of token ids; ids outside the vocabulary have none."""
-        return self._backend.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens=skip_special_tokens)
+        ids = [ids] if isinstance(ids, int) else ids
+        if len(ids) < LONG:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]  # lets other threads run
 
     def convert_id_to_token(self, id: int) -> str | None:
         """The vocabulary's own spelling of a token, or None."""
@@ -207,6 +212,11 @@ class Tokenizer:
 
         text = render_chat(self, conversation, tools=tools, **options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def _encoded(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """The ids of a text. As a batch of one, which lets other threads run meanwhile; `encode` holds the interpreter."""
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 class SlowTokenizer(Tokenizer):

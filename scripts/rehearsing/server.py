@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 20.0
 class RehearsedServer:
     """`jaxllm serve demo` with a directory of its own for temporary files."""
 
-    def __init__(self, flags: Sequence[str], fault: str, directory: Path, *, has_other_host: bool = False):
+    def __init__(self, flags: Sequence[str], fault: str, directory: Path, *, has_other_host: bool = False, tree: Path = ROOT):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.other: OtherHost | None = None
@@ -32,13 +32,13 @@ class RehearsedServer:
         self.temporary = directory / "t"
         self.temporary.mkdir()
         self._shared = _shared_memory()
-        environment = {**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT), **host_environment(0)}
+        environment = {**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": str(tree), **host_environment(0)}
         if fault:
             environment["JAXLLM_FAULT"] = fault
         command = [sys.executable, "-c", RUN, "serve", "demo", *FLAGS, "--port", str(self.port), *flags]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=tree
             )
         if has_other_host:
             port = int(flags[flags.index("--master-port") + 1])
@@ -103,13 +103,18 @@ class RehearsedServer:
 
 
 @contextlib.contextmanager
-def rehearsed(flags: Sequence[str] = (), fault: str = "", *, has_other_host: bool = False) -> Iterator[RehearsedServer]:
-    """A server that is ready, on two hosts if asked. It, and all that is left of it, ends with the block."""
+def rehearsed(
+    flags: Sequence[str] = (), fault: str = "", *, has_other_host: bool = False, tree: Path = ROOT
+) -> Iterator[RehearsedServer]:
+    """A server that is ready, on two hosts if asked. It, and all that is left of it, ends with the block.
+
+    tree: the checkout whose code it runs.
+    """
     if has_other_host:
         with socket.create_server(("127.0.0.1", 0)) as free:
             flags = [*flags, "--master-port", str(free.getsockname()[1])]
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as directory:
-        server = RehearsedServer(flags, fault, Path(directory), has_other_host=has_other_host)
+        server = RehearsedServer(flags, fault, Path(directory), has_other_host=has_other_host, tree=tree)
         try:
             server.wait_ready()
             yield server

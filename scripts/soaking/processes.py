@@ -97,6 +97,12 @@ def resident_bytes(pid: int) -> int | None:
         return None
 
 
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @dataclass
 class MemoryCurve:
     """Samples of every process: seconds, requests done so far, bytes."""

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import stat
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,18 +55,20 @@ class BatchOutput:
     def finish(self, keys: Sequence[Key]) -> None:
         """Close the file, with the answers to these requests first, in this order."""
         if self._order_matters or self.num_finished:
-            beside = self.path.with_name(self.path.name + ".sorting")
+            path = self.path.resolve()
+            descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".sorting")
             try:
-                with beside.open("wb") as sorted_file:
+                with open(descriptor, "wb") as sorted_file:
+                    os.fchmod(descriptor, stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
                     for key in dict.fromkeys([*keys, *self._places]):
                         offset, length = self._places[key]
                         self._file.seek(offset)
                         sorted_file.write(self._file.read(length))
                     sorted_file.flush()
                     os.fsync(sorted_file.fileno())
-                os.replace(beside, self.path)
+                os.replace(beside, path)
             except OSError:
-                beside.unlink(missing_ok=True)
+                Path(beside).unlink(missing_ok=True)
                 raise
         self._file.close()
 

@@ -5,11 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from jaxllm.errors import GrammarError, InvalidRequestError
 from jaxllm.structured.json_schema import check_keywords, walk
 from jaxllm.structured_outputs import size_fault
 
 MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 1 << 20
 MAX_PATTERN_LENGTH = 4096
 
 _NAMING_NONE = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment", "$defs", "definitions"}
@@ -75,6 +78,8 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
         raise InvalidRequestError("tools is empty; name at least one function or leave tools out", "tools")
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"tools has {len(tools)} functions; at most {MAX_TOOLS} are possible", "tools")
+    if (size := sum(len(msgspec.json.encode(tool["function"])) for tool in tools)) > MAX_TOOLS_BYTES:
+        raise InvalidRequestError(f"tools has {size} bytes of JSON; at most {MAX_TOOLS_BYTES} are possible", "tools")
     checked = tuple(_tool(tool["function"], f"tools[{index}].function") for index, tool in enumerate(tools))
     first_of_each_name = {tool.name: tool for tool in reversed(checked)}
     return tuple(tool for tool in checked if first_of_each_name[tool.name] is tool)

@@ -55,6 +55,12 @@ def authorization_of(metadata: Any) -> str | None:
     return value if value is None or isinstance(value, str) else value.decode("latin-1")
 
 
+def key_in(authorization: str | None) -> bytes | None:
+    """The key of an `authorization`."""
+    scheme, _, key = (authorization or "").partition(" ")
+    return key.encode("utf-8", "replace") if scheme.lower() == "bearer" else None
+
+
 def status_of(error: ApiError) -> grpc.StatusCode:
     """The gRPC status that corresponds to the error's HTTP status."""
     if error.code == "overloaded":

@@ -9,10 +9,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, EngineError
 from jaxllm.log import logger
 from server.context import ServerContext
-from server.grpc.interceptor import Gate, IsAllowed
+from server.grpc.interceptor import Gate, IsAllowed, key_in
 from server.grpc.jaxllm_pb2_grpc import SERVICE, add_to_server
 from server.grpc.service import Inference
 from server.guard import holds_key, key_digests
@@ -42,6 +42,8 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._follower: asyncio.Task[None] | None = None
+        self._serves = True
+        """What the health service says."""
         self.port = 0
         """The port, once started."""
 
@@ -55,6 +57,7 @@ class GrpcServer:
                 self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError:
             raise ConfigError(f"grpc_port: cannot listen on {address}; choose another") from None
+        self._serves = await self._is_ready()
         await self._set_health()
         await self._server.start()
         self._follower = asyncio.create_task(self._follow_engine())
@@ -71,17 +74,24 @@ class GrpcServer:
 
     async def _set_health(self) -> None:
         kind = health_pb2.HealthCheckResponse
-        status = kind.SERVING if self._engine.is_running else kind.NOT_SERVING
+        status = kind.SERVING if self._serves else kind.NOT_SERVING
         for service in ("", SERVICE.full_name):
             await self._health.set(service, status)
 
     async def _follow_engine(self) -> None:
-        was_running = self._engine.is_running
         while True:
             await asyncio.sleep(HEALTH_SECONDS)
-            if self._engine.is_running != was_running:
-                was_running = self._engine.is_running
+            serves = await self._is_ready()
+            if serves != self._serves:
+                self._serves = serves
                 await self._set_health()
+
+    async def _is_ready(self) -> bool:
+        try:
+            await self._engine.check_ready()
+        except EngineError:
+            return False
+        return True
 
 
 def _key_check(access: AccessOptions) -> IsAllowed:
@@ -90,14 +100,9 @@ def _key_check(access: AccessOptions) -> IsAllowed:
     digests = key_digests(keys)
 
     def is_allowed(authorization: str | None) -> bool:
-        return not access.api_key or holds_key(_key_in(authorization), digests)
+        return not access.api_key or holds_key(key_in(authorization), digests)
 
     return is_allowed
-
-
-def _key_in(authorization: str | None) -> bytes | None:
-    scheme, _, key = (authorization or "").partition(" ")
-    return key.encode("utf-8", "replace") if scheme.lower() == "bearer" else None
 
 
 def address_of(network: NetworkOptions, port: int) -> str:

@@ -2,23 +2,27 @@
 
 import asyncio
 import contextlib
+import urllib.parse
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from jaxllm import __version__
+from jaxllm.placement import Placement, set_placement
 from jaxllm.sampling_params import SamplingParams
 from server.context import ServerContext
 from server.endings import failure
 from server.errors import ApiError, bad_request
 from server.grpc import jaxllm_pb2 as pb
-from server.grpc.interceptor import authorization_of
+from server.grpc.interceptor import authorization_of, key_in
 from server.grpc.messages import response_of, sampling_fields
 from server.owner import owner_of_key
 from server.prompts import check_length, check_max_tokens, check_text_length, encode_prompt, tokenizer_of
 from server.sampling import sampling_params
+from server.work import ORIGIN, Origin, Work, in_one_piece
 
 MAX_REQUEST_ID_LENGTH = 128
+_NEVER_SECONDS = 1e9
 
 
 class Inference:
@@ -35,11 +39,18 @@ class Inference:
         if self._context.refusal is not None:
             raise self._context.refusal
         limit = self._context.options.limits.request_timeout or None
-        with self._context.running(), self._registered(request.request_id, call) as (request_id, engine_id):
+        client = self._client(call)
+        set_placement(Placement(client=client))  # in this call's own task
+        with (
+            self._context.clients.counted(client),
+            self._context.running(),
+            self._registered(request.request_id, call) as (request_id, engine_id),
+        ):
             async with asyncio.timeout(limit):
                 adapter = await self._context.adapter_of(request.model or None)
-                params = self._params(request)
-                prompt = await asyncio.to_thread(self._prompt, request)
+                ORIGIN.set(Origin(_owner(call), request.ByteSize()))
+                params = await self._context.work.unless_small(in_one_piece(self._params, request))
+                prompt = await self._context.work.run(self._prompt(request))
                 prepared = await self._engine.prepare(
                     prompt,
                     params,
@@ -54,7 +65,8 @@ class Inference:
                         for answer in output.outputs:
                             if answer.finish_reason == "error":
                                 raise failure(answer.error_kind)
-                        yield response_of(output, request_id, is_first=is_first)
+                        with self._aborted_unless_read(engine_id):
+                            yield response_of(output, request_id, is_first=is_first)
                         is_first = False
 
     async def Abort(self, request: pb.AbortRequest, call: Any) -> pb.AbortResponse:
@@ -83,13 +95,31 @@ class Inference:
             version=__version__, ready=self._engine.is_running, num_running=self._context.num_running
         )
 
-    def _prompt(self, request: pb.GenerateRequest) -> Any:
+    @contextlib.contextmanager
+    def _aborted_unless_read(self, engine_id: str) -> Iterator[None]:
+        """Abort the request if sending a response takes longer than clients have to read. The client finds that out when it reads on."""
+        aborting: list[asyncio.Task[None]] = []
+        seconds, loop = self._context.options.limits.unread_stream_timeout, asyncio.get_running_loop()
+        timer = loop.call_later(
+            seconds or _NEVER_SECONDS, lambda: aborting.append(loop.create_task(self._engine.abort(engine_id)))
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _client(self, call: Any) -> str:
+        kind, _, rest = call.peer().partition(":")  # ipv4:127.0.0.1:50000, ipv6:[::1]:50000 or unix:
+        host = urllib.parse.unquote(rest).rpartition(":")[0].strip("[]") if kind.startswith("ipv") else None
+        return self._context.clients.label_of(key_in(authorization_of(call.invocation_metadata())), host)
+
+    def _prompt(self, request: pb.GenerateRequest) -> Work[Any]:
         """The prompt as token ids, checked to fit the context. Raises ApiError."""
         max_model_len = self._engine.max_model_len
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids.ids)}
         if request.text:
             tokenizer = tokenizer_of(self._engine)
-            check_text_length(tokenizer, request.text, max_model_len)
+            yield from check_text_length(tokenizer, request.text, max_model_len)
             ids = encode_prompt(tokenizer, request.text, add_special_tokens=True)
             prompt = {"prompt": request.text, "prompt_token_ids": ids}
         if not prompt["prompt_token_ids"]:

@@ -1,11 +1,12 @@
 """Bodies of Anthropic's Messages API, as far as a text-only engine supports them."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from server.protocol.common import Items, RequestModel
+from server.protocol.chat import MAX_TOOLS
+from server.protocol.common import MAX_LABELS, Items, RequestModel
 from server.protocol.passed_on import NOT_IN_OTHER_APIS, PassedOn
 
 
@@ -138,7 +139,7 @@ class ContextEdit(RequestModel):
 class ContextManagement(RequestModel):
     """Edits of the conversation, of which only those that leave out nothing are supported."""
 
-    edits: Items[ContextEdit] | None = None
+    edits: Annotated[Items[ContextEdit], Field(max_length=MAX_LABELS)] | None = None
 
 
 class Prompt(PassedOn):
@@ -158,7 +159,7 @@ class Prompt(PassedOn):
     model: str | None = None
     messages: Items[InputMessage] = Field(min_length=1)
     system: str | Items[dict[str, Any]] | None = None
-    tools: Items[dict[str, Any]] | None = None
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -173,7 +174,7 @@ class MessagesRequest(Prompt):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1)
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=MAX_LABELS)] | None = None
     """Accepted as OpenAI's `user` is: it changes nothing."""
     stop_sequences: Items[str] | None = None
     stream: bool | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from server.protocol.common import NO_EFFECT, NO_VERBOSITY, Items, RequestModel, SamplingFields
+from server.protocol.common import MAX_LABELS, NO_EFFECT, NO_VERBOSITY, Items, RequestModel, SamplingFields
 
 Role = Annotated[str, Field(min_length=1, max_length=64)]
 """Any role that the chat template supports: system, developer, user, assistant, tool, function; ipython, critic and so on."""
@@ -65,6 +65,9 @@ class Tool(RequestModel):
     function: FunctionDefinition
 
 
+MAX_TOOLS = 512
+
+
 class NamedFunction(RequestModel):
     """The name in a tool_choice."""
 
@@ -89,7 +92,7 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[Items[Tool], Field(max_length=512)] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -101,5 +104,5 @@ class ChatCompletionRequest(SamplingFields):
     documents: Items[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    modalities: Items[str] | None = None
+    modalities: Annotated[Items[str], Field(max_length=MAX_LABELS)] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema
 
-from jaxllm.sampling_params import FIELDS, IN_REQUESTS, MAX_BAD_WORDS
+from jaxllm.sampling_params import FIELDS, IN_REQUESTS, MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 from server.errors import bad_request
 from server.ignored import log_once
 from server.protocol.coercion import coercing
@@ -17,6 +17,12 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 """A list that reports only its first error: a body may have a million, which would take minutes."""
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 MAX_SESSION_ID = 512
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOP_TOKEN_IDS = 4096
+MAX_ARGUMENTS = 4096
+"""Of a logits processor."""
+MAX_LABELS = 64
+"""Entries of lists and objects of labels, such as metadata."""
 ShortText = Annotated[str, Field(max_length=512)]
 """Labels that clients put on requests; the server ignores them."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
@@ -141,18 +147,20 @@ class ResponseFormat(RequestModel):
     format: dict[str, Any] | None = None
 
 
-ProcessorArguments = dict[str, float | str | Items[float | str]]
+ProcessorArguments = Annotated[
+    dict[str, float | str | Annotated[Items[float | str], Field(max_length=MAX_ARGUMENTS)]], Field(max_length=MAX_LABELS)
+]
 """By logits processor: numbers and texts, or one of them."""
 
 _JSON_TYPES: Mapping[str, Any] = {
     "top_k": Int64,
     "seed": Int64,
     "stop": str | Items[str],
-    "stop_token_ids": Items[int],
-    "logprob_token_ids": Items[int],
+    "stop_token_ids": Annotated[Items[int], Field(max_length=MAX_STOP_TOKEN_IDS)],
+    "logprob_token_ids": Annotated[Items[int], Field(max_length=MAX_LOGPROB_TOKEN_IDS)],
     "allowed_token_ids": Items[int],
     "bad_words": Annotated[Items[str], Field(max_length=MAX_BAD_WORDS)],
-    "logit_bias": dict[str, float],
+    "logit_bias": Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS_ENTRIES)],
     "extra_args": ProcessorArguments,
     "repetition_detection": RepetitionDetection,
     "structured_outputs": StructuredOutputs,
@@ -199,7 +207,7 @@ class SamplingFields(_Sampling):  # type: ignore[misc, valid-type]
     timeout: Annotated[float, Field(gt=0)] | None = None
 
     user: ShortText | None = None
-    metadata: dict[Annotated[str, Field(max_length=64)], ShortText] | None = None
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], ShortText], Field(max_length=MAX_LABELS)] | None = None
     store: bool | None = None
     service_tier: ShortText | None = None
     safety_identifier: ShortText | None = None

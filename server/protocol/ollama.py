@@ -1,12 +1,12 @@
 """Bodies of ollama's /api/chat, /api/generate, /api/show and /api/embed."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from server.protocol.chat import MessageToolCall
-from server.protocol.common import Int64, Items, RequestModel
+from server.protocol.chat import MAX_TOOLS, MessageToolCall
+from server.protocol.common import MAX_LABELS, Int64, Items, RequestModel
 
 _MEDIA = "text only: this server takes no media"
 
@@ -79,7 +79,7 @@ class OllamaChatRequest(OllamaRequest):
     """POST /api/chat."""
 
     messages: Items[OllamaMessage] = []
-    tools: Items[dict[str, Any]] | None = None
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest):
@@ -112,7 +112,7 @@ class _EmbeddingFields(RequestModel):
     """What both requests for vectors have in common."""
 
     model: str | None = None
-    options: dict[str, Any] | None = None
+    options: Annotated[dict[str, Any], Field(max_length=MAX_LABELS)] | None = None
     keep_alive: str | int | float | None = None
     """Of no effect: the model stays, with the context that it was loaded with."""
 

@@ -1,11 +1,12 @@
 """Bodies of the Responses API, as far as a text-only engine supports them."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from server.protocol.common import Items, RequestModel, ShortText
+from server.protocol.chat import MAX_TOOLS
+from server.protocol.common import MAX_LABELS, Items, RequestModel, ShortText
 from server.protocol.passed_on import NOT_IN_OTHER_APIS, PassedOn
 
 MAX_METADATA = 16
@@ -152,10 +153,10 @@ class ResponsesRequest(PassedOn):
     background: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    include: Items[str] | None = None
+    include: Annotated[Items[str], Field(max_length=MAX_LABELS)] | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     max_tool_calls: int | None = Field(default=None, ge=1)
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     include_reasoning: bool | None = None
@@ -163,7 +164,7 @@ class ResponsesRequest(PassedOn):
     top_p: float | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     text: TextConfig | None = None
-    tools: Items[dict[str, Any]] | None = None
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     stop: str | Items[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from server.protocol.chat import NamedToolChoice, Tool
+from server.protocol.chat import MAX_TOOLS, NamedToolChoice, Tool
 from server.protocol.common import MAX_SESSION_ID, CacheSalt, Int64, Items, RequestModel, StreamOptions
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -16,7 +16,7 @@ RenderedId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za
 class ParseContext(RequestModel):
     """What of a chat request says how its answer is read."""
 
-    tools: Items[Tool] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = "none"
     parallel_tool_calls: bool | None = True
     include_reasoning: bool = True

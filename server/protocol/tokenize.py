@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from server.protocol.chat import Message, Tool
+from server.protocol.chat import MAX_TOOLS, Message, Tool
 from server.protocol.common import Items, RequestModel
 
 
@@ -14,7 +14,7 @@ class TokenizeRequest(RequestModel):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Items[Message], Field(min_length=1)] | None = None
-    tools: Annotated[Items[Tool], Field(max_length=512)] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
     documents: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for a conversation."""

@@ -15,6 +15,7 @@ from server.protocol.responses import (
     ReasoningItem,
 )
 from server.responses.custom_tools import as_arguments
+from server.work import Work, finish
 
 MODELS: dict[str, type[RequestModel]] = {
     "message": Message,
@@ -24,15 +25,26 @@ MODELS: dict[str, type[RequestModel]] = {
     "custom_tool_call_output": CustomToolCallOutput,
     "reasoning": ReasoningItem,
 }
+ITEMS_IN_A_PIECE = 256
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Part types that hold text, with their text field."""
 
 
 def as_items(given: str | Sequence[Any]) -> list[dict[str, Any]]:
     """Check the `input` of a request; return its items. Raises ApiError that names the item."""
+    return finish(checking(given))
+
+
+def checking(given: str | Sequence[Any]) -> Work[list[dict[str, Any]]]:
+    """The same, as work."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
-    return [_checked(item, f"input[{place}]") for place, item in enumerate(given)]
+    items = []
+    for place, item in enumerate(given):
+        items.append(_checked(item, f"input[{place}]"))
+        if place % ITEMS_IN_A_PIECE == 0:
+            yield None
+    return items
 
 
 def _checked(item: Any, where: str) -> dict[str, Any]:

@@ -8,21 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.log import logger
+from jaxllm.placement import placement
 from server.chat_deltas import ChatDelta
 from server.chat_service import Conversation, PreparedChat
 from server.context import ServerContext
-from server.converted import conversation_of, renamed_params, unless_small
+from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline
 from server.early_errors import after_early_errors
 from server.errors import ApiError, as_api_error, bad_request
 from server.logprobs import LogprobWriter
 from server.named_events import encoded, named_event
 from server.protocol.responses import CustomTool, FunctionTool, ResponsesRequest
-from server.responses.items import as_items
+from server.protocol.sizes import too_many
+from server.responses.items import checking
 from server.responses.output import Event, ResponseWriter, new_id, usage_object
 from server.responses.store import ResponseStore, StoredResponse
 from server.responses.to_chat import chat_fields, check, wants_logprobs
 from server.responses.truncation import longest_that_fits
+from server.work import ORIGIN, in_one_piece
 
 RENAMED = {
     "messages": "input",
@@ -34,8 +37,6 @@ RENAMED = {
     "logprobs": "top_logprobs",
 }
 SWITCHED_OFF = "this server stores no responses (that takes --max-stored-responses and a single --api-server-count)"
-BYTES_PER_ITEM = 100
-"""Assumed bytes per item of earlier turns, to estimate the work on them."""
 MAX_BACKGROUND_RUNS = 1024
 """Maximum number of background runs at once; the engine's own queue may be shorter."""
 
@@ -129,32 +130,46 @@ class ResponsesService:
 
     # Running
 
-    async def prepare(self, request: ResponsesRequest, owner: str, request_id: str, limit: Deadline, num_bytes: int) -> Run:
+    async def prepare(self, request: ResponsesRequest, owner: str, request_id: str, limit: Deadline) -> Run:
         """Check the whole request; all request errors are found here. Raises ApiError or InvalidRequestError."""
         check(request)
         async with limit:
             adapter = await self._context.adapter_of(request.model)
         self._check_store(request)
-        new_items = await unless_small(num_bytes, as_items, request.input)
-        items = [*self._history(request.previous_response_id, owner), *new_items]
+        new_items = await self._context.work.unless_small(checking(request.input))
+        history, num_bytes = self._history(request.previous_response_id, owner)
         async with limit:
             with renamed_params(RENAMED):
-                chat = await self._prepared(request, items, request_id, num_bytes, adapter)
+                chat = await self._prepared(request, [*history, *new_items], request_id, num_bytes, adapter)
         response = self._response_object(request, chat)
         tokenizer = self._context.engine.input_processor.tokenizer
         logprobs = LogprobWriter(tokenizer, as_ids=False) if wants_logprobs(request) else None
         custom = {tool["name"] for tool in request.tools or () if tool["type"] == "custom"}
         return Run(owner, request, new_items, chat, ResponseWriter(response, custom), limit, logprobs)
 
-    async def count(self, request: ResponsesRequest, owner: str, num_bytes: int) -> int:
+    async def count(self, request: ResponsesRequest, owner: str) -> int:
         """Number of input tokens, earlier turns included. Raises ApiError or InvalidRequestError."""
         check(request)
         await self._context.adapter_of(request.model)
-        new_items = await unless_small(num_bytes, as_items, request.input)
-        items = [*self._history(request.previous_response_id, owner), *new_items]
+        new_items = await self._context.work.unless_small(checking(request.input))
+        history, num_bytes = self._history(request.previous_response_id, owner)
         with renamed_params(RENAMED):
-            fields = await unless_small(num_bytes + BYTES_PER_ITEM * len(items), chat_fields, request, items)
-            return len(await self._context.chat.encode(conversation_of(fields, self._context, "input_tokens")))
+            conversation = await self._converted(request, [*history, *new_items], "input_tokens", num_bytes)
+            return len(await self._context.chat.encode(conversation))
+
+    async def _converted(
+        self, request: ResponsesRequest, items: list[dict[str, Any]], request_id: str, num_bytes: int
+    ) -> Conversation:
+        """The conversation of items with this size. Raises ApiError."""
+        if len(items) > (longest := self._context.engine.max_model_len):
+            raise too_many(len(items), "input", longest)
+
+        def convert() -> Conversation:
+            return conversation_of(chat_fields(request, items), self._context, request_id, "responses")
+
+        conversation = await self._context.work.unless_small(in_one_piece(convert), num_bytes=num_bytes)
+        conversation.num_bytes = num_bytes
+        return conversation
 
     async def stream(self, run: Run) -> AsyncGenerator[list[Event], None]:
         """Yield a run's events from beginning to end, and store the response. Closing it aborts the run.
@@ -222,6 +237,11 @@ class ResponsesService:
     async def _run_in_background(self, background: BackgroundRun) -> None:
         run = background.run
         run.response["status"] = "in_progress"
+        with self._context.clients.counted(placement().client, limited=False):  # its HTTP request was limited
+            await self._run(background)
+
+    async def _run(self, background: BackgroundRun) -> None:
+        run = background.run
         async with contextlib.aclosing(self.stream(run)) as updates:
             async for events in updates:
                 if run.request.stream:
@@ -327,34 +347,32 @@ class ResponsesService:
             if getattr(request, name):
                 raise bad_request(f"{name} cannot be honoured, because {SWITCHED_OFF}", name)
 
-    def _history(self, previous_response_id: str | None, owner: str) -> list[dict[str, Any]]:
+    def _history(self, previous_response_id: str | None, owner: str) -> tuple[list[dict[str, Any]], int]:
+        """The items of earlier turns, and the number of bytes of these and of the request."""
+        num_bytes = ORIGIN.get().num_bytes
         if previous_response_id is None:
-            return []
+            return [], num_bytes
         if self._running(previous_response_id, owner) is not None:
             raise bad_request("the response of previous_response_id is still being made", "previous_response_id")
-        items = self._store.conversation(previous_response_id, owner)
-        if items is None:
+        found = self._store.conversation(previous_response_id, owner)
+        if found is None:
             raise ApiError(
                 404,
                 f"the response {previous_response_id[:80]!r}, or one before it, is not stored (any more); send the whole conversation",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return items
+        return found[0], found[1] + num_bytes
 
     async def _prepared(
         self, request: ResponsesRequest, items: list[dict[str, Any]], request_id: str, num_bytes: int, adapter: str | None
     ) -> PreparedChat:
         """The conversation for the engine; with truncation auto, drops as few of its first turns as needed to fit."""
 
-        def converted(kept: list[dict[str, Any]]) -> Conversation:
-            conversation = conversation_of(chat_fields(request, kept), self._context, request_id, "responses")
-            conversation.adapter = adapter
-            return conversation
-
         async def attempt(kept: list[dict[str, Any]]) -> PreparedChat:
-            size = num_bytes + BYTES_PER_ITEM * len(kept)
-            return await self._context.chat.prepare(await unless_small(size, converted, kept))
+            conversation = await self._converted(request, kept, request_id, num_bytes * len(kept) // max(1, len(items)))
+            conversation.adapter = adapter
+            return await self._context.chat.prepare(conversation)
 
         async def attempt_shorter(kept: list[dict[str, Any]]) -> PreparedChat | None:
             try:

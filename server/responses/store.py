@@ -59,8 +59,8 @@ class ResponseStore:
         self._forget(response_id)
         return True
 
-    def conversation(self, response_id: str, owner: str) -> list[dict[str, Any]] | None:
-        """The items of all turns up to a response, oldest first. None if it, or an earlier one, is no longer stored."""
+    def conversation(self, response_id: str, owner: str) -> tuple[list[dict[str, Any]], int] | None:
+        """The items of all turns up to a response, oldest first, and their bytes; None if one of them is no longer stored."""
         turns: list[StoredResponse] = []
         wanted: str | None = response_id
         while wanted is not None:
@@ -71,7 +71,8 @@ class ResponseStore:
             wanted = entry.response["previous_response_id"]
         for entry in turns:  # responses that others build on are evicted last
             self._entries.move_to_end(entry.response["id"])
-        return [item for entry in reversed(turns) for item in (*entry.input_items, *entry.response["output"])]
+        items = [item for entry in reversed(turns) for item in (*entry.input_items, *entry.response["output"])]
+        return items, sum(entry.num_bytes for entry in turns)
 
     def check_integrity(self) -> None:
         """Check the invariants that hold between any two calls."""

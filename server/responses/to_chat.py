@@ -8,7 +8,6 @@ from server.ignored import log_once
 from server.protocol.common import NO_VERBOSITY
 from server.protocol.nested import parse
 from server.protocol.responses import (
-    MAX_METADATA,
     FunctionTool,
     JsonSchemaFormat,
     ResponsesRequest,
@@ -43,8 +42,6 @@ def check(request: ResponsesRequest) -> None:
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
-    if len(metadata) > MAX_METADATA:
-        raise bad_request(f"metadata has {len(metadata)} pairs, at most {MAX_METADATA} are kept", "metadata")
     for key, value in metadata.items():
         if len(key) > 64 or len(value) > 512:
             raise bad_request(

@@ -28,6 +28,7 @@ from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
 from server.sampling import check_xargs, constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
 from server.usage import per_request_metrics, timings
+from server.work import in_one_piece
 
 router = APIRouter(tags=["OpenAI"])
 _json = msgspec.json.encode
@@ -43,7 +44,8 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatCompletionRequest)
     async with Deadline(context.time_limit(body.timeout)) as limit:
         adapter = await context.adapter_of(body.model)
-        conversation = to_conversation(body, context, request_id_of(request, body.request_id))
+        work = in_one_piece(to_conversation, body, context, request_id_of(request, body.request_id))
+        conversation = await context.work.unless_small(work)
         conversation.adapter = adapter
         chat = await context.chat.prepare(conversation)
     reply = ChatReply(body, chat, context)

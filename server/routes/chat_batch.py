@@ -18,7 +18,9 @@ from server.openapi import json_body
 from server.protocol.chat import ChatCompletionRequest, Message
 from server.protocol.common import Items
 from server.routes.chat import ChatReply, to_conversation
+from server.sampling import check_copies
 from server.sse import unless_disconnected
+from server.work import in_one_piece
 
 router = APIRouter(tags=["OpenAI"])
 _ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -51,7 +53,8 @@ async def create_chat_completions(request: Request) -> Response:
         replies = []
         for place, messages in enumerate(body.messages):
             one = body.model_copy(update={"messages": messages})
-            conversation = to_conversation(one, context, f"{request_id}-{place}")
+            work = in_one_piece(to_conversation, one, context, f"{request_id}-{place}")
+            conversation = await context.work.unless_small(work)
             conversation.adapter = adapter
             replies.append(ChatReply(one, await context.chat.prepare(conversation), context))
     async with limit:
@@ -64,6 +67,7 @@ def _check(body: BatchChatCompletionRequest, context: ServerContext) -> None:
     for name, only in _ONLY.items():
         if getattr(body, name) not in only:
             raise bad_request(f"{name} is not supported for several conversations; send them one by one", name)
+    check_copies(body, len(body.messages))
     most = context.options.limits.max_prompts_per_request
     if len(body.messages) > most:
         raise bad_request(

@@ -25,11 +25,21 @@ from server.endings import end_of
 from server.errors import bad_request, constraint_error
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
-from server.prompts import check_length, check_max_tokens, check_text_length, encode_prompt, tokenizer_of, truncated
+from server.prompts import (
+    check_length,
+    check_max_tokens,
+    check_text_length,
+    check_total,
+    cut_text,
+    encode_prompt,
+    tokenizer_of,
+    truncated,
+)
 from server.protocol.completions import CompletionRequest
-from server.sampling import check_xargs, constraint_param, sampling_params
+from server.sampling import check_copies, check_xargs, constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
 from server.usage import Usage, per_request_metrics, timings
+from server.work import Work, in_one_piece
 
 router = APIRouter(tags=["OpenAI"])
 _json = msgspec.json.encode
@@ -67,10 +77,10 @@ class CompletionWork:
 
 async def prepare(body: CompletionRequest, context: ServerContext, request_id: str, adapter: str | None) -> CompletionWork:
     """Check, tokenize and check again. Raises ApiError or InvalidRequestError."""
-    params = _params(body, context)
+    params = await context.work.unless_small(in_one_piece(_params, body, context))
     prompts = _prompts(body, context, params.n)
     engine = context.engine
-    encoded = await asyncio.to_thread(_encode_all, prompts, body, context)
+    encoded = await context.work.run(_encode_all(prompts, body, context))
     requests = []
     for number, (text, ids) in enumerate(encoded):
         prompt: Any = {"prompt_token_ids": ids} if text is None else {"prompt_token_ids": ids, "prompt": text}
@@ -150,24 +160,28 @@ def _prompts(body: CompletionRequest, context: ServerContext, n: int) -> Sequenc
             f"{limits.max_sequences_per_request} are possible (--max-sequences-per-request)",
             "n",
         )
+    check_copies(body, len(prompts))
     return prompts
 
 
 def _encode_all(
     prompts: Sequence[str | list[int]], body: CompletionRequest, context: ServerContext
-) -> list[tuple[str | None, list[int]]]:
+) -> Work[list[tuple[str | None, list[int]]]]:
     """The text, if the prompt is one, and the ids of each prompt."""
-    engine = context.engine
-    found = []
+    engine, found, num_tokens = context.engine, [], 0
     for prompt in prompts:
         if not prompt:
             raise bad_request("prompt is empty, must have at least 1 token", "prompt")
         text, ids = None, prompt
         if isinstance(prompt, str):
             tokenizer = tokenizer_of(engine)
+            text = prompt
             if body.truncate_prompt_tokens is None:
-                check_text_length(tokenizer, prompt, engine.max_model_len)
-            text, ids = prompt, encode_prompt(tokenizer, prompt, add_special_tokens=body.add_special_tokens)
+                yield from check_text_length(tokenizer, prompt, engine.max_model_len)
+            else:
+                side, longest = body.truncation_side or "left", engine.max_model_len
+                prompt = yield from cut_text(tokenizer, prompt, longest, side, longest)
+            ids = encode_prompt(tokenizer, prompt, add_special_tokens=body.add_special_tokens)
         ids = truncated(
             ids,  # type: ignore[arg-type]
             body.truncate_prompt_tokens,
@@ -176,7 +190,10 @@ def _encode_all(
             _asked_tokens(body),
         )
         check_length(len(ids), engine.max_model_len)
+        num_tokens += len(ids)
+        check_total(num_tokens, engine.max_model_len)
         found.append((text, ids))
+        yield None
     return found
 
 

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxllm import __version__
+from jaxllm.engine.async_core import ReplicaInfo
 from server.context import context_of
 from server.errors import ApiError
 
@@ -22,29 +23,31 @@ async def live() -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine can serve, else 503. Of several replicas one is enough; the body then has the state of each."""
+    """200 while the engine can serve, or may go on to by itself, else 503. The body has its state, and that of each replica."""
     engine = context_of(request).engine
     await engine.check_health()
     replicas = engine.replicas()
-    if len(replicas) == 1:
-        return Response(status_code=200)
-    states = [
-        {
-            "rank": replica.rank,
-            "state": replica.state,
-            "running": replica.stats.num_running,
-            "waiting": replica.stats.num_waiting,
-        }
-        for replica in replicas
-    ]
-    return Response(msgspec.json.encode({"replicas": states}), media_type="application/json")
+    serving = [replica for replica in replicas if replica.state == "serving"]
+    found = {"status": (serving or replicas)[0].state, "replicas": [_described(replica) for replica in replicas]}
+    return Response(msgspec.json.encode(found), media_type="application/json")
+
+
+def _described(replica: ReplicaInfo) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "rank": replica.rank,
+        "state": replica.state,
+        "running": replica.stats.num_running,
+        "waiting": replica.stats.num_waiting,
+        "last_tick_seconds": round(replica.tick_seconds, 2),
+    }
+    return found | ({"detail": replica.detail} if replica.detail else {})
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """200 while requests are taken, else 503."""
+    """200 while requests are taken and the engine does not seem to hang, else 503."""
     context = context_of(request)
-    await context.engine.check_health()
+    await context.engine.check_ready()
     if (reason := context.refusal) is not None:
         raise reason
     return Response(status_code=200)

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.body import check_content_type, parse_object
+from server.body import read_object
 from server.context import context_of
 from server.errors import bad_request
 from server.routes.chat import create_chat_completion
@@ -29,8 +29,7 @@ _MEANT: dict[str, Callable[[Request], Awaitable[Response]]] = {
 @router.post("/invocations")
 async def invoke(request: Request) -> Response:
     """A chat, completion, embedding, score or rank."""
-    check_content_type(request)
-    body = parse_object(await request.body())
+    body = await read_object(request)
     name = next((name for name in _MEANT if body.get(name) is not None), None)
     if name is None:
         raise bad_request(f"the body has none of {', '.join(_MEANT)}, which say what is asked for")

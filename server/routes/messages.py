@@ -13,7 +13,7 @@ from server.body import read_body
 from server.chat_deltas import ChatDelta
 from server.chat_service import Conversation, PreparedChat
 from server.context import ServerContext, context_of, request_id_of
-from server.converted import conversation_of, renamed_params, unless_small
+from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline
 from server.early_errors import after_early_errors
 from server.errors import ApiError
@@ -25,6 +25,7 @@ from server.openapi import json_body
 from server.protocol.anthropic import CountTokensRequest, MessagesRequest, Prompt
 from server.shaped_route import ShapedRoute
 from server.sse import EventStream, unless_disconnected
+from server.work import in_one_piece
 
 router = APIRouter(tags=["Anthropic"], route_class=ShapedRoute)
 RENAMED = {
@@ -89,7 +90,7 @@ async def _conversation(
         conversation.enable_thinking = enable_thinking(body)
         return conversation
 
-    return await unless_small(len(await request.body()), convert)
+    return await context_of(request).work.unless_small(in_one_piece(convert))
 
 
 class MessageReply:

@@ -11,10 +11,12 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxllm import clock
 from jaxllm.outputs import RequestMetrics
 from jaxllm.text.input_processor import FrontRequest
 from server.body import read_body
 from server.chat_deltas import ChatDelta, joined
+from server.chat_service import Conversation
 from server.context import ServerContext, context_of, request_id_of
 from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline
@@ -31,6 +33,7 @@ from server.routes import completions
 from server.shaped_route import ShapedRoute
 from server.sse import EventStream, unless_disconnected
 from server.usage import Usage
+from server.work import in_one_piece
 
 router = APIRouter(tags=["ollama"], route_class=ShapedRoute)
 _json = msgspec.json.encode
@@ -116,8 +119,12 @@ class _Chat:
         adapter: str | None,
     ) -> "_Chat":
         """Raises ApiError, InvalidRequestError or ValidationError."""
-        fields = chat_fields(body, context.engine.max_model_len, context.chat_defaults)
-        conversation = conversation_of(fields, context, request_id)
+
+        def convert() -> Conversation:
+            fields = chat_fields(body, context.engine.max_model_len, context.chat_defaults)
+            return conversation_of(fields, context, request_id)
+
+        conversation = await context.work.unless_small(in_one_piece(convert))
         conversation.adapter = adapter
         if body.think is not None:
             conversation.enable_thinking = bool(body.think)
@@ -171,7 +178,7 @@ class _Reply:
 
     def __init__(self, work: _Chat | _Raw, context: ServerContext, shown: Callable[[ChatDelta], dict[str, Any]]):
         self._work, self._context, self._shown = work, context, shown
-        self._began = time.time()
+        self._began = clock.now()
 
     async def whole(self) -> dict[str, Any]:
         """Return the reply as one object."""
@@ -211,7 +218,7 @@ class _Reply:
     def _end(self, reason: str) -> dict[str, Any]:
         usage, metrics = self._work.usage, self._work.metrics
         first = None if metrics is None else metrics.first_token_time
-        now = time.time()
+        now = clock.now()
         return {
             "done": True,
             "done_reason": "length" if reason == "length" else "stop",

@@ -119,7 +119,7 @@ async def _vectors(
 ) -> tuple[str, list[PoolingRequestOutput]]:
     """The model's name for the reply, and the vectors. No text asks only for the model."""
     context = context_of(request)
-    service = PoolingService(context.engine, context.options.limits)
+    service = PoolingService(context.engine, context.options.limits, context.work)
     async with Deadline(context.time_limit(None)) as limit:
         adapter = await adapter_of(body.model, context)
         name = adapter or context.model_name

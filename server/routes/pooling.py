@@ -33,6 +33,7 @@ from server.protocol.pooling import (
 from server.routes.chat import check_template, to_message
 from server.sse import unless_disconnected
 from server.vectors import as_bytes, as_json
+from server.work import in_one_piece
 
 MAX_BYTES_INPUTS = 32
 """Maximum number of prompts of a request in the format bytes, whose reply describes each in one header."""
@@ -205,12 +206,13 @@ async def _pool(
 ) -> tuple[ServerContext, str, list[PoolingRequestOutput]]:
     """Compute the vectors of all inputs. Returns the model's name for the reply too."""
     context = context_of(request)
-    service = PoolingService(context.engine, context.options.limits)
+    service = PoolingService(context.engine, context.options.limits, context.work)
     async with Deadline(context.time_limit(body.timeout)) as limit:
         adapter = await context.adapter_of(body.model)
         special = body.add_special_tokens
         if isinstance(body, VectorFields) and body.messages is not None:
-            ids = await context.chat.encode(_conversation(body, context, request_id))
+            work = in_one_piece(_conversation, body, context, request_id)
+            ids = await context.chat.encode(await context.work.unless_small(work))
             inputs = [Input(ids, "messages", inputs[0].params)]
         requests = await service.prepare(
             inputs,

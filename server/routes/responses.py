@@ -38,8 +38,7 @@ async def create_response(request: Request) -> Response:
     context, service = context_of(request), _service_of(request)
     body = await read_body(request, ResponsesRequest)
     limit = Deadline(context.time_limit(body.timeout))
-    num_bytes = len(await request.body())
-    run = await service.prepare(body, owner_of(request), request_id_of(request, body.request_id), limit, num_bytes)
+    run = await service.prepare(body, owner_of(request), request_id_of(request, body.request_id), limit)
     if body.background:
         background = service.start(run)
         return _event_stream(context, service.follow(background)) if body.stream else _reply(run.response)
@@ -52,7 +51,7 @@ async def create_response(request: Request) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """How many tokens the input has, without answering it."""
     body = await read_body(request, ResponsesRequest)
-    num_tokens = await _service_of(request).count(body, owner_of(request), len(await request.body()))
+    num_tokens = await _service_of(request).count(body, owner_of(request))
     return _reply({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 

@@ -1,6 +1,5 @@
 """With --enable-scale-out: POST /inference/v1/generate and abort_requests, …/render and …/derender."""
 
-import asyncio
 import time
 from typing import Any
 
@@ -36,6 +35,7 @@ from server.scale_out.generate import GenerateReply, prepare
 from server.scale_out.render import generate_body, refuse_search
 from server.sse import EventStream, unless_disconnected
 from server.usage import Usage
+from server.work import in_one_piece
 
 router = APIRouter(tags=["Scale-out"])
 
@@ -70,7 +70,8 @@ async def render_chat(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, ChatCompletionRequest)
     refuse_search(body)
-    conversation = to_conversation(body, context, request_id_of(request, body.request_id))
+    work = in_one_piece(to_conversation, body, context, request_id_of(request, body.request_id))
+    conversation = await context.work.unless_small(work)
     conversation.adapter = await context.adapter_of(body.model)
     chat = await context.chat.prepare(conversation)
     return _json(generate_body(chat.request, context.name_for(chat.request), body, conversation))
@@ -101,9 +102,9 @@ async def render_response(request: Request) -> Response:
     """The body of generate for a request of the Responses API."""
     context = context_of(request)
     body = await read_body(request, ResponsesRequest)
-    limit, num_bytes = Deadline(context.time_limit(body.timeout)), len(await request.body())
+    limit = Deadline(context.time_limit(body.timeout))
     service = request.app.state.responses
-    run = await service.prepare(body, owner_of(request), request_id_of(request, body.request_id), limit, num_bytes)
+    run = await service.prepare(body, owner_of(request), request_id_of(request, body.request_id), limit)
     return _json(generate_body(run.chat.request, context.name_for(run.chat.request), body, run.chat.conversation))
 
 
@@ -121,12 +122,12 @@ async def derender_chat(request: Request) -> Response:
                 raise bad_request(f"{name} is missing: reasoning and tool calls cannot be told from text without it", name)
     num_prompt = len(prompt_ids) if body.prompt_tokens is None else body.prompt_tokens
     if body.stream:
-        choices, state = await asyncio.to_thread(chat_chunk, body, context, reply, prompt_ids)
+        choices, state = await context.work.run(in_one_piece(chat_chunk, body, context, reply, prompt_ids))
         return _chunk("chat.completion.chunk", body.model, context, reply, choices, state, num_prompt)
     given = dict(NO_REQUEST if body.chat_request is None else body.chat_request)
     if body.chat_request is None and any(choice.logprobs for choice in reply.choices):
         given |= {"logprobs": True, "top_logprobs": -1}
-    found = await asyncio.to_thread(_derendered_chat, context, given, reply, prompt_ids)
+    found = await context.work.run(in_one_piece(_derendered_chat, context, given, reply, prompt_ids))
     _tell(found, body.model, reply, num_prompt)
     found["prompt_logprobs"] = reply.prompt_logprobs
     return _json(found)
@@ -148,7 +149,7 @@ async def derender_completion(request: Request) -> Response:
         prompt_ids, counts = _checked_prompt(own, context), body.prompt_tokens
         if isinstance(counts, list):
             raise bad_request("prompt_tokens must be a number: generate_chunk belongs to one prompt", "prompt_tokens")
-        choices, state = await asyncio.to_thread(completion_chunk, body, context, reply, prompt_ids)
+        choices, state = await context.work.run(in_one_piece(completion_chunk, body, context, reply, prompt_ids))
         num_prompt = len(prompt_ids) if counts is None else counts
         return _chunk("text_completion", body.model, context, reply, choices, state, num_prompt)
     replies = body.generate_responses
@@ -164,7 +165,7 @@ async def derender_completion(request: Request) -> Response:
         ):
             raise bad_request(f"{name} must have an entry for each of the {len(replies)} generate_responses", name)
     prompts = [_checked_prompt(own or reply.prompt_token_ids or [], context) for own, reply in zip(ids, replies, strict=True)]
-    found = await asyncio.to_thread(derendered, context, body.completion_request, replies, prompts)
+    found = await context.work.run(in_one_piece(derendered, context, body.completion_request, replies, prompts))
     num_prompt = sum(len(own) if count is None else count for own, count in zip(prompts, counts_of, strict=True))
     _tell(found, body.model, replies[0] if len(replies) == 1 else TokensReply(choices=[]), num_prompt)
     return _json(found)

@@ -1,10 +1,11 @@
 """POST /tokenize and /detokenize: convert between text and token ids without running the model."""
 
-import asyncio
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
+from starlette.responses import Response
 
 from server.body import read_body
 from server.chat_service import Conversation
@@ -14,12 +15,13 @@ from server.openapi import json_body
 from server.prompts import check_text_length, encode_prompt
 from server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from server.routes.chat import check_template, to_message
+from server.work import Work, in_one_piece
 
 router = APIRouter(tags=["Tokens"])
 
 
 @router.post("/tokenize", openapi_extra=json_body(TokenizeRequest))
-async def tokenize(request: Request) -> dict[str, Any]:
+async def tokenize(request: Request) -> Response:
     """The token ids of a prompt or a conversation."""
     context = context_of(request)
     body = await read_body(request, TokenizeRequest)
@@ -27,13 +29,13 @@ async def tokenize(request: Request) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     if body.messages is None:
-        ids = await asyncio.to_thread(_encode, body, context)
+        ids = await context.work.run(_encode(body, context))
     else:
-        ids = await context.chat.encode(_conversation(body, context))
+        ids = await context.chat.encode(await context.work.unless_small(in_one_piece(_conversation, body, context)))
     reply: dict[str, Any] = {"count": len(ids), "max_model_len": context.engine.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        reply["token_strs"] = context.tokenizer.convert_ids_to_tokens(ids)
-    return reply
+        reply["token_strs"] = await context.work.run(in_one_piece(context.tokenizer.convert_ids_to_tokens, ids))
+    return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
 @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
@@ -48,12 +50,12 @@ async def detokenize(request: Request) -> dict[str, Any]:
     if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
         wrong = next(id for id in ids if not 0 <= id < len(tokenizer))
         raise bad_request(f"tokens has the id {str(wrong)[:20]}; the vocabulary has 0 to {len(tokenizer) - 1}", "tokens")
-    return {"prompt": await asyncio.to_thread(tokenizer.decode, ids)}
+    return {"prompt": await context.work.run(in_one_piece(tokenizer.decode, ids))}
 
 
-def _encode(body: TokenizeRequest, context: ServerContext) -> list[int]:
+def _encode(body: TokenizeRequest, context: ServerContext) -> Work[list[int]]:
     assert body.prompt is not None
-    check_text_length(context.tokenizer, body.prompt, context.engine.max_model_len)
+    yield from check_text_length(context.tokenizer, body.prompt, context.engine.max_model_len)
     return encode_prompt(context.tokenizer, body.prompt, add_special_tokens=body.add_special_tokens is not False)
 
 

@@ -38,7 +38,8 @@ async function tick(notify) {
     draw(now);
     before = now;
     const program = compiling(now.samples);
-    if (program) notify(`${program.text}; requests wait for it.`, program);
+    if (sum(now.samples, 'replica_state', 'state', 'stalled')) notify('The engine seems to hang; /health says for how long.');
+    else if (program) notify(`${program.text}; requests wait for it.`, program);
     else notify('');
   } catch (error) {
     if (timer) notify(`Cannot read the metrics: ${error.message}`);

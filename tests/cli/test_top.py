@@ -40,9 +40,12 @@ def test_once_tells_the_load(stub: Stub, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_programs_that_requests_wait_for_are_shown(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     awaited = 'jaxllm:awaited_programs{{engine="0",model_name="m",state="{}"}} {}\n'
-    stub.pages["/metrics"] = PAGE + awaited.format("ready", 1) + awaited.format("missing", 3)
+    stalled = 'jaxllm:replica_state{engine="0",model_name="m",state="stalled"} 1\n'
+    stub.pages["/metrics"] = PAGE + awaited.format("ready", 1) + awaited.format("missing", 3) + stalled
     assert top(stub) == 0
-    assert "compiling           program 2 of 4; requests wait for it" in capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    assert "compiling           program 2 of 4; requests wait for it" in lines
+    assert "stalled             1 engines seem to hang" in lines
 
 
 def test_acceptance_of_drafts_is_shown(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:

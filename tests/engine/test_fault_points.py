@@ -1,3 +1,6 @@
+import threading
+import time
+
 import pytest
 
 from jaxllm.engine.fault_points import PLACES, Fault, faults_of, injected, install
@@ -46,6 +49,25 @@ def test_a_fault_is_there_for_a_while_only():
             request.append_output(1)
         assert make_request("b", 4).append_output(1) is False
     assert Request.append_output is plain
+
+
+def test_a_fault_may_hold_the_interpreter():
+    ticks: list[float] = []
+    ended = threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(0.001):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    with injected("stop:1:hold=0.2"):
+        began = time.monotonic()
+        make_request("a", 4).append_output(1)
+        end = time.monotonic()
+    ended.set()
+    thread.join()
+    assert end - began > 0.19 and not any(began + 0.05 < tick < end - 0.05 for tick in ticks)
 
 
 def test_without_faults_nothing_is_wrapped():

@@ -3,6 +3,7 @@ import os
 import queue
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,8 +21,8 @@ from jaxllm.engine import messages, process_core
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.process import EngineLoop
 from jaxllm.engine.sockets import ENGINE_SOCKET, EXIT_HUNG, Pulse, Stop, socket_address
-from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, InvalidRequestError
-from jaxllm.metrics.metric import Counter
+from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, EngineStalledError, InvalidRequestError
+from jaxllm.metrics.metric import Counter, Gauge, Histogram
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest
@@ -268,6 +269,17 @@ def damaged(whole: bytes, source: random.Random) -> list[bytes]:
     return frames + [source.randbytes(source.randrange(200)) for _ in range(300)]
 
 
+def strange_messages() -> Iterator[Any]:
+    """What no front sends, though each is a message."""
+    name = "front-0-0123456789abcdef"
+    for client in (name, "../" + name, "", "a" * 200 + "-0-0123456789abcdef", "front-" + "1" * 300 + "-0123456789abcdef"):
+        for pid in (-1, 0, 1 << 31, 1 << 40, 1 << 63, os.getpid()):
+            yield messages.Hello(client, pid)
+        yield from (messages.Abort(client, ["x", ""]), messages.NoMore(client), messages.Bye(client), messages.Bye(client))
+        for metric in (Counter("m", {}, "", -1.0), Gauge("m", {}, "", float("nan")), Histogram("m", {}, "", -1, 0.0, {"a": 1})):
+            yield messages.Call(client, -1, messages.ShareMetrics([metric, metric], fresh=True, asked=1 << 62))
+
+
 def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> None:
     source = random.Random(0)
     request = EngineCoreRequest(request_id="x", prompt_token_ids=[1, 2, 3], sampling_params=DELTA)
@@ -287,7 +299,13 @@ def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> Non
         with zmq.Context() as context, context.socket(zmq.PUSH) as to_engine, context.socket(zmq.PUSH) as to_client:
             to_engine.connect(socket_address(shared.directory, ENGINE_SOCKET))
             await asyncio.to_thread(send, to_engine, messages.Add("nobody", request))
+            for message in strange_messages():
+                to_engine.send(messages.encode(message))
             async with shared.front() as llm:
+                for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b""):  # no socket of ZeroMQ
+                    with socket.socket(socket.AF_UNIX) as raw:
+                        raw.connect(str(shared.directory / ENGINE_SOCKET))
+                        raw.sendall(data)
                 client, all_came = shared.client(5), asyncio.Event()
                 receiver = await AsyncLLM.connect(client)
                 client.on_failed = lambda message: all_came.set() if message.message == "the end" else None
@@ -392,9 +410,24 @@ def test_a_fatal_step_is_told_and_ends_the_process(model_directory: Path) -> Non
 def test_an_engine_process_that_stands_still_is_found(model_directory: Path) -> None:
     async def main() -> None:
         with served(model_directory) as engine:
-            client = engine.client(silence_seconds=1.0)
+            client = engine.client(silence_seconds=2.0, stall_seconds=0.75)
+            told: list[str | None] = []
+            client.on_stall = told.append
             llm = await AsyncLLM.connect(client)
             task = await begun(llm)
+            await llm.check_ready()
+            engine.process.send_signal(signal.SIGSTOP)
+            await until(lambda: llm.replicas()[0].state == "stalled")
+            with pytest.raises(EngineStalledError, match="no sign of life from the engine process for 1 s"):
+                await llm.check_ready()
+            await llm.check_health()
+            await until(lambda: told)
+            engine.process.send_signal(signal.SIGCONT)
+            await until(lambda: llm.replicas()[0].state == "serving")
+            await llm.check_ready()
+            assert not task.done() and await text_of(llm, request_id="s") == "one two three"
+            await until(lambda: len(told) == 2)
+            assert told[0] is not None and told[1] is None
             engine.process.send_signal(signal.SIGSTOP)
             with pytest.raises(EngineDeadError, match="no sign of life"):
                 await task
@@ -433,15 +466,20 @@ def test_a_step_that_hangs_is_found_but_not_one_that_compiles(
         return {metric.labels["state"]: metric.value for metric in metrics if metric.name == "jaxllm:awaited_programs"}
 
     async def main() -> None:
-        with served(model_directory, step_timeout_seconds=0.5) as engine:
+        with served(model_directory, step_timeout_seconds=1.0, stall_timeout_seconds=0.25) as engine:
             async with engine.front() as llm:
                 task = asyncio.create_task(text_of(llm, "compile first"))
                 while await programs(llm) != {"ready": 1, "missing": 2}:
                     assert not task.done(), "the programs that the request waits for are not reported"
+                await until(lambda: llm.replicas()[0].detail == "compiling program 2 of 3, for 1 s")
+                await llm.check_ready()
                 assert await task == "one two three"
                 assert await programs(llm) == {"ready": 0, "missing": 0}
-                with pytest.raises(EngineDeadError, match="--step-timeout 0"):
-                    await text_of(llm, "hang now")
+                hung = asyncio.create_task(text_of(llm, "hang now"))
+                await until(lambda: llm.replicas()[0].state == "stalled")
+                assert "in one step for" in llm.replicas()[0].detail
+                with pytest.raises(EngineDeadError, match="--step-timeout 1"):
+                    await hung
             assert await asyncio.to_thread(engine.process.wait, 10) == EXIT_HUNG
 
     run(main())
@@ -510,6 +548,25 @@ def test_the_requests_of_a_front_that_was_killed_are_aborted_and_a_front_imports
             assert await num_running(llm) == 0
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("call", "state"), [("wake_up", "calling"), ("sleep", "calling"), ("list_adapters", "running"), ("is_paused", "running")]
+)
+def test_the_heartbeat_tells_short_calls_that_hang_from_long_ones(
+    call: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, commands, pulse = FakeEngineCore(lambda request: [5]), queue.SimpleQueue(), Pulse()  # type: ignore[var-annotated]
+    loop = EngineLoop(core, commands, FullOutbox(room=9), pulse)  # type: ignore[arg-type]
+    found: list[str] = []
+    monkeypatch.setattr(core, call, lambda *_: found.append(pulse.state()))
+    commands.put(messages.Call("front", 1, messages.call_of(call)))
+    commands.put(lambda: found.append(pulse.state()))
+    commands.put(Stop())
+    loop.run()
+    assert found == [state, "running"]
+    pulse.rest()
+    assert pulse.state() == "idle"
 
 
 class FullOutbox:

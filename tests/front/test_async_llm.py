@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -8,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from jaxllm import unread_streams
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, InvalidRequestError
 from jaxllm.mailbox import merged
+from jaxllm.metrics.metric import Histogram
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
@@ -51,6 +54,64 @@ def test_many_requests_stream_at_once(llm: AsyncLLM, core: FakeEngineCore) -> No
     async def main() -> None:
         texts = await asyncio.gather(*(text_of(llm, f"prompt {n}", f"r{n}") for n in range(20)))
         assert texts == ["one two three"] * 20
+
+    run(main())
+
+
+@pytest.mark.parametrize("jump_seconds", [3600, -3600])
+def test_times_are_right_though_the_machine_s_time_is_set(
+    llm: AsyncLLM, core: FakeEngineCore, jump_seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = time.time
+    core.before_step = lambda: monkeypatch.setattr(time, "time", lambda: real() + core.num_steps % 2 * jump_seconds)
+
+    async def main() -> None:
+        outputs = [output async for output in llm.generate("hi", DELTA, "r")]
+        metrics = outputs[-1].metrics
+        assert metrics is not None and metrics.first_token_time is not None and metrics.finished_time is not None
+        assert abs(metrics.arrival_time - real()) < 60
+        assert 0 <= metrics.first_token_time - metrics.arrival_time <= metrics.finished_time - metrics.arrival_time < 60
+        sums = {metric.name: metric.sum for metric in await llm.get_metrics() if isinstance(metric, Histogram)}
+        times = [value for name, value in sums.items() if name.endswith("seconds")]
+        assert len(times) > 3 and all(0 <= value < 60 for value in times)
+
+    run(main())
+
+
+def test_requests_of_a_caller_that_does_not_read_are_held_until_it_does(
+    llm: AsyncLLM, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unread_streams, "TICK_SECONDS", 0.005)
+
+    async def main() -> None:
+        unread = llm.hold_unread_streams()
+        params = SamplingParams(max_tokens=300, output_kind=RequestOutputKind.DELTA, n=2, ignore_eos=True)
+        stream = llm.generate("a prompt", params, "unread")
+        reader = asyncio.ensure_future(text_of(llm, "x", "read", ENDLESS))
+        received = {0: 0, 1: 0}
+
+        async def take() -> None:
+            for answer in (await anext(stream)).outputs:
+                received[answer.index] += len(answer.token_ids)
+
+        await take()
+        await until(lambda: len(core.held) == 2)
+        assert unread.num_held == 1 and len(core.running) == 3
+        count = core.num_steps
+        await until(lambda: core.num_steps > count + 20)  # for the one who reads
+        await take()
+        await until(lambda: not core.held)
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                await take()
+        assert received == {0: 300, 1: 300}
+        reader.cancel()
+        await asyncio.wait({reader})
+        gone = llm.generate("a prompt", ENDLESS, "gone")
+        await anext(gone)
+        await until(lambda: bool(core.held & core.running.keys()))
+        await gone.aclose()
+        await until(lambda: not core.running)
 
     run(main())
 

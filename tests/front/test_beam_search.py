@@ -2,6 +2,7 @@ import asyncio
 import itertools
 import math
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -308,7 +309,14 @@ def test_a_search_can_be_aborted_between_two_steps(
     assert len(core.requests) == 1 and {answer.finish_reason for answer in output.outputs} == {"abort"}
 
 
-def test_its_time_is_that_of_all_steps_and_only_the_first_waits_in_the_queue(engine: AsyncLLM, core: FakeEngineCore) -> None:
+@pytest.mark.parametrize("jump_seconds", [0, 3600, -3600])
+def test_its_time_is_that_of_all_steps_and_only_the_first_waits_in_the_queue(
+    engine: AsyncLLM, core: FakeEngineCore, jump_seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the machine's time is set meanwhile."""
+    real = time.time
+    core.before_step = lambda: monkeypatch.setattr(time, "time", lambda: real() + jump_seconds)
+
     async def main() -> None:
         params = BeamSearchParams(2, 3, ignore_eos=True)
         prompt = {"prompt": "hi", "cache_salt": "s"}
@@ -320,7 +328,7 @@ def test_its_time_is_that_of_all_steps_and_only_the_first_waits_in_the_queue(eng
     first, *others = core.requests
     assert (first.queue_timeout_seconds, {other.queue_timeout_seconds for other in others}) == (30.0, {None})
     times = [request.timeout_seconds for request in core.requests]
-    assert times == sorted(times, reverse=True) and times[0] <= 60.0
+    assert times == sorted(times, reverse=True) and times[0] <= 60.0 and times[-1] > 30.0
     assert {request.cache_salt for request in core.requests} == {"s"}
 
 

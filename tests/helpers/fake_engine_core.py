@@ -169,6 +169,7 @@ class FakeEngineCore(FakeAdapters):
         """Every request that was ever added."""
         self.running: dict[str, _Running] = {}
         self.aborted: list[str] = []
+        self.held: set[str] = set()
         self.num_steps = 0
         self.before_step: Callable[[], None] = lambda: None
         """Called at each step; may raise."""
@@ -196,17 +197,23 @@ class FakeEngineCore(FakeAdapters):
             if self.running.pop(request_id, None) is not None:
                 self.aborted.append(request_id)
 
+    def hold_requests(self, request_ids: list[str]) -> None:
+        self.held |= self.running.keys() & request_ids
+
+    def release_requests(self, request_ids: list[str]) -> None:
+        self.held -= set(request_ids)
+
     def finish_compiling(self) -> None:
         """There is nothing to compile."""
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.news or (self.running and self.paused != "keep"))
+        return bool(self.news or (self.running.keys() - self.held and self.paused != "keep"))
 
     def step(self) -> list[EngineCoreOutput]:
         self.num_steps += 1
         self.before_step()
         news, self.news = self.news, []
-        return news + [self._advance(running) for running in list(self.running.values())]
+        return news + [self._advance(self.running[name]) for name in list(self.running) if name not in self.held]
 
     def _advance(self, running: _Running) -> EngineCoreOutput:
         request, params = running.request, running.request.sampling_params

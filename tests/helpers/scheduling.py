@@ -62,6 +62,7 @@ def make_request(
     queue_timeout_seconds: float | None = None,
     timeout_seconds: float | None = None,
     adapter: str | None = None,
+    client: str = "",
     **params: Any,
 ) -> Request:
     """A request with the given prompt, or with one of that length that shares no beginning with another id's."""
@@ -79,6 +80,7 @@ def make_request(
         queue_timeout_seconds=queue_timeout_seconds,
         timeout_seconds=timeout_seconds,
         adapter=adapter,
+        client=client,
     )
     return Request(spec)
 

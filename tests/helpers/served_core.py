@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.fault_points import hold_interpreter
 from jaxllm.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import Progress
@@ -37,7 +38,8 @@ class ServedFakeCore(FakeEngineCore):
             "die": self._die,
             "fail": self._fail,
             "hang": lambda: time.sleep(3600),
-            "compile": lambda: self._compile(lambda: False, 1.0),
+            "hold": lambda: hold_interpreter(3.0),
+            "compile": lambda: self._compile(lambda: False, 1.5),
             "build": lambda: self._compile((Path(config.model.model) / "built").exists, 60.0),
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "bug": lambda: [][0],

@@ -1,3 +1,5 @@
+import socket
+import struct
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +13,25 @@ from jaxllm.hosts.follower import Member
 from jaxllm.hosts.leader import Leader
 from tests.helpers import host_scenario, peft_files, tiny_tokenizers
 from tests.hosts.test_two_hosts import free_port
+
+STRANGERS = (
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nmodel=abc",
+    bytes.fromhex("16030100a5010000a10303") + bytes(160),  # the first bytes of TLS
+    b"\xff\xff\xff\xff",
+    (60 << 20).to_bytes(4, "big"),  # announces more than a first message may have
+    b"\0\0\0\1\xc1",
+    b"\0\0\0\2\x91\xa4beat",  # a message of the protocol, or half of one, but no Hello
+    b"\0\0\0\6\x91\xa4beat",
+)
+"""What others than hosts say first."""
+
+
+def reset(port: int) -> None:
+    """Connect, and break the connection off at once, as port scanners do."""
+    with socket.create_connection(("127.0.0.1", port)) as stream:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
 
 FOUND = {"jaxllm version": "1", "jax version": "0.10", "Python version": "3.11", "block_size": "16"}
 

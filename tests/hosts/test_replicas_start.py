@@ -18,6 +18,7 @@ from jaxllm.engine import messages
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.sockets import ENGINE_SOCKET, socket_address
 from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.framing import WireError
 from jaxllm.llm import LLM
 from jaxllm.replicas import devices
 from jaxllm.replicas.hosts import far, near, wire
@@ -27,6 +28,7 @@ from jaxllm.replicas.hosts.near import ReplicasElsewhere, of_one_host
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers.serve_processes import free_port
+from tests.hosts.conftest import STRANGERS, reset
 
 FOUND = {"jaxllm version": "1", "max_num_seqs": "8"}
 
@@ -143,9 +145,12 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
     async def work() -> None:
         port = free_port()
         async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
-            for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1"):
+            monkeypatch.setattr(near, "MAX_STRANGERS", len(STRANGERS))
+            for data in STRANGERS:
                 with socket.create_connection(("127.0.0.1", port)) as stranger:
                     stranger.sendall(data)
+            reset(port)
+            silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(len(STRANGERS) + 3)]
             link = await connect(config(1, master_port=port), FOUND)
             link.begin()
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -199,6 +204,47 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
             client.close()
             await bridge.close()
             context.destroy(linger=0)
+            for stranger in silent:
+                stranger.close()
+
+    run(work())
+
+
+def test_only_who_knows_the_token_can_fail_a_start_with_one(tmp_path, monkeypatch):
+    async def work() -> None:
+        options = {"master_port": free_port(), "distributed_timeout_seconds": 2}
+        async with host_0(tmp_path, monkeypatch, **options) as elsewhere:
+            for protocol in (wire.PROTOCOL, 99):
+                reader, writer = await asyncio.open_connection("127.0.0.1", options["master_port"])
+                link = wire.Link(reader, writer, wire.of_host_0)
+                await link.first()
+                link.send(wire.Hello(protocol, 1, "stranger", b"nonce", b"guess", FOUND))
+                assert "has another token" in (await link.first()).reason
+                await link.close()
+            assert not elsewhere._fault.done()
+            with pytest.raises(EngineDeadError, match="did not connect .*stranger.* has another token than host 0"):
+                await elsewhere.ready()
+
+    monkeypatch.setenv(env.HOSTS_TOKEN, "secret")
+    run(work())
+
+
+def test_a_message_of_an_unknown_end_has_one_deadline(monkeypatch):
+    monkeypatch.setattr(wire, "FIRST_SECONDS", 0.3)
+
+    async def trickle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            for byte in (100).to_bytes(4, "big") + bytes(100):
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.05)
+
+    async def work() -> None:
+        server = await asyncio.start_server(trickle, "127.0.0.1", 0)
+        link = wire.Link(*await asyncio.open_connection(*server.sockets[0].getsockname()), wire.of_others)
+        with pytest.raises(WireError, match="no whole message came within 0.3 s"):
+            await link.first()
+        await link.close()
+        server.close()
 
     run(work())
 

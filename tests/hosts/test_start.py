@@ -1,5 +1,6 @@
 """What hosts do until all are there: who is refused, and what is said of hosts that do not come. No JAX devices are used."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -15,13 +16,14 @@ from jaxllm.engine import messages
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError, EngineDeadError, ModelLoadError
 from jaxllm.framing import WireError
-from jaxllm.hosts import identity, process_group, wire
+from jaxllm.hosts import identity, process_group, reception, wire
 from jaxllm.hosts.follower import Member
 from jaxllm.hosts.leader import Leader
 from jaxllm.parallel import across_hosts
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
-from tests.hosts.conftest import FOUND, config
+from tests.helpers.serve_processes import wait_until
+from tests.hosts.conftest import FOUND, STRANGERS, config, reset
 from tests.hosts.test_two_hosts import free_port
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -64,25 +66,70 @@ def test_a_port_that_is_taken_and_an_address_of_another_machine_are_named():
 
 
 def test_strangers_at_the_port_do_not_disturb_the_start(together):
+    held = []
+
     def knock(port: int) -> None:
-        for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1"):
+        for data in STRANGERS:
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(data)
+        reset(port)
+        for data in (b"", b"\0", b"\0\0\1\0half"):  # these stay, and say no more
+            held.append(socket.create_connection(("127.0.0.1", port)))
+            held[-1].sendall(data)
 
-    real = wire.Connection.send
+    real = wire.Connection.send_frame
 
-    def send(self, message):
-        if isinstance(message, wire.Hello):
+    def send_frame(self, frame):
+        if not held:  # a host is about to say hello
             knock(self._socket.getpeername()[1])
-        real(self, message)
+        real(self, frame)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire.Connection, "send", send)
+        patch.setattr(wire.Connection, "send_frame", send_frame)
         leader, member = (future.result(10) for future in together((1, FOUND)))
     number, answered = leader.new_call()
     member.send(wire.Done(number))
     leader.wait_for(answered)
     assert answered.exception() is None
+    for stranger in held:
+        with stranger, contextlib.suppress(ConnectionResetError):
+            stranger.settimeout(10)
+            assert not stranger.recv(1), "it is still connected"
+
+
+def test_a_stranger_who_says_hello_byte_by_byte_has_one_deadline():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        reception.Reception(listening, 1, hello_seconds=0.3),
+        socket.create_connection(listening.getsockname()) as slow,
+    ):
+        began = time.monotonic()
+        with pytest.raises(OSError):  # noqa: PT011
+            for byte in (100).to_bytes(4, "big") + bytes(100):
+                slow.sendall(bytes([byte]))
+                time.sleep(0.05)
+        assert time.monotonic() - began < 3, "each byte gave it more time"
+
+
+def test_strangers_are_told_in_the_log_and_the_oldest_of_too_many_goes(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(reception.logger, "warning", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(reception, "MAX_STRANGERS", 1)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        reception.Reception(listening, 1, hello_seconds=60) as receiving,
+        contextlib.ExitStack() as stack,
+    ):
+        for data in STRANGERS:
+            with socket.create_connection(listening.getsockname()) as stranger:
+                stranger.sendall(data)
+        reset(listening.getsockname()[1])
+        wait_until(lambda: len(told) == len(STRANGERS) + 1, "each gets a line in the log", 10)
+        assert all(text.startswith("a connection from 127.0.0.1 is no host's: ") for text in told)
+        first, *_, host = (stack.enter_context(socket.create_connection(listening.getsockname(), timeout=10)) for _ in range(4))
+        assert not first.recv(1), "the oldest is still there"
+        host.sendall(wire.framed(wire.Hello(wire.PROTOCOL, 1, 2, "there", FOUND)))
+        assert receiving.hellos.get(timeout=10)[1].name == "there"
 
 
 def test_facts_that_differ_and_errors_of_a_host_reach_all(together):

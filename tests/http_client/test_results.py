@@ -33,6 +33,14 @@ def test_rates_count_what_was_answered() -> None:
     assert found["error_kinds"] == {"HTTP 500: broken": 1}
 
 
+def test_refusals_that_differ_in_their_numbers_are_one_kind_of_error() -> None:
+    told = [
+        f"HTTP 503: the engine is overloaded: 10000 requests wait already; try again in {seconds} s" for seconds in range(9)
+    ]
+    found = results.summary(LoadRun([*run().outcomes, *(Outcome(0.0, 10, error=text) for text in told)], 4.0))
+    assert found["error_kinds"] == {told[0]: 9, "HTTP 500: broken": 1}
+
+
 def test_latencies_are_as_defined() -> None:
     found = results.summary(run(), percentiles=(25, 99))
     assert found["mean_ttft_ms"] == pytest.approx((100 + 400 + 200) / 3)

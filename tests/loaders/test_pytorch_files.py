@@ -3,6 +3,8 @@ import json
 import os
 import pickle
 import shutil
+import struct
+import subprocess
 import sys
 import types
 import zipfile
@@ -178,6 +180,102 @@ def test_files_that_cannot_be_read_are_named(tmp_path, save):
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("readme.txt", "x")
     told("0 files data.pkl")
+
+
+def archive(file, pickled, compression=zipfile.ZIP_STORED, **members):
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data.pkl", pickled, compression)
+        for name, content in members.items():
+            archive.writestr(f"a/{name}", content)
+
+
+STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000NNtQ"
+REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+HOSTILE = {
+    "a key of nested tuples": (b"})" + b"\x85" * 100_000 + b"K\x01s.", "or tuples in tuples in tuples"),
+    "a key of a tuple": (b"})K\x01s.", "a key of type tuple, must be a string"),
+    "a long tuple": (b"(" + b"N" * 65 + b"t.", "a tuple of more than 64 values"),
+    "a tuple of too few values": (b"N\x87.", "broken"),
+    "an index of the memo": (b"}r\xff\xff\xff\x7f.", ""),
+    "a large memo": (b"".join(b"Nr" + struct.pack("<I", i << 8) for i in range(500_001)), "values"),
+    "a long string": (b"}X" + struct.pack("<I", 2**20) + b"a" * 2**20 + b"K\x01s.", "text of 1048576 bytes, at most 512"),
+    "a string beyond the end": (b"}X\xff\xff\xff\xffab", "text of 4294967295 bytes"),
+    "a long integer": (b"}\x8a\xff" + b"\x01" * 255, "integer of 255 bytes, at most 8"),
+    "an integer of four bytes' length": (b"}\x8b\xff\xff\xff\x7f", "operation 0x8b"),
+    "many values": (b"N" * 200_001 + b".", "more than 200000 values on its stack"),
+    "many marks": (b"(" * 200_001 + b".", "more than 200000 values on its stack"),
+    "an empty stack": (b".", "broken"),
+    "an unknown value": (b"h\x07.", "broken"),
+    "no end": (b"}", "broken"),
+    "a call of what is no function": (b"ctorch\nFloatStorage\n)R.", "broken"),
+    "a call of a tensor's function": (REBUILD + b")R.", "broken"),
+    "attributes of a function": (REBUILD + b"}b.", "broken"),
+    "a storage in place of a tensor": (b"}X\x01\x00\x00\x00a" + STORAGE + b"s.", "'a' of type Storage, must hold tensors"),
+    "many dimensions": (REBUILD + b"(" + STORAGE + b"K\x00(" + b"K\x01" * 65 + b"t)tR.", "a tuple of more than 64 values"),
+    "dimensions that are texts": (REBUILD + b"(" + STORAGE + b"K\x00X\x00\x00\x00\x00\x85)tR.", "no tuple of whole numbers"),
+    "dimensions without strides": (REBUILD + b"(" + STORAGE + b"K\x00K\x01\x85)tR.", "1 dimensions and 0 strides"),
+    "no storage": (b"}X\x01\x00\x00\x00a" + REBUILD + b"(" + STORAGE + b"K\x00))tRs.", "it lacks a/data/0, the values of a"),
+    "a dictionary within itself": (b"}q\x00X\x01\x00\x00\x00ah\x00s.", "'a' of type dict, must hold tensors"),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_hostile_pickles_are_refused_within_limits(tmp_path, how):
+    pickled, message = HOSTILE[how]
+    archive(tmp_path / "pytorch_model.bin", pickled)
+    if not message:
+        assert not pytorch.Checkpoint(tmp_path).entries
+        return
+    with pytest.raises(ModelLoadError, match=message):
+        pytorch.Checkpoint(tmp_path)
+
+
+def test_no_file_ends_the_process_or_fills_memory(tmp_path):
+    """In a process of its own, which an overflow of C's stack would end, with 128 MB beyond what imports take."""
+    nested = b"})" + b"\x85" * 400_000 + b"K\x01s."
+    for i, pickled in enumerate((nested, HOSTILE["an index of the memo"][0], HOSTILE["a large memo"][0], b"}" * 2**24)):
+        (tmp_path / str(i)).mkdir()
+        archive(tmp_path / str(i) / "pytorch_model.bin", pickled)
+    program = """
+import resource, sys, pathlib
+from jaxllm.errors import ModelLoadError
+from jaxllm.loaders import pytorch
+used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**27,) * 2)
+for directory in pathlib.Path(sys.argv[1]).iterdir():
+    try:
+        pytorch.Checkpoint(directory)
+    except ModelLoadError:
+        pass
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_hostile_archives_are_refused(tmp_path):
+    file = tmp_path / "pytorch_model.bin"
+
+    def told(message):
+        with pytest.raises(ModelLoadError, match=message):
+            pytorch.Checkpoint(tmp_path)
+
+    archive(file, b"}." + b"." * 2**24)
+    told("a/data.pkl has 16777218 bytes, at most 16777216 are read")
+    archive(file, b"}." + b"." * 2**20, zipfile.ZIP_DEFLATED)
+    told("a/data.pkl is compressed")
+    archive(file, b"}.", byteorder=b"little" * 9)
+    told("a/byteorder has 54 bytes, at most 16")
+    with file.open("wb") as stream:  # a list of members of a gigabyte
+        stream.truncate(2**30)
+        stream.seek(2**30)
+        stream.write(struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 9, 9, 2**30, 0, 0))
+    told("the list of its members has 1073741824 bytes, at most 8388608")
+    pickled = b"}X\x01\x00\x00\x00a" + REBUILD + b"(" + STORAGE + b"K\x00J\xff\xff\xff\x0f\x85K\x01\x85tRs."
+    archive(file, pickled, **{"data/0": b"1234"})
+    # The list says that the values go on for a gigabyte beyond the end of the file.
+    data, beyond = file.read_bytes(), struct.pack("<II", 2**30, 2**30)
+    file.write_bytes(data.replace(struct.pack("<II", 4, 4), beyond))
+    told("a ends at byte 10737.*, the file at")
 
 
 @pytest.mark.torch

@@ -198,6 +198,14 @@ def test_integer_weights_are_refused(directory):
         load(directory)
 
 
+def with_header(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text + bytes(4)
+
+
+def entry(name: bytes = b"a", dtype: bytes = b"F32", shape: bytes = b"1") -> bytes:
+    return b'{"%b":{"dtype":"%b","shape":[%b],"data_offsets":[0,4]}}' % (name, dtype, shape)
+
+
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
@@ -206,12 +214,27 @@ def test_integer_weights_are_refused(directory):
         (lambda data: data[:5], "it has 5 bytes"),
         (lambda data: b"", "it has 0 bytes"),
         (lambda data: b"\xff" * 8 + data[8:], "its header should have 18446744073709551615 bytes"),
-        (lambda data: data[:8] + b"\x00" + data[9:], "its header is not JSON"),
+        (lambda data: data[:8] + b"\x00" + data[9:], "its header is not a JSON object"),
         (lambda data: data.replace(b'"shape":[64]', b'"shape":[65]', 1), "the header entry of"),
         (lambda data: data.replace(b'"shape":[64]', b'"shape":"64"', 1), "the header entry of"),
         (lambda data: struct.pack("<Q", 2) + b"[]", "not a JSON object"),
+        (lambda data: with_header(b"{" + b" " * 2**24), "a header of 16777217 bytes, at most 16777216 are read"),
+        (lambda data: with_header(entry(shape=b"9223372036854775807," * 50_000 + b"1")), "1000048 bytes, at most 4096"),
+        (lambda data: with_header(entry(shape=b"1," * 64 + b"1")), "the header entry of a .*Expected `array` of length <= 64"),
+        (lambda data: with_header(entry(dtype=b"F4", shape=b"9999999")), "the header entry of a"),
+        (lambda data: with_header(entry(name=b"a" * 513)), "the name b'\"a*'… in its header is wrong"),
+        (lambda data: with_header(b"{%b,%b}" % (entry()[1:-1], entry(b"b")[1:-1])), "a and b share bytes"),
+        (lambda data: with_header(b'{"a":' * 10**5), "not JSON at byte 1,"),
+        (
+            lambda data: with_header(b'{"__metadata__":{"a":"%b"}}' % (b"x" * 2**20)),
+            "not JSON at byte 1, or has more than 1048576",
+        ),
+        (lambda data: with_header(entry() + b"x"), "not JSON at byte"),
     ],
-    ids=["data cut", "header cut", "5 bytes", "empty", "length", "not json", "offsets", "shape", "list"],
+    ids=[
+        *("data cut", "header cut", "5 bytes", "empty", "length", "not json", "offsets", "shape", "list", "long header"),
+        *("million dimensions", "65 dimensions", "unknown type", "name", "shared", "deep", "metadata", "more"),
+    ],
 )
 def test_damaged_file_is_named(directory, damage, told):
     file = directory / "model.safetensors"
@@ -231,6 +254,24 @@ def test_broken_index(directory):
     (directory / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ModelLoadError, match="is not an index"):
         load(directory)
+    for name in "/etc/passwd", "a/../../x":
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(ModelLoadError, match=f"names '{name}', which is outside of its directory"):
+            load(directory)
+    for text in b'{"weight_map":' * 10**5, b'{"weight_map": {"a": 1}}', b'{"weight_map": {' + b'"a":"a",' * 1_000_001:
+        (directory / "model.safetensors.index.json").write_bytes(text)
+        with pytest.raises(ModelLoadError, match="is not an index"):
+            load(directory)
+
+
+def test_headers_with_unusual_but_valid_json(tmp_path):
+    """White space, escapes, braces within strings, and members in any order."""
+    text = b""" { "\\u00e9\\"}" : {"shape" : [ 1 ] ,\n"data_offsets": [0, 4], "dtype":"F32"} ,
+        "__metadata__": {"format": "pt", "x": "{\\"a\\": [{}]}"}, "empty":{"dtype":"F32","shape":[0, 7],"data_offsets":[0,0]} }  """
+    (tmp_path / "model.safetensors").write_bytes(with_header(text))
+    assert {name: entry.shape for name, entry in Checkpoint(tmp_path).entries.items()} == {'é"}': (1,), "empty": (0, 7)}
+    (tmp_path / "model.safetensors").write_bytes(with_header(b" { } "))
+    assert not Checkpoint(tmp_path).entries
 
 
 def test_written_files_can_be_read_by_the_safetensors_library(tmp_path):

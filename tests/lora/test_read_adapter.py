@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import pickle
 import shutil
 import struct
@@ -145,7 +146,13 @@ def test_changes_of_weights_are_those_that_merging_makes(tmp_path, name, stacked
         ({"lora_alpha": None}, "lora_alpha"),
         ({"rank_pattern": {"(": 4}}, "is broken"),
         ({"rank_pattern": [4]}, "Expected `object"),
-        ({"rank_pattern": {"(?R)(?R)": 4}}, "takes too long"),
+        ({"rank_pattern": {"(?R)(?R)": 4}}, "has the group '(?R'"),
+        ({"rank_pattern": {r"\(?((a?){500}){500}": 4}}, "characters with all repeats, at most 131072"),
+        ({"alpha_pattern": {"q{e<=3}": 4}}, "{e<=3, which is no count"),
+        ({"alpha_pattern": {"q" * 501: 4}}, "has 501 characters, at most 500"),
+        ({"rank_pattern": {f"q{i}": 4 for i in range(2001)}}, "2001 patterns, at most 2000"),
+        ({"modules_to_save": ["q"] * 2000}, "whole modules"),
+        ({"comment": "x" * 2**19}, "at most 524288 are read"),
         ({"r": 3}, "has rank 2, but adapter_config.json says 3"),
         ({"target_modules": ["k_proj"]}, f"does not list in target_modules {Q}"),
     ],
@@ -154,6 +161,17 @@ def test_refuses_configs(tmp_path, config, message):
     with pytest.raises(AdapterError) as error:
         read(write(tmp_path / "adapter", **config))
     assert message in str(error.value) and str(tmp_path / "adapter") in str(error.value)
+
+
+def test_patterns_take_a_limited_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxllm.lora.patterns.MAX_SECONDS", -1)
+    with pytest.raises(AdapterError, match="a pattern in rank_pattern or alpha_pattern .* takes too long for model.layers.0"):
+        read(write(tmp_path / "adapter", rank_pattern={r"(?:q_proj){1,2}": 2}))
+
+
+def test_many_target_modules_are_looked_up(tmp_path):
+    write(tmp_path / "adapter", target_modules=[*(f"layers.{i}.x" for i in range(20_000)), "self_attn.q_proj"])
+    assert read(tmp_path / "adapter").modules == (Q,)
 
 
 ZEROS = np.zeros((8, 6), np.float32)
@@ -239,6 +257,14 @@ def a_directory_for(name: str) -> Callable[[Path], Any]:
     return lambda directory: ((directory / name).unlink(), (directory / name).mkdir())
 
 
+def a_fifo_for(name: str) -> Callable[[Path], Any]:
+    return lambda directory: ((directory / name).unlink(), os.mkfifo(directory / name))
+
+
+def a_device_for(name: str) -> Callable[[Path], Any]:
+    return lambda directory: ((directory / name).unlink(), (directory / name).symlink_to("/dev/zero"))
+
+
 BREAKS: dict[str, Callable[[Path], Any]] = {
     "nothing": shutil.rmtree,
     "no config": lambda directory: (directory / CONFIG_FILE).unlink(),
@@ -246,6 +272,11 @@ BREAKS: dict[str, Callable[[Path], Any]] = {
     "weights of another name": weights(bytes, "model.safetensors"),
     "config is a directory": a_directory_for(CONFIG_FILE),
     "weights are a directory": a_directory_for(WEIGHTS),
+    "config is a FIFO": a_fifo_for(CONFIG_FILE),
+    "weights are a FIFO": a_fifo_for(WEIGHTS),
+    "config never ends": a_device_for(CONFIG_FILE),
+    "weights never end": a_device_for(WEIGHTS),
+    "config is huge": lambda directory: os.truncate(directory / CONFIG_FILE, 2**40),
     "empty weights": weights(lambda data: b""),
     "truncated": weights(lambda data: data[:-1]),
     "truncated header": weights(lambda data: data[:40]),
@@ -255,11 +286,14 @@ BREAKS: dict[str, Callable[[Path], Any]] = {
     "wrong offsets": weights(with_entry(data_offsets=[0, 10**30])),
     "negative shape": weights(with_entry(shape=[-1, -48])),
     "no shape": weights(with_entry(shape=None)),
+    "too many dimensions": weights(with_entry(shape=[1] * 63 + [2, 6])),
+    "too large sizes": weights(with_entry(shape=[2**63 - 1, 0, 2**63 - 1])),
     "unknown type": weights(with_entry(dtype="Q7")),
     "LFS pointer": weights(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
     "PyTorch: no archive": weights(bytes, "adapter_model.bin"),
     "PyTorch: code": weights(lambda data: archive({"x": print}), "adapter_model.bin"),
     "PyTorch: no tensors": weights(lambda data: archive({"x": 1}), "adapter_model.pt"),
+    "PyTorch: larger view": weights(lambda data: spread(2**20), "adapter_model.bin"),
     "config is a list": config(b"[1]"),
     "config is not JSON": config(b"{"),
     "config is not text": config(b"\xff\xfe\x00"),
@@ -314,15 +348,22 @@ def test_names_without_a_directory_are_hub_ids(monkeypatch):
             read(Path(name) if name else name)  # type: ignore[arg-type]
 
 
-def write_bin(file: Path, tensors: dict[str, np.ndarray]) -> None:
-    """A file of PyTorch, spelled out: its pickle names functions of torch, which is not installed."""
+def spread(stride: int) -> bytes:
+    """A file of PyTorch whose rows are far from each other in storages of a megabyte."""
+    file = io.BytesIO()
+    write_bin(file, {name: np.zeros((len(t), stride // 4 // len(t)), np.float32) for name, t in GOOD.items()}, GOOD)
+    return file.getvalue()
+
+
+def write_bin(file: Path | io.BytesIO, tensors: dict[str, np.ndarray], shown: dict[str, np.ndarray] | None = None) -> None:
+    """A file of PyTorch, spelled out: its pickle names functions of torch, which is not installed. shown: the shapes of views."""
     out = b"\x80\x02}("
     for key, (name, tensor) in enumerate(tensors.items()):
-        text, rows, columns = name.encode(), *tensor.shape
+        text, (rows, columns), stride = name.encode(), (shown or tensors)[name].shape, tensor.shape[1]
         out += b"X" + struct.pack("<I", len(text)) + text
         out += b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x00"
         out += str(key).encode() + b"X\x03\x00\x00\x00cpuJ" + struct.pack("<i", tensor.size) + b"tQK\x00"
-        out += b"K" + bytes([rows]) + b"K" + bytes([columns]) + b"\x86K" + bytes([columns]) + b"K\x01\x86"
+        out += b"K" + bytes([rows]) + b"K" + bytes([columns]) + b"\x86J" + struct.pack("<i", stride) + b"K\x01\x86"
         out += b"\x89ccollections\nOrderedDict\n)RtR"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("adapter_model/data.pkl", out + b"u.")

@@ -2,6 +2,10 @@
 
 import json
 import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +21,16 @@ from jaxllm.runner.step_programs import ProgramKey
 
 KEY = ProgramKey("decode", 4)
 DEVICES = jax.devices()[:1]
+
+
+class Touch:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self):
+        return Path.touch, (self._path,)
 
 
 def compiled() -> jax.stages.Compiled:
@@ -78,13 +92,14 @@ def test_differences_are_named_also_those_that_one_side_lacks(tmp_path):
         open_artifact(tmp_path / "a", {"jax version": "2", "new": 5, "same": (1, 2)}, DEVICES)
 
 
-@pytest.mark.parametrize("what", ["directory", "manifest", "program"])
+@pytest.mark.parametrize("what", ["directory", "manifest", "program", "the directory above"])
 def test_what_others_can_write_is_not_loaded(tmp_path, what):
-    directory = tmp_path / "a"
+    directory = tmp_path / "above" / "a"
     store = artifact(directory)
-    path = {"directory": directory, "manifest": directory / "manifest.json"}.get(what) or next(directory.glob("*.program"))
-    os.chmod(path, path.stat().st_mode | 0o020)
-    with pytest.raises(ConfigError, match="can be written by others .*chmod"):
+    program = next(directory.glob("*.program"))
+    path = {"directory": directory, "manifest": directory / "manifest.json", "program": program}.get(what, directory.parent)
+    path.chmod(path.stat().st_mode | 0o002)
+    with pytest.raises(ConfigError, match=f"{path} can be written by others .*chmod o-w {path}"):
         open_artifact(directory, {"max_num_seqs": 4}, DEVICES)
         store.load(KEY)
 
@@ -98,6 +113,35 @@ def test_what_belongs_to_another_user_is_not_loaded(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(ConfigError, match="belongs to user"):
         store.load(KEY)
+
+
+def test_a_cache_that_others_can_write_is_done_without_and_told_once(tmp_path, caplog, monkeypatch):
+    cache = tmp_path / "cache"
+    store = local_store(cache / "engines", {}, DEVICES)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    store.save(KEY, compiled())
+    monkeypatch.setattr(jax.config, "update", lambda *_: pytest.fail("XLA keeps programs there"))
+    cache.chmod(0o777)
+    assert store.load(KEY) is None and local_store(cache / "engines", {}, DEVICES) is None
+    use_persistent_cache(cache / "programs")
+    assert caplog.text.count("compiled programs are not kept") == 1 and f"chmod o-w {cache}" in caplog.text
+
+
+def test_a_user_who_may_write_above_a_store_and_swaps_it_in_a_loop_runs_nothing(tmp_path):
+    above, mark = tmp_path / "above", tmp_path / "mark"
+    store = ProgramStore(above / "store", DEVICES, writable=False, strict=False)
+    for name, content in (("store", b"damaged"), ("evil", pickle.dumps(Touch(mark)))):
+        (above / name).mkdir(parents=True)
+        (above / name / store._path(KEY).name).write_bytes(content)
+    for path in (above, above / "evil", *(above / "evil").iterdir()):
+        path.chmod(0o777)
+    swaps = (("store", "aside"), ("evil", "store"), ("store", "evil"), ("aside", "store"))
+    code = "import os\nwhile True:\n" + "".join(f" os.rename({old!r}, {new!r})\n" for old, new in swaps)
+    with subprocess.Popen([sys.executable, "-c", code], cwd=above) as swapping:
+        for _ in range(1000):
+            assert store.load(KEY) is None
+        swapping.kill()
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "compiled_for": 3}', '{"format": 99, "compiled_for": {}}'])
@@ -157,7 +201,10 @@ def test_what_xla_kept_is_bounded_too(tmp_path, monkeypatch):
     for age in range(4):
         (tmp_path / f"{age}-cache").write_bytes(b"0" * 900)
         os.utime(tmp_path / f"{age}-cache", (1000 - age, 1000 - age))
+        (tmp_path / f"{age}-cache").chmod(0o664)
+    tmp_path.chmod(0o755)
     use_persistent_cache(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o700, "others may write to the files, if they can reach them"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["0-cache", "1-cache"]
 
 

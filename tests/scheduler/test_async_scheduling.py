@@ -143,7 +143,7 @@ def test_a_token_in_flight_at_preemption_may_be_the_last():
     engine.run()
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "priority"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_preempted_request_is_not_overtaken_while_its_tokens_are_in_flight(policy, depth):
     requests = [make_request(name, 15, arrival=place, max_tokens=22) for place, name in enumerate("ab")]

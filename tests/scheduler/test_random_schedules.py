@@ -4,7 +4,7 @@ The fake runner checks in each step that every position read holds the keys of t
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import FinishReason, Request, RequestStatus
 from jaxllm.scheduler.block_hash import HASH_BYTES
 from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.scheduler.scheduling_policies import Turns
 from jaxllm.scheduler_output import SchedulerOutput
 from tests.helpers.fake_runner import FakeEngine, RandomDrafts, digests, oracle_tokens
 from tests.helpers.scheduling import make_request, make_scheduler
@@ -71,6 +72,8 @@ class _Load:
             self.engine.scheduler.reset_prefix_cache(reset_running_requests=self.rng.random() < 0.5)
         elif kind < 0.32 and self.engine.in_flight:
             self.fail_one()
+        elif kind < 0.325:
+            self.hold_some()
         elif kind < 0.33:
             self.engine.start_over()
             self.engine.scheduler.limit_steps(self.rng.choice([1, 2, 64]))
@@ -119,9 +122,17 @@ class _Load:
             arrival=rng.randrange(3),
             cache_salt=rng.choice([None, None, None, "x"]),
             prompt_logprobs=rng.choice([None, None, None, 0]),
+            client=rng.choice("ab"),
         )
         self.engine.scheduler.add_request(request)
         self.live[request_id], self.received[request_id] = request, []
+
+    def hold_some(self) -> None:
+        """Hold some requests, and release others."""
+        names = [*self.live, "unknown"]
+        scheduler = self.engine.scheduler
+        for call in (scheduler.hold_requests, scheduler.release_requests):
+            call(self.rng.sample(names, self.rng.randint(0, min(3, len(names)))))
 
     def fail_one(self) -> None:
         plan, result = self.engine.in_flight[0]
@@ -165,6 +176,7 @@ class _Load:
         self.num_ended += 1
 
     def finish(self) -> None:
+        self.engine.scheduler.release_requests(list(self.live))
         for _ in range(3000):
             if not self.live:
                 break
@@ -178,18 +190,30 @@ class _Load:
 
 def watch(scheduler: Scheduler) -> None:
     """Fail where a request overtakes another, or where one that would fit is not looked at."""
-    schedule, still_refused = scheduler.schedule, scheduler._still_refused
+    schedule, still_refused, hold = scheduler.schedule, scheduler._still_refused, scheduler.hold_requests
+    moved: set[str] = set()
+    """Requests that were held, and lost their place in the order of arrival."""
 
     def place(request: Request) -> Any:
         by_priority = scheduler.options.scheduling_policy == "priority"
         return request.sort_key() if by_priority else list(scheduler.requests).index(request.request_id)
 
+    def places(requests: Iterable[Request], client: str) -> list[Any]:
+        return [
+            place(request) for request in requests if client in ("", request.spec.client) and request.request_id not in moved
+        ]
+
     def watched_schedule() -> SchedulerOutput:
         plan = schedule()
-        admitted = [place(scheduler.requests[data.request_id]) for data in plan.new_requests]
-        if admitted and scheduler.waiting:
-            assert max(admitted) < min(map(place, scheduler.waiting)), "a request was overtaken"
+        for client in "ab" if scheduler.options.scheduling_policy == "fair" else [""]:
+            admitted = places((scheduler.requests[data.request_id] for data in plan.new_requests), client)
+            waiting = places(scheduler.waiting, client)
+            assert not admitted or not waiting or max(admitted) < min(waiting), "a request was overtaken"
         return plan
+
+    def watched_hold(request_ids: Iterable[str]) -> None:
+        moved.update(request_ids)
+        hold(request_ids)
 
     def watched_refusal(request: Request, num_spare_blocks: int) -> bool:
         refused = still_refused(request, num_spare_blocks)
@@ -201,7 +225,7 @@ def watch(scheduler: Scheduler) -> None:
             assert scheduler.cache_manager.allocate_slots(request, 1, prefix, **options) is None, "a request that fits waits"
         return refused
 
-    scheduler.schedule, scheduler._still_refused = watched_schedule, watched_refusal
+    scheduler.schedule, scheduler._still_refused, scheduler.hold_requests = watched_schedule, watched_refusal, watched_hold
 
 
 POLICIES = [(FULL,), (WindowPolicy(8),), (FULL, WindowPolicy(6)), (FULL, *[WindowPolicy(9)] * 3, WindowPolicy(1))]
@@ -243,6 +267,8 @@ def run_load(
         num_stages=num_stages,
         **options,
     )
+    if options["scheduling_policy"] == "fair":
+        scheduler._turns = Turns(patience_seconds=0)
     watch(scheduler)
     engine = FakeEngine(scheduler, vocab_size=VOCAB, depth=depth + num_stages - 1)
     load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
@@ -262,7 +288,7 @@ def run_load(
 
 CHOICES: dict[str, list[Any]] = {
     "policies": [(FULL,), *POLICIES],
-    "scheduling_policy": ["fcfs", "priority"],
+    "scheduling_policy": ["fcfs", "priority", "fair"],
     "depth": [1, 2, 3],
     "num_stages": [1, 1, 2, 4],
     "drafts": [None, (1, 0, 0.5), (3, 0, 0.8), (3, 2, 0.7), (5, 4, 0.5)],

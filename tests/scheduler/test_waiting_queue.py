@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jaxllm.scheduler.waiting_queue import make_waiting_queue
+from jaxllm.scheduler.scheduling_policies import make_waiting_queue
 from tests.helpers.scheduling import make_request
 
 
@@ -37,7 +37,7 @@ def test_priority_gives_no_boost_to_who_is_put_back():
     assert drain(queue) == ["soon", "late"]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "priority"])
 def test_removal_from_anywhere_keeps_the_order_of_the_rest(policy):
     rng = random.Random(0)
     queue = make_waiting_queue(policy)
@@ -51,7 +51,7 @@ def test_removal_from_anywhere_keeps_the_order_of_the_rest(policy):
     assert drain(queue) == [f"r{i:03}" for i in range(300) if i not in gone]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "priority"])
 def test_an_id_may_come_again_after_removal(policy):
     queue = make_waiting_queue(policy)
     old, new = make_request("a", 1), make_request("a", 2)

@@ -99,12 +99,16 @@ def test_a_second_run_asks_only_for_what_is_not_there(tmp_path: Path) -> None:
     run(app, lines("b", "c"), out)
     with out.open("a") as file:
         file.write('{"id":"x","custom_id":"d","resp')  # the run was killed while it wrote
+    out.chmod(0o640)
+    (tmp_path / "out.sorting").symlink_to("another")  # by another user, in a directory for all
+    (tmp_path / "another").write_text("left alone")
     app.asked.clear()
     result = run(app, lines("a", "b", "c", "d"), out)
     assert app.asked == ["a", "c", "d"]
     assert ids(out) == ["a", "b", "c", "d"]
     assert (result.num_answered, result.num_skipped) == (3, 1)
-    assert not list(tmp_path.glob("*.sorting"))
+    assert out.stat().st_mode & 0o777 == 0o640 and (tmp_path / "another").read_text() == "left alone"
+    assert [path.name for path in tmp_path.glob("*.sorting")] == ["out.sorting"]
 
 
 def test_an_interrupted_run_keeps_what_is_done_and_is_in_order_after_the_next(tmp_path: Path) -> None:

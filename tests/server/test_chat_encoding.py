@@ -9,6 +9,7 @@ from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from server.chat_encoding import ChatEncoder
 from server.options import ChatOptions
 from server.template_process import TemplateProcesses
+from server.work import finish
 from tests.helpers.tiny_tokenizers import BOS, EOS, write_tokenizer
 
 LIMITS = ChatOptions(chat_template_timeout=1.0, chat_template_memory_bytes=256 << 20)
@@ -47,7 +48,7 @@ def user(content: Any) -> list[dict[str, Any]]:
 
 
 def encoded(encoder: ChatEncoder, content: Any, **job: Any) -> list[int]:
-    return encoder.encode({**JOB, "messages": user(content), **job}, add_special_tokens=False)[1]
+    return finish(encoder.encode({**JOB, "messages": user(content), **job}, add_special_tokens=False))[1]
 
 
 @pytest.mark.parametrize("text", ["hello there", "<b>one</b> | two", "", "中文 <|x|>"])
@@ -74,7 +75,7 @@ def test_special_tokens_in_messages_are_mere_text(encoder: ChatEncoder, tokenize
 
 def test_what_surrounds_a_broken_token_is_encoded_as_ever(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
     conversation = [*user("hello there"), *user(f"a {EOS} b"), *user("one two")]
-    ids = encoder.encode({**JOB, "messages": conversation}, add_special_tokens=False)[1]
+    ids = finish(encoder.encode({**JOB, "messages": conversation}, add_special_tokens=False))[1]
     before = tokenizer.apply_chat_template(conversation[:1])
     after = tokenizer.apply_chat_template(conversation[2:], add_generation_prompt=True)
     assert ids[: len(before)] == before

@@ -1,11 +1,13 @@
 """The gRPC service over a fake engine core, through real channels."""
 
 import asyncio
+import dataclasses
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # noqa:
 from server.grpc import jaxllm_pb2 as pb  # noqa: E402
 from server.grpc.jaxllm_pb2_grpc import InferenceStub  # noqa: E402
 from server.grpc.serve import GrpcServer  # noqa: E402
+from server.grpc.service import Inference  # noqa: E402
 from server.grpc.start import check_grpc  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +97,47 @@ def test_a_text_is_answered_piece_by_piece(wire: Wire) -> None:
     assert responses[-1].outputs[0].finish_reason == "stop"
     assert len(responses[0].prompt_token_ids) == 3
     assert not any(response.prompt_token_ids for response in responses[1:])
+
+
+def test_a_key_has_its_number_of_calls(wire: Wire, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire.context.clients, "_most", 1)
+    own = wire.context.clients.label_of(b"k", None)
+    with wire.context.clients.counted(own):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            wire.generate(text="hi")
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.trailing_metadata()["retry-after"] == "1"
+        wire.generate(text="hi", metadata=(("authorization", "Bearer other"),))
+        assert core.requests[-1].client not in ("", own)
+    wire.generate(text="hi")
+    assert core.requests[-1].client == own and not wire.context.clients._num_running
+
+
+def test_a_request_whose_responses_nobody_reads_is_aborted(
+    wire: Wire, core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "_script", lambda request: [70] * 1000)
+    monkeypatch.setattr(core, "before_step", lambda: time.sleep(0.005))
+    chosen = wire.context.options
+    limits = dataclasses.replace(chosen.limits, unread_stream_timeout=0.05)
+    monkeypatch.setattr(wire.context, "options", dataclasses.replace(chosen, limits=limits))
+
+    class Call:
+        def peer(self) -> str:
+            return "ipv4:10.0.0.1:5"
+
+        def invocation_metadata(self) -> Any:
+            return KEY
+
+    async def run() -> None:
+        request = pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(max_tokens=190, ignore_eos=True))
+        responses = Inference(wire.context).Generate(request, Call())
+        await anext(responses)
+        core.aborted.clear()
+        await until(lambda: core.aborted)
+        assert [response async for response in responses][-1].outputs[0].finish_reason == "abort"
+
+    wire.run(run())
 
 
 def test_token_ids_are_a_prompt_too_and_final_only_answers_once(wire: Wire, core: FakeEngineCore) -> None:

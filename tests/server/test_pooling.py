@@ -17,6 +17,7 @@ from jaxllm.text.tokenizer import load_tokenizer
 from server.app import create_app
 from server.pooling_service import Input, PoolingService
 from server.vectors import as_bytes, as_json
+from server.work import WorkPool
 from tests.helpers.fake_engine_core import WIDTH
 from tests.helpers.fake_front import fake_core
 from tests.server.client import Client
@@ -225,7 +226,7 @@ def test_inputs_that_nobody_waits_for_are_aborted(served_directory):
 
     async def leave() -> None:
         with AsyncLLM(core=core) as engine:
-            service = PoolingService(engine, options().limits)
+            service = PoolingService(engine, options().limits, WorkPool())
             requests = await service.prepare([Input([5, place], "input", PoolingParams()) for place in range(3)], "r")
             work = asyncio.create_task(service.run(requests))
             while len(core.running) < 3:

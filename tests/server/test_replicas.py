@@ -3,12 +3,14 @@
 import concurrent.futures
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from jaxllm.replicas.core import STALL_POLL_SECONDS
 from tests.helpers.serve_processes import ServerProcess, is_alive, serving, wait_until
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
@@ -35,7 +37,8 @@ def by_replica(client: httpx.Client, metric: str) -> dict[str, float]:
 
 
 def test_requests_are_spread_and_control_calls_reach_every_replica(model: Path, tmp_path: Path) -> None:
-    with serving(model, tmp_path, enable_dev_endpoints=True, **OPTIONS) as server, server.wait_ready().client() as client:
+    options = {**OPTIONS, "enable_dev_endpoints": True, "stall_timeout": 1.0}
+    with serving(model, tmp_path, **options) as server, server.wait_ready().client() as client:
         assert states(client) == ["serving"] * 3
         assert len(server.children("engine")) == 3
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
@@ -59,6 +62,16 @@ def test_requests_are_spread_and_control_calls_reach_every_replica(model: Path, 
         for rank in range(3):
             reply = client.post("/v1/completions", json=SHORT, headers={"X-data-parallel-rank": str(rank)})
             assert reply.status_code == 200, reply.text
+
+        still = server.children("engine")[0]
+        os.kill(still, signal.SIGSTOP)
+        wait_until(lambda: "stalled" in states(client), "a replica that stands still seems to serve")
+        time.sleep(STALL_POLL_SECONDS)
+        assert client.get("/ready").status_code == 200 and client.get("/health").json()["status"] == "serving"
+        for _ in range(6):
+            assert client.post("/v1/completions", json=SHORT, timeout=10).status_code == 200, "it gets new requests"
+        os.kill(still, signal.SIGCONT)
+        wait_until(lambda: states(client) == ["serving"] * 3, "it does not serve again")
 
 
 @pytest.mark.parametrize("retries", [False, True])

@@ -118,7 +118,6 @@ def test_fields_become_those_of_a_chat() -> None:
         {"stream_options": {"include_obfuscation": True}, "stream": True},
         {"stream_options": {}},
         {"reasoning": {"summary": "detailed"}},
-        {"metadata": {str(number): "x" for number in range(17)}},
         {"metadata": {"x": "y" * 513}},
         {"tools": [{"type": "web_search"}]},
         {"tools": [{"type": "function"}]},

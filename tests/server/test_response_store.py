@@ -44,7 +44,7 @@ def test_a_conversation_is_all_its_turns_and_none_without_its_beginning() -> Non
     store = ResponseStore(3, 1000)
     store.put(entry("a"), 10)
     store.put(entry("b", previous="a"), 10)
-    assert store.conversation("b", "me") == [{"asked": "a"}, {"said": "a"}, {"asked": "b"}, {"said": "b"}]
+    assert store.conversation("b", "me") == ([{"asked": "a"}, {"said": "a"}, {"asked": "b"}, {"said": "b"}], 20)
     store.delete("a", "me")
     assert store.conversation("b", "me") is None
 

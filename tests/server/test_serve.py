@@ -118,10 +118,18 @@ def test_the_engine_s_death_reaches_every_client_and_what_outlives_it_does_not_o
     model: Path, tmp_path: Path
 ) -> None:
     with (
-        serving(model, tmp_path, keep_alive_on_engine_death=True, **OPTIONS) as server,
+        serving(model, tmp_path, keep_alive_on_engine_death=True, stall_timeout=1.0, **OPTIONS) as server,
         server.wait_ready().client() as client,
         contextlib.ExitStack() as stack,
     ):
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            held = threads.submit(client.post, "/v1/completions", json={**PROMPT, "prompt": "hold it"})
+            wait_until(lambda: client.get("/ready").status_code == 503, "the engine that holds its interpreter stays ready")
+            reply = client.get("/health")
+            assert reply.status_code == 200 and reply.json()["status"] == "stalled" and not held.done()
+            wait_until(lambda: client.get("/ready").status_code == 200, "it does not become ready again")
+            assert held.result(30).status_code == 200
+        assert "seems to hang" in server.log()
         streams = [stack.enter_context(streaming(client)) for _ in range(10)]
         [engine] = server.children("engine.process")
         start = time.monotonic()
@@ -147,6 +155,15 @@ def test_killed_fronts_are_replaced_and_their_requests_end_and_a_second_signal_s
         clients = [stack.enter_context(server.client()) for _ in range(4)]
         fronts = server.children("server.front")
         assert len(fronts) == 2
+
+        os.kill(fronts[0], signal.SIGKILL)
+        wait_until(lambda: not is_alive(fronts[0]), "it lives on")
+        while "serves again" not in server.log():
+            with server.client() as client:
+                assert text_of(client) == "one two three", "a new connection met the front that is started again"
+            time.sleep(0.02)
+
+        fronts = server.children("server.front")
         for client in clients:
             stack.enter_context(streaming(client))
         for front in fronts:

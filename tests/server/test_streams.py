@@ -1,8 +1,10 @@
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,29 @@ def test_a_dead_engine_shows_in_health(engine: AsyncLLM) -> None:
         assert client.get("/live").status_code == 200
         assert client.complete().status_code == 503
         assert client.get("/metrics").status_code == 200
+
+
+@pytest.mark.parametrize(("others", "ready"), [([], 503), (["down", "joining"], 503), (["serving"], 200)])
+def test_a_stalled_engine_is_not_ready_and_health_says_so(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch, others: list[str], ready: int
+) -> None:
+    [own] = engine.replicas()
+    stalled = replace(own, state="stalled", tick_seconds=12.0, detail="no sign of life from the engine process for 12 s")
+    found = [stalled, *(replace(own, rank=rank, state=state) for rank, state in enumerate(others, 1))]
+    monkeypatch.setattr(engine, "replicas", lambda: found)
+    with Client(create_app(engine, options())) as client:
+        reply = client.get("/ready")
+        assert reply.status_code == ready
+        if ready == 503:
+            assert reply.json()["error"]["code"] == "engine_stalled" and "no sign of life" in reply.json()["error"]["message"]
+            assert reply.headers["retry-after"]
+        reply = client.get("/health")
+        assert reply.status_code == 200 and reply.json()["status"] == ("serving" if ready == 200 else "stalled")
+        first = {"rank": 0, "state": "stalled", "running": 0, "waiting": 0, "last_tick_seconds": 12.0, "detail": stalled.detail}
+        assert reply.json()["replicas"][0] == first
+        metrics = client.get("/metrics").text
+        assert re.search(r'replica_state{engine="0",model_name="[^"]*",state="stalled"} 1.0\n', metrics)
+        assert re.search(r'engine_last_tick_seconds{engine="0",model_name="[^"]*"} 12.0\n', metrics)
 
 
 def test_many_streams_at_once_say_the_same(engine: AsyncLLM) -> None:

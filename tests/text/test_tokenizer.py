@@ -1,7 +1,11 @@
 import json
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,6 +152,32 @@ def test_a_python_tokenizer_has_the_same_methods() -> None:
         tokenizer.decode(ids) == "Köln" and not tokenizer.is_byte_level and tokenizer.eos_token_id in tokenizer.all_special_ids
     )
     assert tokenizer.convert_ids_to_tokens(ids)[0] == "K" and tokenizer.convert_id_to_token(10**6) is None
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    tokenizer, pause, stop = load_tokenizer(write_tokenizer(tmp_path)), 0.0, threading.Event()
+
+    def watch() -> None:
+        nonlocal pause
+        last = time.perf_counter()
+        while not stop.is_set():
+            pause, last = max(pause, (now := time.perf_counter()) - last), now
+
+    def longest_pause(work: Callable[[], Any]) -> float:
+        """Of the other thread, as a fraction of the work's time."""
+        nonlocal pause
+        pause, began = 0.0, time.perf_counter()
+        work()
+        return pause / (time.perf_counter() - began)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        text = "word " * 60_000
+        assert min(longest_pause(lambda: tokenizer.encode(text)) for _ in range(3)) < 0.6
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_the_fast_path_does_not_import_transformers(tmp_path: Path) -> None:

@@ -43,9 +43,15 @@ from jaxllm.replicas.hosts.wire import (
 )
 from jaxllm.replicas.processes import MAX_RESTARTS, RESTART_WINDOW_SECONDS
 
+MAX_STRANGERS = 64
+"""Connections that may wait to say hello, beside those of all hosts. Beyond them, the oldest is closed: a host says hello at once."""
 _POLL_SECONDS, _TELL_SECONDS = 0.5, 10.0
 _LAST_SECONDS = 1.0
 """The longest wait for the last messages to other hosts to be sent."""
+
+
+class _UnprovenError(ConfigError):
+    """A host has not shown that it knows the token."""
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -99,6 +105,10 @@ class ReplicasElsewhere:
         """Of the sockets of each of them."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._hosts: dict[int, _Host] = {}
+        self._strangers: dict[Link, None] = {}
+        """Connections that have not said hello yet, the oldest first."""
+        self._refused = ""
+        """Why a host without the token was refused last."""
         self._stand_ins: dict[int, _StandIn] = {}
         self._has_started = False
         """Whether all replicas served once: until then a host that is missing or lost fails the start."""
@@ -178,7 +188,7 @@ class ReplicasElsewhere:
                 self._fail_start(
                     f"these hosts did not connect to {options.master_addr}, port {options.master_port}, within "
                     f"{options.distributed_timeout_seconds} s (--distributed-timeout-seconds): {', '.join(map(str, missing))}; start "
-                    "each with the same options and its --node-rank, and see that it reaches this address"
+                    f"each with the same options and its --node-rank, and see that it reaches this address{self._refused}"
                 )
                 return
             if self._started is not None and (fault := self._started.fault()) is not None:
@@ -205,7 +215,10 @@ class ReplicasElsewhere:
             logger.error("%s", error)
             link.send(Refused(str(error)))
             await link.close(within_seconds=_LAST_SECONDS)
-            self._fail_start(str(error))
+            if isinstance(error, _UnprovenError):  # whoever it is must not end the start of those that know the token
+                self._refused = f"; {error}"
+            else:
+                self._fail_start(str(error))
             return
         self._hosts[host.number] = host
         logger.info("%s is there, with %s", host, names_of(host.replicas))
@@ -240,21 +253,27 @@ class ReplicasElsewhere:
 
     async def _welcome(self, link: Link) -> _Host:
         """The host at the other end. Raises WireError if it is none, ConfigError if it may not take part."""
+        options = self._options
         nonce = wire.new_nonce()
         link.send(Challenge(nonce))
-        hello = await link.first()
-        if not isinstance(hello, Hello):
+        self._strangers[link] = None
+        if len(self._strangers) > options.nnodes + MAX_STRANGERS:
+            next(iter(self._strangers)).abort()
+        try:
+            hello = await link.first()
+        finally:
+            del self._strangers[link]
+        if not isinstance(hello, Hello) or not hello.name.isprintable():
             raise WireError("it did not say hello")
-        options = self._options
         share = options.num_replicas // options.nnodes
         host = _Host(hello.rank, hello.name, link, range(hello.rank * share, (hello.rank + 1) * share))
+        if not wire.is_proven(hello.proof, "host", nonce):
+            raise (_UnprovenError if wire.token() else ConfigError)(
+                f"{host} has another token than host 0, or one of them has none; set the same JAXLLM_HOSTS_TOKEN on all hosts"
+            )
         if hello.protocol != wire.PROTOCOL:
             raise ConfigError(
                 f"{host} speaks version {hello.protocol} of the hosts' protocol, host 0 version {wire.PROTOCOL}; install the same jaxllm"
-            )
-        if not wire.is_proven(hello.proof, "host", nonce):
-            raise ConfigError(
-                f"{host} has another token than host 0, or one of them has none; set the same JAXLLM_HOSTS_TOKEN on all hosts"
             )
         if (differs := difference(["host 0", f"host {hello.rank}"], [self._found, hello.identity])) is not None:
             raise ConfigError(

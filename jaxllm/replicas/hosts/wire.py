@@ -6,6 +6,7 @@ each proves to the other that it knows it, without sending it.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import os
@@ -121,9 +122,10 @@ class Link:
         self._heard = asyncio.get_running_loop().time()
         self._fault: str | None = None
         self._beats: asyncio.Task[None] | None = None
-        framing.send_at_once(writer.get_extra_info("socket"))
-        self.peer = str(writer.get_extra_info("peername")[0])
+        self.peer = str((writer.get_extra_info("peername") or ["an end that is gone"])[0])
         """The address of the other end."""
+        with contextlib.suppress(OSError):  # it is gone already, as the first message will tell
+            framing.send_at_once(writer.get_extra_info("socket"))
 
     def begin(self) -> None:
         """Send heartbeats from now on, and expect those of the other end: without, `receive` raises after SILENCE_SECONDS."""
@@ -165,16 +167,16 @@ class Link:
             return message
 
     async def first(self) -> Any:
-        """A first message. Raises WireError if it does not come in time."""
+        """A message of an end that is not known yet. Raises WireError, also if it is not whole within FIRST_SECONDS."""
         try:
             async with asyncio.timeout(FIRST_SECONDS):
-                return await self._receive()
+                return await self._receive(framing.FIRST_BYTES)
         except TimeoutError:
-            raise WireError(f"nothing came within {FIRST_SECONDS:g} s") from None
+            raise WireError(f"no whole message came within {FIRST_SECONDS:g} s") from None
 
-    async def _receive(self) -> Any:
+    async def _receive(self, max_bytes: int = MAX_PIECE_BYTES) -> Any:
         try:
-            size = framing.size_of(await self._reader.readexactly(framing.HEADER_BYTES), MAX_PIECE_BYTES)
+            size = framing.size_of(await self._reader.readexactly(framing.HEADER_BYTES), max_bytes)
             body = await self._reader.readexactly(size)
         except (EOFError, OSError) as error:
             raise ClosedError(self._fault or "the connection was closed") from error
@@ -188,8 +190,12 @@ class Link:
             silence = asyncio.get_running_loop().time() - self._heard
             if silence > SILENCE_SECONDS:
                 self._fault = f"it was silent for {silence:.0f} s"
-                self._writer.transport.abort()
+                self.abort()
                 return
+
+    def abort(self) -> None:
+        """Close it at once: `receive` raises ClosedError."""
+        self._writer.transport.abort()
 
     async def close(self, *, within_seconds: float = 0.0) -> None:
         """Close it, after what was sent has gone if that takes no longer than so many seconds."""
@@ -202,7 +208,7 @@ class Link:
                     await self._writer.wait_closed()
             except (TimeoutError, OSError):
                 pass
-        self._writer.transport.abort()
+        self.abort()
 
 
 def token() -> bytes:

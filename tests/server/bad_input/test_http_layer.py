@@ -83,6 +83,13 @@ def test_a_request_that_offers_http2_is_answered_in_http1(guarded: LiveServer, n
     assert reply.count(b"HTTP/1.1 200 OK") == 2 and reply.count(b'"tokens"') == 2
 
 
+@pytest.mark.parametrize("offer", ["Upgrade: websocket", "Upgrade: h2c"])
+def test_a_last_request_that_offers_another_protocol_is_answered(guarded: LiveServer, offer: str) -> None:
+    data = post("/tokenize", b'{"prompt": "hi"}', f"Authorization: Bearer {guarded.key}", "Connection: Upgrade, close", offer)
+    reply = exchange(guarded, data, seconds=20)
+    assert status_of(reply) == 200 and b"connection: close" in reply.lower()
+
+
 def test_a_body_that_stalls_is_given_up(guarded: LiveServer) -> None:
     start = time.monotonic()
     data = post("/v1/chat/completions", b'{"model"', f"Authorization: Bearer {guarded.key}", length=100)

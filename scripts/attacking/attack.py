@@ -1,0 +1,100 @@
+"""What an attack is, what it saw, and by what it is judged."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scripts.attacking.target import Target
+
+ATTACKS: "dict[str, Attack]" = {}
+"""All attacks by name, in the order in which the files of this package define them."""
+
+
+class Patience:
+    """Factor on every limit of time, for machines that do something else too."""
+
+    factor = 1.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that must hold."""
+
+    what: str
+    seen: str
+    bar: str
+    held: bool
+
+
+@dataclass
+class Seen:
+    """What an attack saw."""
+
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def held(self) -> bool:
+        """Whether all of it is as it must be; an attack that checked nothing did not hold."""
+        return bool(self.checks) and all(check.held for check in self.checks)
+
+    def seconds(self, what: str, found: float, limit: float) -> None:
+        """A time, and the longest that it may take."""
+        limit *= Patience.factor
+        self.checks.append(Check(what, f"{found:.1f} s", f"≤ {limit:g} s", found <= limit))
+
+    def mebibytes(self, what: str, found: int, limit: int) -> None:
+        """Bytes, and the most that they may be."""
+        self.checks.append(Check(what, f"{found / 2**20:.0f} MiB", f"≤ {limit / 2**20:.0f} MiB", found <= limit))
+
+    def none_of(self, what: str, found: list[str], count: int) -> None:
+        """What got through, of so many tries."""
+        told = f"{len(found)} of {count}" + (f" ({', '.join(found[:4])}{' …' if len(found) > 4 else ''})" if found else "")
+        self.checks.append(Check(what, told, "0", not found and count > 0))
+
+    def equal(self, what: str, found: object, wanted: object) -> None:
+        """A value, and what it must be."""
+        self.checks.append(Check(what, str(found), str(wanted), found == wanted))
+
+    def that(self, what: str, seen: str, bar: str, held: bool) -> None:
+        """Anything else."""
+        self.checks.append(Check(what, seen, bar, held))
+
+    def status(self, what: str, found: int, low: int, high: int) -> None:
+        """An HTTP status (0: no answer), and the range it must be in."""
+        self.checks.append(Check(what, str(found or "no answer"), f"{low}–{high}", low <= found <= high))
+
+    def told(self) -> str:
+        """What was seen, in one line."""
+        return "; ".join(f"{check.what}: {check.seen}" for check in self.checks)
+
+    def bars(self) -> str:
+        """What it was measured against, in the same order; what did not hold is marked."""
+        return "; ".join(f"{check.bar}{'' if check.held else ' ✗'}" for check in self.checks)
+
+
+Run = Callable[[Target, Seen], None]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """An attack on a server, or on a command that reads files."""
+
+    name: str
+    row: str
+    """Of the table of findings, or "held" for what never failed."""
+    severity: str
+    title: str
+    run: Run
+    is_quick: bool
+    """Whether it needs nothing but HTTP, and a few seconds."""
+
+
+def attack(row: int | None, severity: str, title: str, *, quick: bool = False) -> Callable[[Run], Run]:
+    """Register a function, under its name, as an attack."""
+
+    def register(run: Run) -> Run:
+        name = run.__name__.replace("_", "-")
+        assert name not in ATTACKS, f"there are two attacks {name}"
+        ATTACKS[name] = Attack(name, "held" if row is None else str(row), severity, title, run, quick)
+        return run
+
+    return register
