@@ -73,13 +73,14 @@ class Checkpoint(ABC):
     PATTERNS: ClassVar[tuple[str, ...]]
     """Names of files without an index, of which the first pattern that fits any counts."""
 
-    def __init__(self, directory: Path, dtype: str = "float32"):
-        """dtype: of tensors whose files hold them in a form that is no array, and which are widened.
+    def __init__(self, directory: Path, dtype: str = "float32", max_tensors: int = MAX_TENSORS):
+        """dtype: of tensors whose files hold them in a form that is no array, and which are widened. max_tensors: of a file.
 
         Raises ModelLoadError if files are missing, truncated or not what they should be.
         """
         self.directory = directory
         self.dtype = _named(dtype)
+        self.max_tensors = max_tensors
         self.entries: Mapping[str, TensorEntry] = self._read_all(self.files(directory))
         self._maps: dict[Path, np.memmap] = {}
 
@@ -130,12 +131,15 @@ class Checkpoint(ABC):
     def _read_all(self, files: Sequence[Path]) -> dict[str, TensorEntry]:
         found: dict[str, TensorEntry] = {}
         for file in files:
-            with open_regular(file) as stream:
-                size = os.fstat(stream.fileno()).st_size
-                if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                    raise ModelLoadError(
-                        f"{file} is not the weights but a Git LFS pointer to them; run `git lfs pull` or download it"
-                    )
+            try:
+                with open_regular(file) as stream:
+                    size, begin = os.fstat(stream.fileno()).st_size, stream.read(len(_LFS_POINTER))
+            except OSError as error:
+                raise ModelLoadError(f"cannot read {file}: {error.strerror}") from error
+            if begin == _LFS_POINTER:
+                raise ModelLoadError(
+                    f"{file} is not the weights but a Git LFS pointer to them; run `git lfs pull` or download it"
+                )
             for name, entry in self.read_entries(file).items():
                 if entry.start + entry.num_bytes > size:
                     raise ModelLoadError(
