@@ -130,12 +130,15 @@ class Checkpoint(ABC):
     def _read_all(self, files: Sequence[Path]) -> dict[str, TensorEntry]:
         found: dict[str, TensorEntry] = {}
         for file in files:
-            with open_regular(file) as stream:
-                size = os.fstat(stream.fileno()).st_size
-                if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                    raise ModelLoadError(
-                        f"{file} is not the weights but a Git LFS pointer to them; run `git lfs pull` or download it"
-                    )
+            try:
+                with open_regular(file) as stream:
+                    size, begin = os.fstat(stream.fileno()).st_size, stream.read(len(_LFS_POINTER))
+            except OSError as error:
+                raise ModelLoadError(f"cannot read {file}: {error.strerror}") from error
+            if begin == _LFS_POINTER:
+                raise ModelLoadError(
+                    f"{file} is not the weights but a Git LFS pointer to them; run `git lfs pull` or download it"
+                )
             for name, entry in self.read_entries(file).items():
                 if entry.start + entry.num_bytes > size:
                     raise ModelLoadError(

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.errors import ModelLoadError
+from jaxllm.files import read_json
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.loaders.layout import Progress, axes_of, expand_on_devices, parameters, raise_on_misfit, state_of, stored_sharding
@@ -89,11 +90,11 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     path = directory / TABLE
     if not path.is_file():
         raise ModelLoadError(f"{directory} has no {TABLE}: it is not an orbax checkpoint of this project")
+    table = read_json(path, error=ModelLoadError)
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
         found = {name: tuple(fields["shape"]) for name, fields in table["parameters"].items()}
         known = table["format"] == _FORMAT
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{path} is corrupt ({error!r}); convert the model again") from error
     if not known:
         raise ModelLoadError(f"{path} has format {table['format']}, this version reads {_FORMAT}; convert the model again")

@@ -123,9 +123,9 @@ def read_adapter(
     config = read_config(directory)
     weights = WeightsFile(directory)
     factors = Match(directory, config, weights.entries, targets, max_rank, target_modules, left_out).factors()
-    if config.base_model not in (None, "", model):
+    if config.base_model not in ("", model):
         logger.debug("adapter %s was made for %s, and is used with %s", directory, config.base_model, model)
-    if config.task_type not in (None, "CAUSAL_LM"):
+    if config.task_type not in ("", "CAUSAL_LM"):
         logger.debug("adapter %s was made for the task %s", directory, config.task_type)
     return AdapterFiles(directory, config, weights, targets, factors, rank)
 

@@ -35,6 +35,8 @@ _UNSUPPORTED = {
 """Fields that must be unset, and why."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """How values of `init_lora_weights` begin with which training starts from a changed base."""
+_SHOWN = 200
+"""Characters of a text that messages have."""
 _SMALL_BYTES = 4096
 """Of the value of a field that must be unset; longer ones are not looked at."""
 
@@ -74,8 +76,9 @@ class PeftConfig:
     """Ends of names, or a regular expression."""
     target_parameters: frozenset[str]
     """Ends of names."""
-    base_model: str | None
-    task_type: str | None
+    base_model: str
+    task_type: str
+    """Both are empty if the file does not say."""
     ties_weights: bool = False
     """Whether the LoRA of the embedding is the head's too; the file has both, and target_modules only one."""
 
@@ -145,8 +148,8 @@ def _config(directory: Path, fields: _Fields) -> PeftConfig:
         root_of_rank=bool(fields.use_rslora),
         target_modules=frozenset(fields.target_modules) if isinstance(fields.target_modules, list) else fields.target_modules,
         target_parameters=frozenset(fields.target_parameters or ()),
-        base_model=fields.base_model_name_or_path,
-        task_type=fields.task_type,
+        base_model=(fields.base_model_name_or_path or "")[:_SHOWN],
+        task_type=(fields.task_type or "")[:_SHOWN],
         ties_weights=bool(fields.ensure_weight_tying),
     )
 

@@ -108,7 +108,7 @@ def _count(files: list[Path]) -> int | None:
     """Values in safetensors files; packed weights have two in a byte."""
     try:
         entries = {name: entry for file in files for name, entry in read_header(file).items()}
-    except ModelLoadError:
+    except (ModelLoadError, OSError):
         return None
     counted = [
         math.prod(entry.shape) * (2 if entry.dtype == "U8" else 1)
