@@ -35,6 +35,7 @@ def nested(levels: int) -> dict:
         ({"json": "[" * 100_000}, ["json", "nested too deeply"]),
         ({"json": {"enum": list(range(MAX_NODES))}}, [f"more than {MAX_NODES} values"]),
         ({"json": {"const": "x" * MAX_SPEC_BYTES}}, ["bytes", str(MAX_SPEC_BYTES)]),
+        ({"json": {"x" * 10_000: dict.fromkeys(map(str, range(MAX_NODES + 1)))}}, [str(MAX_NODES)]),
         ({"json": {"const": "\ud800"}}, ["surrogate"]),
         ({"regex": ""}, ["regex is empty"]),
         ({"regex": 1}, ["regex is a int"]),

@@ -1,0 +1,110 @@
+"""What a body may hold is known before its values are validated, and cheap to find out."""
+
+import time
+import types
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+
+import server.routes.adapters
+from server.app import create_app
+from server.body import parse_body
+from server.errors import ApiError, without_leaks
+from server.openapi import bodies
+from server.protocol.chat import ChatCompletionRequest
+from server.protocol.common import RequestModel
+from server.protocol.completions import CompletionRequest
+from server.protocol.responses import ResponsesRequest
+from server.protocol.sizes import BodyLimits, max_lengths
+from server.routes.chat_batch import BatchChatCompletionRequest
+
+assert create_app and server.routes.adapters  # every body is known once these are imported
+
+ELSEWHERE = {
+    "by the context, after rendering and tokenizing in turns": "documents input instructions messages prompt system",
+    "by the context and max_prompts_per_request": "data_1 data_2 items queries query text_1 text_2",
+    "by the context": "token_ids tokens prompt_token_ids",
+    "by the vocabulary": "allowed_token_ids",
+    "in check_limits": "stop stop_sequences",
+    "in check_template": "chat_template chat_template_kwargs",
+    "as a structured output": "format",
+    "as the bodies that they are, or SamplingParams": "chat_request completion_request sampling_params",
+    "as names that are looked up": "model name lora_name lora_path previous_response_id task tool_choice",
+    "never: only the numbers of values and texts in a body": (
+        "generate_responses is_3d_lora_weight keep_alive lora_int_id prompt_tokens reasoning_parser_kwargs token_offsets"
+    ),
+}
+"""Where fields without a maximum length are bounded."""
+
+
+def can_be_long(annotation: Any) -> bool:
+    """Whether a value may be a text, a list or an object that is no model."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return can_be_long(parts[0])
+    if origin in (typing.Union, types.UnionType):
+        return any(map(can_be_long, parts))
+    return origin in (list, dict) or annotation in (str, list, dict, Any)
+
+
+def test_every_text_list_and_object_of_every_body_is_bounded_somewhere() -> None:
+    known = {name for names in ELSEWHERE.values() for name in names.split()}
+    models = [model for model in bodies() if issubclass(model, RequestModel)]
+    assert len(models) > 15
+    open_fields = {
+        name
+        for model in models
+        for name, field in model.model_fields.items()
+        if can_be_long(field.annotation) and name not in max_lengths(model)
+    }
+    assert open_fields == known
+
+
+HI = {"role": "user", "content": "hi"}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "param", "text"),
+    [
+        (ChatCompletionRequest, {"messages": [HI] * 30_000}, "messages", "30000 entries"),
+        (
+            ChatCompletionRequest,
+            {"messages": [{**HI, "content": [{"type": "text", "text": ""}] * 30_000}]},
+            "messages",
+            "30001",
+        ),
+        (ChatCompletionRequest, {"messages": [{"role": "assistant", "tool_calls": [CALL] * 12_000}]}, "messages", "12001"),
+        (ChatCompletionRequest, {"messages": [HI], "documents": [{}] * 60_000}, "documents", "60000 entries"),
+        (ChatCompletionRequest, {"messages": [HI], "allowed_token_ids": [5] * 500_000}, "allowed_token_ids", "vocabulary"),
+        (BatchChatCompletionRequest, {"messages": [[HI], [HI] * 30_000]}, "messages", "30000 entries"),
+        (ResponsesRequest, {"input": [HI] * 30_000}, "input", "30000 entries"),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(i): "x" for i in range(60_000)}}, "logit_bias", "1024 are"),
+        (CompletionRequest, {"prompt": "a", "extra_args": {str(i): {} for i in range(60_000)}}, "extra_args", "64 are"),
+        (CompletionRequest, {"prompt": [5] * 2_200_000}, None, "2097152 numbers"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_it_is_validated(
+    model: type[RequestModel], fields: dict[str, Any], param: str | None, text: str
+) -> None:
+    raw = msgspec.json.encode(fields)
+    began = time.process_time()
+    with pytest.raises(ApiError) as caught:
+        parse_body(raw, model, limits=BodyLimits(10_000, 10_000))
+    assert time.process_time() - began < 0.5
+    assert caught.value.status == 400 and caught.value.param == param and text in str(caught.value)
+
+
+def test_what_may_be_served_is_not_refused() -> None:
+    commas = {"prompt": ',{["\\' * 100_000}
+    assert parse_body(msgspec.json.encode(commas), CompletionRequest, limits=BodyLimits(100, 100)).prompt == commas["prompt"]
+    many = {"messages": [HI] * 500, "allowed_token_ids": list(range(100)), "metadata": {"a": "b"}}
+    assert len(parse_body(msgspec.json.encode(many), ChatCompletionRequest, limits=BodyLimits(500, 100)).messages) == 500
+
+
+def test_a_long_text_of_a_client_in_an_error_costs_little() -> None:
+    began = time.process_time()
+    without_leaks("/-" * 50_000)
+    assert time.process_time() - began < 0.5
