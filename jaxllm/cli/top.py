@@ -161,13 +161,9 @@ def _one_line(found: Mapping[str, Any]) -> str:
     compiling = f"compiling {_compiling(found['compiling'])}, " if found["compiling"] else ""
     stalled = f"{found['stalled_engines']:.0f} engines seem to hang, " if found["stalled_engines"] else ""
     return (
-        stalled
-        + compiling
-        + (
-            f"running {found['num_requests_running']:.0f}, waiting {found['num_requests_waiting']:.0f}, "
-            f"KV cache {found['kv_cache_usage']:.1%}, prompt {found['prompt_tokens_per_second']:.1f} tokens/s, "
-            f"generation {found['generation_tokens_per_second']:.1f} tokens/s"
-        )
+        f"{stalled}{compiling}running {found['num_requests_running']:.0f}, waiting {found['num_requests_waiting']:.0f}, "
+        f"KV cache {found['kv_cache_usage']:.1%}, prompt {found['prompt_tokens_per_second']:.1f} tokens/s, "
+        f"generation {found['generation_tokens_per_second']:.1f} tokens/s"
     )
 
 

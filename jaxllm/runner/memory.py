@@ -343,7 +343,7 @@ def tuning_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 _COMPILER_BYTES = 512 << 20
-"""Of a limited address space."""
+"""What XLA's compiler may take of a limited address space."""
 
 
 def device_limit(num_devices: int = 1, devices: Sequence[jax.Device] | None = None) -> tuple[str, int]:

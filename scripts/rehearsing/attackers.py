@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 NUM_ATTACKERS = 8
-_REPLY_SECONDS = 5.0
+_REPLY_SECONDS = 1.0
 
 
 def _post(path: str, body: bytes) -> bytes:
@@ -35,14 +35,15 @@ HOSTILE = {
 
 
 async def attack(url: str, seen: Counter[str]) -> None:
-    """Send all of HOSTILE in turn until cancelled; counts the first words of the answers."""
+    """Send all of HOSTILE in turn until cancelled, and leave those that have no answer within a second; counts them by name."""
     place = urlsplit(url)
     while True:
         for name, data in HOSTILE.items():
-            with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(_REPLY_SECONDS):
-                    reader, writer = await asyncio.open_connection(place.hostname, place.port)
-                    writer.write(data)
-                    reply = (await reader.read(64)).split()
-                    seen[f"{name} {reply[1].decode(errors='replace') if len(reply) > 1 else 'closed'}"] += 1
-                    writer.transport.abort()
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(place.hostname, place.port)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_REPLY_SECONDS):
+                        writer.write(data)
+                        await reader.read(64)
+                seen[name] += 1
+                writer.transport.abort()

@@ -48,6 +48,10 @@ class RehearsedServer:
 
     def wait_ready(self) -> None:
         wait_until_healthy(self.url, self.process, self.log, START_SECONDS)
+        self.note_family()
+
+    def note_family(self) -> None:
+        """Record its processes and their sockets, as those that it may have later."""
         self.family = processes_below(self.process.pid)
         self._num_sockets = {pid: _num_sockets(pid) for pid in self.family}
 

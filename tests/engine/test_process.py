@@ -1,4 +1,5 @@
 import asyncio
+import faulthandler
 import os
 import queue
 import random
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,10 +19,11 @@ import pytest
 import zmq
 
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.engine import messages, process_core
+from jaxllm.engine import messages, process_core, sockets
 from jaxllm.engine.client import EngineClient
+from jaxllm.engine.launch import socket_directory
 from jaxllm.engine.process import EngineLoop
-from jaxllm.engine.sockets import ENGINE_SOCKET, EXIT_HUNG, Pulse, Stop, socket_address
+from jaxllm.engine.sockets import ENGINE_SOCKET, EXIT_HUNG, Listener, Pulse, Stop, socket_address
 from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, EngineStalledError, InvalidRequestError
 from jaxllm.metrics.metric import Counter, Gauge, Histogram
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
@@ -567,6 +570,53 @@ def test_the_heartbeat_tells_short_calls_that_hang_from_long_ones(
     assert found == [state, "running"]
     pulse.rest()
     assert pulse.state() == "idle"
+
+
+@pytest.mark.parametrize(
+    ("call", "beats", "death"),
+    [
+        ("", (100.0, 101.0, 102.5), "a step has not ended for 2 s, more than --step-timeout 2 s"),
+        ("", (100.0, 101.0, 301.0, 302.0), None),  # this process did not run
+        ("wake_up", (100.0, 102.5), None),
+        ("wake_up", (100.0, 109.0), "wake_up has not ended for 9 s, more than --compile-timeout 8 s"),
+    ],
+)
+def test_the_watch_ends_what_hangs_but_not_after_a_time_in_which_it_did_not_run(
+    call: str, beats: tuple[float, ...], death: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=beats[0])
+    monkeypatch.setattr(sockets, "time", clock)
+    pulse = Pulse(is_loaded=True)
+    with socket_directory() as directory:
+        listener = Listener(
+            str(directory), pulse, step_timeout_seconds=2.0, compile_timeout_seconds=8.0, stall_timeout_seconds=1.0
+        )
+        deaths: list[str] = []
+        monkeypatch.setattr(listener, "_die", deaths.append)
+        pulse.begin(call)
+        for clock.now in beats:
+            listener._beat()
+        listener._inbox.close()
+        listener.context.destroy(linger=0)
+    assert deaths == ([] if death is None else [death])
+
+
+def test_a_front_that_did_not_run_does_not_take_that_for_the_engine_s_silence(
+    shared: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with shared.front() as llm:
+            client = llm._core._client  # type: ignore[attr-defined]
+            monkeypatch.setattr(client, "_fetch", lambda: None)
+            client._heard = client._ticked = time.monotonic() - 1000.0
+            client._tick()
+            assert client.dead_error is None and client.stall is None
+            client._heard = time.monotonic() - 1000.0
+            client._tick()
+            assert "no sign of life" in str(client.dead_error)
+
+    run(main())
 
 
 class FullOutbox:
