@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import shutil
@@ -151,6 +152,7 @@ class Front:
         context = app.state.context
         async with app.router.lifespan_context(app):
             grpc = await start_grpc(context)
+            gc.freeze()  # a collection of all that the imports keep would hold up every request
             self._gate.open(app)
             self._accept()
             os.write(self._start.report_fd, f"{READY}{_offers(engine)}\n".encode())

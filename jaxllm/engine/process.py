@@ -1,6 +1,7 @@
 """The engine process: an engine core that serves the fronts of other processes. Run by `jaxllm.engine.launch` as `python -m`."""
 
 import contextlib
+import gc
 import importlib
 import os
 import queue
@@ -103,6 +104,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Run until a stop command. Raises EngineDeadError."""
+        gc.freeze()  # a collection of all that JAX and the model keep would hold up a step
         while self._obey():
             if self._core.has_unfinished_requests():
                 self._step()
