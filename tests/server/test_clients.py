@@ -89,9 +89,15 @@ def test_a_key_has_its_number_of_requests_over_all_routes(wire: Wire, core: Fake
         labels = sorted(request.client for request in core.requests[-3:])
         assert len(set(labels)) == 2 and not {"", "a", "b"} & set(labels)
         assert not counts and (await wire.answer("/v1/completions", "a", **long))[0] == 200
+        while gate.acquire(blocking=False):
+            pass
+        background = {"input": "hi", "background": True, "max_output_tokens": 16}
+        assert [(await wire.answer("/v1/responses", "a", **background))[0] for _ in range(3)] == [200, 200, 429]
+        gate.release(100)
+        await until(lambda: not counts)
 
     wire.run(run())
-    assert f"jaxllm:rate_limited_requests_total {float(len(BODIES))}" in wire.get("/metrics").text
+    assert f"jaxllm:rate_limited_requests_total {float(len(BODIES) + 1)}" in wire.get("/metrics").text
 
 
 @pytest.mark.parametrize(
