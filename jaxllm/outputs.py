@@ -1,6 +1,6 @@
 """The output of the engine core (`EngineCoreOutput`) and the output that a caller receives (`RequestOutput`)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 
 import msgspec
 import numpy as np
@@ -43,6 +43,10 @@ class Logprob(msgspec.Struct, gc=False):
     rank: int | None = None
     """From 1."""
     decoded_token: str | None = None
+
+
+# For callers of `dataclasses.asdict` and the like: in vLLM it is a dataclass.
+Logprob.__dataclass_fields__ = make_dataclass("Logprob", Logprob.__struct_fields__).__dataclass_fields__  # type: ignore[attr-defined]
 
 
 @dataclass
