@@ -73,13 +73,14 @@ class Checkpoint(ABC):
     PATTERNS: ClassVar[tuple[str, ...]]
     """Names of files without an index, of which the first pattern that fits any counts."""
 
-    def __init__(self, directory: Path, dtype: str = "float32"):
-        """dtype: of tensors whose files hold them in a form that is no array, and which are widened.
+    def __init__(self, directory: Path, dtype: str = "float32", max_tensors: int = MAX_TENSORS):
+        """dtype: of tensors whose files hold them in a form that is no array, and which are widened. max_tensors: of a file.
 
         Raises ModelLoadError if files are missing, truncated or not what they should be.
         """
         self.directory = directory
         self.dtype = _named(dtype)
+        self.max_tensors = max_tensors
         self.entries: Mapping[str, TensorEntry] = self._read_all(self.files(directory))
         self._maps: dict[Path, np.memmap] = {}
 

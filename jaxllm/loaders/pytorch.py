@@ -31,7 +31,7 @@ class Checkpoint(checkpoint.Checkpoint):
     def read_entries(self, file: Path) -> dict[str, TensorEntry]:
         try:
             with open_regular(file) as stream:
-                return _entries(file, stream)
+                return _entries(file, stream, self.max_tensors)
         except torch_pickle.NotNeededError as error:
             raise ModelLoadError(
                 f"{file} names {error}, which weights do not need and which is not run; use a checkpoint in safetensors"
@@ -56,7 +56,7 @@ class _Listing:
         return self._stream.read(size if size >= 0 else _MAX_LISTING_BYTES)
 
 
-def _entries(file: Path, stream: BinaryIO) -> dict[str, TensorEntry]:
+def _entries(file: Path, stream: BinaryIO, max_tensors: int) -> dict[str, TensorEntry]:
     listing: Any = _Listing(stream)
     if not zipfile.is_zipfile(listing):
         raise ModelLoadError(
@@ -71,7 +71,8 @@ def _entries(file: Path, stream: BinaryIO) -> dict[str, TensorEntry]:
     folder = pickled[0].removesuffix("data.pkl")
     if f"{folder}byteorder" in members and _content(stream, members[f"{folder}byteorder"], 16) != b"little":
         raise ModelLoadError(f"{file} holds big-endian numbers; convert it to safetensors")
-    found = torch_pickle.unpickle(_content(stream, members[pickled[0]], torch_pickle.MAX_BYTES))
+    max_operations = min(torch_pickle.MAX_OPERATIONS, max_tensors * torch_pickle.OPERATIONS_PER_TENSOR)
+    found = torch_pickle.unpickle(_content(stream, members[pickled[0]], torch_pickle.MAX_BYTES), max_operations)
     if not isinstance(found, dict):
         raise ModelLoadError(f"{file} holds a {type(found).__name__}, must hold weights by name")
     starts: dict[str, int] = {}

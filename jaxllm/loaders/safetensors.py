@@ -18,7 +18,7 @@ import numpy as np
 from jaxllm.errors import ModelLoadError
 from jaxllm.files import open_regular
 from jaxllm.loaders import checkpoint
-from jaxllm.loaders.checkpoint import MAX_DIMS, MAX_NAME, NUMPY_TYPES, TensorEntry
+from jaxllm.loaders.checkpoint import MAX_DIMS, MAX_NAME, MAX_TENSORS, NUMPY_TYPES, TensorEntry
 
 MAX_HEADER_BYTES = 16 * 2**20
 """Of a file: 120 000 tensors. All 92 000 of DeepSeek-V3 would need 12 MB in one file; its parts have less than 0.2 MB."""
@@ -53,10 +53,10 @@ class Checkpoint(checkpoint.Checkpoint):
     PATTERNS: ClassVar[tuple[str, ...]] = ("model*.safetensors", "*.safetensors")
 
     def read_entries(self, file: Path) -> dict[str, TensorEntry]:
-        return read_header(file)
+        return read_header(file, self.max_tensors)
 
 
-def read_header(file: Path) -> dict[str, TensorEntry]:
+def read_header(file: Path, max_tensors: int = MAX_TENSORS) -> dict[str, TensorEntry]:
     """The tensors of a file by name.
 
     Raises ModelLoadError if the file is truncated or its header makes no sense: too long, names or shapes beyond MAX_NAME and
@@ -87,6 +87,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
                 raise ValueError(f"the header entry of {name} is {tensor}")
             if 8 + length + end > size:
                 raise ValueError(f"{name} ends at byte {8 + length + end}, the file at {size}")
+            if len(entries) == max_tensors:
+                raise ModelLoadError(f"{file} has more than {max_tensors} tensors, the limit; it is not of this model")
             entries[name] = TensorEntry(file, tensor.dtype, tensor.shape, 8 + length + start, end - start)
     except (ValueError, RecursionError) as error:
         raise corrupt(str(error)) from error

@@ -14,7 +14,9 @@ from jaxllm.loaders.checkpoint import DTYPES, MAX_DIMS, MAX_NAME
 MAX_BYTES = 16 * 2**20
 """Of a pickle: a tensor takes some 200."""
 MAX_OPERATIONS = 2_000_000
-"""Of a pickle: 50 000 tensors, of which each takes some 40. One makes an object of at most 100 bytes."""
+"""Of a pickle: 50 000 tensors. One makes an object of at most 100 bytes."""
+OPERATIONS_PER_TENSOR = 64
+"""At most; torch.save writes some 32."""
 MAX_MEMO = 500_000
 """Values that are kept to be used again: ten of a tensor."""
 MAX_STACK = 200_000
@@ -53,7 +55,7 @@ class NotNeededError(ValueError):
     """A file names a function or class that weights do not need. The message is the name."""
 
 
-def unpickle(data: bytes) -> Any:
+def unpickle(data: bytes, max_operations: int = MAX_OPERATIONS) -> Any:
     """The value of a pickle: tensors as `Tensor`, and dictionaries, lists, tuples, strings, numbers, booleans and None.
 
     Raises ValueError if it exceeds a limit, is truncated, or has what weights do not need.
@@ -61,7 +63,7 @@ def unpickle(data: bytes) -> Any:
     if len(data) > MAX_BYTES:
         raise ValueError(f"its pickle has {len(data)} bytes, at most {MAX_BYTES} are read")
     try:
-        return _Machine(data).run()
+        return _Machine(data).run(max_operations)
     except (IndexError, KeyError, TypeError) as error:  # too few values on the stack, or those of other types
         raise ValueError(f"its pickle is broken ({type(error).__name__})") from error
 
@@ -121,9 +123,9 @@ class _Machine:
         """Sizes of the stack where the values of tuples, lists and dictionaries begin."""
         self._memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
+    def run(self, max_operations: int) -> Any:
         data, stack = self._data, self._stack
-        for _ in range(MAX_OPERATIONS):
+        for _ in range(max_operations):
             code = data[self._position]
             self._position += 1
             if code == _STOP:
@@ -136,7 +138,7 @@ class _Machine:
             operation(self)
             if len(stack) + len(self._marks) > MAX_STACK:
                 raise ValueError(f"its pickle has more than {MAX_STACK} values on its stack")
-        raise ValueError(f"its pickle has more than {MAX_OPERATIONS} operations")
+        raise ValueError(f"its pickle has more than {max_operations} operations, the limit")
 
     def _take(self, size: int) -> bytes:
         start = self._position

@@ -16,6 +16,10 @@ from jaxllm.lora.weights import NAMES, WeightsFile
 
 _KEPT = 4
 """Tensors of a layer's experts: A and B of two parameters."""
+_TENSORS_PER_TARGET = 4
+"""Limit of an adapter's tensors, of which a target has two. To look at more holds up other threads."""
+_MIN_TENSORS = 4096
+"""That of a small model: adapters of other models are still told by their names."""
 
 
 class AdapterFiles:
@@ -121,7 +125,7 @@ def read_adapter(
     """
     directory = _directory(str(path))
     config = read_config(directory)
-    weights = WeightsFile(directory)
+    weights = WeightsFile(directory, max(_MIN_TENSORS, _TENSORS_PER_TARGET * len(targets)))
     factors = Match(directory, config, weights.entries, targets, max_rank, target_modules, left_out).factors()
     if config.base_model not in ("", model):
         logger.debug("adapter %s was made for %s, and is used with %s", directory, config.base_model, model)

@@ -32,13 +32,15 @@ class _PyTorch(pytorch.Checkpoint):
 class WeightsFile:
     """An adapter's tensors by name. Only headers are read at once; a file that changes afterwards is noticed."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, max_tensors: int):
         """Raises AdapterError if there is no such file, or it is broken."""
         self._directory = directory
         try:
             self._file = next(file for name in NAMES if (file := directory / name).is_file())
             self._identity = _identity(self._file.stat())
-            self._checkpoint = (_Safetensors if self._file.suffix == ".safetensors" else _PyTorch)(directory)
+            self._checkpoint = (_Safetensors if self._file.suffix == ".safetensors" else _PyTorch)(
+                directory, max_tensors=max_tensors
+            )
         except StopIteration:
             raise AdapterError(f"adapter {directory}: {_not_found(directory)}") from None
         except ModelLoadError as error:

@@ -247,10 +247,20 @@ def config(text: bytes) -> Callable[[Path], Any]:
 
 
 def archive(value: Any) -> bytes:
+    return archive_of(pickle.dumps(value))
+
+
+def archive_of(pickled: bytes) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("a/data.pkl", pickle.dumps(value))
+        archive.writestr("a/data.pkl", pickled)
     return file.getvalue()
+
+
+def many_tensors() -> bytes:
+    """More than adapters of this model have."""
+    text = json.dumps({f"a{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(4097)}).encode()
+    return struct.pack("<Q", len(text)) + text
 
 
 def a_directory_for(name: str) -> Callable[[Path], Any]:
@@ -288,6 +298,8 @@ BREAKS: dict[str, Callable[[Path], Any]] = {
     "no shape": weights(with_entry(shape=None)),
     "too many dimensions": weights(with_entry(shape=[1] * 63 + [2, 6])),
     "too large sizes": weights(with_entry(shape=[2**63 - 1, 0, 2**63 - 1])),
+    "many tensors": weights(lambda data: many_tensors()),
+    "PyTorch: many operations": weights(lambda data: archive_of(b"}" + b"q\x00" * 4096 * 64 + b"."), "adapter_model.bin"),
     "unknown type": weights(with_entry(dtype="Q7")),
     "LFS pointer": weights(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
     "PyTorch: no archive": weights(bytes, "adapter_model.bin"),
