@@ -17,6 +17,25 @@ JaxLLMError
     └── EngineSleepingError              the engine sleeps; wake it up first
 """
 
+import itertools
+from collections.abc import Iterable
+
+
+def shortened(text: str, length: int = 200) -> str:
+    """The text, without its middle if it is longer: messages name values of files, which may be of any size."""
+    if len(text) <= length:
+        return text
+    start = length * 2 // 3
+    return f"{text[:start]} … {text[start + 3 - length :]}"
+
+
+def joined(faults: Iterable[str], length: int = 800) -> str:
+    """The distinct faults in a text of about this length: each shortened, and the number of those that are left out."""
+    told = [shortened(fault) for fault in dict.fromkeys(faults)]
+    ends = list(itertools.accumulate(len(fault) + 2 for fault in told))
+    count = max(1, sum(end <= length for end in ends))
+    return "; ".join(told[:count] + ([f"and {len(told) - count} more"] if count < len(told) else []))
+
 
 class JaxLLMError(Exception):
     """Base of every error that jaxllm raises on purpose."""

@@ -15,6 +15,11 @@ from jaxllm.served_model import ServedModel
 
 DTYPES = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"
+MAX_LAYERS = 4096
+MAX_EXPERTS = 2**18
+"""Of all layers together: checkpoints have a few tensors for each."""
+MAX_POSITION = 2**31 - 1
+"""Positions are int32."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,16 @@ class ModelConfig(ServedModel):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def size_faults(self) -> list[str]:
+        """Which sizes exceed what an engine can describe, whatever memory there is."""
+        num_experts = sum(layer.mlp.routing.num_experts for layer in self.layers if isinstance(layer.mlp, MoE))
+        sizes = {
+            "the number of layers": (self.num_layers, MAX_LAYERS),
+            "the number of experts of all layers": (num_experts, MAX_EXPERTS),
+            "the length of a sequence, rope scaling counted in,": (self.max_position, MAX_POSITION),
+        }
+        return [f"{name} is {size}, must be at most {most}" for name, (size, most) in sizes.items() if size > most]
 
     @property
     def attentions(self) -> tuple[Attention, ...]:

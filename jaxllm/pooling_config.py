@@ -1,12 +1,13 @@
 """The pooling method of a checkpoint: read from sentence-transformers' files, or the default of a decoder."""
 
-import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxllm.errors import ConfigError, ModelLoadError
+from jaxllm.errors import ConfigError, ModelLoadError, shortened
+from jaxllm.files import read_json
 
 PoolingType = Literal["last", "mean"]
 FILES = ("modules.json", "*/config.json", "config_sentence_transformers.json", "sentence_bert_config.json")
@@ -84,7 +85,7 @@ def bidirectional_faults(raw: Mapping[str, Any]) -> list[str]:
 def _read_modules(directory: Path, *, has_type: bool) -> PoolingConfig:
     """sentence-transformers' chain of modules: Transformer, Pooling, perhaps Normalize."""
     file = directory / "modules.json"
-    modules = _read(file)
+    modules = read_json(file, error=ModelLoadError)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ModelLoadError(f"{file} is not a list of modules")
     pooling, normalize = PoolingConfig().pooling_type, False
@@ -92,11 +93,13 @@ def _read_modules(directory: Path, *, has_type: bool) -> PoolingConfig:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             if not has_type:
-                pooling = _pooling_type(directory / str(module.get("path", "")) / "config.json")
+                pooling = _pooling_type(directory / _folder(file, module) / "config.json")
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
-            raise ModelLoadError(f"{file} has the module {kind or module!r}, supported: Transformer, Pooling and Normalize")
+            raise ModelLoadError(
+                f"{file} has the module {shortened(repr(kind or module))}, supported: Transformer, Pooling and Normalize"
+            )
     transformer = _object(directory / "sentence_bert_config.json")
     if transformer.get("do_lower_case") is True:
         raise ModelLoadError(f"{directory / 'sentence_bert_config.json'}: do_lower_case is true, which is not supported")
@@ -110,6 +113,13 @@ def _read_modules(directory: Path, *, has_type: bool) -> PoolingConfig:
     )
 
 
+def _folder(file: Path, module: Mapping[str, Any]) -> str:
+    name = module.get("path", "")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{0,100}", name) or name == "..":
+        raise ModelLoadError(f"{file} has a module with the path {shortened(repr(name))}, must be a folder beside the file")
+    return name
+
+
 def _pooling_type(file: Path) -> PoolingType:
     """From the flags pooling_mode_*, or in newer files from the text pooling_mode."""
     raw = _object(file)
@@ -118,8 +128,13 @@ def _pooling_type(file: Path) -> PoolingType:
         names = [name for name, on in raw.items() if name.startswith("pooling_mode_") and on is True]
         chosen = [name.removeprefix("pooling_mode_") for name in names]
     modes = [chosen] if isinstance(chosen, str) else chosen
-    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _MODES:
-        found = " and ".join(map(str, modes)) if isinstance(modes, list) and modes else "nothing"
+    if (
+        not isinstance(modes, list)
+        or not all(isinstance(mode, str) for mode in modes)
+        or len(modes) != 1
+        or modes[0] not in _MODES
+    ):
+        found = shortened(" and ".join(map(str, modes))) if isinstance(modes, list) and modes else "nothing"
         raise ModelLoadError(
             f"{file} pools by {found}, supported: lasttoken or mean; choose one with --pooler-config "
             '\'{"pooling_type": "last"}\''
@@ -135,7 +150,7 @@ def _matryoshka(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...] | No
     if isinstance(lengths, list) and lengths:
         if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in lengths):
             raise ModelLoadError(
-                f"{directory / 'config.json'}: matryoshka_dimensions is {lengths!r}, must be positive integers"
+                f"{directory / 'config.json'}: matryoshka_dimensions is {shortened(repr(lengths))}, must be positive integers"
             )
         return tuple(sorted(lengths))
     return () if raw.get("is_matryoshka") is True else None
@@ -168,14 +183,7 @@ def _overridden(config: PoolingConfig, overrides: Mapping[str, Any]) -> PoolingC
 
 def _object(file: Path) -> dict[str, Any]:
     """The JSON object in a file; an empty one if there is no such file."""
-    found = _read(file) if file.is_file() else {}
+    found = read_json(file, error=ModelLoadError) if file.is_file() else {}
     if not isinstance(found, dict):
         raise ModelLoadError(f"{file} holds a JSON {type(found).__name__}, must hold an object")
     return found
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{file} cannot be read as JSON: {error}") from error

@@ -1,15 +1,26 @@
 """What a config.json says of quantised weights: plain facts, and a clear word about what is not supported."""
 
-import re
+import functools
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import regex
+
+from jaxllm.errors import shortened
 
 SUPPORTED = (
     "supported: fp8 (e4m3) weights with a scale per output channel, tensor or block, of quant_method compressed-tensors "
     "(format float-quantized) or fp8, and experts of quant_method mxfp4"
 )
 
+_MATCH_SECONDS = 0.1
+"""Longest time for a pattern and a name."""
+_MAX_SECONDS = 1.0
+"""Longest CPU time for all of them."""
+_MAX_PATTERN = 500
+_TOO_SLOW = "the patterns of modules that are not quantised take too long; give the names of the modules there"
 _NO_BLOCKS_WITH_CACHE = "scales of the KV cache beside a weight scale per block are not supported"
 
 
@@ -35,12 +46,19 @@ class StoredFp8:
     def faults(self, linears: Iterable[tuple[str, ...]]) -> list[str]:
         """What of this cannot be computed: a linear layer made of several modules, some of them quantised. `linears` has the modules
         of each."""
-        return [
-            "these modules are one product, so all of them must be quantised or none: "
-            + ", ".join(f"{name} {'is' if self.covers(name) else 'is not'}" for name in modules)
-            for modules in linears
-            if len(set(map(self.covers, modules))) > 1
-        ]
+        deadline = time.process_time() + _MAX_SECONDS
+        found = []
+        for modules in linears:
+            try:
+                covered = {name: self.covers(name) for name in modules}
+            except (TimeoutError, RecursionError):
+                return [_TOO_SLOW]
+            if len(set(covered.values())) > 1:
+                told = ", ".join(f"{name} {'is' if on else 'is not'}" for name, on in covered.items())
+                found.append(f"these modules are one product, so all of them must be quantised or none: {told}")
+            if time.process_time() > deadline:
+                return [_TOO_SLOW]
+        return found
 
 
 @dataclass(frozen=True)
@@ -52,13 +70,39 @@ class StoredMxfp4:
 
     def covers(self, module: str) -> bool:
         """Whether a module, by its name in the checkpoint, is quantised."""
-        return not any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.ignored)
+        return not any(_begins(pattern, module) or module.endswith(pattern) for pattern in self.ignored)
 
 
 def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
+        return _begins(pattern[3:], module)
     return f".{pattern}." in f".{module}."
+
+
+def _begins(pattern: str, module: str) -> bool:
+    """Whether a regular expression fits how a name begins. Raises TimeoutError."""
+    return _compiled(pattern).match(module, timeout=_MATCH_SECONDS) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> "regex.Pattern[str]":
+    return regex.compile(pattern)
+
+
+def _names(given: Any, key: str, faults: list[str], prefix: str = "") -> tuple[str, ...]:
+    """Names of modules and regular expressions of them, which begin with `prefix`."""
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not all(isinstance(each, str) and len(each) <= _MAX_PATTERN for each in given):
+        faults.append(f"{key} is {shortened(repr(given))}, must be a list of names of up to {_MAX_PATTERN} characters")
+        return ()
+    for pattern in given:
+        try:
+            _compiled(pattern[len(prefix) :] if pattern.startswith(prefix) else "")
+        except (regex.error, RecursionError, OverflowError) as error:
+            faults.append(f"{key} has {shortened(pattern)!r}, which is no regular expression ({error})")
+            return ()
+    return tuple(given)
 
 
 def read_quantization(given: Any, faults: list[str]) -> StoredFp8 | StoredMxfp4 | None:
@@ -80,14 +124,7 @@ def read_quantization(given: Any, faults: list[str]) -> StoredFp8 | StoredMxfp4 
 
 
 def _read_mxfp4(given: Mapping[str, Any], faults: list[str]) -> StoredMxfp4 | None:
-    ignored = given.get("modules_to_not_convert") or []
-    try:
-        for pattern in ignored:
-            re.compile(pattern)
-    except (re.error, TypeError) as error:
-        faults.append(f"modules_to_not_convert is {ignored!r}, must be a list of regular expressions ({error})")
-        return None
-    return StoredMxfp4(tuple(ignored))
+    return StoredMxfp4(_names(given.get("modules_to_not_convert"), "modules_to_not_convert", faults))
 
 
 def _read_fp8(given: Mapping[str, Any], faults: list[str]) -> StoredFp8 | None:
@@ -97,14 +134,14 @@ def _read_fp8(given: Mapping[str, Any], faults: list[str]) -> StoredFp8 | None:
     if number_format not in ("e4m3", "e4m3fn", "float8_e4m3fn"):
         faults.append(f"the weights are quantised to {number_format!r}; {SUPPORTED}")
     block = _block_shape(given.get("weight_block_size"), faults)
-    ignored = given.get("ignored_layers") or given.get("modules_to_not_convert") or []
+    key = "ignored_layers" if given.get("ignored_layers") else "modules_to_not_convert"
     cache = given.get("kv_cache_scheme")
     if cache is not None and block is not None:
         faults.append(_NO_BLOCKS_WITH_CACHE)
     return StoredFp8(
         scale_name="weight_scale_inv" if block else "weight_scale",
         block_shape=block,
-        ignored=tuple(map(str, ignored)),
+        ignored=_names(given.get(key), key, faults, "re:"),
         kv_cache=cache is not None,
         static_activations=scheme == "static",
     )
@@ -117,7 +154,12 @@ def _read_compressed_tensors(given: Mapping[str, Any], faults: list[str]) -> Sto
         faults.append(f"the quantised weights have {count} config_groups, supported: one for all linear layers; {SUPPORTED}")
         return None
     (group,) = groups.values()
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    parts = {name: group.get(name) or {} for name in ("weights", "input_activations")} if isinstance(group, Mapping) else {}
+    cache = given.get("kv_cache_scheme")
+    if not parts or not all(isinstance(part, Mapping) for part in (*parts.values(), cache or {})):
+        faults.append("config_groups and kv_cache_scheme of the quantised weights must be objects of objects")
+        return None
+    weights, inputs = parts["weights"], parts["input_activations"]
     form = group.get("format") or given.get("format")
     told = f"format {form}, {weights.get('num_bits')} bits of type {weights.get('type')}"
     if not inputs:
@@ -132,7 +174,6 @@ def _read_compressed_tensors(given: Mapping[str, Any], faults: list[str]) -> Sto
         symmetry = "asymmetric " if weights.get("symmetric") is False else ""
         faults.append(f"the weights have {symmetry}scales per {weights.get('strategy')}; {SUPPORTED}")
     block = _block_shape(weights.get("block_structure"), faults) if weights.get("strategy") == "block" else None
-    cache = given.get("kv_cache_scheme")
     if cache is not None and (cache.get("num_bits"), cache.get("type"), cache.get("strategy")) != (8, "float", "tensor"):
         faults.append(f"kv_cache_scheme is {cache!r}, supported: 8 bits of type float with strategy tensor")
     if cache is not None and block is not None:
@@ -140,7 +181,7 @@ def _read_compressed_tensors(given: Mapping[str, Any], faults: list[str]) -> Sto
     return StoredFp8(
         scale_name="weight_scale",
         block_shape=block,
-        ignored=tuple(map(str, given.get("ignore") or [])),
+        ignored=_names(given.get("ignore"), "ignore", faults, "re:"),
         kv_cache=cache is not None,
         static_activations=not inputs.get("dynamic"),
     )

@@ -1,11 +1,28 @@
 """What a front knows of a model, whose layers only the engine needs."""
 
 from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any
 
+from jaxllm.errors import shortened
 from jaxllm.pooling_config import PoolingConfig
 
 GGUF_TYPE = "gguf_type"
 """The key of a config.json made of a GGUF file that says its quantization."""
+
+_MOST_TOKEN_IDS = 1024
+
+
+def read_token_ids(value: Any) -> tuple[int, ...]:
+    """The token ids of a value in a JSON file: an integer, a list or null; ids that no vocabulary has are left out.
+
+    Raises ValueError, whose message goes on after the name of the value.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > _MOST_TOKEN_IDS:
+        raise ValueError(f"has {len(ids)} tokens, must have at most {_MOST_TOKEN_IDS}")
+    if not all(type(id) is int for id in ids):
+        raise ValueError(f"is {shortened(repr(value))}, must be a token id or a list of them")
+    return tuple(dict.fromkeys(id for id in ids if 0 <= id < 2**31))
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from jaxllm import model_config
+from jaxllm.files import MAX_JSON_BYTES, MAX_JSON_DEPTH
 from jaxllm.gguf_files import families as gguf_families
+from jaxllm.gguf_files.reading import MAX_DIMENSIONS, MAX_TENSORS, MAX_TEXT_BYTES, MAX_VALUES
 from jaxllm.gguf_files.splits import CHARACTERS, SPLITS, pre_tokenizer
-from jaxllm.gguf_files.tokenizer import KINDS
+from jaxllm.gguf_files.tokenizer import KINDS, MAX_TOKEN_LENGTH
 from jaxllm.loaders.formats import FORMATS
 from jaxllm.loaders.gguf import READABLE
+from jaxllm.model_config import MAX_LAYERS, MAX_POSITION
+from jaxllm.models.config_reader import MAX_EXPERTS, MAX_INTEGER, MAX_VOCABULARY
 from jaxllm.models.registry import FAMILIES
+from jaxllm.text import tokenizer_files
+from jaxllm.text.tokenizer_files import MAX_GROWTH, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
 from scripts.make_goldens import FOLDER, VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,6 +107,26 @@ def _first_sentence(file: Path) -> str:
     return text.partition(" Source")[0].rstrip(".")
 
 
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _limits() -> list[str]:
+    """What files may ask for."""
+    return [
+        "A safetensors header has at most 16 MiB (120,000 tensors in a file), a pickle of PyTorch 16 MiB and 50,000 tensors. An index of "
+        "parts has at most 64 MiB and names only files below its directory. Files of models are memory-mapped, those of adapters are "
+        "not: whoever can shorten a model's files while they are loaded can end the process.",
+        f"JSON files have at most {MAX_JSON_BYTES >> 20} MiB and nest {MAX_JSON_DEPTH} deep. Of a config.json a vocabulary has at most "
+        f"{MAX_VOCABULARY:,} tokens, a sequence {MAX_POSITION:,}, a model {MAX_LAYERS:,} layers with {MAX_EXPERTS:,} experts each and "
+        f"{model_config.MAX_EXPERTS:,} together; any other integer is at most {MAX_INTEGER:,}. A tokenizer.json has at most "
+        f"{MAX_TOKENIZER_BYTES >> 20} MiB, and its steps make at most {MAX_GROWTH} characters of one; tokens beside it have at most "
+        f"{tokenizer_files.MAX_TOKEN_LENGTH:,} characters, chat templates {MAX_TEMPLATE_BYTES >> 20} MiB. A GGUF file has at most "
+        f"{MAX_TENSORS:,} tensors of 1 to {MAX_DIMENSIONS} dimensions, and {MAX_VALUES:,} values and {MAX_TEXT_BYTES >> 20} MiB of texts "
+        f"in its metadata; its tokens have at most {MAX_TOKEN_LENGTH:,} characters. An error names a value and its limit.",
+    ]
+
+
 def _formats() -> str:
     about = {
         "safetensors": "in one file or in parts; only the tensors that are needed are read, each device its own slices",
@@ -124,7 +151,8 @@ def _formats() -> str:
             "| orbax | `weights.orbax` | written by `scripts/convert_checkpoint.py`, with a tensor for each parameter |",
             "",
             "The first of these that a directory has is read, orbax before all. `tests/loaders` compares each with safetensors.\n",
-            textwrap.fill(gguf_text, 120, break_long_words=False, break_on_hyphens=False),
+            *(_filled(text) + "\n" for text in _limits()),
+            _filled(gguf_text),
             "",
             *_splits(),
             "",

@@ -1,5 +1,6 @@
 import json
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -320,7 +321,7 @@ def test_directories_that_are_no_models(tmp_path):
     with pytest.raises(ModelLoadError, match="has no config.json"):
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelLoadError, match="cannot be read as JSON"):
+    with pytest.raises(ModelLoadError, match="is not JSON"):
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelLoadError, match="holds a JSON list"):
@@ -357,3 +358,46 @@ def test_a_longer_request_than_the_model_was_made_for_needs_an_option(read, capl
     assert "answers may be nonsense from token 4096 on" in caplog.text
     with pytest.raises(ConfigError, match="learned a vector for each; use --max-model-len 4096 or less"):
         check_max_model_len(replace(config, positions=Positions("p", 4098, offset=2)), 4097, may_be_long=True)
+
+
+REGEX_BOMB = {"quant_method": "fp8", "ignored_layers": ["re:((.|.)+.)+[A-Z]$"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_hidden_layers": 10**8}, "num_hidden_layers is 100000000, must be at most 4096"),
+        ({"hidden_size": 2**60}, "hidden_size is 1152921504606846976, must be at most 1048576"),
+        ({"vocab_size": 2**62}, "vocab_size is 4611686018427387904, must be at most 16777216"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 10**8}, "num_experts is 100000000, must be at most 4096"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*, must be from 1e-38 to 1e.38"),
+        ({"rope_theta": 1e300}, "rope_theta is 1e.300, must be from 1e-38 to 1e.38"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e30}}, "the length of a sequence.* must be at most 2147483647"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": -1e3, "mscale_all_dim": "x" * 10**6}}, ""),
+        ({"hidden_act": {"a": 1}}, "hidden_act is {'a': 1}, supported"),
+        ({"layer_types": [{}] * 10**4}, "layer_types"),
+        ({"eos_token_id": ["x"]}, "eos_token_id is .'x'., must be a token id or a list of them"),
+        ({"eos_token_id": [1] * 2000}, "eos_token_id has 2000 tokens, must have at most 1024"),
+        ({"quantization_config": REGEX_BOMB}, "the patterns of modules that are not quantised take too long"),
+        ({"quantization_config": {**REGEX_BOMB, "ignored_layers": ["re:("]}}, "no regular expression"),
+        ({"architectures": ["x" * 10**6]}, "the unknown architecture"),
+    ],
+)
+def test_hostile_values_are_refused_at_once(tmp_path, values, message):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **values}))
+    begin = time.process_time()
+    if message:
+        with pytest.raises(ModelLoadError, match=message) as raised:
+            load_model_config(tmp_path)
+        assert str(tmp_path) in str(raised.value) and len(str(raised.value)) < 1000
+    else:
+        assert load_model_config(tmp_path).num_layers == LLAMA["num_hidden_layers"]
+    assert time.process_time() - begin < 2
+
+
+@pytest.mark.parametrize("text", ["[" * 10**7, '{"a":' * 10**5 + "1" + "}" * 10**5, '{"a": ' + "9" * 10**5 + "}"])
+def test_a_deep_or_broken_config_is_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelLoadError, match=r"config\.json") as raised:
+        load_model_config(tmp_path)
+    assert "\n" not in str(raised.value)

@@ -10,7 +10,8 @@ from typing import Any
 from jaxllm.cli import terminal
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.planning import cached_models
-from jaxllm.errors import ModelLoadError
+from jaxllm.errors import ConfigError, ModelLoadError, shortened
+from jaxllm.files import read_json
 
 ABOUT = "The supported architectures, and the models in the hub's cache on this machine."
 
@@ -51,8 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _describe(name: str, directory: Path, size_bytes: int, supported: Any) -> dict[str, Any]:
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        architecture = (config.get("architectures") or [None])[0]
-    except (OSError, ValueError):
+        config = read_json(directory / "config.json")
+        (named, *_) = config.get("architectures") or [None]
+        architecture = None if named is None else shortened(str(named))
+    except (AttributeError, ConfigError, TypeError):
         architecture = None
     return {"model": name, "size_bytes": size_bytes, "architecture": architecture, "supported": architecture in supported}

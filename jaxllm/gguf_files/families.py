@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import ModelLoadError
+from jaxllm.errors import ModelLoadError, joined, shortened
 from jaxllm.gguf_files.reading import GgufFile
 from jaxllm.log import warn_once
 from jaxllm.served_model import GGUF_TYPE
@@ -109,6 +109,8 @@ CONTROL = 3
 _TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>")
 """Texts of tokens that end turns or documents, of all that llama.cpp's src/llama-vocab.cpp knows those of the families here."""
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_MOST_FACTORS = 4096
+"""Values of a tensor of factors: one for each pair of values of a head."""
 _FILE_TYPES = {0: "float32", 1: "float16"}
 
 
@@ -116,8 +118,8 @@ def family_of(file: GgufFile) -> Family:
     """Raises ModelLoadError for an architecture that cannot be loaded from GGUF."""
     if file.architecture not in FAMILIES:
         raise ModelLoadError(
-            f"{file.file} has the architecture {file.architecture!r}; from GGUF files {', '.join(FAMILIES)} can be loaded, other models "
-            "from safetensors"
+            f"{file.file} has the architecture {shortened(file.architecture)!r}; from GGUF files {', '.join(FAMILIES)} can be "
+            "loaded, other models from safetensors"
         )
     return FAMILIES[file.architecture]
 
@@ -136,7 +138,17 @@ def transformers_name(name: str, family: Family) -> str | None:
 
 def config_json(file: GgufFile) -> dict[str, Any]:
     """The config.json of a file's model. Raises ModelLoadError naming what is not supported."""
-    family, value = family_of(file), file.value
+    family = family_of(file)
+    try:
+        return _config_json(file, family)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelLoadError(
+            f"{file.file} has values that no {family.architecture} has ({type(error).__name__}: {shortened(str(error))})"
+        ) from error
+
+
+def _config_json(file: GgufFile, family: Family) -> dict[str, Any]:
+    value = file.value
     faults = [
         f"{file.architecture}.{name} is {value(name)!r}, supported: {neutral!r}"
         for name, neutral in _NEUTRAL.items()
@@ -145,7 +157,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     if value("attention.value_length") not in (None, value("attention.key_length")):
         faults.append("attention.value_length differs from attention.key_length, supported: equal ones")
     if faults:
-        raise ModelLoadError(f"{file.file}: {'; '.join(faults)}")
+        raise ModelLoadError(f"{file.file}: {joined(faults)}")
     found = {theirs: value(ours) for ours, theirs in CONFIG.items() if value(ours) not in (None, 0)}
     embedding = file.tensors.get("token_embd.weight")
     heads, width = value("attention.head_count"), value("embedding_length")
@@ -187,8 +199,12 @@ def generation_json(file: GgufFile) -> dict[str, Any]:
     known, prefix = file.metadata, "general.sampling."
     for name, neutral in _NEUTRAL_SAMPLING.items():
         if known.get(prefix + name, neutral) != neutral:
-            warn_once(f"{file.file} recommends sampling with {name} {known[prefix + name]}, which is not supported")
-    return {theirs: known[prefix + ours] for ours, theirs in _SAMPLING.items() if prefix + ours in known}
+            told = shortened(str(known[prefix + name]))
+            warn_once(f"{file.file} recommends sampling with {name} {told}, which is not supported")
+    found = {theirs: known[prefix + ours] for ours, theirs in _SAMPLING.items() if prefix + ours in known}
+    if wrong := [name for name, given in found.items() if type(given) not in (int, float)]:
+        raise ModelLoadError(f"{file.file} recommends {wrong[0]} {shortened(repr(found[wrong[0]]))}, must be a number")
+    return found
 
 
 def _quantization(file: GgufFile) -> str:
@@ -197,7 +213,7 @@ def _quantization(file: GgufFile) -> str:
 
     try:
         name = LlamaFileType(file.metadata["general.file_type"]).name
-    except (KeyError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return "unknown"
     return name.removeprefix("ALL_").removeprefix("MOSTLY_")
 
@@ -224,4 +240,6 @@ def _floats(file: GgufFile, name: str) -> list[float]:
     tensor = file.tensors[name]
     if tensor.type != "F32":
         raise ModelLoadError(f"{file.file}: {name} is of type {tensor.type}, must be F32")
+    if math.prod(tensor.shape) > _MOST_FACTORS:
+        raise ModelLoadError(f"{file.file}: {name} has the shape {tensor.shape}, must have at most {_MOST_FACTORS} values")
     return [float(x) for x in np.memmap(tensor.file, np.float32, "r", tensor.start, tensor.shape)]

@@ -7,12 +7,14 @@ Source: llama.cpp's src/llama-vocab.cpp.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from jaxllm.errors import ModelLoadError
+from jaxllm.errors import ModelLoadError, shortened
 from jaxllm.gguf_files.families import CONTROL
 from jaxllm.gguf_files.reading import GgufFile
 from jaxllm.gguf_files.splits import BEGINNING, CHARACTERS, COMPOSED, SPLITS, WHOLE_WORDS, pre_tokenizer
+from jaxllm.rust_failures import failures_as
 
 KINDS = ("gpt2", "gemma4", "llama", "bert", "t5")
 """What files call the kinds of tokenizers that can be made."""
@@ -27,35 +29,52 @@ _NAMES = {
     "mask_token": "mask",
 }
 """What files call special tokens, as it is spelled there."""
+_SWITCHES = (
+    *("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix", "remove_extra_whitespaces"),
+    *("normalizer.lowercase", "normalizer.strip_accents"),
+)
 _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
     "llama": {"bos_token": 1, "eos_token": 2, "unk_token": 0},
     "bert": {"bos_token": 101, "unk_token": 100, "sep_token": 102, "pad_token": 0, "mask_token": 103},
     "t5": {"eos_token": 1, "unk_token": 2, "pad_token": 0},
 }
 """Ids of special tokens that a file does not give, by kind."""
+MAX_TOKEN_LENGTH = 1024
+"""Characters of a token: the longest known have 256, and finding merges costs the square of the length."""
+_MAX_CHARACTERS = 8 * 2**20
+"""Of a vocabulary whose merges are found by trying: those with 256k tokens have 2 million."""
+_MAX_MERGES = 2**21
 _REMEDY = "pass --tokenizer with the original model's"
 
 
 def tokenizer_files(file: GgufFile) -> tuple[str, dict[str, Any]]:
     """The text of tokenizer.json, and the object of tokenizer_config.json. Raises ModelLoadError."""
+    _check_types(file)
     kind, tokens = file.metadata.get("tokenizer.ggml.model"), _value(file, "tokens", [])
+    if (longest := max(map(len, tokens), default=0)) > MAX_TOKEN_LENGTH:
+        raise ModelLoadError(
+            f"{file.file} has a token of {longest} characters, at most {MAX_TOKEN_LENGTH} are possible; {_REMEDY}"
+        )
     given = {name: _value(file, f"{theirs}_token_id") for name, theirs in _NAMES.items()}
     ids = {**_DEFAULT_IDS.get(kind or "", {}), **{name: id for name, id in given.items() if id is not None}}
-    config: dict[str, Any] = {name: tokens[id] for name, id in ids.items() if id < len(tokens)}
+    config: dict[str, Any] = {name: tokens[id] for name, id in ids.items() if 0 <= id < len(tokens)}
     config["chat_template"] = _chat_templates(file)
     if whole := file.metadata.get("tokenizer.huggingface.json"):
         return whole, config
     if kind not in KINDS:
-        raise ModelLoadError(f"{file.file} has a tokenizer of the kind {kind!r}, supported: {', '.join(KINDS)}; {_REMEDY}")
-    try:
-        backend = _backend(file, kind, tokens, config)
-    except ModelLoadError:
-        raise
-    except Exception as error:  # tokenizers raises bare Exception
         raise ModelLoadError(
-            f"{file.file} has a tokenizer of the kind {kind!r} that cannot be made: {error}; {_REMEDY}"
-        ) from error
-    return backend.to_str(), config
+            f"{file.file} has a tokenizer of the kind {shortened(repr(kind))}, supported: {', '.join(KINDS)}; {_REMEDY}"
+        )
+
+    def refused(reason: object) -> ModelLoadError:
+        told = shortened(str(reason))
+        return ModelLoadError(f"{file.file} has a tokenizer of the kind {kind!r} that cannot be made: {told}; {_REMEDY}")
+
+    try:
+        with failures_as(refused):
+            return _backend(file, kind, tokens, config).to_str(), config
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise refused(error) from error
 
 
 def _backend(file: GgufFile, kind: str, tokens: Sequence[str], config: Mapping[str, Any]) -> Tokenizer:
@@ -71,11 +90,13 @@ def _backend(file: GgufFile, kind: str, tokens: Sequence[str], config: Mapping[s
         backend = _word_piece(file, tokens, unknown)
     else:
         backend = _unigram(file, tokens, unknown)
-    for token, type in zip(tokens, _value(file, "token_type", []), strict=False):
-        if type == CONTROL:
-            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif type == _USER_DEFINED and token.strip(" "):
-            backend.add_tokens([AddedToken(token, normalized=False, special=False)])
+    backend.add_tokens(  # all at once: each call takes as long as there are tokens
+        [
+            AddedToken(token, normalized=False, special=type == CONTROL)
+            for token, type in zip(tokens, _value(file, "token_type", []), strict=False)
+            if type == CONTROL or (type == _USER_DEFINED and token.strip(" "))
+        ]
+    )
     has_bos = _value(file, "add_bos_token", kind in ("llama", "bert", "gemma4") or (kind == "gpt2" and split in BEGINNING))
     first = config.get("bos_token") if has_bos else None
     if kind == "bert":
@@ -98,7 +119,7 @@ def _surrounded(first: str | None, last: str | None, tokens: Sequence[str]) -> p
 def _bytes(file: GgufFile, tokens: Sequence[str], split: str) -> Tokenizer:
     if split not in SPLITS:
         raise ModelLoadError(
-            f"{file.file} splits texts as {split!r} (tokenizer.ggml.pre), none of the {len(SPLITS) + len(CHARACTERS)} names in "
+            f"{file.file} splits texts as {shortened(split)!r} (tokenizer.ggml.pre), none of the {len(SPLITS) + len(CHARACTERS)} names in "
             f"docs/MODELS.md; {_REMEDY}"
         )
     vocabulary = _ids(tokens)
@@ -116,7 +137,7 @@ def _given_merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[s
     fault = "without tokenizer.ggml.merges" if not merges else ""
     for left, right in merges:  # of which tokenizers would panic
         if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
-            fault = f"that merges {left!r} and {right!r}, of which it has not all tokens"
+            fault = f"that merges {shortened(left)!r} and {shortened(right)!r}, of which it has not all tokens"
             break
     if fault:
         raise ModelLoadError(f"{file.file} has a tokenizer of pairs {fault}; {_REMEDY}")
@@ -145,13 +166,18 @@ def _characters(
 
 def _merges(vocabulary: Mapping[str, int], rank: Mapping[str, float]) -> list[tuple[str, str]]:
     """Every way to make a token of two others, the tokens of the highest rank first."""
+    if (length := sum(map(len, vocabulary))) > _MAX_CHARACTERS:
+        raise ValueError(f"its tokens have {length} characters together, at most {_MAX_CHARACTERS} are possible")
     found = [
-        (-rank[token], vocabulary[token[:i]], vocabulary[token[i:]], token[:i], token[i:])
+        (-rank[token], left, right)
         for token in vocabulary
         for i in range(1, len(token))
-        if token[:i] in vocabulary and token[i:] in vocabulary
+        if (left := vocabulary.get(token[:i])) is not None and (right := vocabulary.get(token[i:])) is not None
     ]
-    return [(left, right) for _, _, _, left, right in sorted(found)]
+    if len(found) > _MAX_MERGES:
+        raise ValueError(f"its tokens follow from {len(found)} merges, at most {_MAX_MERGES} are possible")
+    texts = {id: token for token, id in vocabulary.items()}
+    return [(texts[left], texts[right]) for _, left, right in sorted(found)]
 
 
 def _word_piece(file: GgufFile, tokens: Sequence[str], unknown: str | None) -> Tokenizer:
@@ -194,6 +220,35 @@ def _chat_templates(file: GgufFile) -> dict[str, str]:
     found = {name: known.get(f"tokenizer.chat_template.{name}") for name in known.get("tokenizer.chat_templates") or ()}
     found["default"] = known.get("tokenizer.chat_template")
     return {name: template for name, template in found.items() if template is not None}
+
+
+_TYPES = msgspec.defstruct(
+    "_TYPES",
+    [
+        *((name, str | None, None) for name in ("model", "pre")),
+        *((name, list[str] | None, None) for name in ("tokens", "merges")),
+        *((name, list[float] | None, None) for name in ("scores",)),
+        *((name, list[int] | None, None) for name in ("token_type", "precompiled_charsmap")),
+        *((f"{name}_token_id", int | None, None) for name in _NAMES.values()),
+        *((name.replace(".", "_"), bool | int | None, None) for name in _SWITCHES),
+    ],
+)
+"""Of the values under tokenizer.ggml."""
+
+
+def _check_types(file: GgufFile) -> None:
+    prefix, known = "tokenizer.ggml.", file.metadata
+    given = {name.removeprefix(prefix).replace(".", "_"): value for name, value in known.items() if name.startswith(prefix)}
+    texts = {
+        name: value for name, value in known.items() if name.startswith(("tokenizer.chat_template", "tokenizer.huggingface"))
+    }
+    names = texts.pop("tokenizer.chat_templates", [])
+    try:
+        msgspec.convert(given, _TYPES)
+        msgspec.convert(texts, dict[str, str])
+        msgspec.convert(names, list[str])
+    except msgspec.ValidationError as error:
+        raise ModelLoadError(f"{file.file} has a tokenizer of wrong types ({error}); {_REMEDY}") from error
 
 
 def _value(file: GgufFile, name: str, default: Any = None) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxllm import served_model
 from jaxllm.cache_folders import make_folder
 from jaxllm.env import cache_dir
-from jaxllm.errors import ModelLoadError
+from jaxllm.errors import ModelLoadError, shortened
 from jaxllm.gguf_files.families import config_json, generation_json
 from jaxllm.gguf_files.reading import GgufFile
 from jaxllm.gguf_files.tokenizer import tokenizer_files
@@ -86,5 +86,7 @@ def _parts(file: Path) -> list[Path]:
     stem, _, count = found.groups()
     parts = [file.with_name(f"{stem}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1)]
     if missing := [part.name for part in parts if not part.is_file()]:
-        raise ModelLoadError(f"{file} is one of {int(count)} parts, of which {', '.join(missing)} is missing beside it")
+        raise ModelLoadError(
+            f"{file} is one of {int(count)} parts, of which {shortened(', '.join(missing))} is missing beside it"
+        )
     return parts

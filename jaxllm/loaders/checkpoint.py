@@ -100,7 +100,7 @@ class Checkpoint(ABC):
         for name in names:
             if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
                 raise ModelLoadError(f"{index} names {name[:MAX_NAME]!r}, which is outside of its directory")
-        missing = [name for name in names if not (directory / name).is_file()]
+        missing = [name for name in names if not os.path.isfile(directory / name)]  # also of a name that is too long
         if missing:
             listed = ", ".join(name[:MAX_NAME] for name in missing[:_SHOWN]) + (", …" if len(missing) > _SHOWN else "")
             raise ModelLoadError(f"{directory} lacks {len(missing)} of the {len(names)} files in {cls.INDEX}: {listed}")

@@ -1,6 +1,7 @@
 """Reads the weights of GGUF files, widened while reading, under the names and in the order of a Hugging Face checkpoint."""
 
 import concurrent.futures
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxllm.errors import ModelLoadError
 from jaxllm.gguf_files.families import Family, family_of, transformers_name
 from jaxllm.gguf_files.reading import GgufFile
 from jaxllm.loaders import checkpoint
@@ -55,8 +57,13 @@ class Checkpoint(checkpoint.Checkpoint):
             name = transformers_name(stored_name, family)
             if name is not None and tensor.file == file:
                 dtype = "F32" if tensor.type in READABLE else tensor.type
+                heads = self._permuted_heads(name, family)
+                if heads and tensor.shape[0] % (2 * heads):
+                    raise ModelLoadError(
+                        f"{file}: {stored_name} has {tensor.shape[0]} rows, must have an even number for each of {heads} heads"
+                    )
                 entries[name] = TensorEntry(file, dtype, tensor.shape, tensor.start, tensor.num_bytes)
-                self._stored[name] = _Stored(tensor.type, self._permuted_heads(name, family), self._offset(name, family))
+                self._stored[name] = _Stored(tensor.type, heads, self._offset(name, family))
         return entries
 
     def tensor(self, name: str) -> np.ndarray:
@@ -71,7 +78,7 @@ class Checkpoint(checkpoint.Checkpoint):
         from gguf.quants import dequantize
 
         shape, stored = self.entries[name].shape, self._stored[name]
-        rows = data.reshape(shape[0], -1) if len(shape) > 1 else data.reshape(1, -1)
+        rows = data.reshape(math.prod(shape[:-1]), -1)
         order = None
         if stored.heads and len(shape) > 1:
             order = np.arange(len(rows)).reshape(stored.heads, -1, 2).swapaxes(1, 2).ravel()
@@ -95,7 +102,10 @@ class Checkpoint(checkpoint.Checkpoint):
         if not family.is_permuted or module not in ("q_proj", "k_proj"):
             return 0
         heads = self._model.value("attention.head_count")
-        return heads if module == "q_proj" else self._model.value("attention.head_count_kv") or heads
+        heads = heads if module == "q_proj" else self._model.value("attention.head_count_kv") or heads
+        if type(heads) is not int or heads < 1:
+            raise ModelLoadError(f"{self._model.file} has {heads!r:.100} heads, must have a positive number")
+        return heads
 
     def _offset(self, name: str, family: Family) -> float:
         return family.norm_offset if name.endswith("norm.weight") else 0.0

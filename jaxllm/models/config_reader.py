@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from jaxllm.model_config import ModelConfig
+from jaxllm.model_config import MAX_LAYERS, MAX_POSITION, ModelConfig
 from jaxllm.model_parts import (
     MLP,
     Activation,
@@ -32,6 +33,17 @@ ACTIVATIONS: dict[str, Activation] = {
 """By transformers' names."""
 WINDOWED = {"sliding_attention": True, "full_attention": False}
 """Whether a layer has a window, by its entry in layer_types."""
+MAX_INTEGER, MAX_VOCABULARY, MAX_EXPERTS = 2**20, 2**24, 4096
+"""Limits of what a config.json may ask for: of any integer, of tokens of a vocabulary, of experts of a layer."""
+_LIMITS = (
+    (re.compile(r"layers|n_layer|dense_replace"), MAX_LAYERS),
+    (re.compile(r"experts|top_?k|moe_k"), MAX_EXPERTS),
+    (re.compile(r"position|window|chunk|floor_scale|layer_end"), MAX_POSITION),
+    (re.compile(r"vocab"), MAX_VOCABULARY),
+)
+"""By what is in a key, the first that fits."""
+_LEAST_NUMBER, _MOST_NUMBER = 1e-38, 1e38
+"""About what float32 holds."""
 _NEUTRAL = {
     "alibi": False,
     "attn_logit_softcapping": None,
@@ -65,7 +77,7 @@ class ConfigReader:
     # --- values ---
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer; without a default it is required."""
+        """A positive integer up to its limit; without a default it is required."""
         return self._integer(name, default, 1, "a positive integer")
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -84,6 +96,9 @@ class ConfigReader:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             self.faults.append(f"{name} is {'missing' if value is None else repr(value)}, must be a positive number")
             return 1.0
+        if not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+            self.faults.append(f"{name} is {value!r}, must be from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}")
+            return 1.0
         return float(value)
 
     def number_or_none(self, name: str) -> float | None:
@@ -101,7 +116,7 @@ class ConfigReader:
     def activation(self, name: str = "hidden_act", default: str = "silu") -> Activation:
         """An activation function."""
         value = self.raw.get(name) or default
-        if value not in ACTIVATIONS:
+        if not isinstance(value, str) or value not in ACTIVATIONS:
             self.faults.append(f"{name} is {value!r}, supported: {', '.join(ACTIVATIONS)}")
             return "silu"
         return ACTIVATIONS[value]
@@ -135,6 +150,10 @@ class ConfigReader:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             self.faults.append(f"{name} is {'missing' if value is None else repr(value)}, must be {what}")
             return 1
+        most = next((limit for pattern, limit in _LIMITS if pattern.search(name)), MAX_INTEGER)
+        if value > most:
+            self.faults.append(f"{name} is {value}, must be at most {most}")
+            return 1
         return value
 
     def refuse_unless(self, name: str, *supported: Any) -> None:
@@ -152,7 +171,11 @@ class ConfigReader:
         given = self._value("layer_types")
         if given is None:
             return tuple(otherwise(layer) for layer in range(self.num_layers))
-        if not isinstance(given, list) or len(given) != self.num_layers or not all(kind in kinds for kind in given):
+        if (
+            not isinstance(given, list)
+            or len(given) != self.num_layers
+            or not all(isinstance(kind, str) and kind in kinds for kind in given)
+        ):
             self.faults.append(f"layer_types is {given!r}, must be {self.num_layers} of {' or '.join(kinds)}")
             return (False,) * self.num_layers
         return tuple(kinds[kind] for kind in given)
@@ -234,7 +257,7 @@ class ConfigReader:
             "hidden_size": fields.get("hidden_size") or self.integer("hidden_size"),
             "norm": fields.get("norm") or self.rms_norm("model.norm"),
             "tie_word_embeddings": self.boolean("tie_word_embeddings"),
-            "bos_token_id": bos if isinstance(bos, int) else None,
+            "bos_token_id": bos if type(bos) is int and 0 <= bos < MAX_VOCABULARY else None,
             "num_spare_layers": self.count("num_nextn_predict_layers", 0),
         }
         return ModelConfig(self.architecture, layers=tuple(layers), max_position=max_position, **{**values, **fields})
@@ -250,7 +273,7 @@ class ConfigReader:
         kinds = self.raw.get("layer_types")
         if "layer_types" not in self._asked and isinstance(kinds, list):
             # A family without layers of several kinds: they may all be called full, or, as it has one window, all sliding.
-            if unknown := sorted({str(kind) for kind in kinds if kind not in WINDOWED}):
+            if unknown := sorted({str(kind) for kind in kinds if not isinstance(kind, str) or kind not in WINDOWED}):
                 self.faults.append(f"layer_types has {', '.join(unknown)}, supported: {' and '.join(WINDOWED)}")
             elif len(set(kinds)) > 1:
                 self.faults.append(f"layer_types is {kinds!r}, supported by {self.architecture}: layers of one kind")

@@ -2,18 +2,18 @@
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import ConfigError, ModelLoadError
+from jaxllm.errors import ConfigError, JaxLLMError, ModelLoadError, joined
+from jaxllm.files import read_json
 from jaxllm.model_config import DTYPES, FP8, ModelConfig
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.registry import find
+from jaxllm.models.registry import Read, find
 from jaxllm.pooling_config import bidirectional_faults, is_embedding_checkpoint, load_pooling_config
 from jaxllm.quantization_config import StoredFp8, StoredMxfp4, read_quantization
-from jaxllm.served_model import GGUF_TYPE
+from jaxllm.served_model import GGUF_TYPE, read_token_ids
 
 
 def load_model_config(
@@ -52,7 +52,7 @@ def load_model_config(
         raise ConfigError(f"runner is generate, but {directory} is a model without a head, which makes embeddings only")
     options = {"max_model_len": max_model_len, "expert_parallel": expert_parallel}
     reader = ConfigReader(architecture, raw, bidirectional_faults(raw), **options)  # type: ignore[arg-type]
-    config = read(reader)
+    config = _read(read, reader, directory)
     dtype = _dtype(reader, dtype, on_gpu)
     quantized = read_quantization(raw.get("quantization_config"), reader.faults)
     stored = quantized if isinstance(quantized, StoredFp8) else None
@@ -61,8 +61,9 @@ def load_model_config(
         reader.faults.extend(stored.faults(config.linears()))
     if stored_mxfp4 is not None:
         reader.faults.extend(_mxfp4_faults(config))
+    eos_token_ids = _eos_token_ids(raw, directory, reader.faults)
     if reader.faults:
-        raise ModelLoadError(f"{directory / 'config.json'}: {'; '.join(dict.fromkeys(reader.faults))}")
+        raise _refused(directory, reader)
     if dequantize is False and stored_mxfp4 is None:
         raise ConfigError(f"dequantize is False, but {directory} has no experts in 4 bits (MXFP4); leave --no-dequantize out")
     if expert_parallel and not config.mixtures:
@@ -79,7 +80,7 @@ def load_model_config(
     config = dataclasses.replace(
         config,
         dtype=dtype,
-        eos_token_ids=_eos_token_ids(raw, directory),
+        eos_token_ids=eos_token_ids,
         gguf_type=raw.get(GGUF_TYPE),
         quantization=quantization,
         stored_fp8=stored,
@@ -91,6 +92,23 @@ def load_model_config(
         max_position=longest if generates else min(longest, pooling.max_length or longest),
     )
     return dataclasses.replace(config, digest=hashlib.sha256(repr(config).encode()).hexdigest()[:12])
+
+
+def _read(read: Read, reader: ConfigReader, directory: Path) -> ModelConfig:
+    """The config that a family makes of these values."""
+    try:
+        config = read(reader)
+        reader.faults.extend(config.size_faults())
+    except JaxLLMError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reader.faults.append(f"no {reader.architecture} has these values ({type(error).__name__}: {error})")
+        raise _refused(directory, reader) from error
+    return config
+
+
+def _refused(directory: Path, reader: ConfigReader) -> ModelLoadError:
+    return ModelLoadError(f"{directory / 'config.json'}: {joined(reader.faults)}")
 
 
 def _mxfp4_faults(config: ModelConfig) -> list[str]:
@@ -116,10 +134,7 @@ def read_config_json(directory: Path) -> dict[str, Any]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
+    value = read_json(path, error=ModelLoadError)
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} holds a JSON {type(value).__name__}, must hold an object")
     return value
@@ -138,11 +153,14 @@ def _dtype(reader: ConfigReader, asked: str, on_gpu: bool) -> str:
     return stored
 
 
-def _eos_token_ids(raw: Mapping[str, Any], directory: Path) -> tuple[int, ...]:
+def _eos_token_ids(raw: Mapping[str, Any], directory: Path, faults: list[str]) -> tuple[int, ...]:
     """EOS ids of config.json and generation_config.json together, each an integer, a list or absent."""
     path = directory / "generation_config.json"
     generation = _json_object(path) if path.is_file() else {}
     found: list[int] = []
-    for value in (raw.get("eos_token_id"), generation.get("eos_token_id")):
-        found += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+    for source in (raw, generation):
+        try:
+            found += read_token_ids(source.get("eos_token_id"))
+        except ValueError as error:
+            faults.append(f"eos_token_id {error}")
     return tuple(dict.fromkeys(found))

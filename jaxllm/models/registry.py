@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllm.errors import ConfigError, ModelLoadError
+from jaxllm.errors import ConfigError, ModelLoadError, shortened
 from jaxllm.model_config import ModelConfig
 from jaxllm.models.config_reader import ConfigReader
 
@@ -60,6 +60,8 @@ FAMILIES = {
 }
 """By architecture: the model_type, which stands in for an absent architecture, and the function that reads a config.json."""
 
+_LONGEST_NAME = 100
+"""Characters of an unknown name that are compared with those of the known."""
 ENTRY_POINTS = "jaxllm.models"
 """Group of the entry points by which installed packages add families: `architecture = "module:function"`."""
 
@@ -85,8 +87,8 @@ def find(raw: Mapping[str, Any], source: object, model_class: str | None = None)
     for architecture in dict.fromkeys((name, whole)):
         if (read := _read_function(architecture)) is not None:
             return architecture, read, architecture == name
-    told = f"the unknown architecture {name}" if name else "no architecture"
-    raise ModelLoadError(f"{source} has {told}; {_known(name, model_type)}")
+    told = f"the unknown architecture {shortened(name)}" if name else "no architecture"
+    raise ModelLoadError(f"{source} has {told}; {_known(name[:_LONGEST_NAME], model_type[:_LONGEST_NAME])}")
 
 
 def _known(name: str, model_type: str) -> str:

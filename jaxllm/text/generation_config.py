@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.errors import ConfigError, InvalidRequestError, ModelLoadError, shortened
 from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
+from jaxllm.served_model import read_token_ids
 from jaxllm.text.model_files import read_json
 
 FILE_NAME = "generation_config.json"
@@ -48,7 +49,8 @@ def load_generation_config(
 ) -> GenerationConfig:
     """`option` is "auto", "none" (no sampling values; the model's EOS ids still count) or a directory.
 
-    `override` has sampling values, under the file's names or those of SamplingParams, that win. Raises ConfigError.
+    `override` has sampling values, under the file's names or those of SamplingParams, that win. Raises ConfigError, or ModelLoadError
+    for a file with values that cannot be sampled with.
     """
     directory = model_directory
     if option not in ("auto", "none"):
@@ -57,8 +59,12 @@ def load_generation_config(
             raise ConfigError(f"generation_config is {option!r}, must be auto, none or a directory with {FILE_NAME}")
     found = read_json(directory / FILE_NAME) if directory is not None else {}
     values = {ours: found[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if found.get(theirs) is not None}
-    eos = found.get("eos_token_id")
-    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    try:
+        SamplingParams(**values)
+        eos_ids = read_token_ids(found.get("eos_token_id"))
+    except (TypeError, ValueError, OverflowError) as error:
+        told = error if isinstance(error, InvalidRequestError) else f"eos_token_id {error}"
+        raise ModelLoadError(f"{directory and directory / FILE_NAME}: {shortened(str(told))}; correct it") from error
     overridden = _checked(override or {})
     is_silent = option != "none" and not values.keys() & set(MODEL_DEFAULTS)
     if option == "none":

@@ -1,9 +1,9 @@
 """Finds the small files of a model that the front reads (tokenizer, chat template, generation config), without its weights."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from jaxllm import files
 from jaxllm.errors import ModelLoadError
 from jaxllm.hub import resolve_model
 from jaxllm.pooling_config import FILES
@@ -26,10 +26,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; an empty one if there is no such file. Raises ModelLoadError."""
     if not file.is_file():
         return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{file} is not JSON: {error}; download it again") from error
+    found = files.read_json(file, error=ModelLoadError)
     if not isinstance(found, dict):
         raise ModelLoadError(f"{file} holds a {type(found).__name__}, must hold an object")
     return found

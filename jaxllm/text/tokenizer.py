@@ -1,5 +1,6 @@
 """Loads a tokenizer: from tokenizer.json if there is one, else through `transformers`, which is slow to import."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -8,13 +9,15 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders
 
-from jaxllm.errors import ModelLoadError
+from jaxllm.errors import InvalidRequestError, ModelLoadError, shortened
 from jaxllm.gguf_files.unpack import NO_TOKENIZER
-from jaxllm.text.model_files import read_json
+from jaxllm.rust_failures import failures_as
+from jaxllm.text.tokenizer_files import NAMED_SPECIAL_TOKENS, chat_templates, read_backend, read_tokenizer_config
 
-NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG = 1024
 """Token ids whose decoding takes long enough to let other threads run meanwhile."""
+_PROBE = "a\U0010fffd"
+"""A text with a character that few vocabularies have."""
 
 
 class Tokenizer:
@@ -33,7 +36,7 @@ class Tokenizer:
         self.special_tokens_map: dict[str, str] = {
             key: text for key in NAMED_SPECIAL_TOKENS if (text := _token_text(config.get(key))) is not None
         }
-        self.chat_templates: dict[str, str] = _chat_templates(config.get("chat_template"))
+        self.chat_templates: dict[str, str] = chat_templates(config.get("chat_template"))
         """Jinja templates by name; the usual one is called "default"."""
         self._add_missing_tokens(config)
         self._token_texts: dict[int, str] = {}
@@ -41,11 +44,20 @@ class Tokenizer:
 
     def _add_missing_tokens(self, config: Mapping[str, Any]) -> None:
         """Add special tokens that only tokenizer_config.json defines to the vocabulary, in the order of their ids."""
-        for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
-            if self.convert_token_to_id(token["content"]) is None:
-                flags = {key: bool(token[key]) for key in ("lstrip", "rstrip", "single_word", "normalized") if key in token}
-                added = AddedToken(token["content"], special=bool(token.get("special")), **flags)
-                (self._backend.add_special_tokens if token.get("special") else self._backend.add_tokens)([added])
+        tokens = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+        new = [token for _, token in tokens if self.convert_token_to_id(token["content"]) is None]
+        for special, run in itertools.groupby(
+            new, key=lambda token: bool(token.get("special"))
+        ):  # each call costs as many as there are
+            added = [
+                AddedToken(
+                    token["content"],
+                    special=special,
+                    **{key: bool(token[key]) for key in ("lstrip", "rstrip", "single_word", "normalized") if key in token},
+                )
+                for token in run
+            ]
+            (self._backend.add_special_tokens if special else self._backend.add_tokens)(added)
         missing = [text for text in self.special_tokens_map.values() if self.convert_token_to_id(text) is None]
         if missing:
             self._backend.add_special_tokens(missing)
@@ -57,24 +69,28 @@ class Tokenizer:
     # Text to ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text."""
-        return _encoded(self._backend, text, add_special_tokens)
+        """The token ids of a text. Raises InvalidRequestError for a text that the tokenizer's patterns cannot split in time."""
+        with failures_as(_refused):
+            return _encoded(self._backend, text, add_special_tokens)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The token ids of several texts, in several threads."""
-        return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+        with failures_as(_refused):
+            return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
     def encode_as_text(self, text: str, *, is_start: bool) -> list[int]:
         """The ids of a text, with special tokens in it as ordinary text. `is_start`: it does not follow a special token."""
         backend = self._text_backend
-        if is_start or self._begins_alike:
-            return _encoded(backend, text, add_special_tokens=False)
-        anchor = "\n"
-        return _encoded(backend, anchor + text, add_special_tokens=False)[len(self.encode(anchor, False)) :]
+        with failures_as(_refused):
+            if is_start or self._begins_alike:
+                return _encoded(backend, text, add_special_tokens=False)
+            anchor = "\n"
+            return _encoded(backend, anchor + text, add_special_tokens=False)[len(self.encode(anchor, False)) :]
 
     @cached_property
     def _text_backend(self) -> tokenizers.Tokenizer:
-        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        with failures_as(_refused):
+            backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         return backend
 
@@ -105,9 +121,10 @@ class Tokenizer:
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of token ids; ids outside the vocabulary have none."""
         ids = [ids] if isinstance(ids, int) else ids
-        if len(ids) < LONG:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]  # lets other threads run
+        with failures_as(_refused):
+            if len(ids) < LONG:
+                return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]  # lets other threads run
 
     def convert_id_to_token(self, id: int) -> str | None:
         """The vocabulary's own spelling of a token, or None."""
@@ -219,6 +236,11 @@ def _encoded(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool)
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
+def _refused(reason: str) -> InvalidRequestError:
+    # Most often "retry-limit-in-match over": a regular expression of the tokenizer has too many ways to match the text.
+    return InvalidRequestError(f"the tokenizer cannot split this text: {shortened(reason)}; give another text", "prompt")
+
+
 class SlowTokenizer(Tokenizer):
     """A tokenizer of `transformers` that exists only in Python."""
 
@@ -229,7 +251,7 @@ class SlowTokenizer(Tokenizer):
         self.config = {key: value for key, value in slow.init_kwargs.items() if isinstance(value, str | int | float)}
         self._slow = slow
         self.special_tokens_map = {key: str(text) for key in NAMED_SPECIAL_TOKENS if (text := getattr(slow, key, None))}
-        self.chat_templates = _chat_templates(getattr(slow, "chat_template", None))
+        self.chat_templates = chat_templates(getattr(slow, "chat_template", None))
         self._token_texts = {}
         self._token_bytes = {}
 
@@ -285,11 +307,11 @@ def load_tokenizer(directory: Path, *, name: str | None = None) -> Tokenizer:
     file = directory / "tokenizer.json"
     if not file.is_file():
         return _load_with_transformers(name, directory)
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ModelLoadError(f"{file} is not a tokenizer: {error}; download it again") from error
-    return Tokenizer(backend, _read_config(directory), name=name)
+    backend, config = read_backend(file), read_tokenizer_config(directory)
+    with failures_as(lambda reason: ModelLoadError(f"{file} is not a tokenizer: {reason}; download it again")):
+        tokenizer = Tokenizer(backend, config, name=name)
+        backend.encode(_PROBE)
+        return tokenizer
 
 
 def _load_with_transformers(name: str, directory: Path) -> Tokenizer:
@@ -309,32 +331,7 @@ def _load_with_transformers(name: str, directory: Path) -> Tokenizer:
     if backend is None:
         return SlowTokenizer(loaded, name=name)
     config = {key: str(text) for key in NAMED_SPECIAL_TOKENS if (text := getattr(loaded, key, None))}
-    return Tokenizer(backend, {**_read_config(directory), **config, "chat_template": loaded.chat_template}, name=name)
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with the special tokens and chat templates of other files."""
-    config = {**read_json(directory / "special_tokens_map.json"), **read_json(directory / "tokenizer_config.json")}
-    templates = {
-        **_chat_templates(read_json(directory / "chat_template.json").get("chat_template")),
-        **_chat_templates(config.get("chat_template")),
-    }
-    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
-    if (file := directory / "chat_template.jinja").is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
-    return {**config, "chat_template": templates}
-
-
-def _chat_templates(found: Any) -> dict[str, str]:
-    """Templates by name, from any of the forms that tokenizer_config.json allows."""
-    if not found:
-        return {}
-    if isinstance(found, str):
-        return {"default": found}
-    if isinstance(found, Mapping):
-        return dict(found)
-    return {entry["name"]: entry["template"] for entry in found}
+    return Tokenizer(backend, {**read_tokenizer_config(directory), **config, "chat_template": loaded.chat_template}, name=name)
 
 
 def _token_text(token: Any) -> str | None:

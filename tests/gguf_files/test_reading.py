@@ -1,5 +1,6 @@
 """GGUF files as they are opened, against the package gguf's own reader."""
 
+import struct
 import time
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_a_large_vocabulary_is_read_at_once(tmp_path):
         (lambda whole: b"", "cannot mmap an empty file"),
         (lambda whole: b"GGML" + whole[4:], "does not begin with GGUF"),
         (lambda whole: whole[:4] + b"\0\0\0\3" + whole[8:], "its version is 0x3000000, supported: 2 and 3"),
-        (lambda whole: whole[:8] + b"\xff" * 16 + whole[24:], "UnicodeDecodeError|ends at byte|error"),
+        (lambda whole: whole[:8] + b"\xff" * 16 + whole[24:], "it should have 18446744073709551615 values, 1576 bytes follow"),
         (lambda whole: whole[:-100], "bytes, its tensors end at"),
         (lambda whole: whole[:300], "ends at byte|requires a buffer"),
     ],
@@ -75,3 +76,52 @@ def test_broken_files_are_told(tmp_path, change, message):
         ModelLoadError, match=f"is not a GGUF file, truncated or corrupt .*({message}).*download or copy it again"
     ):
         GgufFile([file])
+
+
+def text(value):
+    return struct.pack("<Q", len(value)) + value
+
+
+def array(code, count, content=b""):
+    return struct.pack("<IIQ", 9, code, count) + content
+
+
+def tensor(shape, name=b"t", dimensions=None, code=0):
+    sizes = struct.pack(f"<{len(shape)}Q", *shape)
+    return (
+        text(name) + struct.pack("<I", len(shape) if dimensions is None else dimensions) + sizes + struct.pack("<IQ", code, 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "tensors", "message"),
+    [
+        ([array(9, 1) + array(9, 1)[4:] * 100_000], [], "arrays nest deeper than 4"),
+        ([array(8, 2**40, bytes(64))], [], "should have 1099511627776 values in an array, 128 bytes follow"),
+        ([array(0, 2**63, bytes(64))], [], "should have 9223372036854775808 values in an array, 128 bytes follow"),
+        ([array(0, 4 * 2**20, bytes(4 * 2**20))], [], "4194304 values in an array, at most 3145728 are read"),
+        ([array(9, 500_000, array(0, 0)[4:] * 500_000)], [], "500000 values in an array, at most 393216 are read"),
+        ([struct.pack("<IQ", 8, 2**63)], [], "a text ends at byte"),
+        ([struct.pack("<II", 4, 1)] * 2, [], "it has general.alignment twice"),
+        *(
+            ([struct.pack("<II", 4, alignment)], [], f"general.alignment is {alignment}, must be a power of 2 up to 65536")
+            for alignment in (0, 24, 2**32 - 1)
+        ),
+        ([struct.pack("<If", 6, 32.0)], [], "general.alignment is 32.0"),
+        ([], [tensor((2**63 - 1,) * 1_000, dimensions=1_000)], "t has 1000 dimensions, must have 1 to 4"),
+        ([], [tensor(())], "t has 0 dimensions"),
+        ([], [tensor((0, 4))], "t has the shape .4, 0., must have sizes of at least 1"),
+        ([], [tensor((33,), code=8)], "rows of whole blocks of 32 values"),
+        ([], [tensor((2**63,) * 4)], "bytes, its tensors end at"),
+        ([], [tensor((1,)), tensor((1,))], "it has t twice"),
+    ],
+)
+def test_hostile_files_are_refused_before_anything_is_allocated(tmp_path, values, tensors, message):
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values))
+    body = b"".join(text(b"general.alignment") + value for value in values) + b"".join(tensors)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(head + body + bytes(64))
+    begin = time.process_time()
+    with pytest.raises(ModelLoadError, match=message) as raised:
+        GgufFile([file])
+    assert time.process_time() - begin < 0.5 and len(str(raised.value)) < 500

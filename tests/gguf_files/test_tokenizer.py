@@ -1,5 +1,7 @@
 """Tokenizers made of what GGUF files say, against tokenizers made by other means of the same vocabulary."""
 
+import time
+
 import pytest
 from tokenizers.implementations import BertWordPieceTokenizer
 
@@ -117,3 +119,29 @@ def test_what_cannot_be_made_is_named(made):
             made(*arguments, pre="zzz")
     with pytest.raises(ModelLoadError, match="merges 'a' and 'b', of which it has not all tokens; pass --tokenizer"):
         made("gpt2", ["a", "b"], merges=["a b"])
+
+
+def test_tokens_of_any_length_and_number_take_no_long_time(made):
+    begin = time.process_time()
+    with pytest.raises(ModelLoadError, match="a token of 300000 characters, at most 1024 are possible; pass --tokenizer"):
+        made("llama", ["<unk>", "<s>", "</s>", "a", "a" * 300_000])
+    names = [f"<t{i}>" for i in range(10_000)]  # alternately special and not
+    tokenizer = made("llama", ["<unk>", "<s>", "</s>", "a", *names], [NORMAL] * 4 + [CONTROL, USER_DEFINED] * 5_000)
+    assert [id for id in tokenizer.encode("<t0>a<t1>") if id > 2] == [4, 3, 5]
+    assert (4 in tokenizer.all_special_ids, 5 in tokenizer.all_special_ids) == (True, False)
+    equal = made("llama", ["<unk>", "<s>", "</s>"] + ["a"] * 100_000)
+    assert equal.vocab_size == 4
+    assert time.process_time() - begin < 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"bos_token_id": "x"}, "tokenizer of wrong types .*bos_token_id"),
+        ({"pre": 1}, "tokenizer of wrong types .*pre"),
+        ({"scores": "x"}, "tokenizer of wrong types .*scores"),
+    ],
+)
+def test_values_of_wrong_types_are_told(made, entries, message):
+    with pytest.raises(ModelLoadError, match=message):
+        made("llama", ["<unk>", "<s>", "</s>", "a"], **entries)

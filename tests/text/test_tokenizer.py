@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm.errors import ModelLoadError
+from jaxllm.errors import InvalidRequestError, ModelLoadError
 from jaxllm.text.model_files import text_files
 from jaxllm.text.tokenizer import SlowTokenizer, load_tokenizer
 from tests.helpers.tiny_tokenizers import BOS, EOS, KINDS, PLAIN, ROLE, write_tokenizer
@@ -189,3 +189,81 @@ assert load_tokenizer(Path({str(write_tokenizer(tmp_path))!r})).encode("hi")
 assert not {{"transformers", "jax", "torch"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def with_part(directory: Path, name: str, part: object) -> Path:
+    write_tokenizer(directory)
+    file = directory / "tokenizer.json"
+    whole = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**whole, name: part}), encoding="utf-8")
+    return directory
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "message"),
+    [
+        ("normalizer", replace({"String": "a"}, "b" * 100_000), "make up to 400000 characters of one, at most 64"),
+        ("normalizer", {"type": "Sequence", "normalizers": [replace({"String": "a"}, "aa")] * 30}, "at most 64 are allowed"),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTES] * 500}, "at most 64 are allowed"),
+        ("decoder", {"type": "Sequence", "decoders": [replace({"String": "a"}, "aa")] * 30}, "at most 64 are allowed"),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing",
+                "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 50,
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {},
+            },
+            "its template has 50 pieces and a text 50 times",
+        ),
+        ("model", {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}, "have ids up to 2147483648"),
+        ("model", {"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "?"}, "Unk token `.` not found"),
+        ("version", "x" * 10**6, "Unknown tokenizer version"),
+    ],
+)
+def test_hostile_tokenizers_are_refused(tmp_path: Path, name: str, part: object, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message) as raised:
+        load_tokenizer(with_part(tmp_path, name, part))
+    assert "tokenizer.json is not a tokenizer" in str(raised.value) and len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", "[" * 10**6, "nests deeper than 64"),
+        ("tokenizer_config.json", {"bos_token": 1.5}, "bos_token"),
+        ("tokenizer_config.json", {"eos_token": "\ud800"}, "broken"),
+        ("tokenizer_config.json", {"eos_token": "x" * 2000}, "a token has 2000 characters, at most 1024"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1": {"special": True}}}, "content"),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}, "template"),
+        ("special_tokens_map.json", {"pad_token": {"content": [1]}}, "content"),
+        ("chat_template.json", {"chat_template": "x" * (2**20 + 1)}, "a chat template has 1048577 characters, at most 1048576"),
+    ],
+)
+def test_hostile_files_beside_a_tokenizer_are_refused(tmp_path: Path, name: str, content: object, message: str) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    with pytest.raises(ModelLoadError, match=message) as raised:
+        load_tokenizer(tmp_path)
+    assert name in str(raised.value) and len(str(raised.value)) < 600
+
+
+def test_a_text_that_takes_a_pattern_too_many_tries_is_refused(tmp_path: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer = load_tokenizer(with_part(tmp_path, "pre_tokenizer", {"type": "Sequence", "pretokenizers": [split, BYTES]}))
+    assert tokenizer.encode("short")
+    for encode in (
+        tokenizer.encode,
+        lambda text: tokenizer.encode_batch([text]),
+        lambda text: tokenizer.encode_as_text(text, is_start=True),
+    ):
+        with pytest.raises(InvalidRequestError, match="the tokenizer cannot split this text: .*retry-limit"):
+            encode("a" * 40 + "b")
