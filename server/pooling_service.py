@@ -14,7 +14,7 @@ from jaxllm.text.tokenization import encode_prompts
 from server.endings import end_of, failure
 from server.errors import ApiError, bad_request
 from server.options import LimitOptions
-from server.prompts import PIECE_CHARACTERS, check_text_length, check_total, tokenizer_of
+from server.prompts import PIECE_CHARACTERS, check_text_length, check_total, cut_text, tokenizer_of
 from server.usage import Usage
 from server.work import Work, WorkPool
 
@@ -103,19 +103,23 @@ class PoolingService:
         """Prompts with their token ids. Tokenizes only as much of an overlong text as is needed to reject it."""
         longest = self._engine.max_model_len
         texts = [each for each in inputs if isinstance(each.prompt, str)]
+        kept: dict[str, str] = {}
         for each in texts:
             tokenizer = tokenizer_of(self._engine, each.param)
             if not each.prompt:
                 raise bad_request(f"{each.param} has an empty text, must have at least 1 token", each.param)
-            if each.params.truncate_prompt_tokens is None:
-                assert isinstance(each.prompt, str)
+            assert isinstance(each.prompt, str)
+            if each.params.truncate_prompt_tokens is not None:
+                side = each.params.truncation_side
+                kept[each.prompt] = yield from cut_text(tokenizer, each.prompt, longest, side, longest)
+            else:
                 try:
                     yield from check_text_length(tokenizer, each.prompt, longest + 1, each.param)
                 except ApiError:
                     raise _too_long("far too many", longest, each.param) from None
         by_text: dict[str, list[int]] = {}
         if texts:
-            unique = list(dict.fromkeys(each.prompt for each in texts if isinstance(each.prompt, str)))
+            unique = list(dict.fromkeys(kept.get(each.prompt, each.prompt) for each in texts if isinstance(each.prompt, str)))
             num_tokens = 0
             for some in _in_batches(unique):
                 encoded = encode_prompts(tokenizer, some) if add_special_tokens else tokenizer.encode_batch(some, False)
@@ -126,7 +130,8 @@ class PoolingService:
         prompts: list[Any] = []
         for each in inputs:
             if isinstance(each.prompt, str):
-                prompts.append({"prompt": each.prompt, "prompt_token_ids": by_text[each.prompt]})
+                text = kept.get(each.prompt, each.prompt)
+                prompts.append({"prompt": text, "prompt_token_ids": by_text[text]})
             else:
                 prompts.append({"prompt_token_ids": each.prompt})
             num_tokens = len(prompts[-1]["prompt_token_ids"])

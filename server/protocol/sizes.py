@@ -32,15 +32,14 @@ NO_LIMITS = BodyLimits(1 << 62, 1 << 62)
 
 def check_sizes(body: Mapping[str, Any], model: type[RequestModel], limits: BodyLimits) -> None:
     """Raise ApiError for a field with too many entries or characters."""
-    for name, most in max_lengths(model).items():
-        if name in body:
-            _check(body[name], name, most)
-    _check(body.get("allowed_token_ids"), "allowed_token_ids", limits.vocab_size, "the size of the vocabulary")
-    if "messages" in model.model_fields or "input" in model.model_fields:
-        for name in _CONVERSATIONS:
-            value = body.get(name)
-            if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-                _check_conversation(value, name, limits.max_model_len)
+    lengths, conversations = max_lengths(model), _conversations(model)
+    for name, value in body.items():
+        if (most := lengths.get(name)) is not None:
+            _check(value, name, most)
+        elif name in conversations and isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+            _check_conversation(value, name, limits.max_model_len)
+        elif name == "allowed_token_ids":
+            _check(value, name, limits.vocab_size, "the size of the vocabulary")
 
 
 def _check(value: Any, name: str, most: int, why: str = "") -> None:
@@ -71,6 +70,13 @@ def too_many(count: int, name: str, max_model_len: int) -> ApiError:
         name,
         "context_length_exceeded",
     )
+
+
+@functools.cache
+def _conversations(model: type[RequestModel]) -> tuple[str, ...]:
+    """The fields of a model that may hold a conversation; documents are a part of one."""
+    has_one = "messages" in model.model_fields or "input" in model.model_fields
+    return _CONVERSATIONS if has_one else ()
 
 
 @functools.cache

@@ -3,24 +3,28 @@
 import time
 import types
 import typing
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+import server.app
 import server.routes.adapters
-from server.app import create_app
+from jaxllm.text.tokenizer import load_tokenizer
 from server.body import parse_body
 from server.errors import ApiError, without_leaks
 from server.openapi import bodies
+from server.prompts import PROBE_CHARACTERS, cut_text
 from server.protocol.chat import ChatCompletionRequest
 from server.protocol.common import RequestModel
 from server.protocol.completions import CompletionRequest
 from server.protocol.responses import ResponsesRequest
 from server.protocol.sizes import BodyLimits, max_lengths
 from server.routes.chat_batch import BatchChatCompletionRequest
+from server.work import finish
 
-assert create_app and server.routes.adapters  # every body is known once these are imported
+MODULES = (server.app, server.routes.adapters)  # every body is known once these are imported
 
 ELSEWHERE = {
     "by the context, after rendering and tokenizing in turns": "documents input instructions messages prompt system",
@@ -102,6 +106,16 @@ def test_what_may_be_served_is_not_refused() -> None:
     assert parse_body(msgspec.json.encode(commas), CompletionRequest, limits=BodyLimits(100, 100)).prompt == commas["prompt"]
     many = {"messages": [HI] * 500, "allowed_token_ids": list(range(100)), "metadata": {"a": "b"}}
     assert len(parse_body(msgspec.json.encode(many), ChatCompletionRequest, limits=BodyLimits(500, 100)).messages) == 500
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_of_a_very_long_text_keeps_the_tokens_of_the_whole(side: str, served_directory: Path) -> None:
+    tokenizer, text = load_tokenizer(served_directory), " ".join(map(str, range(60_000)))
+    part = finish(cut_text(tokenizer, text, 500, side, 500))
+    assert len(part) < PROBE_CHARACTERS < len(text)
+    ids, whole = (tokenizer.encode(each, add_special_tokens=False) for each in (part, text))
+    kept = slice(500) if side == "right" else slice(-500, None)
+    assert ids[kept] == whole[kept]
 
 
 def test_a_long_text_of_a_client_in_an_error_costs_little() -> None:
