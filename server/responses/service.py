@@ -217,7 +217,10 @@ class ResponsesService:
         background = BackgroundRun(run)
         run.response["status"] = "queued"
         self._background[run.response["id"]] = background
+        counted = contextlib.ExitStack()
+        counted.enter_context(self._context.clients.counted(placement().client, limited=False))  # its HTTP request was limited
         background.task = asyncio.create_task(self._run_in_background(background))
+        background.task.add_done_callback(lambda _: counted.close())
         background.task.add_done_callback(lambda task: self._end(background, task))
         return background
 
@@ -237,11 +240,6 @@ class ResponsesService:
     async def _run_in_background(self, background: BackgroundRun) -> None:
         run = background.run
         run.response["status"] = "in_progress"
-        with self._context.clients.counted(placement().client, limited=False):  # its HTTP request was limited
-            await self._run(background)
-
-    async def _run(self, background: BackgroundRun) -> None:
-        run = background.run
         async with contextlib.aclosing(self.stream(run)) as updates:
             async for events in updates:
                 if run.request.stream:

@@ -1,201 +1,171 @@
-"""Clients are told apart: how many requests each may have at once, who is served in turn, and who does not read."""
+"""The clients of OpenAI and Anthropic, unchanged, against a real server."""
 
-import asyncio
 import json
-import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvicorn
+from pydantic import BaseModel
 
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.config import SERVED_QUEUED_REQS, EngineConfig
-from server.app import create_app
-from server.clients import Clients
-from server.connection import uvicorn_config
-from server.listening import address_of, listen
-from server.served_config import served_config
-from server.unread import UNSENT_BYTES, SendWatch
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.server.client import Client
-from tests.server.conftest import options
+from tests.helpers.fake_front import fake_core
+from tests.helpers.live_server import LiveServer
+from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
+from tests.server.canned import SAID, WEATHER
 
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/chat/completions": CHAT,
-    "/v1/responses": {"input": "hi"},
-    "/v1/messages": {**CHAT, "max_tokens": 5},
-    "/api/chat": {**CHAT, "model": "m"},
-    "/inference/v1/generate": {"token_ids": [1], "sampling_params": {}},
-    "/tokenize": {"prompt": "hi"},
-}
+openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
+
+KEY = "secret"
+TOOLS = [{"type": "function", "name": name, "parameters": WEATHER} for name in ("weather", "time")]
+ANTHROPIC_TOOLS: Any = [{"name": name, "input_schema": WEATHER} for name in ("weather", "time")]
 
 
-class Wire(Client):
-    """A client whose requests come from any address."""
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> FakeEngineCore:
+    """Answers with reasoning, text and a call if the prompt has tools, else with a JSON object."""
+    directory = write_tokenizer(tmp_path_factory.mktemp("speaker"), chat_template="{{ tools or '' }}" + CHAT_TEMPLATE)
 
-    async def answer(self, path: str, key: str | None = None, host: str = "10.0.0.1", **body: Any) -> tuple[int, Any, Any]:
-        """Status, headers and body of the answer to a POST."""
-        raw = json.dumps(body or BODIES[path]).encode()
-        headers = [(b"host", b"test"), (b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
-        headers += [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
-        scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "root_path": ""}
-        messages: list[Any] = [{"type": "http.request", "body": raw, "more_body": False}]
-        sent: list[Any] = []
+    def say(request: Any) -> list[int]:
+        text = SAID if "weather" in tokenizer.decode(request.prompt_token_ids) else '</think>{"city": "Köln", "degrees": 20}'
+        return [*tokenizer.encode(text, add_special_tokens=False), request.eos_token_ids[0]]
 
-        async def receive() -> Any:
-            return messages.pop() if messages else await asyncio.Event().wait()
+    core = fake_core(directory, say, max_model_len=2000)
+    from jaxllm.text.tokenizer import load_tokenizer
 
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        await self.app({**scope, "query_string": b"", "headers": headers, "client": (host, 5)}, receive, send)
-        found = b"".join(message.get("body", b"") for message in sent)
-        return sent[0]["status"], dict(sent[0]["headers"]), json.loads(found)
+    tokenizer = load_tokenizer(directory)
+    return core
 
 
-@pytest.fixture
-def wire(engine: AsyncLLM) -> Iterator[Wire]:
-    chosen = options(api_key=["a", "b"], admin_api_key="root", max_concurrent_requests_per_key=2, enable_scale_out=True)
-    with Wire(create_app(engine, chosen)) as wire:
-        yield wire
+@pytest.fixture(scope="module")
+def server(speaker: FakeEngineCore) -> Iterator[LiveServer]:
+    with (
+        AsyncLLM(core=speaker) as engine,
+        LiveServer.start(
+            engine, served_model_name=["m"], api_key=[KEY], tool_call_parser="hermes", reasoning_parser="deepseek_r1"
+        ) as server,
+    ):
+        yield server
 
 
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0)
+@pytest.fixture(scope="module")
+def of_openai(server: LiveServer) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"http://{server.host}:{server.port}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
 
 
-def test_a_key_has_its_number_of_requests_over_all_routes(wire: Wire, core: FakeEngineCore, gate: threading.Semaphore) -> None:
-    counts = wire.app.state.context.clients._num_running
-
-    async def run() -> None:
-        long = {"prompt": "hi", "max_tokens": 3}
-        running = [asyncio.ensure_future(wire.answer("/v1/completions", "a", **long)) for _ in range(2)]
-        await until(lambda: sum(counts.values()) == 2)
-        for path in BODIES:
-            status, headers, body = await wire.answer(path, "a")
-            assert (status, headers[b"retry-after"]) == (429, b"1"), path
-            assert "--max-concurrent-requests-per-key" in json.dumps(body)
-        assert body["error"]["code"] == "rate_limit_exceeded" and body["error"]["type"] == "rate_limit_error"
-        assert (await wire.answer("/v1/responses/resp_x/cancel", "a", x=1))[0] == 404, "what ends requests is not counted"
-        running.append(asyncio.ensure_future(wire.answer("/v1/completions", "b", **long)))
-        await until(lambda: len(counts) == 2)
-        gate.release(100)
-        assert [answer[0] for answer in await asyncio.gather(*running)] == [200] * 3
-        labels = sorted(request.client for request in core.requests[-3:])
-        assert len(set(labels)) == 2 and not {"", "a", "b"} & set(labels)
-        assert not counts and (await wire.answer("/v1/completions", "a", **long))[0] == 200
-
-    wire.run(run())
-    assert f"jaxllm:rate_limited_requests_total {float(len(BODIES))}" in wire.get("/metrics").text
+@pytest.fixture(scope="module")
+def of_anthropic(server: LiveServer) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=f"http://{server.host}:{server.port}", api_key=KEY, max_retries=0) as client:
+        yield client
 
 
-@pytest.mark.parametrize(
-    ("host", "label"),
-    [
-        ("10.0.0.1", "10.0.0.1"),
-        ("::ffff:10.0.0.1", "10.0.0.1"),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        (None, ""),
-    ],
-)
-def test_without_keys_clients_are_addresses(host: str | None, label: str) -> None:
-    assert Clients(options()).label_of(b"any", host) == label
+class Weather(BaseModel):
+    """The output of the speaker."""
+
+    city: str
+    degrees: int
 
 
-def test_a_label_does_not_show_its_key() -> None:
-    clients = Clients(options(api_key=["secret"]))
-    assert clients.label_of(b"secret", "10.0.0.1") == clients.label_of(b"secret", "10.0.0.2") != clients.label_of(b"x", None)
-    assert "secret" not in clients.label_of(b"secret", None)
+def test_openai_creates_retrieves_and_chains(of_openai: Any) -> None:
+    first = of_openai.responses.create(model="m", input="hi", instructions="be kind", metadata={"a": "b"})
+    assert (first.status, json.loads(first.output_text)["city"]) == ("completed", "Köln")
+    assert first.usage.total_tokens == first.usage.input_tokens + first.usage.output_tokens
+    assert of_openai.responses.retrieve(first.id).output_text == first.output_text
+    second = of_openai.responses.create(model="m", input="again", previous_response_id=first.id)
+    assert second.usage.input_tokens > first.usage.input_tokens
+    of_openai.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        of_openai.responses.retrieve(first.id)
 
 
-def test_without_the_option_nothing_is_refused_or_counted() -> None:
-    clients = Clients(options())
-    for _ in range(1000):
-        clients.enter({"type": "http", "method": "POST", "path": "/v1/completions", "client": ("10.0.0.1", 1)}, None)
-    assert not clients._num_running
+def test_openai_streams_every_event(of_openai: Any) -> None:
+    with of_openai.responses.stream(model="m", input="hi", tools=TOOLS) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    assert {"response.reasoning_text.delta", "response.output_text.delta", "response.function_call_arguments.delta"} <= set(
+        kinds
+    )
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert final.output_text == "Let me see."
+    assert json.loads(final.output[2].arguments) == {"city": "Köln"}
 
 
-@pytest.mark.parametrize(
-    ("given", "policy"),
-    [
-        ({}, "fair"),
-        ({"api_key": ["a"]}, "fcfs"),
-        ({"api_key": ["a", "b"]}, "fair"),
-        ({"api_key": ["a", "a"]}, "fcfs"),
-        ({"uds": "/tmp/x"}, "fcfs"),
-    ],
-)
-def test_a_server_serves_in_turn_whom_it_can_tell_apart(given: dict[str, Any], policy: str) -> None:
-    found = served_config(EngineConfig(), options(**given)).scheduler
-    assert found.scheduling_policy == policy and found.max_num_queued_reqs == SERVED_QUEUED_REQS
-    asked = EngineConfig.from_options(scheduling_policy="priority", max_num_queued_reqs=-1, max_num_queued_tokens=7)
-    assert served_config(asked, options(**given)) == asked
+def test_openai_sends_the_results_of_calls_back(of_openai: Any) -> None:
+    first = of_openai.responses.create(model="m", input="hi", tools=TOOLS)
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "20"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    assert len(results) == 2
+    second = of_openai.responses.create(model="m", input=results, previous_response_id=first.id, tools=TOOLS)
+    assert second.status == "completed"
+    turns = [{"role": "user", "content": "hi"}, *[item.model_dump() for item in first.output], *results]
+    assert of_openai.responses.create(model="m", input=turns, tools=TOOLS, store=False).status == "completed"
 
 
-class Endless:
-    """An application that writes until its client leaves."""
-
-    def __init__(self) -> None:
-        self.num_bytes: dict[int, int] = {}
-        """By the client's port."""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        port = scope["client"][1]
-
-        async def left() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        gone = asyncio.ensure_future(left())
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        while not gone.done():
-            await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
-            self.num_bytes[port] = self.num_bytes.get(port, 0) + 1000
-            await asyncio.sleep(0)
-        self.num_bytes.pop(port)
+def test_openai_parses_what_the_schema_says(of_openai: Any) -> None:
+    assert of_openai.responses.parse(model="m", input="hi", text_format=Weather).output_parsed == Weather(
+        city="Köln", degrees=20
+    )
+    with of_openai.responses.stream(model="m", input="hi", text_format=Weather) as stream:
+        assert stream.get_final_response().output_parsed == Weather(city="Köln", degrees=20)
 
 
-def test_a_client_that_reads_nothing_is_cut_off_and_one_that_reads_little_is_not() -> None:
-    app = Endless()
-    chosen = options(unread_stream_timeout=0.2, port=0)
-    num_ended = SendWatch.num_ended
-
-    async def run() -> None:
-        server = uvicorn.Server(uvicorn_config(app, chosen, lifespan="off"))
-        [listening] = listen(chosen.network)
-        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-        await until(lambda: server.started)
-        silent, slow = socket.create_connection(address_of(listening)), socket.create_connection(address_of(listening))
-        for each in (silent, slow):
-            each.setblocking(False)
-            each.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        await until(lambda: len(app.num_bytes) == 2)
-        loop = asyncio.get_running_loop()
-        cut_off, end = loop.time() + 10, loop.time() + 0.5
-        ports = [each.getsockname()[1] for each in (silent, slow)]
-        most = 0
-        while loop.time() < cut_off and (ports[0] in app.num_bytes or loop.time() < end):
-            slow.recv(100_000)
-            most = max(most, app.num_bytes.get(ports[0], 0))
-            await asyncio.sleep(0.05)
-        assert list(app.num_bytes) == ports[1:], "the wrong client was cut off, or none"
-        assert most < 2_000_000 and SendWatch.num_ended == num_ended + 1
-        for each in (silent, slow):
-            each.close()
-        server.should_exit = True
-        await serving
-
-    asyncio.run(asyncio.wait_for(run(), 30))
+def test_openai_runs_in_the_background(of_openai: Any) -> None:
+    made = of_openai.responses.create(model="m", input="hi", background=True)
+    while made.status in ("queued", "in_progress"):
+        made = of_openai.responses.retrieve(made.id)
+    assert made.status == "completed"
+    assert of_openai.responses.cancel(made.id).status == "completed"
+    events = list(of_openai.responses.create(model="m", input="hi", background=True, stream=True))
+    rest = list(of_openai.responses.retrieve(events[0].response.id, stream=True, starting_after=2))
+    assert [event.sequence_number for event in rest] == [event.sequence_number for event in events[3:]]
 
 
-def test_the_kernel_takes_little_of_an_answer_beyond_what_fits_the_client() -> None:
-    [listening] = listen(options(port=0).network)
-    with listening, socket.create_connection(address_of(listening)) as _, listening.accept()[0] as accepted:
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == UNSENT_BYTES
+def test_openai_reports_errors_as_its_classes(of_openai: Any, server: LiveServer) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        of_openai.responses.create(model="m", input="hi", temperature=-3)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        of_openai.responses.create(model="other", input="hi")
+    with pytest.raises(openai.AuthenticationError):
+        of_openai.with_options(api_key="wrong").responses.create(model="m", input="hi")
+
+
+def test_anthropic_creates_and_counts(of_anthropic: Any) -> None:
+    asked: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "system": "be kind"}
+    message = of_anthropic.messages.create(max_tokens=100, **asked)
+    assert (message.stop_reason, json.loads(message.content[0].text)["degrees"]) == ("end_turn", 20)
+    assert of_anthropic.messages.count_tokens(**asked).input_tokens == message.usage.input_tokens
+
+
+def test_anthropic_streams_thoughts_words_and_calls(of_anthropic: Any) -> None:
+    asked: Any = {"model": "m", "max_tokens": 1500, "tools": ANTHROPIC_TOOLS, "messages": [{"role": "user", "content": "hi"}]}
+    with of_anthropic.messages.stream(**asked) as stream:
+        kinds = {event.type for event in stream}
+        message = stream.get_final_message()
+    assert {"thinking", "text", "input_json", "message_stop"} <= kinds
+    thought, text, weather, time = message.content
+    assert (thought.thinking, text.text) == ("I must look it up.", "Let me see.")
+    assert (weather.name, weather.input, time.input) == ("weather", {"city": "Köln"}, {})
+    assert (message.stop_reason, message.usage.output_tokens > 0) == ("tool_use", True)
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "20"} for call in (weather, time)]
+    turns = [*asked["messages"], {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+    assert of_anthropic.messages.create(**{**asked, "messages": turns}).stop_reason == "tool_use"
+
+
+def test_anthropic_reports_errors_as_its_classes(of_anthropic: Any) -> None:
+    asked: Any = {"max_tokens": 10, "messages": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        of_anthropic.messages.create(model="m", **{**asked, "max_tokens": 0})
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.NotFoundError):
+        of_anthropic.messages.create(model="other", **asked)
+    with pytest.raises(anthropic.AuthenticationError) as refused:
+        of_anthropic.with_options(api_key="wrong").messages.create(model="m", **asked)
+    assert refused.value.body == {"type": "error", "error": refused.value.body["error"]}
+    assert refused.value.body["error"]["type"] == "authentication_error"
