@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None, *, target: Target | None = None
         "--patience", type=float, default=1.0, metavar="FACTOR", help="on all limits of time, for a busy machine (default: 1)"
     )
     parser.add_argument("--cost", nargs=2, type=Path, metavar="TREE", help="compare the API server's CPU time of two checkouts")
-    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="of --cost, each on both (default: 8)")
+    parser.add_argument("--rounds", type=int, default=100, metavar="N", help="of --cost, each on both (default: 100)")
     found = parser.parse_args(arguments)
     if found.cost:
         return compare_cost(found.cost[0].resolve(), found.cost[1].resolve(), found.rounds)

@@ -228,6 +228,12 @@ def deep_config(target: Target, seen: Seen) -> None:
         _judge_commands(target, seen, write_model(folder / "model", b'{"a":' + b"[" * 10_000_000 + b"]" * 10_000_000 + b"}"))
 
 
+@attack(12, "low", "a config.json four million deep, of 8 MB")
+def less_deep_config(target: Target, seen: Seen) -> None:
+    with directory() as folder:
+        _judge_commands(target, seen, write_model(folder / "model", b'{"a":' + b"[" * 4_000_000 + b"]" * 4_000_000 + b"}"))
+
+
 @attack(12, "low", "a GGUF file with a token of 300 KB")
 def long_token(target: Target, seen: Seen) -> None:
     texts = [b"<unk>", b"<s>", b"</s>", *(f"<0x{number:02X}>".encode() for number in range(256)), b"a", b"b" * 300_000]
