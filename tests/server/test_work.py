@@ -129,7 +129,11 @@ def test_a_client_that_leaves_ends_the_work_on_its_large_request(engine: Any, mo
 
     async def leave() -> None:
         body = b'{"prompt": "%b"}' % (b"a " * 2_000_000)
-        headers = [(b"host", b"x"), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [
+            (b"host", b"localhost"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
         scope |= {"client": ("1.2.3.4", 1), "http_version": "1.1", "scheme": "http", "root_path": "", "raw_path": b"/"}
         messages = [{"type": "http.request", "body": body, "more_body": False}]
