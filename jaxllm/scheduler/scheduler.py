@@ -25,6 +25,7 @@ from jaxllm.scheduler.cache_news import NewsCollector, keys_of
 from jaxllm.scheduler.deadlines import Deadlines, describe_expiry
 from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.scheduler.errors import PlanError, UpdateError
+from jaxllm.scheduler.fair_queue import FairQueue
 from jaxllm.scheduler.integrity import check_integrity
 from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
 from jaxllm.scheduler.limits import check_options, check_room, check_servable
@@ -348,6 +349,7 @@ class Scheduler:
         if index is not None:
             victim = self.running.pop(index)
             self._vacate(victim)
+            assert isinstance(self.waiting, FairQueue)
             self.waiting.give_way(victim)
 
     def _preempt(self, request: Request) -> None:

@@ -48,10 +48,6 @@ class WaitingQueue:
         self.add(request)
         self._requests.move_to_end(request.request_id, last=False)
 
-    def give_way(self, request: Request) -> None:
-        """Return a request that had been popped, behind the next one."""
-        raise NotImplementedError
-
     def remove(self, request: Request) -> None:
         """Remove a request from any place in the queue."""
         del self._requests[request.request_id]
