@@ -15,7 +15,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from jaxllm.errors import ModelLoadError
+from jaxllm.errors import ModelLoadError, shortened
 from jaxllm.files import open_regular, read_bounded
 
 DTYPES: dict[str, np.dtype] = {
@@ -103,7 +103,9 @@ class Checkpoint(ABC):
         missing = [name for name in names if not os.path.isfile(directory / name)]  # also of a name that is too long
         if missing:
             listed = ", ".join(name[:MAX_NAME] for name in missing[:_SHOWN]) + (", …" if len(missing) > _SHOWN else "")
-            raise ModelLoadError(f"{directory} lacks {len(missing)} of the {len(names)} files in {cls.INDEX}: {listed}")
+            raise ModelLoadError(
+                f"{directory} lacks {len(missing)} of the {len(names)} files in {cls.INDEX}: {shortened(listed, 400)}"
+            )
         return [directory / name for name in names]
 
     @abstractmethod
