@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from jaxllm.errors import JaxLLMError
+from jaxllm.errors import JaxLLMError, shortened
 
 
 @contextmanager
 def failures_as(error: Callable[[str], JaxLLMError]) -> Iterator[None]:
-    """Raise the error that is made of a failure's message in its place."""
+    """Raise the error that is made of a failure's message, shortened, in its place."""
     try:
         yield
     except BaseException as failure:
         if type(failure) is not Exception and type(failure).__name__ != "PanicException":
             raise
-        raise error(str(failure)) from None
+        raise error(shortened(str(failure))) from None

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders
 
-from jaxllm.errors import InvalidRequestError, ModelLoadError, shortened
+from jaxllm.errors import InvalidRequestError, ModelLoadError
 from jaxllm.gguf_files.unpack import NO_TOKENIZER
 from jaxllm.rust_failures import failures_as
 from jaxllm.text.tokenizer_files import NAMED_SPECIAL_TOKENS, chat_templates, read_backend, read_tokenizer_config
@@ -238,7 +238,7 @@ def _encoded(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool)
 
 def _refused(reason: str) -> InvalidRequestError:
     # Most often "retry-limit-in-match over": a regular expression of the tokenizer has too many ways to match the text.
-    return InvalidRequestError(f"the tokenizer cannot split this text: {shortened(reason)}; give another text", "prompt")
+    return InvalidRequestError(f"the tokenizer cannot split this text: {reason}; give another text", "prompt")
 
 
 class SlowTokenizer(Tokenizer):
