@@ -51,6 +51,11 @@ class SamplingField:
     range: Range | None
     in_requests: InRequests | None
 
+    @functools.cached_property
+    def plain_default(self) -> Any:
+        """The default, if it needs no check and no conversion; else what no value is."""
+        return self.default if type(self.default) is self.type else object()
+
 
 def read_fields(kind: type) -> dict[str, SamplingField]:
     """The fields of a dataclass by name."""
@@ -70,7 +75,7 @@ def check_plain(params: Any, fields: Mapping[str, SamplingField]) -> None:
     """Check switches and the numbers that have a range, and make the numbers Python's. Raises InvalidRequestError."""
     for name, described in fields.items():
         value = getattr(params, name)
-        if value is None and described.takes_none:
+        if value is described.plain_default or (value is None and described.takes_none):
             continue
         if (limits := described.range) is not None:
             number = (

@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import re
 import time
-import uuid
 from collections.abc import Collection, Iterable
 
 from starlette.middleware.cors import CORSMiddleware
@@ -20,6 +19,7 @@ from server.browser_access import BrowserAccess
 from server.context import ServerContext
 from server.error_shapes import shaped
 from server.errors import ApiError, as_api_error
+from server.ids import Ids
 from server.logs import AccessLog
 from server.request_bodies import BodyReader
 
@@ -53,6 +53,7 @@ class Guard:
         self._keys = key_digests(options.access.api_key or ())
         self._admin_keys = key_digests([options.access.admin_api_key] if options.access.admin_api_key else ())
         self._log = AccessLog(options.logging)
+        self._ids = Ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -123,7 +124,7 @@ class Guard:
 
     def _request_id(self, scope: Scope) -> str:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if _REQUEST_ID.fullmatch(given) else self._ids.take()
         scope.setdefault("state", {})["request_id"] = request_id
         return request_id
 
