@@ -27,12 +27,13 @@ from scripts.attacking.groups import ATTACKS
 from scripts.attacking.target import Target
 from scripts.rehearsing.server import ROOT
 
-COLUMNS = ("row", "severity", "attack", "seen", "bar", "held")
+SEVERITIES = ("high", "medium", "low to medium", "low", "information")
+COLUMNS = ("group", "severity", "attack", "seen", "bar", "held")
 
 
 def in_order() -> list[Attack]:
-    """All attacks by the row of the table, then those that were always withstood."""
-    return sorted(ATTACKS.values(), key=lambda each: int(each.row) if each.row != "held" else 99)
+    """All attacks, those that would mean most first."""
+    return sorted(ATTACKS.values(), key=lambda each: (SEVERITIES.index(each.severity), each.group))
 
 
 def carry_out(attacks: Sequence[Attack], target: Target, tell: Callable[[Attack, Seen], None]) -> bool:
@@ -52,7 +53,7 @@ def carry_out(attacks: Sequence[Attack], target: Target, tell: Callable[[Attack,
 def table_row(attack: Attack, seen: Seen) -> str:
     """A row of a Markdown table."""
     cells = (
-        attack.row,
+        attack.group,
         attack.severity,
         f"{attack.name}: {attack.title}",
         seen.told(),
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None, *, target: Target | None = None
     """Attack, and print a table. Returns 1 if anything did not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="name all attacks, make none")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these attacks, or all of a row by its number")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these attacks, or all of a group")
     parser.add_argument("--quick", action="store_true", help="those that need nothing but HTTP, and a few seconds")
     parser.add_argument("--json", metavar="FILE", help="write what was seen")
     parser.add_argument(
@@ -82,15 +83,15 @@ def main(arguments: Sequence[str] | None = None, *, target: Target | None = None
         return compare_cost(found.cost[0].resolve(), found.cost[1].resolve(), found.rounds)
     chosen = in_order()
     if found.only:
-        known = {*ATTACKS, *(attack.row for attack in chosen)}
+        known = {*ATTACKS, *(attack.group for attack in chosen)}
         if unknown := [name for name in found.only if name not in known]:
             parser.error(f"unknown: {', '.join(unknown)}; --list names all")
-        chosen = [attack for attack in chosen if attack.name in found.only or attack.row in found.only]
+        chosen = [attack for attack in chosen if attack.name in found.only or attack.group in found.only]
     if found.quick:
         chosen = [attack for attack in chosen if attack.is_quick]
     if found.list:
         for attack in chosen:
-            print(f"{attack.row:>5}  {attack.name:<26}{attack.title}{' (quick)' if attack.is_quick else ''}")
+            print(f"{attack.group:<12}{attack.name:<26}{attack.title}{' (quick)' if attack.is_quick else ''}")
         return 0
     Patience.factor = found.patience
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None, *, target: Target | None = None
         nonlocal began
         seconds, began = time.monotonic() - began, time.monotonic()
         print(table_row(attack, seen), flush=True)
-        about = {"row": attack.row, "name": attack.name, "title": attack.title, "severity": attack.severity}
+        about = {"group": attack.group, "name": attack.name, "title": attack.title, "severity": attack.severity}
         results.append(
             {**about, "held": seen.held, "checks": [asdict(check) for check in seen.checks], "seconds": round(seconds, 1)}
         )

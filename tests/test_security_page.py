@@ -9,6 +9,7 @@ import pytest
 
 from jaxllm.config import flags
 from scripts.attacking.groups import ATTACKS
+from scripts.rehearse_attacks import SEVERITIES
 from server.options import server_flags
 
 PAGE = (Path(__file__).parent.parent / "docs" / "SECURITY.md").read_text(encoding="utf-8")
@@ -51,5 +52,11 @@ def test_the_page_names_only_options_that_exist() -> None:
     assert set(re.findall(r"`?(--[a-z][a-z-]+)", PAGE)) - own <= FLAGS.keys() | negated
 
 
-def test_every_finding_has_an_attack() -> None:
-    assert {attack.row for attack in ATTACKS.values()} >= {str(row) for row in range(1, 14)}
+def test_every_group_of_attacks_is_carried_out() -> None:
+    files = {
+        file.stem
+        for file in (Path(__file__).parents[1] / "scripts" / "attacking").glob("*.py")
+        if "@attack(" in file.read_text("utf-8")
+    }
+    assert {attack.group for attack in ATTACKS.values()} == files
+    assert {attack.severity for attack in ATTACKS.values()} <= set(SEVERITIES)

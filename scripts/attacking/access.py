@@ -36,7 +36,7 @@ def _reveals(answer: wire.Answer) -> bool:
     )
 
 
-@attack(None, "high", "paths mutated in every way, without a key", quick=True)
+@attack("high", "paths mutated in every way, without a key", quick=True)
 def mutated_paths(target: Target, seen: Seen) -> None:
     server = target.server(*KEYED)
     through, count = [], 0
@@ -50,7 +50,7 @@ def mutated_paths(target: Target, seen: Seen) -> None:
     seen.none_of("got through", through, count)
 
 
-@attack(None, "high", "wrong keys in every form", quick=True)
+@attack("high", "wrong keys in every form", quick=True)
 def wrong_keys(target: Target, seen: Seen) -> None:
     server = target.server(*KEYED)
     paths = ("/v1/models", "/server_info", wire.COMPLETIONS)
@@ -67,7 +67,7 @@ def wrong_keys(target: Target, seen: Seen) -> None:
     seen.equal("a client's key", wire.get(server, "/v1/models", wire.bearer("two")).status, 200)
 
 
-@attack(13, "information", "/metrics without a key tells more than the documentation says", quick=True)
+@attack("information", "/metrics without a key tells more than the documentation says", quick=True)
 def metrics_names(target: Target, seen: Seen) -> None:
     server = target.server(*KEYED)
     wire.post(server, wire.COMPLETIONS, wire.PLAIN, wire.bearer("one"))

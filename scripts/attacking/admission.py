@@ -46,63 +46,63 @@ def _judge(target: Target, seen: Seen, path: str, body: bytes) -> None:
     other.judge(seen, 2.0)
 
 
-@attack(9, "low to medium", "30,000 messages")
+@attack("low to medium", "30,000 messages")
 def many_messages(target: Target, seen: Seen) -> None:
     _judge(target, seen, wire.CHAT, _chat(messages=[_USER] * 30_000))
 
 
-@attack(9, "low to medium", "one message of 30,000 parts")
+@attack("low to medium", "one message of 30,000 parts")
 def many_parts(target: Target, seen: Seen) -> None:
     _judge(target, seen, wire.CHAT, _chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 30_000}]))
 
 
-@attack(9, "low to medium", "31 MB of spaces as a prompt")
+@attack("low to medium", "31 MB of spaces as a prompt")
 def spaces(target: Target, seen: Seen) -> None:
     _judge(target, seen, wire.COMPLETIONS, _completion(prompt=" " * 31_000_000))
 
 
-@attack(9, "low to medium", "30,000 items of a response")
+@attack("low to medium", "30,000 items of a response")
 def many_items(target: Target, seen: Seen) -> None:
     _judge(target, seen, "/v1/responses", json.dumps({"input": [_USER] * 30_000, "max_output_tokens": 16}).encode())
 
 
-@attack(9, "low to medium", "31 MB of spaces as a message")
+@attack("low to medium", "31 MB of spaces as a message")
 def spaces_in_chat(target: Target, seen: Seen) -> None:
     _judge(target, seen, wire.CHAT, _chat(messages=[{"role": "user", "content": " " * 31_000_000}]))
 
 
-@attack(9, "low to medium", "31 MB of spaces between two fields")
+@attack("low to medium", "31 MB of spaces between two fields")
 def spaces_in_json(target: Target, seen: Seen) -> None:
     _judge(target, seen, wire.COMPLETIONS, _spaces(31_000_000))
 
 
-@attack(9, "low to medium", "500,000 allowed_token_ids")
+@attack("low to medium", "500,000 allowed_token_ids")
 def many_allowed_ids(target: Target, seen: Seen) -> None:
     _judge(target, seen, wire.COMPLETIONS, _completion(allowed_token_ids=[5] * 500_000))
 
 
-@attack(9, "low to medium", "a million prompt token ids")
+@attack("low to medium", "a million prompt token ids")
 def many_prompt_ids(target: Target, seen: Seen) -> None:
     _judge(target, seen, wire.COMPLETIONS, _completion(prompt=[5] * 1_000_000))
 
 
-@attack(9, "low to medium", "1,024 prompts of 20 KB")
+@attack("low to medium", "1,024 prompts of 20 KB")
 def many_prompts(target: Target, seen: Seen) -> None:
     _judge(target, seen, wire.COMPLETIONS, _completion(prompt=["word " * 4000] * 1024))
 
 
-@attack(9, "low to medium", "tools with a schema of 60,000 properties")
+@attack("low to medium", "tools with a schema of 60,000 properties")
 def many_properties(target: Target, seen: Seen) -> None:
     schema = {"type": "object", "properties": {str(number): {} for number in range(60_000)}}
     _judge(target, seen, wire.CHAT, _chat(tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}]))
 
 
-@attack(9, "low to medium", "a JSON body nested a million deep")
+@attack("low to medium", "a JSON body nested a million deep")
 def deep_body(target: Target, seen: Seen) -> None:
     _judge(target, seen, wire.COMPLETIONS, b'{"prompt": ' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}")
 
 
-@attack(9, "low to medium", "31 MB of spaces as a prompt of which ten tokens are kept")
+@attack("low to medium", "31 MB of spaces as a prompt of which ten tokens are kept")
 def truncated_spaces(target: Target, seen: Seen) -> None:
     _judge(target, seen, wire.COMPLETIONS, _completion(prompt=" " * 31_000_000, truncate_prompt_tokens=10))
 
@@ -144,21 +144,21 @@ def _until_quiet(pids: list[int], seconds: float = 60.0) -> None:
             return
 
 
-@attack(7, "medium", "128 bad words of 100 KB, from two clients that leave after a second")
+@attack("medium", "128 bad words of 100 KB, from two clients that leave after a second")
 def bad_words(target: Target, seen: Seen) -> None:
     _leaving(target, seen, wire.COMPLETIONS, _completion(bad_words=["ab " * 33_000] * 128))
 
 
-@attack(7, "medium", "64 stop strings of 100 KB, from two clients that leave after a second")
+@attack("medium", "64 stop strings of 100 KB, from two clients that leave after a second")
 def stop_strings(target: Target, seen: Seen) -> None:
     _leaving(target, seen, wire.COMPLETIONS, _completion(stop=["ab " * 33_000] * 64))
 
 
-@attack(7, "medium", "a prompt of 15 MB, from four clients that leave after a second")
+@attack("medium", "a prompt of 15 MB, from four clients that leave after a second")
 def left_prompts(target: Target, seen: Seen) -> None:
     _leaving(target, seen, wire.COMPLETIONS, _completion(prompt="word " * 3_000_000), count=4)
 
 
-@attack(7, "medium", "/tokenize of 15 MB, from four clients that leave after a second")
+@attack("medium", "/tokenize of 15 MB, from four clients that leave after a second")
 def left_tokenize(target: Target, seen: Seen) -> None:
     _leaving(target, seen, "/tokenize", json.dumps({"prompt": "word " * 3_000_000}).encode(), count=4)

@@ -79,22 +79,23 @@ class Attack:
     """An attack on a server, or on a command that reads files."""
 
     name: str
-    row: str
-    """Of the table of findings, or "held" for what never failed."""
+    group: str
+    """The file that has it."""
     severity: str
+    """What it would mean if the server did not hold: high, medium, low or information."""
     title: str
     run: Run
     is_quick: bool
     """Whether it needs nothing but HTTP, and a few seconds."""
 
 
-def attack(row: int | None, severity: str, title: str, *, quick: bool = False) -> Callable[[Run], Run]:
+def attack(severity: str, title: str, *, quick: bool = False) -> Callable[[Run], Run]:
     """Register a function, under its name, as an attack."""
 
     def register(run: Run) -> Run:
         name = run.__name__.replace("_", "-")
         assert name not in ATTACKS, f"there are two attacks {name}"
-        ATTACKS[name] = Attack(name, "held" if row is None else str(row), severity, title, run, quick)
+        ATTACKS[name] = Attack(name, run.__module__.rpartition(".")[2], severity, title, run, quick)
         return run
 
     return register

@@ -90,17 +90,17 @@ def _drip(stream: socket.socket, done: threading.Event) -> None:
             stream.sendall(b"\0")
 
 
-@attack(10, "low", "a silent peer that announced 60 MB at the port of hosts that share each layer")
+@attack("low", "a silent peer that announced 60 MB at the port of hosts that share each layer")
 def silent_peer_of_layers(target: Target, seen: Seen) -> None:
     _silent_peer(target, seen, ("--tensor-parallel-size", "2"))
 
 
-@attack(10, "low", "a silent peer that announced 60 MB at the port of hosts with replicas")
+@attack("low", "a silent peer that announced 60 MB at the port of hosts with replicas")
 def silent_peer_of_replicas(target: Target, seen: Seen) -> None:
     _silent_peer(target, seen, ("--data-parallel-size", "2"))
 
 
-@attack(None, "medium", "garbage at the port of gRPC")
+@attack("medium", "garbage at the port of gRPC")
 def grpc_garbage(target: Target, seen: Seen) -> None:
     port = _free_port()
     server = target.server("--grpc-port", str(port), fresh=True)

@@ -45,23 +45,23 @@ def _is_open(stream: "wire.socket.socket") -> bool:
     return False
 
 
-@attack(None, "medium", "500 connections that say nothing")
+@attack("medium", "500 connections that say nothing")
 def idle_connections(target: Target, seen: Seen) -> None:
     _hold(target, seen, b"", b"", 8, all_closed=True)
 
 
-@attack(None, "medium", "500 connections that send a header a second")
+@attack("medium", "500 connections that send a header a second")
 def slow_headers(target: Target, seen: Seen) -> None:
     _hold(target, seen, b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"A: b\r\n", 8, all_closed=True)
 
 
-@attack(None, "medium", "500 connections that send a byte of a body each second")
+@attack("medium", "500 connections that send a byte of a body each second")
 def slow_bodies(target: Target, seen: Seen) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
     _hold(target, seen, head, b" ", 8, all_closed=True)
 
 
-@attack(9, "low to medium", "100 bodies of 30 MB of one key that come a byte a second; another key sends 200 KB")
+@attack("low to medium", "100 bodies of 30 MB of one key that come a byte a second; another key sends 200 KB")
 def slow_large_bodies(target: Target, seen: Seen) -> None:
     server = target.server("--api-key", "one", "--api-key", "two")
     head = wire.head_and_body(server, "POST", wire.COMPLETIONS, None, {**wire.bearer("one"), "content-length": "30000000"})
@@ -76,7 +76,7 @@ def slow_large_bodies(target: Target, seen: Seen) -> None:
     other.judge(seen, 2.0)
 
 
-@attack(None, "medium", "more connections than --max-connections")
+@attack("medium", "more connections than --max-connections")
 def too_many_connections(target: Target, seen: Seen) -> None:
     server = target.server("--max-connections", "50")
     with contextlib.ExitStack() as stack:

@@ -53,7 +53,7 @@ def load(server: Attacked, folder: Path, seconds: float = _LOAD_SECONDS) -> wire
     return wire.post(server, "/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)}, seconds=seconds)
 
 
-@attack(1, "high", "an adapter whose pickle nests tuples two million deep as a key")
+@attack("high", "an adapter whose pickle nests tuples two million deep as a key")
 def nested_adapter(target: Target, seen: Seen) -> None:
     server = target.server(*ADAPTERS)
     engine = server.pids("engine.process")
@@ -82,23 +82,23 @@ def _shape_bomb(target: Target, seen: Seen, size: str) -> None:
         seen.equal("/ready says 200 while others wait 10 s", other.worst > 10 and not probes.is_not_ready, False)
 
 
-@attack(2, "high", "a safetensors header with a shape of 50,000 dimensions (1 MB)")
+@attack("high", "a safetensors header with a shape of 50,000 dimensions (1 MB)")
 def shape_bomb(target: Target, seen: Seen) -> None:
     _shape_bomb(target, seen, "1 MB")
 
 
-@attack(2, "high", "a safetensors header with a shape of four million dimensions (80 MB)")
+@attack("high", "a safetensors header with a shape of four million dimensions (80 MB)")
 def large_shape_bomb(target: Target, seen: Seen) -> None:
     _shape_bomb(target, seen, "80 MB")
 
 
-@attack(6, "medium", "a memo index of 50 million in an adapter's pickle")
+@attack("medium", "a memo index of 50 million in an adapter's pickle")
 def memo_bomb(target: Target, seen: Seen) -> None:
     parts = [pickle.PROTO + b"\2", pickle.EMPTY_DICT, pickle.LONG_BINPUT + struct.pack("<I", 50_000_000), pickle.STOP]
     _memory_bomb(target, seen, [(part, 1) for part in parts])
 
 
-@attack(6, "medium", "strings of 1.5 GB, deflated, in an adapter's pickle")
+@attack("medium", "strings of 1.5 GB, deflated, in an adapter's pickle")
 def string_bomb(target: Target, seen: Seen) -> None:
     text = pickle.BINUNICODE + struct.pack("<I", 256 * MIB)
     texts = [part for _ in range(6) for part in ((text, 1), (b"a", 256 * MIB))]
@@ -152,7 +152,7 @@ def _odd_adapters(folder: Path) -> Iterator[Path]:
         yield path.parent
 
 
-@attack(2, "high", "adapters of pipes, endless and sparse files, and patterns that take for ever")
+@attack("high", "adapters of pipes, endless and sparse files, and patterns that take for ever")
 def odd_adapters(target: Target, seen: Seen) -> None:
     server = target.server(*ADAPTERS)
     [engine] = server.pids("engine.process")
@@ -216,25 +216,25 @@ def _judge_commands(target: Target, seen: Seen, model: Path, limit_seconds: floa
         seen.that("last line", json.dumps(told, ensure_ascii=False), "an error", "error" in told.lower())
 
 
-@attack(12, "low", "num_hidden_layers of 100 million")
+@attack("low", "num_hidden_layers of 100 million")
 def many_layers(target: Target, seen: Seen) -> None:
     with directory() as folder:
         _judge_commands(target, seen, write_model(folder / "model", llama_config(num_hidden_layers=100_000_000)))
 
 
-@attack(12, "low", "a config.json ten million deep")
+@attack("low", "a config.json ten million deep")
 def deep_config(target: Target, seen: Seen) -> None:
     with directory() as folder:
         _judge_commands(target, seen, write_model(folder / "model", b'{"a":' + b"[" * 10_000_000 + b"]" * 10_000_000 + b"}"))
 
 
-@attack(12, "low", "a config.json four million deep, of 8 MB")
+@attack("low", "a config.json four million deep, of 8 MB")
 def less_deep_config(target: Target, seen: Seen) -> None:
     with directory() as folder:
         _judge_commands(target, seen, write_model(folder / "model", b'{"a":' + b"[" * 4_000_000 + b"]" * 4_000_000 + b"}"))
 
 
-@attack(12, "low", "a GGUF file with a token of 300 KB")
+@attack("low", "a GGUF file with a token of 300 KB")
 def long_token(target: Target, seen: Seen) -> None:
     texts = [b"<unk>", b"<s>", b"</s>", *(f"<0x{number:02X}>".encode() for number in range(256)), b"a", b"b" * 300_000]
     with directory() as folder:
@@ -242,7 +242,7 @@ def long_token(target: Target, seen: Seen) -> None:
         _judge_commands(target, seen, folder / "model.gguf")
 
 
-@attack(None, "low", "random bytes in place of each file of an adapter")
+@attack("low", "random bytes in place of each file of an adapter")
 def random_adapters(target: Target, seen: Seen) -> None:
     server = target.server(*ADAPTERS)
     noise = bytes((zlib.crc32(number.to_bytes(4, "little")) & 255) for number in range(4096))

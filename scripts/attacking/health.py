@@ -13,7 +13,7 @@ from scripts.attacking.unread import Stream
 TOLD_WITHIN_SECONDS = 15.0
 
 
-@attack(2, "high", "an engine process that is stopped (SIGSTOP), with a request running")
+@attack("high", "an engine process that is stopped (SIGSTOP), with a request running")
 def stopped_engine(target: Target, seen: Seen) -> None:
     server = target.server()
     [engine] = server.pids("engine.process")

@@ -90,7 +90,7 @@ SOCKET_KINDS = (
 )  # fmt: skip
 
 
-@attack(None, "high", "bytes that are no request: smuggling, floods, other protocols", quick=True)
+@attack("high", "bytes that are no request: smuggling, floods, other protocols", quick=True)
 def hostile_bytes(target: Target, seen: Seen) -> None:
     server = target.server()
     wrong, slow = [], []
@@ -147,7 +147,7 @@ BODY_KINDS: tuple[tuple[str, str, bytes], ...] = (
 )  # fmt: skip
 
 
-@attack(None, "medium", "bodies that make no sense, in every field", quick=True)
+@attack("medium", "bodies that make no sense, in every field", quick=True)
 def hostile_bodies(target: Target, seen: Seen) -> None:
     server = target.server()
     wrong, slow = [], []

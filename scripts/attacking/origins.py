@@ -27,7 +27,7 @@ def _foreign_hosts(port: int) -> list[str]:
     return [f"{name}{end}" for name in names for end in ("", f":{port}")]
 
 
-@attack(3, "high", "DNS rebinding: a page whose name resolves to 127.0.0.1", quick=True)
+@attack("high", "DNS rebinding: a page whose name resolves to 127.0.0.1", quick=True)
 def rebinding(target: Target, seen: Seen) -> None:
     server = target.server("--enable-dev-endpoints")
     served, hosts = [], _foreign_hosts(server.port)
@@ -47,7 +47,7 @@ def rebinding(target: Target, seen: Seen) -> None:
     seen.none_of("own names refused", refused, len(own))
 
 
-@attack(4, "medium", "a page elsewhere posts to routes without a body and with text/plain", quick=True)
+@attack("medium", "a page elsewhere posts to routes without a body and with text/plain", quick=True)
 def cross_site(target: Target, seen: Seen) -> None:
     server = target.server("--enable-dev-endpoints")
     served, count = [], 0
@@ -78,7 +78,7 @@ def cross_site(target: Target, seen: Seen) -> None:
     seen.equal("a request of no page", wire.post(server, "/reset_prefix_cache", b"").status, 200)
 
 
-@attack(4, "medium", "a page elsewhere asks for leave first (CORS preflight)", quick=True)
+@attack("medium", "a page elsewhere asks for leave first (CORS preflight)", quick=True)
 def preflight(target: Target, seen: Seen) -> None:
     server = target.server("--enable-dev-endpoints")
     allowed = []
@@ -92,7 +92,7 @@ def preflight(target: Target, seen: Seen) -> None:
     seen.none_of("allowed", allowed, 2 * len(FOREIGN_ORIGINS))
 
 
-@attack(3, "high", "the page's headers: nobody frames it, nothing from elsewhere runs in it", quick=True)
+@attack("high", "the page's headers: nobody frames it, nothing from elsewhere runs in it", quick=True)
 def page_headers(target: Target, seen: Seen) -> None:
     server = target.server("--enable-dev-endpoints")
     for path in ("/", "/docs"):

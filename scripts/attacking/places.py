@@ -14,7 +14,7 @@ from scripts.attacking.unread import Stream
 TWO_KEYS = ("--api-key", "one", "--api-key", "two")
 
 
-@attack(8, "medium", "64 streams that nobody reads fill all 32 rows; another key asks for four tokens")
+@attack("medium", "64 streams that nobody reads fill all 32 rows; another key asks for four tokens")
 def unread_streams(target: Target, seen: Seen) -> None:
     server = target.server(*TWO_KEYS)
     with contextlib.ExitStack() as stack:
@@ -25,7 +25,7 @@ def unread_streams(target: Target, seen: Seen) -> None:
         _judge(seen, other)
 
 
-@attack(8, "medium", "1,000 requests of one key wait; another key asks for four tokens")
+@attack("medium", "1,000 requests of one key wait; another key asks for four tokens")
 def long_queue(target: Target, seen: Seen) -> None:
     server = target.server(*TWO_KEYS)
     data = wire.head_and_body(server, "POST", wire.COMPLETIONS, {**wire.PLAIN, "max_tokens": 500}, wire.bearer("one"))
@@ -50,7 +50,7 @@ def _judge(seen: Seen, other: Bystander) -> None:
     seen.none_of("their errors", list(other.errors.elements()), len(other.waits) + other.errors.total())
 
 
-@attack(8, "medium", "a stream of 20 MB that nobody reads, with --unread-stream-timeout 3")
+@attack("medium", "a stream of 20 MB that nobody reads, with --unread-stream-timeout 3")
 def unread_for_long(target: Target, seen: Seen) -> None:
     server = target.server(*TWO_KEYS, "--unread-stream-timeout", "3")
     with Stream(server, 1900, "one", buffer_bytes=4096, logprobs=20, n=8, temperature=1) as stream:
@@ -65,7 +65,7 @@ def unread_for_long(target: Target, seen: Seen) -> None:
     seen.equal("it was ended", stream.is_closed and not stream.is_whole, True)
 
 
-@attack(8, "medium", "20 requests of one key at once, with --max-concurrent-requests-per-key 4")
+@attack("medium", "20 requests of one key at once, with --max-concurrent-requests-per-key 4")
 def many_at_once(target: Target, seen: Seen) -> None:
     server = target.server(*TWO_KEYS, "--max-concurrent-requests-per-key", "4")
     data = wire.head_and_body(server, "POST", wire.COMPLETIONS, {**wire.PLAIN, "max_tokens": 200}, wire.bearer("one"))

@@ -13,7 +13,7 @@ from scripts.attacking.target import Target
 _CONNECTIONS, _INTERVAL_SECONDS = 60, 0.1
 
 
-@attack(11, "low", "kill -9 of one of two API servers, and 60 new connections in the 6 s after it")
+@attack("low", "kill -9 of one of two API servers, and 60 new connections in the 6 s after it")
 def killed_front(target: Target, seen: Seen) -> None:
     server = target.server("--api-server-count", "2", fresh=True)
     wire.post(server, wire.COMPLETIONS, wire.PLAIN)

@@ -72,11 +72,11 @@ def _judge(target: Target, seen: Seen, kind: str, loads: int) -> None:
     seen.that("code of another user ran", told, "0", found == 0)
 
 
-@attack(5, "medium", "the directory of stored programs is swapped while they are loaded")
+@attack("medium", "the directory of stored programs is swapped while they are loaded")
 def swapped_programs(target: Target, seen: Seen) -> None:
     _judge(target, seen, "swap", _LOADS)
 
 
-@attack(5, "medium", "a stored program is a link to a file that others may write")
+@attack("medium", "a stored program is a link to a file that others may write")
 def linked_program(target: Target, seen: Seen) -> None:
     _judge(target, seen, "link", 20)

@@ -31,7 +31,7 @@ def _made(server: Any, key: str, **fields: Any) -> str:
         return f"status-{answer.status}"
 
 
-@attack(None, "high", "responses of another key: reading, continuing, cancelling, deleting", quick=True)
+@attack("high", "responses of another key: reading, continuing, cancelling, deleting", quick=True)
 def others_responses(target: Target, seen: Seen) -> None:
     server = target.server(*STORING)
     mine, other = wire.bearer("one"), wire.bearer("two")
@@ -60,7 +60,7 @@ def others_responses(target: Target, seen: Seen) -> None:
     seen.equal("its id has 128 random bits", len(made.partition("_")[2]) >= 32, True)
 
 
-@attack(None, "medium", "many, large and chained responses in a small store", quick=True)
+@attack("medium", "many, large and chained responses in a small store", quick=True)
 def full_store(target: Target, seen: Seen) -> None:
     server = target.server(*STORING)
     mine = wire.bearer("one")
@@ -82,7 +82,7 @@ def full_store(target: Target, seen: Seen) -> None:
     seen.equal("large one", bool(large), True)
 
 
-@attack(None, "medium", "a batch file with hostile lines among good ones")
+@attack("medium", "a batch file with hostile lines among good ones")
 def batch_file(target: Target, seen: Seen) -> None:
     good = {"method": "POST", "url": wire.COMPLETIONS, "body": dict(wire.PLAIN)}
     lines = [json.dumps({"custom_id": "first", **good}).encode()]
