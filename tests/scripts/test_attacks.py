@@ -56,7 +56,8 @@ def attacked(tokenizer: Path) -> Iterator[Any]:
 def test_all_attacks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert rehearse_attacks.main(["--list"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert len(listed) == len(ATTACKS) and {line.split()[0] for line in listed} == {*map(str, range(1, 14)), "held"}
+    assert [line.split()[1] for line in listed] == [attack.name for attack in rehearse_attacks.in_order()]
+    assert len(listed) == len(ATTACKS)
 
 
 @pytest.mark.slow
@@ -90,5 +91,5 @@ def test_an_attack_that_could_not_be_made_did_not_hold(capsys: pytest.CaptureFix
         def server(self, *flags: str, fresh: bool = False) -> Any:
             raise OSError("no server")
 
-    assert rehearse_attacks.main(["--only", "13"], target=Gone()) == 1
+    assert rehearse_attacks.main(["--only", "metrics-names"], target=Gone()) == 1
     assert "no server" in capsys.readouterr().out
