@@ -49,7 +49,9 @@ def read_bounded(path: str | Path, max_bytes: int, error: type[JaxLLMError] = Co
     try:
         with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
-            content = b"" if size > max_bytes else stream.read(max_bytes + 1)
+            content = b"" if size > max_bytes else stream.read(size + 1)  # which takes the memory at once
+            if len(content) > size:  # it has grown
+                content += stream.read(max_bytes + 1 - len(content))
     except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
         raise error(f"cannot read {path}: {getattr(failure, 'strerror', None) or failure}") from None
     if (size := max(size, len(content))) > max_bytes:

@@ -239,7 +239,7 @@ def test_inspect_tells_the_numbers_of_a_model(planned: str, capsys: pytest.Captu
     [
         (["--num-gpu-blocks-override", "2"], "the KV cache is too small"),
         (["--num-gpu-blocks-override", "999999999"], "weights take "),
-        (["--hf-overrides", '{"intermediate_size": 999999999}'], "the weights take "),
+        (["--hf-overrides", '{"vocab_size": 16000000, "hidden_size": 8192}'], "the weights take "),
     ],
 )
 @pytest.mark.parametrize("output", [[], ["--json"]])

@@ -166,7 +166,7 @@ def change_config(directory: Path, **values: Any) -> None:
             "unknown architecture MambaForCausalLM; known and similar:",
         ),
         (lambda d: (d / "config.json").unlink(), "is not a model directory: it has no config.json"),
-        (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read as JSON"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json is not JSON"),
         (lambda d: (d / "model.safetensors").unlink(), "has no weights: no file of it is named model*.safetensors, "),
         (lambda d: cut_in_half(d / "model.safetensors"), "model.safetensors is truncated or corrupt: "),
         (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 99), "is truncated or corrupt: its header should have"),
