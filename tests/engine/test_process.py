@@ -410,6 +410,7 @@ def test_a_fatal_step_is_told_and_ends_the_process(model_directory: Path) -> Non
     run(main())
 
 
+@pytest.mark.slow
 def test_an_engine_process_that_stands_still_is_found(model_directory: Path) -> None:
     async def main() -> None:
         with served(model_directory) as engine:

@@ -114,6 +114,7 @@ def test_who_knows_no_token_is_no_host_0_either(monkeypatch):
     run(work())
 
 
+@pytest.mark.slow
 def test_hosts_that_do_not_come_are_named(tmp_path, monkeypatch):
     async def work() -> None:
         options = {"master_port": free_port(), "distributed_timeout_seconds": 1}
@@ -210,6 +211,7 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
     run(work())
 
 
+@pytest.mark.slow
 def test_only_who_knows_the_token_can_fail_a_start_with_one(tmp_path, monkeypatch):
     async def work() -> None:
         options = {"master_port": free_port(), "distributed_timeout_seconds": 2}

@@ -127,6 +127,7 @@ def test_a_cache_that_others_can_write_is_done_without_and_told_once(tmp_path, c
     assert caplog.text.count("compiled programs are not kept") == 1 and f"chmod o-w {cache}" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_user_who_may_write_above_a_store_and_swaps_it_in_a_loop_runs_nothing(tmp_path):
     above, mark = tmp_path / "above", tmp_path / "mark"
     store = ProgramStore(above / "store", DEVICES, writable=False, strict=False)
