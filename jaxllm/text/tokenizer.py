@@ -15,7 +15,7 @@ from jaxllm.rust_failures import failures_as
 from jaxllm.text.tokenizer_files import NAMED_SPECIAL_TOKENS, chat_templates, read_backend, read_tokenizer_config
 
 LONG = 1024
-"""Token ids whose decoding takes long enough to let other threads run meanwhile."""
+"""Characters, or token ids, whose conversion takes long enough to let other threads run meanwhile."""
 _PROBE = "a\U0010fffd"
 """A text with a character that few vocabularies have."""
 
@@ -232,7 +232,9 @@ class Tokenizer:
 
 
 def _encoded(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """The ids of a text. As a batch of one, which lets other threads run meanwhile; `encode` holds the interpreter."""
+    """The ids of a text. A long one as a batch of one, which lets other threads run meanwhile; `encode` holds the interpreter."""
+    if len(text) < LONG:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
