@@ -46,7 +46,7 @@ class Buckets:
             tokens=_up_to(tokens, max_tokens),
             sample_rows=_up_to(_SAMPLE_ROWS, max_rows),
             max_rows=max_rows,
-            rows_apart=_up_to(_ROWS_APART, max_rows) if on_gpu and not num_drafts else (),
+            rows_apart=_up_to(_ROWS_APART, max_rows) if config.compile.sample_apart and not num_drafts else (),
             widths=(1, *(1 + level for level in levels(num_drafts))) if num_drafts else (1,),
         )
 

@@ -1,6 +1,7 @@
 import pytest
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.errors import ConfigError
 from jaxllm.runner.buckets import MAX_DRAFT_ROWS, Buckets
 
 
@@ -30,6 +31,13 @@ def test_configured_sizes_are_kept_and_completed_to_the_limit():
 def test_a_step_never_has_more_rows_than_tokens_or_than_the_limit():
     buckets = choose(max_num_seqs=8, max_num_batched_tokens=64)
     assert [buckets.rows_for_tokens(n) for n in (1, 8, 64)] == [1, 8, 8]
+
+
+def test_decodes_sampled_apart_have_sizes_of_their_own_where_they_are_asked_for():
+    assert choose().fit_rows_apart(3) is None
+    assert choose(sample_apart=True, max_num_seqs=100).rows_apart == (8, 16, 32, 64, 100)
+    with pytest.raises(ConfigError, match="sample_apart is not supported with nnodes"):
+        choose(sample_apart=True, nnodes=2)
 
 
 def test_a_cpu_has_few_sizes_because_each_takes_it_seconds_to_compile():
