@@ -1,6 +1,6 @@
 """What layers keep between steps, while a model runs: `attend` over the paged cache, and the states of rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +32,8 @@ class PagedContext:
     caches: list[jax.Array] | dict[int, jax.Array]
     """The arrays of a `CacheLayout`, then its states; in the trace of one layer, those of this layer by index."""
     places: Sequence[LayerPlace]
-    tables: Sequence[GroupTable]
+    tables: Sequence[GroupTable] | Mapping[int, GroupTable]
+    """By group; in the trace of one layer, that of its group."""
     query_start_R1: jax.Array
     kv_length_R: jax.Array
     rows: StateRows

@@ -38,6 +38,7 @@ from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
+from jaxllm.runner.shared_layers import traces_alike_once
 from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
 from jaxllm.runner.step_programs import TOKENS_PER_SHOW, UPDATES_PER_WRITE, ProgramKey, StepPrograms
@@ -115,6 +116,7 @@ class ModelRunner(WeightsHolder):
             max_blocks=max_blocks,
             make_state=self.sampling.new_state,
             full_logprobs=full_logprobs,
+            in_pieces=bool(config.compile.share_layers),
         )
         self.batches = BatchBuilder(
             self.rows,
@@ -179,7 +181,7 @@ class ModelRunner(WeightsHolder):
             placing=placing,
             counting=ExpertCounting.of(model_config, source.model.layers) if config.observe.expert_load else None,
             token_split=token_split,
-            share_layers=bool(config.compile.share_layers),
+            share_layers=traces_alike_once(config, on_gpu=jax.default_backend() != "cpu"),
         )
 
     def start_programs(self, *, rare_later: bool) -> None:

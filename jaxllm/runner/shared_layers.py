@@ -1,4 +1,8 @@
-"""Traces the layers of a model that are alike as calls of one function, so that `split_program` compiles it once for all of them."""
+"""Traces the layers of a model that are alike as calls of one function, which is traced and lowered once for all of them.
+
+On a CPU, `split_program` also compiles it once. XLA inlines the calls of a whole program before all else: what it makes for a GPU is the
+same as of layers that were traced one by one.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +19,7 @@ from jaxllm.layers.norm import Normalization
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.topology import Topology
-from jaxllm.runner.paged_context import PagedContext
+from jaxllm.runner.paged_context import GroupTable, PagedContext
 
 LAYER = "decoder_layer"
 """The name of these functions in a trace."""
@@ -36,6 +40,11 @@ def shares_layers(config: EngineConfig, model: ModelConfig, *, on_gpu: bool) -> 
     return is_possible and model.num_layers >= MIN_LAYERS if asked is None else asked
 
 
+def traces_alike_once(config: EngineConfig, *, on_gpu: bool) -> bool:
+    """Whether layers that are alike become calls of one function, in pieces or in a whole program. Several devices trace each layer."""
+    return bool(config.compile.share_layers) or (on_gpu and Topology.of(config.parallel).num_devices == 1)
+
+
 @dataclass
 class SharedLayers:
     """Calls the layers of one step: see `Step.call_layer`. Layers share a function if parts, weights and caches are alike."""
@@ -51,18 +60,22 @@ class SharedLayers:
         weights, structure = jax.tree.flatten(state)
         place = self.context.places[block.attention.layer]
         kept = [self.context.caches[index] for index in place.arrays]
+        table = None if place.group is None else self.context.tables[place.group]
         norm = replace(next_norm.norm, name="") if isinstance(next_norm, Normalization) else None
-        key = (block.parts, norm, place.group, _kinds(state), _kinds(kept))
+        key = (block.parts, norm, _kinds(state), _kinds(kept), _kinds(table))
         if key not in self._functions:
-            # The first layer stands for all: its number only says where its caches are.
-            def layer(weights: list[Any], runs: list[Run], kept: list[jax.Array]) -> tuple[list[Run], list[jax.Array]]:
+            # The first layer stands for all: its number only says where its caches and its table are.
+            def layer(
+                weights: list[Any], runs: list[Run], kept: list[jax.Array], table: GroupTable | None
+            ) -> tuple[list[Run], list[jax.Array]]:
                 block, next_norm = nnx.merge(graph, jax.tree.unflatten(structure, weights))
                 caches = dict(zip(place.arrays, kept, strict=True))
-                runs = block(runs, next_norm, step.over(replace(self.context, caches=caches)))
+                tables = {} if place.group is None or table is None else {place.group: table}
+                runs = block(runs, next_norm, step.over(replace(self.context, caches=caches, tables=tables)))
                 return runs, [caches[index] for index in place.arrays]
 
-            self._functions[key] = _Traced.of(layer, weights, list(runs), kept)
-        new_runs, kept = self._functions[key](weights, list(runs), kept)
+            self._functions[key] = _Traced.of(layer, weights, list(runs), kept, table)
+        new_runs, kept = self._functions[key](weights, list(runs), kept, table)
         for index, array in zip(place.arrays, kept, strict=True):
             self.context.caches[index] = array
         return new_runs  # type: ignore[no-any-return]

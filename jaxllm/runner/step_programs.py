@@ -71,8 +71,10 @@ class StepPrograms:
     make_state: Callable[[], SamplingState]
     full_logprobs: bool
     """Whether full sampling alone reports logprobs."""
+    in_pieces: bool = False
+    """Whether programs whose layers share functions are compiled in pieces."""
     pieces: Pieces = field(default_factory=Pieces)
-    """Of programs whose layers share functions."""
+    """Of these."""
 
     @property
     def cache(self) -> CacheLayout:
@@ -319,7 +321,7 @@ class StepPrograms:
             out_specs = jax.tree.map(lambda sharding: sharding.spec, out)
             function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         traced = jax.jit(function, donate_argnums=donate, out_shardings=out).trace(*arguments)
-        if self.functions.share_layers:
+        if self.in_pieces:
             donated = [index in donate for index, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
             if (in_pieces := split(traced, donated, self.replicated, self.pieces)) is not None:
                 return in_pieces

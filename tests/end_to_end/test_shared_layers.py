@@ -3,7 +3,8 @@
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.runner import split_program
+from jaxllm.runner import runner, split_program
+from jaxllm.runner.shared_layers import LAYER
 from jaxllm.runner.split_program import SplitProgram
 from jaxllm.runner.step_programs import ProgramKey
 from tests.helpers import engines, goldens
@@ -34,6 +35,22 @@ def test_layers_that_are_alike_are_compiled_once(name, monkeypatch):
         program(core.runner.params, core.runner.caches, core.runner.row_arrays, *nothing(core, ProgramKey("decode", 4)))
         assert all(cache.is_deleted() for cache in core.runner.caches), "a copy of the cache was written"
         assert program.memory_analysis().temp_size_in_bytes < caches
+    finally:
+        core.shutdown()
+
+
+@pytest.mark.slow
+def test_a_whole_program_has_a_function_for_each_kind_of_layer(monkeypatch):
+    """As programs for one GPU."""
+    monkeypatch.setattr(runner, "traces_alike_once", lambda config, on_gpu: True)
+    core = engines.make_core("gemma3")
+    try:
+        check("gemma3", core)
+        text = core.runner.shapes.lower(ProgramKey("decode", 4)).as_text()
+        assert text.count(f"call @{LAYER}") == core.model_config.num_layers
+        assert text.count(f"func.func private @{LAYER}") == 3, (
+            "with a window and without, and the last, behind which is another norm"
+        )
     finally:
         core.shutdown()
 
