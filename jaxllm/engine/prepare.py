@@ -46,6 +46,7 @@ from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_store import Fingerprint, ProgramStore, local_store, open_artifact, read_manifest
 from jaxllm.runner.programs import use_persistent_cache
+from jaxllm.runner.quick_tracing import spare_lookups
 from jaxllm.runner.shared_layers import shares_layers
 from jaxllm.runner.stage import RunnerParts, Stage, tightest
 from jaxllm.sampling.processors import Processor
@@ -99,6 +100,8 @@ class Prepared:
         check_free_memory(topology)
         with times.part("device"):
             on_cpu = backend() == "cpu"
+        if not on_cpu:
+            spare_lookups()
         if config.compile.compilation_cache and not on_cpu:
             # For programs other than those of the step. On a CPU, programs that XLA read from its own cache cannot be stored.
             use_persistent_cache(env.cache_dir() / "programs")

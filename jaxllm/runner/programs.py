@@ -18,6 +18,7 @@ from jaxllm.env import cache_bytes
 from jaxllm.errors import ConfigError
 from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
+from jaxllm.runner.quick_tracing import no_collections
 from jaxllm.runner.split_program import CompiledProgram, Lowered
 from jaxllm.start_times import StartTimes
 
@@ -235,22 +236,22 @@ class Programs(Generic[Key]):
             self.num_loaded += not is_compiled
         job.set_result(program)
         logger.debug("%s %s in %.1f s", "compiled" if is_compiled else "loaded", key, time.perf_counter() - start)
+        if is_compiled and self._store is not None and self._is_storable(key):
+            with self._times.part("storing programs"):
+                self._store.save(key, program)
         return is_compiled
 
     def _compile(self, key: Key) -> CompiledProgram:
         with self._lock:
             self._num_compiling += 1
         try:
-            with self._tracing, self._times.part("tracing"):
+            with self._tracing, self._times.part("tracing"), no_collections():
                 lowered = self._lower(key)
             with self._times.part("compiling"):
                 program = lowered.compile(compiler_options=self._compiler_options(key))
         finally:
             with self._lock:
                 self._num_compiling -= 1
-        if self._store is not None and self._is_storable(key):
-            with self._times.part("storing programs"):
-                self._store.save(key, program)
         return program
 
     # Logging

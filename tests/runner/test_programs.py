@@ -117,6 +117,24 @@ def test_rare_programs_come_last_and_one_at_a_time(shop):
     assert at.compiled[2:] == ["rare 1", "rare 2"]
 
 
+def test_a_program_is_ready_before_it_is_stored(shop):
+    kept = threading.Event()
+
+    class SlowStore(Store):
+        def save(self, key, program):
+            assert kept.wait(5)
+            super().save(key, program)
+
+    store = SlowStore()
+    at = shop(store=store)
+    at.programs.start(["a", "b"])
+    at.programs.wait(["a", "b"])
+    assert at.programs.get("a") == "program a" and not store.content
+    kept.set()
+    at.programs.shutdown()  # waits for what is being stored
+    assert store.content == {"a": "program a", "b": "program b"}
+
+
 def test_nothing_is_traced_behind_a_busy_engine(shop, monkeypatch):
     monkeypatch.setattr(module, "_QUIET_SECONDS", 0.05)
     at = shop()
