@@ -2,12 +2,13 @@
 
 At the start, each chosen implementation computes edge cases (`pallas_kernels.checking`) twice. One that fails is replaced by
 the next in order of preference. Verdicts are kept on disk. A kernel that hangs cannot be stopped within its process: after a
-minute the start fails, but the verdict is kept, so that the next start uses another implementation.
+minute the start fails, but the verdict is kept, so that the next start uses another implementation. Programs may be compiled
+meanwhile (`early_programs.py`); nothing that the engine computes runs before the verdict.
 """
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -77,11 +78,13 @@ def choose_kernels(
     is_named: bool,
     mesh: Mesh | None = None,
     adaptation: Adaptation | None = None,
+    meanwhile: Callable[[Kernels], None] = lambda kernels: None,
 ) -> Choice:
     """Choose the first candidate of each op that passes the check set by `config.compile.kernel_check`.
 
     device: the first of the mesh, on which everything except collectives is checked. mesh: None for one device.
     is_named: the user named this attention implementation, so it is never replaced.
+    meanwhile: called before the first kernel runs, with the kernels that will be chosen if all that are checked are right.
     Raises KernelCheckError if no implementation of an op is left, or a check lost the device.
     """
     is_one = mesh is None or tensor_size(mesh) == 1
@@ -96,7 +99,7 @@ def choose_kernels(
         named=frozenset({"paged_attention", "mla_attention"} if is_named else ()),
         ops=tuple(op for op in found if op not in skipped),
     )
-    return check_.run()
+    return check_.run(meanwhile)
 
 
 @dataclass
@@ -120,9 +123,10 @@ class KernelCheck:
     passed: dict[str, str] = field(default_factory=dict)
     """How each op's first candidate passed."""
     num_programs: int = 0
+    num_rounds: int = 0
 
-    def run(self) -> Choice:
-        """Check until the first candidate of each op passes."""
+    def run(self, meanwhile: Callable[[Kernels], None] = lambda kernels: None) -> Choice:
+        """Check until the first candidate of each op passes. meanwhile: see `choose_kernels`."""
         started = time.perf_counter()
         self.left = {op: list(names) for op, names in self.found.items()}
         self.failed = {op: {} for op in self.left}
@@ -130,6 +134,9 @@ class KernelCheck:
             self._keep_verified()
         while todo := [op for op in self.ops if op not in self.passed and self._wants_check(op)]:
             if unknown := [op for op in todo if not self._remembers(op)]:
+                if not self.num_rounds:
+                    meanwhile(self._kernels())
+                self.num_rounds += 1
                 self._judge(unknown)
         if self.passed and self.mode != "off":
             names = ", ".join(f"{op} {self.left[op][0]}" for op in self.passed)
@@ -137,13 +144,17 @@ class KernelCheck:
             logger.info(
                 "kernel check on %s: %s: right (%s)", self.device.device_kind, names, ran if self.num_programs else "before"
             )
-        chosen = {op: names[0] for op, names in self.left.items()}
-        interpret = self.device.platform == "cpu" and any(name not in PLAIN for name in chosen.values())
         report: dict[str, OpReport] = {
-            op: OpReport(chosen[op], self.passed.get(op, "not run"), self.failed[op])  # type: ignore[arg-type]
+            op: OpReport(self.left[op][0], self.passed.get(op, "not run"), self.failed[op])  # type: ignore[arg-type]
             for op in self.ops
         }
-        return Choice(Kernels(**chosen, interpret=interpret), report)
+        return Choice(self._kernels(), report)
+
+    def _kernels(self) -> Kernels:
+        """The first candidates that are left."""
+        first = {op: names[0] for op, names in self.left.items()}
+        interpret = self.device.platform == "cpu" and any(name not in PLAIN for name in first.values())
+        return Kernels(**first, interpret=interpret)
 
     def _wants_check(self, op: str) -> bool:
         """With `auto`, plain JAX is not checked unless it replaces a kernel that failed."""

@@ -17,16 +17,16 @@ from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
 from jaxllm.engine import features as registered
 from jaxllm.engine.divisions import check_division, make_runner, make_stages
+from jaxllm.engine.early_programs import EarlyPrograms
 from jaxllm.engine.executor import DeviceRunner
 from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
-from jaxllm.engine.kernel_check import Choice, choose_kernels
-from jaxllm.engine.kernel_choice import attention_implementation, candidates
+from jaxllm.engine.kernel_choice import attention_implementation
 from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.hosts_options import has_stages_on_hosts
-from jaxllm.kernel_verdicts import OpReport, VerdictStore
+from jaxllm.kernel_verdicts import OpReport
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.loaders.layout import axes_of, parameters
@@ -38,7 +38,6 @@ from jaxllm.parallel.across_hosts import has_other_hosts
 from jaxllm.parallel.axes import num_parts
 from jaxllm.parallel.mesh import DATA, TENSOR, meshes_of
 from jaxllm.parallel.topology import Topology
-from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.drafts import kept_logits
 from jaxllm.runner.expert_placement import moving_bytes
@@ -90,9 +89,18 @@ class Prepared:
         return "\n".join(stage.plan.describe() for stage in own)
 
     @classmethod
-    def of(cls, config: EngineConfig, model_dir: Path, processors: tuple[Processor, ...], times: StartTimes) -> "Prepared":
+    def of(
+        cls,
+        config: EngineConfig,
+        model_dir: Path,
+        processors: tuple[Processor, ...],
+        times: StartTimes,
+        *,
+        starts: bool = False,
+    ) -> "Prepared":
         """Prepare a model. Programs are read from the artifact, or from this machine's cache, which stores new ones.
 
+        starts: the engine's start follows, whose programs may be made while kernels are checked.
         Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
         """
         topology = Topology.of(config.parallel)
@@ -113,15 +121,24 @@ class Prepared:
             stages = lay_out(config, model_config, partial(_plan, config, model_config), features)
             for stage, mesh in zip(stages, meshes, strict=True):
                 check_pool(stage.plan, mesh.local_devices)
+        resolved = config
+
+        def make(kernels: Kernels) -> DeviceRunner:
+            of_kernels = resolved.replace(attention_implementation=kernels.attention)
+            return _runner(of_kernels, model_config, meshes, stages, kernels, processors, times, features)
+
+        may_start = starts and topology.num_devices == 1 and config.compile.compiled_artifact is None
+        early = EarlyPrograms(make, config.compile.warmup if may_start else None)
         with times.part("kernel check"):
             computed = model_config
             if drafter is not None:
                 computed = replace(model_config, layers=(*model_config.layers, *drafter.layers))
-            chosen = _choose_kernels(wanted, config, computed, stages[0].plan, _own(meshes), adaptation)
-            config = config.replace(attention_implementation=chosen.kernels.attention)
+            chosen = early.choose(wanted, config, computed, stages[0].plan, _own(meshes), adaptation)
+        kernels = chosen.kernels
         with times.part("config and model"):
-            runner = _runner(config, model_config, meshes, stages, chosen.kernels, processors, times, features)
-        return cls(config, model_config, meshes, stages, chosen.kernels, chosen.report, runner, processors, times, features)
+            runner = early.runner_of(kernels)
+            config = config.replace(attention_implementation=kernels.attention)
+        return cls(config, model_config, meshes, stages, kernels, chosen.report, runner, processors, times, features)
 
     def settled(self, *, rare_later: bool) -> "Prepared":
         """Return this, or a copy with a smaller cache if the largest program needs more memory than estimated.
@@ -237,24 +254,6 @@ def _plan(
             plan = make(config.replace(num_gpu_blocks_override=num_blocks))
     plan.check()
     return plan
-
-
-def _choose_kernels(
-    wanted: str, config: EngineConfig, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, adaptation: Adaptation | None
-) -> Choice:
-    """Choose kernels that pass the kernel check. `wanted` is the option attention_implementation as given."""
-    device = mesh.local_devices[0]
-    return choose_kernels(
-        candidates(wanted, model, plan, mesh, on_gpu=device.platform != "cpu", has_adapters=adaptation is not None),
-        config,
-        model,
-        plan,
-        device=device,
-        mesh=mesh,
-        store=VerdictStore(env.cache_dir() / env.KERNEL_VERDICTS),
-        is_named=wanted != "auto",
-        adaptation=adaptation,
-    )
 
 
 def _runner(

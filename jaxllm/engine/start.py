@@ -60,7 +60,7 @@ class Started:
     ) -> "Started":
         model = config.model
         with _explained_out_of_memory():
-            prepared = Prepared.of(config, model_dir, processors, times)
+            prepared = Prepared.of(config, model_dir, processors, times, starts=hosts is None)
             if hosts is not None:
                 prepared = _agreed(prepared, hosts, model_dir, processors, times)
         warmup = prepared.config.compile.warmup

@@ -74,6 +74,7 @@ class Programs(Generic[Key]):
         self._rare_worker: threading.Thread | None = None
         self._tracing = threading.Lock()
         self._stop = threading.Event()
+        self._is_left = False
         self._last_use = 0.0
         self.is_warm = False
         """Whether warm-up is over. From then on, compilations that a request waits for are counted."""
@@ -148,9 +149,14 @@ class Programs(Generic[Key]):
                 self._jobs.pop(key).cancel()
             self._queue.clear()
             self._rare.clear()
-            workers = list(self._workers)
+            workers = [] if self._is_left else list(self._workers)
         for worker in workers:
             worker.join()
+
+    def leave(self) -> None:
+        """Start no more programs. Neither this nor a later `shutdown` waits for those being made."""
+        self._is_left = True
+        self.shutdown()
 
     @property
     def awaited(self) -> tuple[int, int]:

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -15,13 +16,15 @@ import pytest
 
 from jaxllm import env
 from jaxllm.config import EngineConfig
-from jaxllm.engine import kernel_check, kernel_choice, kernel_shapes
+from jaxllm.engine import early_programs, kernel_check, kernel_choice, kernel_shapes
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.parallel.mesh import make_mesh
+from jaxllm.runner.runner import ModelRunner
+from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.start_times import StartTimes
 from pallas_kernels import paged_attention, rope_cache_write
 from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta
@@ -320,8 +323,6 @@ def test_an_error_that_loses_the_device_ends_the_start_and_blames_one_implementa
 
 
 def test_a_program_that_hangs_is_given_up(choose, implementations, monkeypatch):
-    import threading
-
     from pallas_kernels.checking import check
 
     monkeypatch.setattr(check, "RUN_SECONDS", 0.5)
@@ -337,6 +338,89 @@ def test_a_program_that_hangs_is_given_up(choose, implementations, monkeypatch):
     released.set()
     monkeypatch.setattr(check, "RUN_SECONDS", 60)
     assert choose(names).kernels.paged_attention == "good"
+
+
+class Start:
+    """A start whose programs are traced by nobody, and compiled as long as `gate` is closed."""
+
+    def __init__(self, monkeypatch, tmp_path, names):
+        self.made: list[str] = []
+        """The attention of each program, in the order in which they were begun."""
+        self.begun, self.gate, self.runners = threading.Event(), threading.Event(), []
+        start = ModelRunner.start_programs
+
+        def start_programs(runner, *, rare_later):
+            self.runners.append(runner)
+            start(runner, rare_later=rare_later)
+
+        def lower(shapes, key):
+            self.made.append(shapes.functions.kernels.paged_attention)
+            self.begun.set()
+            return types.SimpleNamespace(compile=lambda compiler_options: self.gate.wait(30))
+
+        monkeypatch.setenv(env.CACHE_DIR, str(tmp_path))
+        monkeypatch.setattr(ModelRunner, "start_programs", start_programs)
+        monkeypatch.setattr(StepPrograms, "lower", lower)
+        monkeypatch.setattr(kernel_check.KernelCheck, "_wants_check", lambda self, op: op == "paged_attention")
+        monkeypatch.setattr(early_programs, "candidates", lambda *_, **__: {"paged_attention": names, **PLAIN_REST})
+
+    def prepare(self, **options):
+        config = EngineConfig.from_options(model=str(DIRECTORY), **{**engines.SMALL, "warmup": "background", **options})
+        return Prepared.of(config, DIRECTORY, (), StartTimes(), starts=True)
+
+
+def test_programs_are_made_while_their_kernels_are_checked(implementations, monkeypatch, tmp_path):
+    def seen(out, _):
+        assert start.begun.wait(20), "no program was begun"
+        return out
+
+    start = Start(monkeypatch, tmp_path, implementations(mosaic=numpy_attention(seen)))
+    prepared = start.prepare()
+    assert start.runners == [prepared.runner]
+    start.gate.set()
+    prepared.runner.delete_arrays()
+
+
+def test_programs_of_a_kernel_that_fails_the_check_are_dropped(implementations, monkeypatch, tmp_path):
+    def wrong(out, _):
+        assert start.begun.wait(20)
+        start.gate.set()  # what is being compiled is waited for
+        return out * 0
+
+    start = Start(monkeypatch, tmp_path, implementations(mosaic=numpy_attention(wrong), triton=numpy_attention()))
+    prepared = start.prepare()
+    (dropped,) = start.runners
+    runner = prepared.runner
+    assert (
+        runner is not dropped
+        and prepared.kernels.paged_attention == "triton" == prepared.config.compile.attention_implementation
+    )
+    num_made = len(start.made)
+    assert set(start.made) == {"mosaic"}
+    runner.start_programs(rare_later=True)
+    runner.programs.wait(runner.shapes.start_keys())
+    assert set(start.made[num_made:]) == {"triton"}
+    runner.delete_arrays()
+
+
+def test_a_start_that_is_given_up_waits_for_no_program(implementations, monkeypatch, tmp_path):
+    """A device that hangs may hold them for ever."""
+    monkeypatch.setattr(kernel_check, "_device_answers", lambda: False)
+    loses = types.SimpleNamespace(paged_attention=lost, paged_decode=lost, supports=lambda **_: True)
+    start = Start(monkeypatch, tmp_path, implementations(mosaic=loses))
+    with pytest.raises(KernelCheckError, match="mosaic made .* unusable"):
+        start.prepare()
+    (runner,) = start.runners
+    runner.programs.shutdown()  # as at the exit
+    assert not start.gate.is_set()
+    start.gate.set()
+
+
+@pytest.mark.parametrize("options", [{"warmup": "lazy"}, {"tensor_parallel_size": 2}])
+def test_programs_wait_for_the_verdict_where_they_must(implementations, monkeypatch, tmp_path, options):
+    start = Start(monkeypatch, tmp_path, implementations(mosaic=numpy_attention()))
+    start.prepare(**options).runner.delete_arrays()
+    assert not start.runners
 
 
 def test_on_a_cpu_nothing_is_checked_unless_asked(choose, no_check, tmp_path):

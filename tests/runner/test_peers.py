@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine import kernel_choice, prepare
+from jaxllm.engine import early_programs, kernel_choice
 from jaxllm.errors import RequestFailedError
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.shards import PEERS_LOST
@@ -77,7 +77,7 @@ def llm(monkeypatch):
     def candidates(*args, **options):
         return {**kernel_choice.candidates(*args, **options), "collectives": ("peer", "xla")}
 
-    monkeypatch.setattr(prepare, "candidates", candidates)
+    monkeypatch.setattr(early_programs, "candidates", candidates)
     monkeypatch.setattr(collectives, "WORKSPACE_BYTES", 4096)
     monkeypatch.setattr(collectives, "choose", lambda op, **case: "xla")
     monkeypatch.setattr(collectives, "status", status)
