@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm import address_space, log
 from jaxllm.at_exit import shut_down_at_exit
+from jaxllm.collector import no_collections
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseCalls, SteppedCore
 from jaxllm.engine import fault_points
@@ -164,7 +165,7 @@ def _build_core(
         from jaxllm.replicas.local import LocalReplicas
 
         return LocalReplicas(config, progress, processors)
-    with times.part("imports"):
+    with times.part("imports"), no_collections():
         from jaxllm.engine.core import EngineCore  # imports JAX
 
     return EngineCore(config, progress, processors, times)

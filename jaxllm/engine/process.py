@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from jaxllm import address_space, log
+from jaxllm.collector import no_collections
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import SteppedCore
 from jaxllm.engine import messages
@@ -396,7 +397,7 @@ def _load_core(start: EngineStart, pulse: Pulse) -> SteppedCore:
     times = StartTimes()
     if (age := process_age_seconds()) is not None:
         times.add("process before the engine", age)
-    with times.part("imports"):
+    with times.part("imports"), no_collections():
         from jaxllm.engine.core import EngineCore  # imports JAX
     from jaxllm.engine.prepare import backend
 

@@ -14,11 +14,11 @@ import jax
 from jaxllm import trusted_files
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.cache_folders import keep_recent, tell_not_kept
+from jaxllm.collector import no_collections
 from jaxllm.env import cache_bytes
 from jaxllm.errors import ConfigError
 from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
-from jaxllm.runner.quick_tracing import no_collections
 from jaxllm.runner.split_program import CompiledProgram, Lowered
 from jaxllm.start_times import StartTimes
 
