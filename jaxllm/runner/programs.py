@@ -41,7 +41,8 @@ class Programs(Generic[Key]):
 
     Threads make the programs passed to `start`: each is loaded, or traced (one at a time, because tracing holds the
     interpreter) and compiled (in parallel, because XLA releases it). One thread makes the rare programs after all others have
-    been started. A caller that needs a program that is not started yet makes it itself instead of waiting for the queue.
+    been started, while no program is called. A caller that needs a program that is not started yet makes it itself instead of
+    waiting for the queue.
     """
 
     def __init__(
@@ -83,6 +84,8 @@ class Programs(Generic[Key]):
         """Number of callers that wait for a program now."""
         self._num_compiling = 0
         self._told: set[bool] = set()
+        self.on_made: Callable[[Key], None] = lambda key: None
+        """Called by the thread that made a program."""
         shut_down_at_exit(self)
 
     def __len__(self) -> int:
@@ -98,8 +101,16 @@ class Programs(Generic[Key]):
         program = self._compiled.get(key)
         return self._wait_for(key) if program is None else program
 
-    def start(self, keys: Sequence[Key], rare: Sequence[Key] = ()) -> None:
-        """Start threads that make `keys`, which are needed at once, and then `rare`, each in this order. Returns at once."""
+    @property
+    def num_queued(self) -> int:
+        """Number of programs that are queued or being made."""
+        return len(self._jobs)
+
+    def start(self, keys: Sequence[Key], rare: Sequence[Key] = (), *, first: bool = False) -> None:
+        """Start threads that make `keys`, also while other programs are called, and then `rare`, each in this order. Returns at once.
+
+        first: make `keys` before all that were passed earlier.
+        """
         with self._lock:
             for queue, wanted in ((self._queue, keys), (self._rare, rare)):
                 for key in wanted:
@@ -108,6 +119,8 @@ class Programs(Generic[Key]):
                     self._jobs.setdefault(key, Future())
                     self._rare.pop(key, None)
                     queue[key] = None
+            if first:
+                self._queue = {**{key: None for key in keys if key in self._queue}, **self._queue}
             # One more thread than compiles in parallel: it traces meanwhile.
             wanted_workers = min(self._threads + 1, len(self._queue) + bool(self._rare))
             for _ in range(wanted_workers - len(self._workers)):
@@ -234,6 +247,7 @@ class Programs(Generic[Key]):
             self.num_compiled += is_compiled
             self.num_loaded += not is_compiled
         job.set_result(program)
+        self.on_made(key)
         logger.debug("%s %s in %.1f s", "compiled" if is_compiled else "loaded", key, time.perf_counter() - start)
         return is_compiled
 

@@ -216,3 +216,16 @@ def test_what_callers_wait_for_can_be_asked_meanwhile(shop):
     at.gates["b"].set()
     waiting.join()
     assert at.programs.awaited == (0, 0)
+
+
+def test_what_is_needed_first_is_made_before_all_that_was_queued_earlier(shop):
+    at = shop(threads=1)
+    at.gates = {key: threading.Event() for key in ("a", "b")}
+    at.programs.start(["a", "b", "c", "d"], rare=["rare 1", "rare 2"])
+    until(lambda: sorted(at.traced) == ["a", "b"])
+    at.programs.start(["rare 2", "d"], first=True)
+    at.gates["a"].set()
+    until(lambda: len(at.compiled) == 5)
+    assert at.traced[2:] == ["rare 2", "d", "c", "rare 1"] and at.programs.num_queued == 1
+    at.gates["b"].set()
+    until(lambda: not at.programs.num_queued)
