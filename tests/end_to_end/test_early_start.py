@@ -5,6 +5,8 @@ import threading
 
 import pytest
 
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
 from jaxllm.runner.split_program import Lowered
 from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.sampling.variants import Variant
@@ -31,8 +33,15 @@ class _Gated:
         self._program, self._permits = program, permits
 
     def compile(self, **options):
-        assert self._permits.acquire(timeout=60)
+        assert self._permits.acquire(timeout=15)
         return self._program.compile(**options)
+
+
+def make_core(**options) -> EngineCore:
+    model = str(goldens.golden(NAME).directory)
+    sizes = {"token_buckets": (16, 112), "num_gpu_blocks_override": 60}
+    config = EngineConfig.from_options(**{**engines.SMALL, **sizes, "model": model, "warmup": "background", **options})
+    return EngineCore(config)
 
 
 @pytest.fixture
@@ -49,15 +58,9 @@ def gate(monkeypatch):
 
 
 def test_tokens_do_not_depend_on_which_programs_are_ready(gate, caplog):
+    """And what a request needs is made next, before what nobody has asked for."""
     caplog.set_level(logging.INFO, logger="jaxllm")
-    core = engines.make_core(
-        NAME,
-        warmup="background",
-        compile_threads=2,
-        decode_buckets=(1, 2, 4),
-        token_buckets=(16, 112),
-        num_gpu_blocks_override=60,
-    )
+    core = make_core(compile_threads=2, decode_buckets=(1, 2, 4))
     try:
         programs, golden = core.runner.programs, goldens.golden(NAME).results
         assert len(programs) == len(gate.first) < len(core.runner.shapes.start_keys())
@@ -73,6 +76,11 @@ def test_tokens_do_not_depend_on_which_programs_are_ready(gate, caplog):
         expected = {str(i): golden[i].tokens[:20] for i in range(3)}
         while_few = answers()
         assert set(used) <= gate.first and {key.variant for key in used if key.kind == "decode"} == {Variant.RANDOM}
+        penalised = engines.request("a", [1, 2, 3], max_tokens=3, repetition_penalty=1.2, logprobs=2, prompt_logprobs=0)
+        core.add_request(penalised)
+        core.abort_requests(["a"])
+        wanted = {("new_state", 0), ("admit", 0), ("sample", 4), ("prompt_logprobs", 16), ("prompt_logprobs", 112)}
+        assert {(key.kind, key.size) for key in list(programs._queue)[: len(wanted)]} == wanted
         while_they_come = answers(lambda step, answers: gate.permits.release())
         gate.permits.release(1000)
         core.finish_compiling()
@@ -84,22 +92,4 @@ def test_tokens_do_not_depend_on_which_programs_are_ready(gate, caplog):
         assert f"all {len(programs)} programs are ready" in caplog.text and not programs.num_queued
         assert not core.runner._never_run, "programs that came later ran on empty steps too"
     finally:
-        core.shutdown()
-
-
-def test_what_a_request_needs_is_made_together_before_its_turn(gate):
-    core = engines.make_core(NAME, warmup="background", compile_threads=4, token_buckets=(16, 112), num_gpu_blocks_override=60)
-    try:
-        programs = core.runner.programs
-        core.add_request(engines.request("a", [1, 2, 3], max_tokens=3, repetition_penalty=1.2, logprobs=2, prompt_logprobs=0))
-        queue = list(programs._queue)
-        wanted = {("new_state", 0), ("admit", 0), ("sample", 4), ("prompt_logprobs", 16), ("prompt_logprobs", 112)}
-        assert wanted <= {(key.kind, key.size) for key in programs._jobs}
-        first = queue[: len(wanted)]
-        assert {(key.kind, key.size) for key in first} <= wanted, "before common programs that nobody asked for"
-        gate.permits.release(1000)
-        while core.has_unfinished_requests():
-            core.step()
-    finally:
-        gate.permits.release(1000)
         core.shutdown()
