@@ -25,6 +25,9 @@ Key = TypeVar("Key")
 StoreKey = TypeVar("StoreKey", contravariant=True)
 
 _SLOW_SECONDS = 1.0
+_THREADS_WHILE_SERVING = 4
+"""Most programs compiled at the same time while steps run: XLA times products with arrays of their size, in the memory that steps use too.
+Tracing, one at a time, keeps no more threads busy."""
 _QUIET_SECONDS = 1.0
 """Background compilation waits until no program was called for this many seconds, because tracing holds the interpreter."""
 
@@ -121,8 +124,7 @@ class Programs(Generic[Key]):
                     queue[key] = None
             if first:
                 self._queue = {**{key: None for key in keys if key in self._queue}, **self._queue}
-            # One more thread than compiles in parallel: it traces meanwhile.
-            wanted_workers = min(self._threads + 1, len(self._queue) + bool(self._rare))
+            wanted_workers = min(self._most_workers, len(self._queue) + bool(self._rare))
             for _ in range(wanted_workers - len(self._workers)):
                 worker = threading.Thread(target=self._work, name="programs", daemon=True)
                 self._workers.append(worker)
@@ -172,6 +174,11 @@ class Programs(Generic[Key]):
 
     # Making a program
 
+    @property
+    def _most_workers(self) -> int:
+        """One more than compile in parallel: it traces meanwhile."""
+        return 1 + (min(self._threads, _THREADS_WHILE_SERVING) if self.is_warm else self._threads)
+
     def _wait_for(self, key: Key) -> CompiledProgram:
         start = time.perf_counter()
         with self._told_if_slow([key]):
@@ -207,7 +214,7 @@ class Programs(Generic[Key]):
             with self._lock:
                 is_rare_worker = self._rare_worker in (None, me)
                 queue = self._queue or (self._rare if is_rare_worker else {})
-                if not queue or self._stop.is_set():
+                if not queue or self._stop.is_set() or len(self._workers) > self._most_workers:
                     self._workers.remove(me)
                     if self._rare_worker is me:
                         self._rare_worker = None

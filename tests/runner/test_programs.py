@@ -229,3 +229,19 @@ def test_what_is_needed_first_is_made_before_all_that_was_queued_earlier(shop):
     assert at.traced[2:] == ["rare 2", "d", "c", "rare 1"] and at.programs.num_queued == 1
     at.gates["b"].set()
     until(lambda: not at.programs.num_queued)
+
+
+def test_fewer_programs_are_compiled_at_a_time_while_steps_run(shop, monkeypatch):
+    monkeypatch.setattr(module, "_THREADS_WHILE_SERVING", 1)
+    at = shop(threads=4)
+    at.gates = {str(i): threading.Event() for i in range(12)}
+    at.programs.start([str(i) for i in range(12)])
+    until(lambda: len(at.traced) == 5)
+    at.programs.is_warm = True
+    for i in map(str, at.traced[:4]):
+        at.gates[i].set()
+    until(lambda: len(at.compiled) == 4 and len(at.traced) == 6)
+    for gate in at.gates.values():
+        gate.set()
+    until(lambda: not at.programs.num_queued)
+    assert len(at.programs) == 12
