@@ -197,7 +197,7 @@ class ModelRunner(WeightsHolder):
 
         def ask(key: ProgramKey) -> None:
             if is_ahead or key.kind == "forward_rows":
-                self.programs.start([key], first=True)
+                self.programs.hurry([key])
             else:
                 self.programs.start((), [key])
 
@@ -220,7 +220,7 @@ class ModelRunner(WeightsHolder):
         background while serving."""
         first, rare = self._start_keys, self.shapes.rare_keys()
         others = self.shapes.keys_after_first() if self._starts_with_few else []
-        self.programs.start([*first, *others, *([] if rare_later else rare)], rare if rare_later else ())
+        self.programs.start(first if rare_later else [*first, *rare], rare if rare_later else (), later=others)
 
     def start_programs_when_idle(self) -> None:
         """Start a thread that loads or compiles all programs while the engine is idle."""
@@ -231,12 +231,12 @@ class ModelRunner(WeightsHolder):
         self.programs.wait([*self.shapes.start_keys(), *self.shapes.rare_keys()] if rare else self._start_keys, progress)
 
     def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
-        """Have what such a request needs made next, in parallel, if programs are compiled ahead and these are missing. Returns at once."""
+        """Have what such a request needs made next if programs are compiled ahead and it is missing. Returns at once."""
         if not self.programs.is_warm or not self.programs.num_queued:
             return
         missing = [key for key in self.shapes.keys_of(params, pooling, is_masked=is_masked) if key not in self.programs]
         if missing:
-            self.programs.start(missing, first=True)
+            self.programs.hurry(missing)
 
     def work_bytes(self) -> int:
         """Temporary and output bytes per device of the largest step, read from its compiled program."""

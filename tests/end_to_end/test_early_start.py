@@ -80,7 +80,7 @@ def test_tokens_do_not_depend_on_which_programs_are_ready(gate, caplog):
         core.add_request(penalised)
         core.abort_requests(["a"])
         wanted = {("new_state", 0), ("admit", 0), ("sample", 4), ("prompt_logprobs", 16), ("prompt_logprobs", 112)}
-        assert {(key.kind, key.size) for key in list(programs._queue)[: len(wanted)]} == wanted
+        assert {(key.kind, key.size) for key in list(programs._later)[: len(wanted)]} == wanted
         while_they_come = answers(lambda step, answers: gate.permits.release())
         gate.permits.release(1000)
         core.finish_compiling()

@@ -218,30 +218,21 @@ def test_what_callers_wait_for_can_be_asked_meanwhile(shop):
     assert at.programs.awaited == (0, 0)
 
 
-def test_what_is_needed_first_is_made_before_all_that_was_queued_earlier(shop):
-    at = shop(threads=1)
-    at.gates = {key: threading.Event() for key in ("a", "b")}
-    at.programs.start(["a", "b", "c", "d"], rare=["rare 1", "rare 2"])
-    until(lambda: sorted(at.traced) == ["a", "b"])
-    at.programs.start(["rare 2", "d"], first=True)
-    at.gates["a"].set()
-    until(lambda: len(at.compiled) == 5)
-    assert at.traced[2:] == ["rare 2", "d", "c", "rare 1"] and at.programs.num_queued == 1
-    at.gates["b"].set()
-    until(lambda: not at.programs.num_queued)
-
-
-def test_fewer_programs_are_compiled_at_a_time_while_steps_run(shop, monkeypatch):
-    monkeypatch.setattr(module, "_THREADS_WHILE_SERVING", 1)
+def test_programs_for_later_are_made_few_at_a_time_behind_what_is_needed_and_before_rare_ones(shop, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_LATER", 1)
     at = shop(threads=4)
-    at.gates = {str(i): threading.Event() for i in range(12)}
-    at.programs.start([str(i) for i in range(12)])
-    until(lambda: len(at.traced) == 5)
-    at.programs.is_warm = True
-    for i in map(str, at.traced[:4]):
-        at.gates[i].set()
-    until(lambda: len(at.compiled) == 4 and len(at.traced) == 6)
-    for gate in at.gates.values():
-        gate.set()
+    at.gates = {key: threading.Event() for key in ("a", "b", "later 1", "later 2")}
+    at.programs.start(["a", "b"], later=["later 1", "later 2", "later 3"], rare=["rare 1", "rare 2"])
+    until(lambda: sorted(at.traced) == ["a", "b", "later 1"])
+    at.programs.hurry(["rare 2", "later 3", "new"])
+    for key in ("a", "b"):
+        at.gates[key].set()
+    at.programs.wait(["a", "b"])
+    assert at.traced[3:] == [] and at.programs.num_queued == 6
+    at.gates["later 1"].set()
+    until(lambda: "later 2" in at.traced)
+    assert at.traced[3:] == ["rare 2", "later 3", "new", "later 2"]
+    assert at.programs.get("rare 1") == "program rare 1"
+    at.gates["later 2"].set()
     until(lambda: not at.programs.num_queued)
-    assert len(at.programs) == 12
+    assert len(at.programs) == len(set(at.traced)) == len(at.traced) == 8
