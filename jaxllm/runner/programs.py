@@ -168,11 +168,13 @@ class Programs(Generic[Key]):
         self.start(missing)
         self.wait(missing, progress)
 
-    def expect(self, keys: Sequence[Key]) -> None:
-        """During warm-up, make all of these in parallel if the first is missing."""
-        if keys[0] not in self._compiled and not self.is_warm:
-            with self._told_if_slow(keys):
-                self.compile_all(keys, SILENT)
+    def expect(self, needed: Sequence[Key], likely: Sequence[Key] = ()) -> None:
+        """Before warm-up is over, make what is missing of `needed` in parallel, and if the first is missing, of `likely` too."""
+        if self.is_warm or all(key in self._compiled for key in needed):
+            return
+        keys = [*needed, *(() if needed[0] in self._compiled else likely)]
+        with self._told_if_slow(keys):
+            self.compile_all(keys, SILENT)
 
     def shutdown(self) -> None:
         """Start no more programs and wait for those being made. May be called again."""

@@ -531,17 +531,19 @@ class ModelRunner(WeightsHolder):
         batch = step.batch
         work = self.select(batch)
         forward_key = self._forward_key(batch)
-        expected = [forward_key, *self.keys_after(batch, work)]
+        needed, likely = [forward_key, *self.keys_after(batch, work)], []
+        if any(row.needs_state for row in batch.admitted):
+            needed += [ProgramKey("new_state"), ProgramKey("admit")]
         if batch.sampled and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
             num_rows, width = self.buckets.fit_decode(len(batch.sampled)), batch.next_width
-            expected.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self.is_adapted(batch)))
+            likely.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self.is_adapted(batch)))
         if self.shapes.functions.drafting is not None:
-            expected.append(self._propose_key(batch))
+            needed.append(self._propose_key(batch))
         reads_drafts = step.mask_TW is not None and batch.width > 1
         if reads_drafts:
-            expected.append(ProgramKey("drafts"))
-        self.programs.expect(expected)
+            needed.append(ProgramKey("drafts"))
+        self.programs.expect(needed, likely)
         if reads_drafts:
             self.read_drafts(step)
         step.errors = self.prepare(batch)

@@ -140,6 +140,12 @@ def test_a_program_that_is_needed_does_not_wait_for_an_idle_engine(shop, monkeyp
     at.programs.start([], rare=["a", "b", "c"])
     at.programs.expect(["a", "b"])
     assert set(at.compiled) == {"step", "a", "b"}
+    at.programs.expect(["step", "b"], ["likely"])
+    assert "likely" not in at.traced, "the step itself need not wait"
+    at.programs.expect(["step", "d", "e"], ["likely"])
+    assert set(at.compiled) == {"step", "a", "b", "d", "e"}, "what is missing is made together"
+    at.programs.expect(["f"], ["likely"])
+    assert set(at.compiled) >= {"f", "likely"}
 
 
 def test_only_compilations_that_somebody_waits_for_are_late(shop):
