@@ -76,11 +76,11 @@ def draw(engine: LLMEngine, prompts: list[dict[str, list[int]]]) -> list[list[in
     """Some tokens of each prompt."""
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
     for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    found = {}
+        engine.add_request(str(i), prompt["prompt_token_ids"], params)
+    found: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
-        found |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
-    return [list(found[str(i)]) for i in range(len(prompts))]
+        found |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step() if output.finished}
+    return [found[str(i)] for i in range(len(prompts))]
 
 
 if __name__ == "__main__":
