@@ -251,9 +251,10 @@ class CompileOptions:
 
     warmup: Annotated[
         Literal["auto", "all", "background", "idle", "lazy"],
-        "programs compiled before the first request: all, or all but those of rare sampling options, which follow in a thread "
-        "(background); or none, and each when first needed (lazy), others meanwhile whenever nothing runs (idle); auto: background "
-        "on a GPU; on a CPU idle in `jaxllm serve` and lazy elsewhere",
+        "programs compiled before the first request: all, or a few that stand in for others, which follow in the background, those of "
+        "rare sampling options last (background; several devices, and drafters, wait for all but the rare); or none, and each when first "
+        "needed (lazy), others meanwhile whenever nothing runs (idle); auto: background on a GPU; on a CPU idle in `jaxllm serve` and "
+        "lazy elsewhere",
     ] = "auto"
     decode_buckets: Annotated[tuple[int, ...] | None, "batch sizes that decode is compiled for; default: chosen"] = None
     token_buckets: Annotated[tuple[int, ...] | None, "token counts that mixed steps are compiled for"] = None

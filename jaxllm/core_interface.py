@@ -1,6 +1,6 @@
 """The interface of an engine core, and the calls that control it, from which messages to the engine process derive."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, Protocol
 
 from jaxllm.cache_news import CacheNews
@@ -55,6 +55,9 @@ class SteppedCore(Core, Protocol):
     def awaited_programs(self) -> tuple[int, int]: ...
     def step(self) -> list[EngineCoreOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
+    def run_between_steps(self, post: Callable[[Callable[[], object]], None]) -> None:
+        """Use this to have the loop of steps run a call between two of them, or while it waits for requests. Called by the loop."""
+
     def publish_cache_news(self) -> None:
         """Collect news of the prefix cache from now on."""
 

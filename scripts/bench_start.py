@@ -1,8 +1,9 @@
-"""Times an engine from the start of its process to its first token, with the parts that the time goes into.
+"""Times an engine from the start of its process to its first token and to its last program, with the parts that the time goes into.
 
     python scripts/bench_start.py [MODEL] [--cases cold,warm,…] [--json FILE] [engine options as name=value …]
 
-Each case is a fresh process that makes an `LLM`, and asks it for one token, twice:
+Each case is a fresh process that makes an `LLM`, asks it for one token, twice, and waits for the programs that follow in the background.
+"ms a token" is of one request, while programs follow (if any do for that long) and when all are ready. The cases:
 
 cold      an empty cache directory
 warm      the cache that `cold` left: stored programs
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.measuring.engine_option import engine_option
 
 CASES = ("cold", "warm", "compile", "artifact", "xla", "restored")
+TIMED_TOKENS = 64
 COMMAND = "import sys; from jaxllm.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -42,32 +44,48 @@ def measure(options: dict[str, Any], warm_up_runs: int | None) -> None:
         warm_up.WARM_UP_RUNS = warm_up_runs
     llm = LLM(**options)
     ready = process_age_seconds()
-    engine, params = llm.llm_engine, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-    seconds, tokens = [], []
-    for _ in range(2):
+    engine, core = llm.llm_engine, llm.llm_engine.core
+    programs, shapes = core.runner.programs, core.runner.shapes
+
+    def ask(num_tokens: int) -> tuple[float, int]:
+        """Seconds of a request for so many tokens, and the first of them."""
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         outputs = llm.generate([{"prompt_token_ids": list(range(1, 33))}], params, use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
-        tokens.append(outputs[0].outputs[0].token_ids[0])
-    core = engine.core
-    programs = core.runner.programs
+        return time.perf_counter() - start, outputs[0].outputs[0].token_ids[0]
+
+    def token_milliseconds() -> float:
+        return 1e3 * (ask(1 + TIMED_TOKENS)[0] - ask(1)[0]) / TIMED_TOKENS
+
+    num_ready = len(programs)
+    seconds, tokens = zip(ask(1), ask(1), strict=True)
+    slow = token_milliseconds() if programs.num_queued else None
     found = {
         "ready": ready,
         "first token": None if ready is None else ready + seconds[0],
         "first request": seconds[0],
         "second request": seconds[1],
         "parts": dict(core.start_times.seconds),
-        "compiled": programs.num_compiled,
-        "loaded": programs.num_loaded,
-        "late": core.num_compiled_after_warmup,
+        "programs when ready": num_ready,
         "work bytes": core.runner.work_bytes(),
         "blocks": core.memory_plan.num_blocks,
         "token": tokens[0],
     }
     print(json.dumps(found), flush=True)
-    start = time.perf_counter()
+    if core.config.compile.warmup == "background":
+        while programs.num_queued and not all(key in programs for key in shapes.start_keys()):
+            time.sleep(0.05)
+        print(json.dumps({"common programs": process_age_seconds()}), flush=True)
     engine.finish_compiling()  # so that the next case finds all stored
-    print(json.dumps({"rare programs behind": time.perf_counter() - start}), flush=True)
+    found = {
+        "all programs": process_age_seconds(),
+        "compiled": programs.num_compiled,
+        "loaded": programs.num_loaded,
+        "late": core.num_compiled_after_warmup,
+    }
+    print(json.dumps(found), flush=True)
+    milliseconds = {"ms a token while programs follow": slow, "ms a token": token_milliseconds()}
+    print(json.dumps({name: value for name, value in milliseconds.items() if value is not None}), flush=True)
     engine.shutdown()
 
 
@@ -126,13 +144,41 @@ def _text(text: str | bytes | None) -> str:
 
 def describe(case: str, found: dict[str, Any]) -> str:
     """A line with the sums, and one with the parts."""
-    sums = [f"{name} {value:.2f} s" for name, value in found.items() if isinstance(value, float)]
+    sums = [
+        f"{name} {value:.2f}{'' if name.startswith('ms') else ' s'}"
+        for name, value in found.items()
+        if isinstance(value, float)
+    ]
     sums += [f"{name} {value}" for name, value in found.items() if isinstance(value, int)]
     lines = [f"{case:<9} {', '.join(sums)}"]
     if "parts" in found:
         lines.append("          " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["parts"].items()))
     lines += [f"          {name}: {found[name]}" for name in ("said", "error") if name in found]
     return "\n".join(lines)
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Markdown: the figures to compare, in seconds of the process and milliseconds."""
+    columns = {
+        "first token, s": "first token",
+        "programs then": "programs when ready",
+        "common programs, s": "common programs",
+        "all programs, s": "all programs",
+        "compiled": "compiled",
+        "loaded": "loaded",
+        "waited for": "late",
+        "ms a token meanwhile": "ms a token while programs follow",
+        "ms a token": "ms a token",
+    }
+
+    def cell(value: Any) -> str:
+        return "–" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    rows = [
+        [case, *(cell(found.get(name)) for name in columns.values())] for case, found in results.items() if "token" in found
+    ]
+    lines = [["case", *columns], ["---"] * (1 + len(columns)), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
@@ -162,6 +208,9 @@ def main() -> None:
                 continue
             results[case] = run_case(case, options, Path(directory), left, args.warm_up_runs)
             print(describe(case, results[case]), flush=True)
+    print(
+        f"\n{args.model} {' '.join(f'{name}={value}' for name, value in args.options)}, {os.cpu_count()} cores\n\n{table(results)}"
+    )
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
     if len({found["token"] for found in results.values() if "token" in found}) > 1:

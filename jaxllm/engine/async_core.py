@@ -111,10 +111,11 @@ class ThreadCore:
         self.metrics_of_others: list[Metric] = []
         self.dead_error: EngineDeadError | None = None
         self.is_stopping = False
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._gate = threading.Lock()
         """Held while a command is queued or the core is declared dead, so that no command is left unanswered."""
         self._thread = threading.Thread(target=self._loop, name="jaxllm-engine", daemon=True)
+        core.run_between_steps(self._commands.put)
 
     def start(self, listener: CoreListener) -> None:
         self._listener = listener

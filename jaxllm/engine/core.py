@@ -1,7 +1,7 @@
 """EngineCore: builds scheduler and runner from a config and serves requests in token ids. Text stays in the front."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from jaxllm.cache_news import CacheNews
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseMode, SleepMode
 from jaxllm.engine import fault_points
+from jaxllm.engine.background_programs import BackgroundPrograms
 from jaxllm.engine.divisions import make_scheduler
 from jaxllm.engine.executor import Executor
 from jaxllm.engine.failures import FailurePolicy
@@ -92,11 +93,13 @@ class EngineCore:
         self.max_model_len = plan.max_model_len
         self.memory_plan = plan
         logger.debug("options: %s", ", ".join(f"{name}={value}" for name, value in self.config.flat().items()))
+        num_following = self.executor.num_queued
         logger.info(
-            "engine ready in %.1f s, %d programs compiled and %d loaded (%s; some at the same time)",
+            "engine ready in %.1f s, %d programs compiled and %d loaded%s (%s; some at the same time)",
             time.perf_counter() - began,
             self.executor.num_compiled,
             self.executor.num_loaded,
+            f", {num_following} follow in the background" if num_following else "",
             self.start_times.describe(),
         )
         features = prepared.features
@@ -124,6 +127,8 @@ class EngineCore:
         self._profiler = Profiler(self.config.observe.profiler_dir)
         if self.config.compile.warmup == "idle":
             self.executor.start_programs_when_idle()
+        self._background = BackgroundPrograms(self.executor, self._run_new_program, began=began)
+        self._background.watch()
         self._news: list[EngineCoreOutput] = []
         """Outputs of requests that ended between two steps."""
         self._dead: BaseException | None = None
@@ -155,6 +160,8 @@ class EngineCore:
         try:
             for preparation in self.preparations:
                 preparation.admit(admitted)
+            is_masked = request.grammar is not None or request.thinking_budget is not None
+            self.executor.foresee(request.sampling_params, request.pooling_params, is_masked=is_masked)
         except BaseException:
             self.scheduler.finish_requests(admitted.request_id, RequestStatus.FINISHED_ERROR)
             raise
@@ -382,10 +389,28 @@ class EngineCore:
         """Programs that a step waits for now: how many are ready, and the total. Safe to read from any thread."""
         return self.executor.awaited_programs
 
+    def run_between_steps(self, post: Callable[[Callable[[], object]], None]) -> None:
+        """See SteppedCore."""
+        self._background.post = post
+
     def finish_compiling(self) -> None:
         """Wait until the programs that compile in the background are ready."""
         if self.config.compile.warmup in ("background", "idle"):
             self.executor.wait_for_programs(SILENT, rare=True)
+            if self._background.post is None:  # this is the thread of the steps
+                while self._run_new_program():
+                    pass
+
+    def _run_new_program(self) -> bool:
+        """While nothing else runs, run a program that was made after the start. Returns whether there was one."""
+        if self._dead is not None or self._sleep.level or self.loop.has_work:
+            return False
+        self.loop.working_on = None
+        try:
+            return self.executor.run_new_program()
+        except Exception as error:
+            self._news += self._recover(error)
+            return False
 
     def shutdown(self) -> None:
         """Drop all requests, wait for the device and release its memory. The engine cannot be used afterwards."""

@@ -3,13 +3,15 @@
 A `ModelRunner` is the executor of one process. Calls after the start take and return only values that can be sent to another host.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -63,7 +65,8 @@ class Executor(Protocol):
     # The start, in this order
 
     def start_programs(self, *, rare_later: bool) -> None:
-        """Start threads that load or compile all programs; with `rare_later`, the rare ones in the background while serving."""
+        """Start threads that load or compile all programs: first those that a start waits for; with `rare_later`, the rare ones in the
+        background while serving."""
 
     def start_programs_when_idle(self) -> None:
         """Start a thread that loads or compiles all programs while the engine is idle."""
@@ -72,13 +75,29 @@ class Executor(Protocol):
         """Read the weights. Waits until they are on the devices. Raises ModelLoadError."""
 
     def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
-        """Wait until the common programs, and with `rare` the rare ones too, are ready."""
+        """Wait until the programs that a start waits for, or with `rare` all programs, are ready."""
 
     def allocate_caches(self) -> None:
         """Allocate the KV cache, zeroed, on every device."""
 
     def warm_up(self) -> None:
-        """Run the programs once on empty steps. From then on, compilations that a request waits for are counted."""
+        """Run the programs that a start waits for on empty steps. From then on, compilations that a request waits for are counted."""
+
+    # Programs that follow in the background
+
+    def run_new_program(self) -> bool:
+        """Run a common program that was made after the start on empty steps, as `warm_up` does. Returns whether there was one. Called
+        while no step is in flight."""
+
+    def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
+        """Have what the steps of such a request need made next, if programs are compiled ahead and it is missing. Returns at once."""
+
+    def listen(self, on_made: Callable[[], None]) -> None:
+        """Call this from now on whenever a program was made, in the thread that made it."""
+
+    @property
+    def num_queued(self) -> int:
+        """Number of programs that are compiled or loaded in the background now, or will be."""
 
     # Steps
 

@@ -99,6 +99,7 @@ class EngineLoop:
                 pid,
             )
         )
+        core.run_between_steps(commands.put)
         pulse.awaited_programs = lambda: core.awaited_programs
         pulse.load = self._load()
         pulse.is_loaded = True

@@ -75,7 +75,7 @@ class Stop:
     """A command to end the engine process."""
 
 
-Command = Hello | Add | Abort | Call | Drain | NoMore | Gone | Stop | Callable[[], None]
+Command = Hello | Add | Abort | Call | Drain | NoMore | Gone | Stop | Callable[[], object]
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The executor of host 0: sends each call to the other hosts and runs it on its own devices."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,7 +15,9 @@ from jaxllm.hosts.sent_tokens import SentTokens
 from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, DispatchLanes, Do, Draw, MoveExperts, Piece, TakeExpertTokens, WriteAdapter
 from jaxllm.hosts_options import has_lanes_on_hosts, has_stages_on_hosts
 from jaxllm.lanes_plan import LanesPlan
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.worker_thread import WorkerThread
 
@@ -174,6 +176,19 @@ class HostsExecutor:
 
     def start_programs_when_idle(self) -> None:
         self._on_all("start_programs_when_idle")
+
+    def run_new_program(self) -> bool:
+        return self._own.run_new_program()  # never one: all hosts run the same programs, at the start
+
+    def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
+        self._own.foresee(params, pooling, is_masked=is_masked)
+
+    def listen(self, on_made: Callable[[], None]) -> None:
+        self._own.listen(on_made)
+
+    @property
+    def num_queued(self) -> int:
+        return self._own.num_queued
 
     @property
     def num_compiled(self) -> int:

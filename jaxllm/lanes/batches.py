@@ -38,7 +38,7 @@ def _mixed(num_tokens: int, builder: BatchBuilder) -> StepLayout:
 def _relaid(batch: Batch, builder: BatchBuilder, layout: StepLayout, is_decode: bool) -> Batch:
     """The same step in a layout that has room for it."""
     if batch.is_decode and not is_decode:
-        batch = _with_drafts_in_place(batch)
+        batch = replace(_with_drafts_in_place(batch), sample_rows=builder.buckets.fit_sample(len(batch.sampled)))
     elif batch.layout == layout:
         return batch
     buffer = builder.empty(layout)

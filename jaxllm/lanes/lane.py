@@ -35,10 +35,6 @@ class Lane(ModelRunner):
     def row_arrays(self, arrays: RowArrays | None) -> None:
         self._row_arrays = arrays
 
-    def _may_sample_apart(self, num_rows: int, adapted: bool) -> bool:
-        """Lanes have no such program: all would have to choose alike."""
-        return False
-
     def allocate_caches(self) -> None:
         """The caches are those of all lanes."""
         self.keep_small_places()

@@ -1,7 +1,7 @@
 """LanesRunner: runs each step on all lanes at once, in programs that exchange tokens between them."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxllm.lanes.step import LanesInFlight
 from jaxllm.lanes_plan import LanesPlan
 from jaxllm.loaders.layout import delete
 from jaxllm.parallel.across_hosts import put
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.runner.consumers import Hidden
 from jaxllm.runner.consumers.sampling import PendingTokens
@@ -34,6 +35,7 @@ from jaxllm.runner.weights import Weights, WeightsSource
 from jaxllm.runner.weights_holder import WeightsHolder
 from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.variants import Variant
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import SchedulerOutput
 
 
@@ -291,6 +293,10 @@ class LanesRunner(WeightsHolder):
         for lane in self.lanes:
             lane.warm_up()
 
+    def run_new_program(self) -> bool:
+        """There is none: the programs of all lanes run at the start."""
+        return False
+
     def drop_caches(self) -> None:
         self._forget_rows()
         for lane in self._all_lanes:
@@ -327,6 +333,20 @@ class LanesRunner(WeightsHolder):
     @property
     def launch_seconds(self) -> float:
         return self.lanes[0].launch_seconds
+
+    def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
+        """See ModelRunner, as for the methods that follow. Any lane may get the request."""
+        for lane in self.lanes:
+            lane.foresee(params, pooling, is_masked=is_masked)
+
+    def listen(self, on_made: Callable[[], None]) -> None:
+        self.programs.on_made = lambda key: on_made()
+        for lane in self.lanes:
+            lane.listen(on_made)
+
+    @property
+    def num_queued(self) -> int:
+        return self.programs.num_queued + sum(lane.num_queued for lane in self.lanes)
 
     @property
     def num_compiled(self) -> int:

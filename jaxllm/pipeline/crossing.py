@@ -1,5 +1,6 @@
 """The way of hidden states from a stage to the next one on other hosts: a program that the devices of both stages run together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -131,6 +132,13 @@ class Crossing:
 
     def _keys(self) -> list[CrossingKey]:
         return [CrossingKey(kind, size) for kind in ("nothing", "cross") for size in self._sizes.num_tokens]
+
+    def listen(self, on_made: Callable[[], None]) -> None:
+        self._programs.on_made = lambda key: on_made()
+
+    @property
+    def num_queued(self) -> int:
+        return self._programs.num_queued
 
     @property
     def num_compiled(self) -> int:

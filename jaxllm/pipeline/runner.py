@@ -1,6 +1,6 @@
 """PipelineRunner: runs each step through the stages of a pipeline, one after the other, without waiting for any of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from jaxllm.pipeline.crossing import Crossing
 from jaxllm.pipeline.drawn_tokens import TokensOnDevices
 from jaxllm.pipeline.lost_peers import LostPeers
 from jaxllm.pipeline.stages import EarlierStage, LastStage
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.runner.batch import Batch
 from jaxllm.runner.expert_counts import CountsInFlight
@@ -18,6 +19,7 @@ from jaxllm.runner.memory import entering_bytes
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.rows import Rows
 from jaxllm.runner.runner import ModelRunner
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import SchedulerOutput
 
 
@@ -97,6 +99,10 @@ class Stages:
             crossing.warm_up()
         for stage in self.stages:
             stage.warm_up()
+
+    def run_new_program(self) -> bool:
+        """There is none: the programs of all stages run at the start."""
+        return False
 
     # Sleep
 
@@ -178,6 +184,17 @@ class Stages:
     @property
     def launch_seconds(self) -> float:
         return self.last.launch_seconds
+
+    def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
+        self.last.foresee(params, pooling, is_masked=is_masked)
+
+    def listen(self, on_made: Callable[[], None]) -> None:
+        for part in self._parts:
+            part.listen(on_made)
+
+    @property
+    def num_queued(self) -> int:
+        return sum(part.num_queued for part in self._parts)
 
     @property
     def num_compiled(self) -> int:

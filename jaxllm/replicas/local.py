@@ -6,7 +6,7 @@ import queue
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxllm import env
@@ -162,6 +162,9 @@ class LocalReplicas(PauseCalls):
                 news += self._news.get_nowait()
         self._unfinished.difference_update(output.request_id for output in news if output.finish_reason is not None)
         return news
+
+    def run_between_steps(self, post: Callable[[Callable[[], object]], None]) -> None:
+        """The loop of each replica runs what it needs."""
 
     def publish_cache_news(self) -> None:
         """Nobody chooses between this and another core."""

@@ -1,6 +1,5 @@
 """Turns a step's plan into the padded buffer of the program that runs it. Pure host work on small arrays."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,6 +7,7 @@ import numpy as np
 from jaxllm.log import logger
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, decode_layout, mixed_layout
+from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Need, Row, Rows
 from jaxllm.sampling.variants import Variant
 from jaxllm.scheduler_output import NO_ADAPTER, RowStep, SchedulerOutput
@@ -54,7 +54,10 @@ class Batch:
     sampled: list[Row]
     """Requests that get a token, in the order of the device's rows."""
     variant: Variant
+    """Of the program that samples."""
     logprobs: LogprobsKind
+    sample_rows: int
+    """Rows of the program that samples apart; 0 if the step samples itself."""
     adapted: bool
     """Whether a row has an adapter."""
     admitted: list[Row]
@@ -78,20 +81,17 @@ class BatchBuilder:
         max_blocks: int,
         num_groups: int = 1,
         num_updates: int | None = None,
-        fit_tokens: Callable[[int], int] | None = None,
-        may_sample_apart: Callable[[int, bool], bool] = lambda num_rows, adapted: False,
+        choice: ProgramChoice | None = None,
     ):
         """max_blocks: of a request in each of the `num_groups` groups of layers. num_updates: most new blocks of a row in a decode.
-        fit_tokens: the size of a mixed step of so many tokens; None: the smallest that holds it. may_sample_apart: whether there is a
-        program for a decode of so many rows, with adapters or without, that another program samples."""
+        choice: chooses the programs; None: the smallest that holds a step, whether there or not."""
         self.rows = rows
         self.buckets = buckets
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.num_groups = num_groups
         self.num_updates = num_groups if num_updates is None else num_updates
-        self.fit_tokens = fit_tokens or buckets.fit_tokens
-        self.may_sample_apart = may_sample_apart
+        self.choice = choice or ProgramChoice(buckets)
 
     def apply(self, plan: SchedulerOutput) -> Batch:
         """Free the rows of requests that ended or were preempted, then `build`."""
@@ -131,19 +131,24 @@ class BatchBuilder:
         if need >= Need.HIDDEN or (start_R + 1 < num_known_R).any():
             return None
         adapted = bool((rows.columns[index_R, Column.ADAPTER] != NO_ADAPTER).any())
-        samples_apart = need == Need.SAMPLE
-        size = self.buckets.fit_rows_apart(num_rows) if samples_apart else self.buckets.fit_decode(num_rows)
-        if size is None or (samples_apart and not self.may_sample_apart(size, adapted)):
-            return None
-        logprobs = LogprobsKind.of(scheduled) if samples_apart else LogprobsKind.NONE
-        if plan.masked_request_ids:
-            variant = max(variant, Variant.MASKED)
+        samples_apart, width = need == Need.SAMPLE, self.buckets.fit_width(plan.num_drafts)
+        size: int | None
+        if samples_apart:
+            size = self.choice.rows_apart(num_rows, adapted)
+            if size is None:
+                return None
+            logprobs = LogprobsKind.of(scheduled)
+            if plan.masked_request_ids:
+                variant = max(variant, Variant.MASKED)
+            sample_rows, variant = self.choice.sample(num_rows, variant, logprobs, width, adapted)
+        else:
+            size, variant = self.choice.decode(num_rows, variant, width, adapted)
+            logprobs, sample_rows = LogprobsKind.NONE, 0
         update_index: list[int] = []
         update_block: list[int] = []
         for row, blocks in zip(scheduled, new_blocks, strict=True):
             if blocks:
                 self._extend_table(row, blocks, update_index, update_block)
-        width = self.buckets.fit_width(plan.num_drafts)
         layout = decode_layout(size, self.num_updates)
         # A fresh buffer each step: the device may still be reading the last one.
         buffer = np.zeros(layout.size, np.int32)
@@ -162,9 +167,8 @@ class BatchBuilder:
             views.token_ids_T[i] = scheduled[i].data.token_ids[start_R[i]]
             chunks.append(Chunk(scheduled[i], int(i), int(i) * width, int(start_R[i]), 1))
         extra = self.fill_updates(layout, buffer, update_index, update_block)
-        return Batch(
-            buffer, layout, True, samples_apart, width, width, scheduled, variant, logprobs, adapted, [], chunks, extra
-        )
+        kind = (True, samples_apart, width, width, scheduled, variant, logprobs, sample_rows, adapted)
+        return Batch(buffer, layout, *kind, [], chunks, extra)
 
     def _starts(self, start_R: np.ndarray, num_known_R: np.ndarray) -> np.ndarray:
         """The first positions of rows as the device is told them: with drafts, it alone knows how many of a row were right."""
@@ -207,18 +211,22 @@ class BatchBuilder:
         most_drafts = max((step.num_drafts for _, step in sampling), default=0)
         can_decode = variant < NO_DECODE and logprobs == LogprobsKind.NONE and not plan.num_drafts
         is_decode = can_decode and not partial and num_tokens == len(scheduled)
+        adapted = any(row.data.adapter_slot != NO_ADAPTER for row, _ in scheduled)
+        width, next_width = self.buckets.fit_width(most_drafts), self.buckets.fit_width(plan.num_drafts)
+        sample_rows = 0
         if is_decode:
-            layout = decode_layout(self.buckets.fit_decode(len(scheduled)), self.num_updates)
+            size, variant = self.choice.decode(len(scheduled), variant, width, adapted)
+            layout = decode_layout(size, self.num_updates)
         else:
-            num_tokens = self.fit_tokens(max(1, num_tokens))
+            num_tokens = self.choice.tokens(max(1, num_tokens), adapted)
             num_rows = self.buckets.rows_for_tokens(num_tokens)
             layout = mixed_layout(num_tokens, num_rows, self.block_size, self.num_groups)
+            if sampled:
+                sample_rows, variant = self.choice.sample(len(sampled), variant, logprobs, width, adapted)
         buffer = self._fill(layout, scheduled, len(sampled))
         extra = self.fill_updates(layout, buffer, update_index, update_block)
         chunks = _chunks(scheduled)
-        width, next_width = self.buckets.fit_width(most_drafts), self.buckets.fit_width(plan.num_drafts)
-        adapted = any(row.data.adapter_slot != NO_ADAPTER for row, _ in scheduled)
-        kind = (is_decode, not is_decode, width, next_width, sampled, variant, logprobs, adapted)
+        kind = (is_decode, not is_decode, width, next_width, sampled, variant, logprobs, sample_rows, adapted)
         return Batch(buffer, layout, *kind, admitted, chunks, extra, errors)
 
     def empty(self, layout: StepLayout) -> np.ndarray:

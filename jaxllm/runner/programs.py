@@ -26,6 +26,9 @@ Key = TypeVar("Key")
 StoreKey = TypeVar("StoreKey", contravariant=True)
 
 _SLOW_SECONDS = 1.0
+_MOST_LATER = 2
+"""Most programs made at the same time that nobody waits for: XLA times products with arrays of their size, in memory that the largest
+step and `tuning_bytes` have beside the cache."""
 _QUIET_SECONDS = 1.0
 """Background compilation waits until no program was called for this many seconds, because tracing holds the interpreter."""
 
@@ -41,8 +44,9 @@ class Programs(Generic[Key]):
     """Compiled programs by key. `lower(key)` traces one; calling a compiled program never compiles another.
 
     Threads make the programs passed to `start`: each is loaded, or traced (one at a time, because tracing holds the
-    interpreter) and compiled (in parallel, because XLA releases it). One thread makes the rare programs after all others have
-    been started. A caller that needs a program that is not started yet makes it itself instead of waiting for the queue.
+    interpreter) and compiled (in parallel, because XLA releases it). After those that are needed at once come few at a time
+    those for later, and then, while no program is called, one by one the rare ones. A caller that needs a program that is not
+    started yet makes it itself instead of waiting for the queue.
     """
 
     def __init__(
@@ -64,8 +68,11 @@ class Programs(Generic[Key]):
         self._compiled: dict[Key, CompiledProgram] = {}
         self._lock = threading.Lock()
         self._queue: dict[Key, None] = {}
-        """Programs that no thread has started, in order."""
+        """Programs that no thread has started, in order; as the next two."""
+        self._later: dict[Key, None] = {}
         self._rare: dict[Key, None] = {}
+        self._num_later = 0
+        """Number of programs for later that are being made."""
         self._jobs: dict[Key, Future[CompiledProgram]] = {}
         """Programs that are queued or being made."""
         self._awaited: set[Key] = set()
@@ -85,6 +92,8 @@ class Programs(Generic[Key]):
         """Number of callers that wait for a program now."""
         self._num_compiling = 0
         self._told: set[bool] = set()
+        self.on_made: Callable[[Key], None] = lambda key: None
+        """Called by the thread that made a program."""
         shut_down_at_exit(self)
 
     def __len__(self) -> int:
@@ -100,22 +109,48 @@ class Programs(Generic[Key]):
         program = self._compiled.get(key)
         return self._wait_for(key) if program is None else program
 
-    def start(self, keys: Sequence[Key], rare: Sequence[Key] = ()) -> None:
-        """Start threads that make `keys`, which are needed at once, and then `rare`, each in this order. Returns at once."""
+    @property
+    def num_queued(self) -> int:
+        """Number of programs that are queued or being made."""
+        return len(self._jobs)
+
+    def start(self, keys: Sequence[Key], rare: Sequence[Key] = (), *, later: Sequence[Key] = ()) -> None:
+        """Start threads that make `keys`, which are needed at once, then `later`, then `rare`, each in this order. Returns at once."""
         with self._lock:
-            for queue, wanted in ((self._queue, keys), (self._rare, rare)):
+            for queue, wanted in ((self._queue, keys), (self._later, later), (self._rare, rare)):
                 for key in wanted:
-                    if key in self._compiled or (key in self._jobs and key not in self._rare):
-                        continue
-                    self._jobs.setdefault(key, Future())
-                    self._rare.pop(key, None)
-                    queue[key] = None
-            # One more thread than compiles in parallel: it traces meanwhile.
-            wanted_workers = min(self._threads + 1, len(self._queue) + bool(self._rare))
-            for _ in range(wanted_workers - len(self._workers)):
-                worker = threading.Thread(target=self._work, name="programs", daemon=True)
-                self._workers.append(worker)
-                worker.start()
+                    if self._claim(key):
+                        queue[key] = None
+            self._start_workers()
+
+    def hurry(self, keys: Sequence[Key]) -> None:
+        """Start threads that make these before all that are for later or rare. Returns at once."""
+        with self._lock:
+            wanted = [key for key in keys if self._claim(key)]
+            self._later = {**dict.fromkeys(wanted), **self._later}
+            self._start_workers()
+
+    def _claim(self, key: Key) -> bool:
+        """Whether a program may be queued, with a job and in no other queue: it is not made, being made or needed at once."""
+        if key in self._compiled:
+            return False
+        if key not in self._jobs:
+            self._jobs[key] = Future()
+            return True
+        return self._take_back(key, (self._later, self._rare))
+
+    @staticmethod
+    def _take_back(key: Key, queues: Sequence[dict[Key, None]]) -> bool:
+        """Remove a program from the queues. Whether it was in one."""
+        return any(queue.pop(key, key) is None for queue in queues)
+
+    def _start_workers(self) -> None:
+        # One more thread than compiles in parallel: it traces meanwhile.
+        num_wanted = min(self._threads + 1, len(self._queue) + min(len(self._later), _MOST_LATER) + bool(self._rare))
+        for _ in range(num_wanted - len(self._workers)):
+            worker = threading.Thread(target=self._work, name="programs", daemon=True)
+            self._workers.append(worker)
+            worker.start()
 
     def wait(self, keys: Sequence[Key], progress: Progress = SILENT) -> None:
         """Wait until these programs, which were passed to `start`, are ready. Raises the first error."""
@@ -135,19 +170,22 @@ class Programs(Generic[Key]):
         self.start(missing)
         self.wait(missing, progress)
 
-    def expect(self, keys: Sequence[Key]) -> None:
-        """During warm-up, make all of these in parallel if the first is missing."""
-        if keys[0] not in self._compiled and not self.is_warm:
-            with self._told_if_slow(keys):
-                self.compile_all(keys, SILENT)
+    def expect(self, needed: Sequence[Key], likely: Sequence[Key] = ()) -> None:
+        """Before warm-up is over, make what is missing of `needed` in parallel, and if the first is missing, of `likely` too."""
+        if self.is_warm or all(key in self._compiled for key in needed):
+            return
+        keys = [*needed, *(() if needed[0] in self._compiled else likely)]
+        with self._told_if_slow(keys):
+            self.compile_all(keys, SILENT)
 
     def shutdown(self) -> None:
         """Start no more programs and wait for those being made. May be called again."""
         self._stop.set()
         with self._lock:
-            for key in (*self._queue, *self._rare):
+            for key in (*self._queue, *self._later, *self._rare):
                 self._jobs.pop(key).cancel()
             self._queue.clear()
+            self._later.clear()
             self._rare.clear()
             workers = [] if self._is_left else list(self._workers)
         for worker in workers:
@@ -173,11 +211,9 @@ class Programs(Generic[Key]):
                 if key in self._compiled:  # finished in the meantime
                     return self._compiled[key]
                 job = self._jobs.get(key)
-                mine = job is None or key in self._queue or key in self._rare
+                mine = self._take_back(key, (self._queue, self._later, self._rare)) or job is None
                 if job is None:
                     job = self._jobs[key] = Future()
-                self._queue.pop(key, None)
-                self._rare.pop(key, None)
             waited_for_compiler = self._make(key, job) if mine else True
             program = job.result()
         if self.is_warm and waited_for_compiler:
@@ -187,20 +223,25 @@ class Programs(Generic[Key]):
 
     def _work(self) -> None:
         while (taken := self._take()) is not None:
-            key, job = taken
+            key, job, is_later = taken
             self._make(key, job)
+            with self._lock:
+                self._num_later -= is_later
             if self.is_warm and (error := job.exception()) is not None:
                 logger.warning(
                     "%s could not be compiled ahead of its use (%s): it is tried again when a request needs it", key, error
                 )
 
-    def _take(self) -> "tuple[Key, Future[CompiledProgram]] | None":
-        """The next program for this thread to make; None if it is no longer needed."""
+    def _take(self) -> "tuple[Key, Future[CompiledProgram], bool] | None":
+        """The next program for this thread to make, and whether it is for later; None if the thread is no longer needed."""
         me = threading.current_thread()
         while True:
             with self._lock:
-                is_rare_worker = self._rare_worker in (None, me)
-                queue = self._queue or (self._rare if is_rare_worker else {})
+                queue = self._queue
+                if not queue and self._num_later < _MOST_LATER:
+                    queue = self._later
+                if not queue and not self._later and self._rare_worker in (None, me):
+                    queue = self._rare
                 if not queue or self._stop.is_set():
                     self._workers.remove(me)
                     if self._rare_worker is me:
@@ -212,7 +253,9 @@ class Programs(Generic[Key]):
                 if pause <= 0:
                     key = next(iter(queue))
                     del queue[key]
-                    return key, self._jobs[key]
+                    is_later = queue is self._later
+                    self._num_later += is_later
+                    return key, self._jobs[key], is_later
             self._stop.wait(pause)
 
     def _pause(self) -> float:
@@ -241,6 +284,7 @@ class Programs(Generic[Key]):
             self.num_compiled += is_compiled
             self.num_loaded += not is_compiled
         job.set_result(program)
+        self.on_made(key)
         logger.debug("%s %s in %.1f s", "compiled" if is_compiled else "loaded", key, time.perf_counter() - start)
         if is_compiled and self._store is not None and self._is_storable(key):
             with self._times.part("storing programs"):

@@ -10,6 +10,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column
 from jaxllm.sampling.columns import pack_columns
 from jaxllm.sampling.variants import Variant, needs_logprobs, needs_state, variant_of
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NO_ADAPTER, NewRequestData, TokenLogprobs
 
 NO_DECODE = Variant.MASKED
@@ -100,15 +101,13 @@ class Rows:
         assert data.request_id not in self.by_request, f"request {data.request_id} has a row already"
         params = data.sampling_params
         sampling_columns = pack_columns(params)
-        variant = variant_of(params, full_logprobs=self.full_logprobs)
-        if needs_logprobs(params):
-            variant = max(variant, Variant.RANDOM)
+        variant, _ = sampled_by(params, full_logprobs=self.full_logprobs, is_masked=data.is_masked)
         row = Row(
             index=self._free[-1],
             data=data,
             num_known=len(data.token_ids),
             num_blocks=0,
-            variant=max(variant, Variant.MASKED) if data.is_masked else variant,
+            variant=variant,
             needs_state=needs_state(params),
             num_logprobs=params.logprobs,
             named_ids=params.logprob_token_ids,
@@ -146,6 +145,15 @@ class Rows:
         """Every row is either free or held by one request."""
         held = [row.index for row in self.by_request.values()]
         assert sorted(held + self._free) == list(range(self.trash)), "a row is lost or held twice"
+
+
+def sampled_by(params: SamplingParams, *, full_logprobs: bool, is_masked: bool) -> tuple[Variant, LogprobsKind]:
+    """The variant that a request's steps need at least, and the logprobs that they report."""
+    variant, kind = variant_of(params, full_logprobs=full_logprobs), LogprobsKind.NONE
+    if needs_logprobs(params):
+        variant = max(variant, Variant.RANDOM)
+        kind = LogprobsKind.TOP if params.logprob_token_ids is None else LogprobsKind.NAMED
+    return max(variant, Variant.MASKED) if is_masked else variant, kind
 
 
 def _need(row: Row) -> Need:

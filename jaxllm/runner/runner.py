@@ -16,6 +16,8 @@ from jaxllm.loaders.layout import delete, zeros
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put, spans_hosts
 from jaxllm.parallel.shards import make_shards
+from jaxllm.parallel.topology import Topology
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner import warm_up
 from jaxllm.runner.adaptation import Adaptation, Adapting
@@ -35,6 +37,7 @@ from jaxllm.runner.layout import StepLayout, padded
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.peers import Peers
 from jaxllm.runner.pending import StepInFlight
+from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
@@ -46,6 +49,7 @@ from jaxllm.runner.token_split import TokenSplit
 from jaxllm.runner.weights import Weights, WeightsSource
 from jaxllm.runner.weights_holder import WeightsHolder
 from jaxllm.sampling.variants import Variant
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
 from jaxllm.worker_thread import WorkerThread
@@ -100,7 +104,6 @@ class ModelRunner(WeightsHolder):
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self.sampling = Sampling(
             self,
-            self.buckets,
             num_rows=max_rows + 1,
             vocab_size=model_config.padded_vocab_size,
             processors=processors,
@@ -118,6 +121,11 @@ class ModelRunner(WeightsHolder):
             full_logprobs=full_logprobs,
             in_pieces=bool(config.compile.share_layers),
         )
+        self._starts_with_few = (
+            config.compile.warmup == "background" and drafter is None and Topology.of(config.parallel).num_devices == 1
+        )
+        """Whether a start waits for few programs, which stand in for the others. Several devices or hosts must choose alike, whatever each
+        has compiled, and the programs of drafters come in pairs."""
         self.batches = BatchBuilder(
             self.rows,
             self.buckets,
@@ -125,8 +133,7 @@ class ModelRunner(WeightsHolder):
             max_blocks=max_blocks,
             num_groups=len(plan.cache.groups),
             num_updates=self.shapes.num_updates,
-            fit_tokens=self._fit_tokens if config.compile.share_layers else None,
-            may_sample_apart=self._may_sample_apart,
+            choice=self._new_choice(config),
         )
         self.store = store
         self.programs = Programs(
@@ -137,8 +144,6 @@ class ModelRunner(WeightsHolder):
             is_storable=self.shapes.is_storable,
             times=self.times,
         )
-        self._needed_sizes: set[int] = set()
-        """Token sizes of the steps so far, whose programs may still be compiled by the thread that launches them."""
         self.consumers: tuple[HiddenConsumer, ...] = (PromptLogprobs(self), Pooling(self, self.buckets, model_config))
         self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
@@ -151,6 +156,8 @@ class ModelRunner(WeightsHolder):
         # On a CPU, launches are too cheap for a thread, but for those in pieces, which wait for each piece.
         self._launcher = WorkerThread("launch") if on_gpu or config.compile.share_layers else None
         self._max_thread_rows = MAX_THREAD_ROWS
+        self._never_run: list[ProgramKey] = []
+        """Common programs that `warm_up` left out."""
         self.num_steps = 0
         self.dispatch_seconds = 0.0
         """Total host time of all `dispatch` calls, in seconds."""
@@ -184,18 +191,54 @@ class ModelRunner(WeightsHolder):
             share_layers=traces_alike_once(config, on_gpu=jax.default_backend() != "cpu"),
         )
 
+    def _new_choice(self, config: EngineConfig) -> ProgramChoice:
+        """What chooses the programs of steps. Where none is compiled ahead, one that shares layers may stand in for the next smaller, which
+        is then compiled when nothing runs."""
+        compile_ = config.compile
+        is_ahead = compile_.warmup in ("all", "background")
+
+        def ask(key: ProgramKey) -> None:
+            if is_ahead or key.kind == "forward_rows":
+                self.programs.hurry([key])
+            else:
+                self.programs.start((), [key])
+
+        return ProgramChoice(
+            self.buckets,
+            is_there=lambda key: key in self.programs,
+            ask=ask,
+            reach=None if self._starts_with_few else 1 if compile_.share_layers else 0,
+            adapts_layers=self.shapes.has_adapters,
+            adapts_logits=self.shapes.adapts_logits,
+        )
+
+    @property
+    def _start_keys(self) -> list[ProgramKey]:
+        """The programs that a start waits for."""
+        return self.shapes.first_keys() if self._starts_with_few else self.shapes.start_keys()
+
     def start_programs(self, *, rare_later: bool) -> None:
-        """Start threads that load or compile all programs; with `rare_later`, the rare ones in the background while serving."""
-        common, rare = self.shapes.start_keys(), self.shapes.rare_keys()
-        self.programs.start(common if rare_later else [*common, *rare], rare if rare_later else ())
+        """Start threads that load or compile all programs: first those that a start waits for; with `rare_later`, the rare ones in the
+        background while serving."""
+        first, rare = self._start_keys, self.shapes.rare_keys()
+        others = self.shapes.keys_after_first() if self._starts_with_few else []
+        self.programs.start(first if rare_later else [*first, *rare], rare if rare_later else (), later=others)
 
     def start_programs_when_idle(self) -> None:
         """Start a thread that loads or compiles all programs while the engine is idle."""
         self.programs.start((), self.shapes.keys_by_use())
 
     def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
-        """Wait until the common programs, and with `rare` the rare ones too, are ready."""
-        self.programs.wait([*self.shapes.start_keys(), *(self.shapes.rare_keys() if rare else ())], progress)
+        """Wait until the programs that a start waits for, or with `rare` all programs, are ready."""
+        self.programs.wait([*self.shapes.start_keys(), *self.shapes.rare_keys()] if rare else self._start_keys, progress)
+
+    def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
+        """Have what such a request needs made next if programs are compiled ahead and it is missing. Returns at once."""
+        if not self.programs.is_warm or not self.programs.num_queued:
+            return
+        missing = [key for key in self.shapes.keys_of(params, pooling, is_masked=is_masked) if key not in self.programs]
+        if missing:
+            self.programs.hurry(missing)
 
     def work_bytes(self) -> int:
         """Temporary and output bytes per device of the largest step, read from its compiled program."""
@@ -308,9 +351,31 @@ class ModelRunner(WeightsHolder):
         return self.put(jax.tree.map(lambda wanted: np.zeros(wanted.shape, wanted.dtype), self.shapes.rows))  # type: ignore[no-any-return]
 
     def warm_up(self) -> None:
-        """Run the programs once on empty steps. From then on, compilations that a request waits for are counted."""
-        warm_up.run_common(self)
+        """Run the common programs that a start waits for on empty steps. From then on, compilations that requests wait for are counted."""
+        common, first = self.shapes.common_keys(), set(self._start_keys)
+        warm_up.run_common(self, [key for key in common if key in first])
+        self._never_run = [key for key in common if key not in first]
         self.programs.is_warm = True
+
+    def run_new_program(self) -> bool:
+        """Run a common program that was made after the start on empty steps, as `warm_up` does. Returns whether there was one."""
+        key = next((key for key in self._never_run if key in self.programs), None)
+        if key is None:
+            return False
+        self._never_run.remove(key)
+        self.drain()
+        for _ in range(warm_up.WARM_UP_RUNS):
+            warm_up.run_on_nothing(self, [key])
+        return True
+
+    def listen(self, on_made: Callable[[], None]) -> None:
+        """Call this from now on whenever a program was made, in the thread that made it."""
+        self.programs.on_made = lambda key: on_made()
+
+    @property
+    def num_queued(self) -> int:
+        """Number of programs that are compiled or loaded in the background now, or will be."""
+        return self.programs.num_queued
 
     @property
     def num_compiled(self) -> int:
@@ -379,31 +444,6 @@ class ModelRunner(WeightsHolder):
         self.num_steps += 1
         self.dispatch_seconds += time.perf_counter() - start
         return step
-
-    def _fit_tokens(self, num_tokens: int) -> int:
-        """The token size of a step. While the program of the smallest that holds it is missing, the next size will do if its program is
-        there, or is needed by an earlier step: the other one is compiled when nothing runs."""
-        sizes, size = self.buckets.tokens, self.buckets.fit_tokens(num_tokens)
-
-        def is_there(size: int) -> bool:
-            return size in self._needed_sizes or ProgramKey("forward", size) in self.programs
-
-        larger = sizes[sizes.index(size) + 1 :][:1]
-        if not is_there(size) and larger and is_there(larger[0]):
-            self.programs.start((), [ProgramKey("forward", size)])
-            return larger[0]
-        self._needed_sizes.add(size)
-        return size
-
-    def _may_sample_apart(self, num_rows: int, adapted: bool) -> bool:
-        """Whether the program forward_rows is ready. If not, it is compiled while the step runs as any other."""
-        if self._spans_hosts:  # which must choose alike
-            return False
-        key = ProgramKey("forward_rows", num_rows, adapted=adapted and self.shapes.has_adapters)
-        if key not in self.programs:
-            self.programs.start([key])
-            return False
-        return True
 
     def batch_of(self, plan: SchedulerOutput) -> Batch:
         """The batch of a step, after rows were freed and given as it says."""
@@ -493,17 +533,19 @@ class ModelRunner(WeightsHolder):
         batch = step.batch
         work = self.select(batch)
         forward_key = self._forward_key(batch)
-        expected = [forward_key, *self.keys_after(batch, work)]
+        needed, likely = [forward_key, *self.keys_after(batch, work)], []
+        if any(row.needs_state for row in batch.admitted):
+            needed += [ProgramKey("new_state"), ProgramKey("admit")]
         if batch.sampled and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
             num_rows, width = self.buckets.fit_decode(len(batch.sampled)), batch.next_width
-            expected.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self.is_adapted(batch)))
+            likely.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self.is_adapted(batch)))
         if self.shapes.functions.drafting is not None:
-            expected.append(self._propose_key(batch))
+            needed.append(self._propose_key(batch))
         reads_drafts = step.mask_TW is not None and batch.width > 1
         if reads_drafts:
-            expected.append(ProgramKey("drafts"))
-        self.programs.expect(expected)
+            needed.append(ProgramKey("drafts"))
+        self.programs.expect(needed, likely)
         if reads_drafts:
             self.read_drafts(step)
         step.errors = self.prepare(batch)

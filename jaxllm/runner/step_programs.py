@@ -16,18 +16,19 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import spans_hosts
 from jaxllm.parallel.axes import num_parts
 from jaxllm.parallel.mesh import CONTEXT, TENSOR, context_size, tensor_size
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafts import DraftRows, kept_logits
 from jaxllm.runner.expert_placement import ROUNDS
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.pooling_step import POOL_COLUMNS, add_up, pool
-from jaxllm.runner.rows import LogprobsKind
+from jaxllm.runner.rows import NO_DECODE, LogprobsKind, sampled_by
 from jaxllm.runner.split_program import Lowered, Pieces, split
 from jaxllm.runner.step import Caches, RowArrays, StepFunctions
 from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState, admit
-from jaxllm.sampling.variants import Variant
-from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
+from jaxllm.sampling.variants import Variant, needs_state
+from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from jaxllm.scheduler_output import NO_ADAPTER
 from pallas_kernels import collectives
 from pallas_kernels.cache_write.bits import bits_type
@@ -40,6 +41,10 @@ TOKENS_PER_SHOW = 1024
 """Tokens of a cached prefix that one `show` shows to the drafter."""
 PROMPT_LOGPROBS_CHUNK = 64
 """Prompt positions that one `prompt_logprobs` scores: a chunk of logits is all that is ever in memory."""
+
+
+_FIRST_SIZES = {"forward": (128, 1024), "decode": (8, 64), "sample": (8,)}
+"""Beside the largest: sizes of the programs that a start waits for, if those are few."""
 
 
 class ProgramKey(NamedTuple):
@@ -116,8 +121,47 @@ class StepPrograms:
         return [*sorted(self.common_keys(), key=lambda key: key.size), *self.rare_keys()]
 
     def start_keys(self) -> list[ProgramKey]:
-        """Every program that a start waits for."""
+        """Every common program, and what allocates the caches."""
         return [*self.common_keys(), ProgramKey("new_caches")]
+
+    def first_keys(self) -> list[ProgramKey]:
+        """Those of `start_keys` that can run every common step, if not each in the fastest way (`ProgramChoice`)."""
+        sizes = {"forward": self.buckets.tokens, "decode": self.buckets.decode_rows, "sample": self.buckets.sample_rows}
+        first = {kind: {_fit(sizes[kind], size) for size in _FIRST_SIZES[kind]} | {sizes[kind][-1]} for kind in sizes}
+
+        def is_first(key: ProgramKey) -> bool:
+            return key.kind not in first or (
+                key.size in first[key.kind] and (key.kind == "forward" or key.variant > Variant.GREEDY)
+            )
+
+        return list(filter(is_first, self.start_keys()))
+
+    def keys_after_first(self) -> list[ProgramKey]:
+        """The others: few tokens and rows before many, and last what `first_keys` does about as fast, greedy draws."""
+        first = set(self.first_keys())
+        others = (key for key in self.start_keys() if key not in first)
+        return sorted(others, key=lambda key: (key.kind != "forward" and key.variant == Variant.GREEDY, key.size))
+
+    def keys_of(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> list[ProgramKey]:
+        """The rare programs that the steps of such a request may run, small ones first."""
+        variant, logprobs = sampled_by(params, full_logprobs=self.full_logprobs, is_masked=is_masked)
+        is_apart = variant >= NO_DECODE or logprobs != LogprobsKind.NONE
+        if pooling is None and not is_apart and params.prompt_logprobs is None:
+            return []
+        needed = {
+            "forward_rows": is_apart,
+            "drafts": is_masked,
+            "new_state": needs_state(params),
+            "admit": needs_state(params),
+            "prompt_logprobs": params.prompt_logprobs is not None,
+        }
+
+        def is_needed(key: ProgramKey) -> bool:
+            if pooling is not None:
+                return key.kind in ("pool", "add_up")
+            return (key.variant, key.logprobs) == (variant, logprobs) if key.kind == "sample" else needed.get(key.kind, False)
+
+        return sorted(filter(is_needed, self.rare_keys()), key=lambda key: key.size)
 
     def common_keys(self) -> list[ProgramKey]:
         """What almost every request needs, the slowest to compile first."""
@@ -522,3 +566,8 @@ class StepPrograms:
 
     def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+
+def _fit(sizes: tuple[int, ...], wanted: int) -> int:
+    """The smallest of the sizes that holds what is wanted, or the largest."""
+    return next((size for size in sizes if size >= wanted), sizes[-1])

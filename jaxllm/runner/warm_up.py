@@ -19,9 +19,9 @@ WARM_UP_RUNS = 2
 """The first run of a program loads it on the device; the second records its CUDA graphs, which all later ones launch."""
 
 
-def run_common(runner: "ModelRunner") -> None:
-    """Run the common programs as often as their first runs differ from later ones."""
-    keys, peers = runner.shapes.common_keys(), runner.peers
+def run_common(runner: "ModelRunner", keys: Sequence[ProgramKey]) -> None:
+    """Run common programs as often as their first runs differ from later ones."""
+    peers = runner.peers
     if peers is None:
         for number in range(1, WARM_UP_RUNS + 1):
             with runner.times.part(f"warm-up run {number}"):

@@ -18,6 +18,7 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, RequestStatus
+from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.rows import Rows
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.processors import Processor
@@ -84,18 +85,19 @@ def sampling_apart(core: EngineCore) -> Iterator[set[int]]:
     """Have the programs of a GPU compute decodes that another program samples. Yields the numbers of rows that they computed."""
     runner, sizes = core.runner, set()
 
-    def make(num_rows: int, adapted: bool) -> bool:
-        runner.programs.get(ProgramKey("forward_rows", num_rows, adapted=adapted))
-        sizes.add(num_rows)
+    def make(key: ProgramKey) -> bool:
+        if key.kind == "forward_rows":
+            runner.programs.get(key)
+            sizes.add(key.size)
         return True
 
     batches = runner.batches
-    before = batches.may_sample_apart, batches.buckets
-    batches.may_sample_apart, batches.buckets = make, replace(batches.buckets, rows_apart=batches.buckets.decode_rows)
+    before, buckets = batches.choice, replace(batches.buckets, rows_apart=batches.buckets.decode_rows)
+    batches.choice = ProgramChoice(buckets, is_there=make)
     try:
         yield sizes
     finally:
-        batches.may_sample_apart, batches.buckets = before
+        batches.choice = before
 
 
 def all_rows(core: EngineCore) -> list[Rows]:

@@ -203,6 +203,9 @@ class FakeEngineCore(FakeAdapters):
     def release_requests(self, request_ids: list[str]) -> None:
         self.held -= set(request_ids)
 
+    def run_between_steps(self, post) -> None:
+        """There is nothing to run."""
+
     def finish_compiling(self) -> None:
         """There is nothing to compile."""
 

@@ -8,7 +8,9 @@ from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout
+from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.rows import Rows
+from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
@@ -125,13 +127,15 @@ def test_the_batch_takes_the_cheapest_program_that_serves_every_row(builder, par
 @pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"logprobs": 2}, {"logprob_token_ids": [3]}, {"masked": True}])
 def test_a_decode_that_another_program_samples_computes_single_tokens_where_its_program_is_ready(builder, params, is_ready):
     params, asked = dict(params), []
-    builder.buckets = replace(builder.buckets, rows_apart=(4,))
-    builder.may_sample_apart = lambda num_rows, adapted: asked.append((num_rows, adapted)) or is_ready
+    buckets = replace(builder.buckets, rows_apart=(4,))
+    builder.choice = ProgramChoice(buckets, is_there=lambda key: key.kind != "forward_rows" or is_ready, ask=asked.append)
     masked = ["other"] if params.pop("masked", False) else []
     counts = {"plain": 1, "other": 1}
     builder.build(plan([new("plain", [1], [1]), new("other", [1], [2], **params)], counts=counts))
     batch = builder.build(replace(plan(cached=[("plain", [], 1), ("other", [], 1)], counts=counts), masked_request_ids=masked))
-    assert batch.samples_apart and batch.is_decode == is_ready and asked == [(4, False)]
+    assert (
+        batch.samples_apart and batch.is_decode == is_ready and asked == ([] if is_ready else [ProgramKey("forward_rows", 4)])
+    )
     assert batch.variant == (Variant.MASKED if masked else Variant.FULL if "presence_penalty" in params else Variant.RANDOM)
     assert batch.layout.num_rows == (4 if is_ready else len(batch.layout.views(batch.buffer).columns_RC))
 

@@ -158,6 +158,12 @@ def test_a_program_that_is_needed_does_not_wait_for_an_idle_engine(shop, monkeyp
     at.programs.start([], rare=["a", "b", "c"])
     at.programs.expect(["a", "b"])
     assert set(at.compiled) == {"step", "a", "b"}
+    at.programs.expect(["step", "b"], ["likely"])
+    assert "likely" not in at.traced, "the step itself need not wait"
+    at.programs.expect(["step", "d", "e"], ["likely"])
+    assert set(at.compiled) == {"step", "a", "b", "d", "e"}, "what is missing is made together"
+    at.programs.expect(["f"], ["likely"])
+    assert set(at.compiled) >= {"f", "likely"}
 
 
 def test_only_compilations_that_somebody_waits_for_are_late(shop):
@@ -234,3 +240,23 @@ def test_what_callers_wait_for_can_be_asked_meanwhile(shop):
     at.gates["b"].set()
     waiting.join()
     assert at.programs.awaited == (0, 0)
+
+
+def test_programs_for_later_are_made_few_at_a_time_behind_what_is_needed_and_before_rare_ones(shop, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_LATER", 1)
+    at = shop(threads=4)
+    at.gates = {key: threading.Event() for key in ("a", "b", "later 1", "later 2")}
+    at.programs.start(["a", "b"], later=["later 1", "later 2", "later 3"], rare=["rare 1", "rare 2"])
+    until(lambda: sorted(at.traced) == ["a", "b", "later 1"])
+    at.programs.hurry(["rare 2", "later 3", "new"])
+    for key in ("a", "b"):
+        at.gates[key].set()
+    at.programs.wait(["a", "b"])
+    assert at.traced[3:] == [] and at.programs.num_queued == 6
+    at.gates["later 1"].set()
+    until(lambda: "later 2" in at.traced)
+    assert at.traced[3:] == ["rare 2", "later 3", "new", "later 2"]
+    assert at.programs.get("rare 1") == "program rare 1"
+    at.gates["later 2"].set()
+    until(lambda: not at.programs.num_queued)
+    assert len(at.programs) == len(set(at.traced)) == len(at.traced) == 8

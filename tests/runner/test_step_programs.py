@@ -8,9 +8,14 @@ import pytest
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.parallel.mesh import TENSOR
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.program_store import ProgramStore
+from jaxllm.runner.rows import LogprobsKind
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
+from jaxllm.sampling.variants import Variant
+from jaxllm.sampling_params import SamplingParams
 from tests.helpers.engines import make_core
 
 NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}
@@ -61,6 +66,54 @@ def engine_programs(
     for name, value in {**values, "buckets": Buckets.choose(config, on_gpu=True, num_drafts=num_drafts)}.items():
         object.__setattr__(programs, name, value)
     return programs
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_a_start_waits_for_few_programs_that_can_run_every_common_step(has_adapters) -> None:
+    programs = engine_programs(has_adapters=has_adapters)
+    first, buckets = set(programs.first_keys()), programs.buckets
+    sizes = {kind: {key.size for key in first if key.kind == kind} for kind in ("forward", "decode", "sample")}
+    assert sizes == {"forward": {128, 512}, "decode": {8, 64, 200}, "sample": {8, 200}}
+    assert {key.variant for key in first if key.kind in ("decode", "sample")} == {Variant.RANDOM}
+    later = programs.keys_after_first()
+    assert first | set(later) == set(programs.start_keys()) and len(first) + len(later) == len(programs.start_keys())
+    is_greedy_draw = [key.kind != "forward" and key.variant == Variant.GREEDY for key in later]
+    assert is_greedy_draw == sorted(is_greedy_draw), "those that random ones do as well come last"
+    choice = ProgramChoice(buckets, is_there=first.__contains__, reach=None)
+    for adapted in programs.adapted_steps:
+        for size in buckets.tokens:
+            assert ProgramKey("forward", choice.tokens(size, adapted), adapted=adapted) in first
+        for size in buckets.decode_rows:
+            found = choice.decode(size, Variant.GREEDY, 1, adapted)
+            assert ProgramKey("decode", *found, adapted=adapted) in first
+
+
+@pytest.mark.parametrize(
+    ("params", "kinds"),
+    [
+        ({}, set()),
+        ({"temperature": 0.0}, set()),
+        ({"logprobs": 1}, {("sample", Variant.RANDOM, LogprobsKind.TOP)}),
+        ({"logprob_token_ids": [3]}, {("sample", Variant.RANDOM, LogprobsKind.NAMED)}),
+        (
+            {"presence_penalty": 1.0},
+            {
+                ("sample", Variant.FULL, LogprobsKind.NONE),
+                *((kind, Variant.GREEDY, LogprobsKind.NONE) for kind in ("new_state", "admit")),
+            },
+        ),
+        ({"prompt_logprobs": 1}, {("prompt_logprobs", Variant.GREEDY, LogprobsKind.NONE)}),
+        ({"is_masked": True}, {("sample", Variant.MASKED, LogprobsKind.NONE)}),
+        ({"pooling": True}, {(kind, Variant.GREEDY, LogprobsKind.NONE) for kind in ("pool", "add_up")}),
+    ],
+)
+def test_which_rare_programs_a_request_needs_follows_from_its_parameters(params, kinds) -> None:
+    params = dict(params)
+    pooling, is_masked = PoolingParams() if params.pop("pooling", False) else None, params.pop("is_masked", False)
+    programs = engine_programs()
+    found = programs.keys_of(SamplingParams(**params), pooling, is_masked=is_masked)
+    assert {(key.kind, key.variant, key.logprobs) for key in found} == kinds
+    assert set(found) <= set(programs.rare_keys()) and [key.size for key in found] == sorted(key.size for key in found)
 
 
 @pytest.mark.parametrize(("num_drafts", "has_adapters"), [(0, False), (3, False), (3, True)])

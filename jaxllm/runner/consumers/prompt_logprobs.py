@@ -50,8 +50,9 @@ class PromptLogprobs:
         ]
 
     def keys(self, work: Sequence[Targets], num_tokens: int) -> list[ProgramKey]:
-        """The programs that `launch` calls. Not announced: most engines never need it."""
-        return []
+        """The programs that `launch` calls."""
+        adapted = {self._device.adapts_logits and each.row.data.adapter_slot != NO_ADAPTER for each in work if each.token_ids}
+        return [ProgramKey("prompt_logprobs", num_tokens, adapted=each) for each in adapted]
 
     def launch(self, work: Sequence[Targets], hidden: Hidden | None) -> "PendingPromptLogprobs":
         """Start to score. Without hidden states there is nothing to score, only prompts that end."""

@@ -11,7 +11,6 @@ import numpy as np
 from jaxllm.loaders.layout import delete
 from jaxllm.parallel.shards import PEERS_LOST
 from jaxllm.runner.batch import Batch, request_failed
-from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.consumers import Device, Hidden, alone
 from jaxllm.runner.consumers.prompt_logprobs import trim
 from jaxllm.runner.drafter import NO_DRAFT
@@ -82,10 +81,9 @@ def _tokens_of_rows(drawn: np.ndarray, output: ModelRunnerOutput, rows: Sequence
 class Sampling:
     """Runs the programs that sample, and holds what full sampling keeps of its requests on the device."""
 
-    def __init__(self, device: Device, buckets: Buckets, *, num_rows: int, vocab_size: int, processors: tuple[Any, ...]):
+    def __init__(self, device: Device, *, num_rows: int, vocab_size: int, processors: tuple[Any, ...]):
         """num_rows: with that of padding."""
         self._device = device
-        self._buckets = buckets
         self._num_rows = num_rows
         self._vocab_size = vocab_size
         self._processors = processors
@@ -96,10 +94,7 @@ class Sampling:
     def key(self, batch: Batch) -> ProgramKey:
         """The program that samples for a batch."""
         adapted = batch.adapted and self._device.adapts_logits
-        return ProgramKey("sample", self._fit(batch), batch.variant, batch.logprobs, batch.width, adapted)
-
-    def _fit(self, batch: Batch) -> int:
-        return self._buckets.fit_sample(max(1, len(batch.sampled)))
+        return ProgramKey("sample", batch.sample_rows, batch.variant, batch.logprobs, batch.width, adapted)
 
     def launch(self, batch: Batch, hidden: Hidden, mask_TW: np.ndarray | None) -> PendingTokens:
         """Start to sample. mask_TW: what each draw of each row may give; None: any token."""
@@ -119,7 +114,7 @@ class Sampling:
 
     def new_mask(self, batch: Batch) -> np.ndarray:
         """A mask on the host that allows every token."""
-        return self._all_allowed(self._fit(batch) * batch.width)
+        return self._all_allowed(batch.sample_rows * batch.width)
 
     def _open_mask(self, num_draws: int) -> jax.Array:
         """The same on the device, for full sampling of rows without a grammar."""
