@@ -23,6 +23,7 @@ from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.kernel_choice import attention_implementation, candidates
+from jaxllm.engine.step_sizes import with_prefill_limit
 from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.hosts_options import has_stages_on_hosts
@@ -338,6 +339,7 @@ def resolve_sizes(
     )
     if asked.scheduler.max_num_seqs is None:
         config = _with_room_for_states(config, model_config, device_bytes)
+    config = with_prefill_limit(config, model_config, asked=asked, device_bytes=device_bytes if on_gpu else 0)
     scheduler = config.scheduler
     assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
