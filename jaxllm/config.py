@@ -140,8 +140,8 @@ class SchedulerOptions:
     ] = None
     max_num_batched_tokens: Annotated[
         int | None,
-        "most tokens computed in one step, but for max_num_prefill_tokens; default: 3072 for each GPU up to 8192 in all, 8192 for a mixture of experts on GPUs with "
-        "64 GiB to use, 512 on a CPU",
+        "most tokens computed in one step, but for max_num_prefill_tokens; default: 3072 for each GPU up to 8192 in all, 8192 for a "
+        "mixture of experts on GPUs with 64 GiB to use, 512 on a CPU",
     ] = None
     max_num_prefill_tokens: Annotated[
         int | None,
