@@ -2,7 +2,7 @@
 
     python scripts/bench_context.py --model DIRECTORY --sizes 1,4 --prompt-len 131072
 
-Time to the first token of one prompt when nothing else runs, in chunks of max_num_batched_tokens, and the time of a step in which so
+Time to the first token of one prompt when nothing else runs, in chunks of max_num_prefill_tokens, and the time of a step in which so
 many requests of that length decode. Every size runs in a process of its own. On a machine without GPUs set JAX_NUM_CPU_DEVICES.
 
 Options of the engine follow as name=value, such as max_num_batched_tokens=8192 or tensor_parallel_size=2.
@@ -37,7 +37,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     engine = llm.llm_engine
     engine.finish_compiling()
     config: Any = engine.core
-    chunk = config.config.scheduler.max_num_batched_tokens
+    chunk = config.config.scheduler.max_step_tokens
 
     def first_tokens(number: int, num_requests: int) -> float:
         """Seconds until all of these requests have a token; they go on."""

@@ -8,6 +8,8 @@ no detokenizing, prefix caching off, every row run as often as the record's (els
 token (tpot) = (time of +257 tokens minus time of +1 token) / 256; the whole `LLM.generate` call is timed, nothing is left out.
 With many rows tpot can pass its limit, because requests decode beside the prompts of others. A decode row has none of that: all
 prompts are computed, then 256 steps of the engine are timed, each of which must decode every row (else the row says so).
+decode16@16K has 16 requests with prompts of 16384 tokens, prefill1@128k is the prefill alone of a prompt of 128000; max_model_len
+is what the longest row needs, unless it is given. Kernels may differ by it, so compare rows of runs with the same.
 
 limit: the least time that the row's bytes and operations take (jaxllm/scaling/limits.py) at the speed of a copy and of a large
 bf16 product in the same run. idle: share of the time without a kernel. Stretches of such work are traced after all rows are timed;
@@ -41,13 +43,12 @@ from jaxllm.scaling.decodes import SETTLING_STEPS, time_decodes
 from jaxllm.scaling.host_times import HostTimes
 from jaxllm.scaling.limits import Ceilings, ModelCost, measure_ceilings
 from jaxllm.scaling.requests import greedy, random_prompts
+from scripts.measuring.asked import LONG, Asked, max_model_len, read_rows
 from scripts.measuring.engine_option import engine_option
 from scripts.measuring.idle import trace_idle_share
 from scripts.measuring.rows import HEADER, Row, markdown_table
 
 SECONDS_FOR_TRACES = 25.0
-DECODE = "decode"
-"""Beginning of the name of a row of decodes alone."""
 Lengths = list[tuple[int, int]]
 
 
@@ -64,7 +65,8 @@ def main() -> None:
     parser.add_argument(
         "--rows",
         default="1,decode1,64,decode64,mixed,16,decode16,256,decode256,128",
-        help="batch sizes, decode and a batch size, mixed, 128; the most important first",
+        help="batch sizes, decode and a batch size, decode and prefill at a number of prompt tokens (decode16@16K), mixed, 128, and\n"
+        f"long for {LONG}; the most important first",
     )
     parser.add_argument("--seconds", type=float, default=150.0, help="for all rows of a model, once its engine stands")
     parser.add_argument("--no-traces", action="store_true", help="leave the idle share out")
@@ -75,6 +77,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--markdown", type=Path, help="write the tables here")
     args = parser.parse_intermixed_args()
+    try:
+        read_rows(args.rows)
+    except ValueError as error:
+        parser.error(str(error))
     options = [str(word) for word in args.models if "=" in str(word)]
     models = [path for path in args.models if "=" not in str(path)]
     if not models:
@@ -118,7 +124,9 @@ class Bench:
         self.name = model.name
         self.recorded = _recorded(args.recorded, model.name)
         self.goals = json.loads(args.goals.read_text()).get(model.name, {}) if args.goals else {}
-        config = {"load_format": "dummy", "enable_prefix_caching": False, "skip_tokenizer_init": True, "max_model_len": 4096}
+        self.asked = [asked for asked in read_rows(args.rows) if asked.name != "mixed" or args.mix]
+        config = {"load_format": "dummy", "enable_prefix_caching": False, "skip_tokenizer_init": True}
+        config["max_model_len"] = max_model_len(self.asked, args.output)
         config |= dict(map(engine_option, options))
         # The ceilings start the device, the engine comes after.
         reserve_device_memory(config.get("gpu_memory_utilization", 0.92), Topology(config.get("tensor_parallel_size", 1)))
@@ -149,23 +157,26 @@ class Bench:
 
     def run(self) -> tuple[dict[str, Any], str]:
         """All rows, then all traces."""
-        names = [name for name in self.args.rows.split(",") if name != "mixed" or self.args.mix]
-        for name in names:
-            if name.startswith(DECODE):
-                self.measure_decode(int(name.removeprefix(DECODE)))
-            elif name.isdecimal() and name != "128":
-                self.measure_batch(int(name))
+        for asked in self.asked:
+            if asked.kind == "decode":
+                self.measure_decode(asked)
+            elif asked.kind == "prefill":
+                self.measure_prefill(asked.num_requests, asked.num_tokens or self.args.prompt)
+            elif asked.kind == "batch":
+                self.measure_batch(asked.num_requests)
             else:
-                self.measure_requests(name)
+                self.measure_requests(asked.name)
         compiled = self.core.num_compiled_after_warmup
         print(f"compiled after warm-up: {compiled}\n\n{self.table(compiled)}\n", flush=True)  # in case a trace fails
-        for name in () if self.args.no_traces else names:
-            if name.startswith(DECODE):
-                self.trace_decode(int(name.removeprefix(DECODE)))
-            elif name.isdecimal() and name != "128":
-                self.trace_batch(int(name))
+        for asked in () if self.args.no_traces else self.asked:
+            if asked.kind == "decode":
+                self.trace_decode(self.decode_name(asked), asked.num_requests, asked.num_tokens or self.args.prompt)
+            elif asked.kind == "prefill":
+                self.trace_prefill(asked.num_requests, asked.num_tokens or self.args.prompt)
+            elif asked.kind == "batch":
+                self.trace_batch(asked.num_requests)
             else:
-                self.trace_requests(name)
+                self.trace_requests(asked.name)
         table = self.table(compiled)
         print(f"\n{table}\n\n{time.perf_counter() - self.started:.0f} s after the engine's start", flush=True)
         result = {
@@ -214,46 +225,61 @@ class Bench:
                 details=long["details"],
             )
         )
-        tokens = batch * args.prompt
-        work = self.cost.work([(args.prompt, 1)] * batch, num_steps=1)
+        self.add_prefill(batch, args.prompt, short, record)
+
+    def measure_prefill(self, batch: int, prompt: int) -> None:
+        """Prefill alone of a batch."""
+        found = self.timed([(prompt, 1)] * batch, {})
+        if found is None:
+            print(f"prefill {batch}x{prompt} is left out: there is no time for it", flush=True)
+            return
+        self.add_prefill(batch, prompt, found, {})
+
+    def add_prefill(self, batch: int, prompt: int, found: dict[str, Any], record: dict[str, Any]) -> None:
+        tokens = batch * prompt
+        work = self.cost.work([(prompt, 1)] * batch, num_steps=1)
         self.add(
             Row(
-                f"prefill {batch}x{args.prompt}",
+                f"prefill {batch}x{prompt}",
                 "tok/s",
-                value=tokens / min(short["seconds"]),
+                value=tokens / min(found["seconds"]),
                 limit=tokens / self.ceilings.seconds(work),
                 vllm=record.get("prefill_tok_s"),
-                seconds=short["seconds"],
-                details=short["details"],
+                seconds=found["seconds"],
+                details=found["details"],
             )
         )
 
-    def measure_decode(self, batch: int) -> None:
+    def decode_name(self, asked: Asked) -> str:
+        return f"decode {asked.num_requests}" + (f" at {asked.num_tokens}" if asked.num_tokens else "")
+
+    def measure_decode(self, asked: Asked) -> None:
         """Decode steps alone of a batch whose prompts are computed."""
-        args = self.args
+        args, batch, name = self.args, asked.num_requests, self.decode_name(asked)
+        prompt = asked.num_tokens or args.prompt
         steps, runs = args.output - 1, []
-        tpot = self.rows.get(f"tpot {batch}")
+        tpot = None if asked.num_tokens else self.rows.get(f"tpot {batch}")
         expected = min(tpot.seconds) if tpot else 0.0
-        params = [greedy(self.llm.llm_engine.max_model_len - args.prompt)] * batch
+        params = [greedy(self.llm.llm_engine.max_model_len - prompt)] * batch
         for attempt in range(2):
             if self.left_for_rows < expected:
                 break
             start = time.perf_counter()
-            prompts = self.prompts([(args.prompt, 1)] * batch, seed=attempt)
+            prompts = self.prompts([(prompt, 1)] * batch, seed=attempt)
             run = time_decodes(self.llm.llm_engine, prompts, params, num_steps=steps)
             if run is None:
-                print(f"decode {batch} is left out: the engine cannot run so many at once for so long", flush=True)
+                print(f"{name} is left out: the engine cannot run so many at once for so long", flush=True)
                 return
             runs.append(run)
             expected = time.perf_counter() - start
         if not runs:
-            print(f"decode {batch} is left out: there is no time for it", flush=True)
+            print(f"{name} is left out: there is no time for it", flush=True)
             return
         best = min(runs, key=lambda run: run.seconds)
         work = self.cost.work([(n, steps + 1) for n in best.contexts], num_steps=steps, skip_prompts=True)
         self.add(
             Row(
-                f"decode {batch}",
+                name,
                 "ms",
                 value=best.seconds / steps * 1e3,
                 limit=self.ceilings.seconds(work) / steps * 1e3,
@@ -331,18 +357,21 @@ class Bench:
 
     def trace_batch(self, batch: int) -> None:
         """Idle shares of a prefill, and of a steady decode unless a row of decodes alone gives it."""
-        self.trace_row(f"prefill {batch}x{self.args.prompt}", [(self.args.prompt, 1)] * batch, None, None)
+        self.trace_prefill(batch, self.args.prompt)
         if f"decode {batch}" not in self.rows:
-            self.trace_decode(batch, "tpot")
+            self.trace_decode(f"tpot {batch}", batch, self.args.prompt, num_settling=3)
 
-    def trace_decode(self, batch: int, kind: str = DECODE) -> None:
+    def trace_prefill(self, batch: int, prompt: int) -> None:
+        self.trace_row(f"prefill {batch}x{prompt}", [(prompt, 1)] * batch, None, None)
+
+    def trace_decode(self, name: str, batch: int, prompt: int, num_settling: int = SETTLING_STEPS) -> None:
         """Idle share of a steady decode."""
-        prompt, output = self.args.prompt, self.args.output
+        output = self.args.output
         # Requests that decode already take their tokens from the prompts' steps.
         room = self.core.config.scheduler.max_num_batched_tokens - batch
-        skip = -(-batch * prompt // max(1, room)) + (3 if kind == "tpot" else SETTLING_STEPS)
+        skip = -(-batch * prompt // max(1, room)) + num_settling
         steps = min(32, max(1, output - 12))
-        self.trace_row(f"{kind} {batch}", [(prompt, output + skip)] * batch, skip, steps)
+        self.trace_row(name, [(prompt, output + skip)] * batch, skip, steps)
 
     def trace_requests(self, name: str) -> None:
         """Idle share of some steps in the middle."""

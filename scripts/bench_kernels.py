@@ -128,7 +128,8 @@ class Bench:
                 right = error <= case.tolerance
                 speed = f"{case.bytes / seconds / 1e9:6.0f} GB/s {case.flops / seconds / 1e12:5.0f} TFLOP/s"
                 verdict = f"{limit / seconds:5.0%} of the limit, error {error:.1e}" + ("" if right else " WRONG")
-                print(f"{case.name:40} {label:30} {seconds * 1e6:9.1f} us {speed} {verdict}", flush=True)
+                note = f"; {case.note}" if case.note else ""
+                print(f"{case.name:40} {label:30} {seconds * 1e6:9.1f} us {speed} {verdict}{note}", flush=True)
                 self.results.append(
                     {"case": case.name, "variant": label, "us": seconds * 1e6, "limit_us": limit * 1e6, "error": error}
                 )

@@ -27,6 +27,7 @@ OPTIONS = (
     "block_size",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_num_prefill_tokens",
     "tensor_parallel_size",
     "prefill_context_parallel_size",
     "enable_expert_parallel",

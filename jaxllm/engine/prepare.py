@@ -23,6 +23,7 @@ from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_choice import attention_implementation
+from jaxllm.engine.step_sizes import with_prefill_limit
 from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.hosts_options import has_stages_on_hosts
@@ -340,6 +341,7 @@ def resolve_sizes(
     )
     if asked.scheduler.max_num_seqs is None:
         config = _with_room_for_states(config, model_config, device_bytes)
+    config = with_prefill_limit(config, model_config, asked=asked, device_bytes=device_bytes if on_gpu else 0)
     scheduler = config.scheduler
     assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:

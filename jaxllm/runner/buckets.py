@@ -35,8 +35,9 @@ class Buckets:
     @classmethod
     def choose(cls, config: EngineConfig, *, on_gpu: bool, num_drafts: int = 0) -> "Buckets":
         """The configured sizes, or the usual ones up to the scheduler's limits. num_drafts: most of a row."""
-        max_rows, max_tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
-        assert max_rows is not None and max_tokens is not None, "platform defaults are resolved before buckets are chosen"
+        scheduler, max_rows = config.scheduler, config.scheduler.max_num_seqs
+        usual_tokens, max_tokens = scheduler.max_num_batched_tokens, scheduler.max_step_tokens
+        assert max_rows is not None and usual_tokens is not None, "platform defaults are resolved before buckets are chosen"
         decode = config.compile.decode_buckets or (_DECODE_ROWS_GPU if on_gpu else _DECODE_ROWS_CPU)
         if num_drafts:
             decode = (*decode, MAX_DRAFT_ROWS)  # larger steps have no program with drafts
@@ -47,7 +48,7 @@ class Buckets:
         )
         return cls(
             decode_rows=_up_to(decode, max_rows),
-            tokens=_up_to(tokens, max_tokens),
+            tokens=_up_to((*tokens, usual_tokens), max_tokens),
             sample_rows=_up_to(_SAMPLE_ROWS, max_rows),
             max_rows=max_rows,
             rows_apart=_up_to(_ROWS_APART, max_rows) if samples_apart else (),

@@ -271,7 +271,7 @@ def whole_cache(config: EngineConfig, model: ModelConfig, drafter: Drafter | Non
     return cache_layout(
         specs if drafter is None else (*specs, *drafter.cache_specs),
         block_size=config.block_tokens,
-        max_step_tokens=config.scheduler.max_num_batched_tokens or 0,
+        max_step_tokens=config.scheduler.max_step_tokens,
     )
 
 
@@ -294,7 +294,7 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int 
     """
     scheduler, topology = config.scheduler, Topology.of(config.parallel)
     size = topology.tensor
-    assert scheduler.max_num_batched_tokens is not None and scheduler.max_num_seqs is not None
+    assert scheduler.max_num_seqs is not None
     itemsize = jnp.dtype(model.dtype).itemsize
     widest = max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
     per_token = widest // size + (6 + 2 * num_features) * model.hidden_size
@@ -306,7 +306,7 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int 
     sampling = 6 * 4 * max(max_rows, min(max_rows, MAX_DRAFT_ROWS) * width) * model.vocab_size
     rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))
     states = 3 * scheduler.max_num_seqs * max(rows, default=0) // size  # of one layer: gathered, changed and scattered
-    num_tokens = scheduler.max_num_batched_tokens
+    num_tokens = scheduler.max_step_tokens
     waiting = entering_bytes(model, num_tokens, topology.stage) + exchange_bytes(model, num_tokens, topology)
     largest = -(-num_tokens // topology.context) * per_token * itemsize
     if topology.context > 1:  # each device attends with all tokens: their projections, and results of all parts

@@ -38,6 +38,9 @@ def engine_options(
     if "max_num_seqs" not in options:
         usual = concrete().scheduler.max_num_seqs or 1
         options["max_num_seqs"] = max(plan.largest_batch(), usual if MIXED in plan.works else 1)
+    if options.get("max_num_batched_tokens") is None:
+        # All steps have one limit, so that their sizes are known before the engine starts.
+        options.setdefault("max_num_prefill_tokens", concrete().scheduler.max_num_batched_tokens)
     if MIXED not in plan.works:
         least = SMALLEST_GPU_BUCKET if on_gpu else 1
         if batches := plan.decode_batches(tensor_parallel_size):

@@ -64,6 +64,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.max_num_seqs = options.max_num_seqs
         self.max_num_batched_tokens = options.max_num_batched_tokens
+        self.max_num_prefill_tokens = options.max_step_tokens
         self.drafts = drafts
         self.rooms = rooms
         self.num_stages = num_stages
@@ -73,7 +74,7 @@ class Scheduler:
             num_blocks,
             block_size=block_size,
             policies=policies,
-            max_step_tokens=options.max_num_batched_tokens,
+            max_step_tokens=options.max_step_tokens,
             num_lookahead=0 if drafts is None else drafts.num_lookahead,
         )
         self.cache_manager = self._new_cache_manager()
@@ -253,7 +254,7 @@ class Scheduler:
         Raises PlanError on failure; `start_over` must follow.
         """
         num_unfinished = len(self.requests)
-        cap = self.max_num_batched_tokens
+        cap = self.max_num_prefill_tokens
         # A single request may take the whole step.
         if self.options.long_prefill_token_threshold and num_unfinished > 1:
             cap = self.options.long_prefill_token_threshold
@@ -295,6 +296,8 @@ class Scheduler:
                 num_drafts = 0
                 num_wanted = num_known - request.num_computed_tokens
                 if num_wanted > 1:
+                    if not shares:
+                        budget = self._most_tokens(min(num_wanted, cap))
                     num_tokens = min(num_wanted, cap, budget)
                 elif num_decodes == most_decodes:
                     continue  # the next steps need requests too
@@ -324,6 +327,11 @@ class Scheduler:
         except Exception as error:
             raise PlanError(request.request_id) from error
         return shares, budget
+
+    def _most_tokens(self, num_wanted: int) -> int:
+        """Most tokens of a step whose first request is to compute so many: more for a long prompt, if no request decodes."""
+        is_long = num_wanted > self.max_num_batched_tokens
+        return self.max_num_prefill_tokens if is_long and not any(map(_decodes, self.running)) else self.max_num_batched_tokens
 
     def _num_drafts(self, request: Request, most: int) -> int:
         """Number of drafts that the request computes behind its last token, at most `most`."""
@@ -395,6 +403,8 @@ class Scheduler:
                 prefix = manager.get_computed_blocks(request)
                 num_wanted = request.num_tokens - prefix.num_computed_tokens
                 num_tokens = min(num_wanted, cap)
+                if not shares:
+                    budget = self._most_tokens(num_tokens)
                 if num_tokens > budget and not self.options.enable_chunked_prefill:
                     break
                 num_tokens = min(num_tokens, budget)
@@ -600,6 +610,7 @@ class Scheduler:
         self.max_num_seqs = max(1, self.options.max_num_seqs // divisor)
         if self.options.enable_chunked_prefill:
             self.max_num_batched_tokens = max(1, self.options.max_num_batched_tokens // divisor)
+            self.max_num_prefill_tokens = max(1, self.options.max_step_tokens // divisor)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -632,6 +643,14 @@ def _withdraw(shares: list[Share], request: Request) -> int:
             del shares[index]
             return row.num_tokens
     return 0
+
+
+def _decodes(request: Request) -> bool:
+    """Whether the request computes its last token next, or once that is known."""
+    num_known = len(request.token_ids) + request.num_output_placeholders
+    if request.num_output_placeholders:
+        return num_known < request.max_num_tokens
+    return num_known - request.num_computed_tokens == 1
 
 
 def _may_be_masked(request: Request) -> bool:

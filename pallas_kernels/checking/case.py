@@ -27,3 +27,5 @@ class Case:
     """What one call must read and write."""
     flops: float = 0.0
     feed: Callable[[Any, Any], Any] = _result
+    note: str = ""
+    """What is shown beside its speed, such as what others reach."""

@@ -30,6 +30,14 @@ _LONG: dict[str, dict[str, Any]] = {
     "chunk of 2048 at 120k": {"prompts": ((2048, 122880),)},
 }
 """Long contexts: whole, and what four devices that split the keys compute, one after the other."""
+_CHUNKS = ((8192, 8192), (8192, 24576), (8192, 122880), (3072, 29696))
+"""New tokens of a long prompt and those before them."""
+_FA3_TFLOPS = {
+    64: {512: 197, 1024: 265, 2048: 371, 4096: 420, 8192: 460, 16384: 473},
+    128: {512: 292, 1024: 423, 2048: 521, 4096: 579, 8192: 602, 16384: 616},
+}
+"""By head width and tokens: FlashAttention-3, causal forward in 16 bits on an H100 SXM5, 16384 tokens in all, contiguous keys
+(arXiv 2407.08608, figure 5, as transcribed by others)."""
 
 
 def speed_cases(tiny: bool, tune: bool) -> list[Case]:
@@ -60,6 +68,7 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
                 Batch(f"prefill 1x8192 h{dim}", prompts=((8192, 0),), head_dim=dim),
                 Batch(f"mixed 256 decodes of 600 + 2x256 h{dim}", decodes=(600,) * 256, prompts=((256, 0),) * 2, head_dim=dim),
             ]
+        batches += [Batch(f"chunk of {new} at {before // 1024}k h128", prompts=((new, before),)) for new, before in _CHUNKS]
         for name, rows in _LONG.items():
             batches += [Batch(f"{name} h128", **rows), Batch(f"{name} h128 in 4 parts", page_size=64, num_parts=4, **rows)]
     return [_in_split_caches(batch) if batch.num_parts > 1 else _case(batch, tiny=tiny, tune=tune) for batch in batches]
@@ -91,6 +100,8 @@ def check_cases(tiny: bool) -> list[Case]:
         Batch("mixed edges", decodes=edges, prompts=((16, 0), (17, 0), (2, 15), (130, 0), (33, 200), (64, 64)), padding=13),
         Batch("contexts 32 k and 128 k", decodes=(32768, 131072, 1, 5000)),
         Batch("chunk at 128 k", prompts=((200, 130872),)),
+        Batch("64 rows, one of 32 k", decodes=(*many[:40], 32768, 0, *many[40:62])),
+        Batch("64 rows, one of 32 k, fp8 cache", (*many[:40], 32768, 0, *many[40:62]), cache_dtype=FP8, has_scales=True),
         Batch("512 rows", decodes=many),
         Batch("512 rows with a prompt", decodes=many[:500], prompts=((512, 0),)),
         Batch("one row", decodes=(777,)),
@@ -222,6 +233,16 @@ def _in_parts() -> list[Batch]:
     ]
 
 
+def flash_attention_3(batch: Batch) -> str:
+    """What FlashAttention-3 reaches for a prompt of as many tokens, or for the most published; empty where nothing compares."""
+    published = {n: speed for n, speed in _FA3_TFLOPS.get(batch.head_dim, {}).items() if n <= max(batch.kv_lengths)}
+    is_plain = batch.window is None and batch.soft_cap is None and not batch.has_sinks and not batch.cache_dtype
+    if not batch.prompts or batch.decodes or not is_plain or not published or jnp.dtype(batch.dtype).itemsize != 2:
+        return ""
+    tokens = max(published)
+    return f"FlashAttention-3 {published[tokens]} TFLOP/s (causal, {tokens} tokens, H100 SXM5)"
+
+
 def _case(batch: Batch, *, tiny: bool, tune: bool = False) -> Case:
     return Case(
         batch.name,
@@ -231,6 +252,7 @@ def _case(batch: Batch, *, tiny: bool, tune: bool = False) -> Case:
         TOLERANCE[batch.dtype],
         batch.bytes(),
         batch.flops(),
+        note=flash_attention_3(batch),
     )
 
 

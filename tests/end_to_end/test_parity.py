@@ -76,6 +76,7 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
         core,
         num_blocks=SMALL_POOL.get(name, 12),
         max_num_batched_tokens=16,
+        max_num_prefill_tokens=16 * max_in_flight,
         async_scheduling=max_in_flight > 1,
         max_in_flight=max_in_flight,
         enable_prefix_caching=enable_prefix_caching,

@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import EngineConfig
-from jaxllm.engine import prepare
+from jaxllm.engine import prepare, step_sizes
 from jaxllm.engine.prepare import Prepared, resolve_sizes
 from jaxllm.errors import ConfigError
 from jaxllm.loaders.load import load_weights
@@ -69,6 +69,34 @@ def test_by_default_states_by_row_take_at_most_a_quarter_of_the_device(caplog):
     options["max_num_seqs"] = 200
     config, _ = resolve_sizes(EngineConfig.from_options(model=str(directory), **options), directory, device_bytes=8 << 20)
     assert config.scheduler.max_num_seqs == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "gibibytes", "options", "beside_decodes", "alone"),
+    [
+        ("llama_gqa", 64, {}, 3072, 8192),
+        ("llama_gqa", 63, {}, 3072, 3072),
+        ("llama_gqa", 64, {"max_num_batched_tokens": 2048}, 2048, 2048),  # a promise about memory and latency
+        ("llama_gqa", 64, {"max_num_prefill_tokens": 6144}, 3072, 6144),
+        ("llama_gqa", 64, {"max_model_len": 5000}, 3072, 5000),
+        ("llama_gqa", 64, {"pipeline_parallel_size": 2}, 3072, 3072),
+        ("llama_gqa", 64, {"prefill_context_parallel_size": 2}, 6144, 6144),
+        ("gemma3", 64, {}, 3072, 3072),  # windows
+    ],
+)
+def test_steps_of_long_prompts_are_larger_by_default_where_that_costs_little(name, gibibytes, options, beside_decodes, alone):
+    directory = goldens.golden(name).directory
+    asked = {"model": str(directory), "hf_overrides": {"max_position_embeddings": 1 << 15}, "block_size": 16, **options}
+    config, _ = resolve_sizes(EngineConfig.from_options(**asked), directory, device_bytes=gibibytes << 30)
+    assert (config.scheduler.max_num_batched_tokens, config.scheduler.max_num_prefill_tokens) == (beside_decodes, alone)
+
+
+def test_larger_steps_may_not_take_the_memory_of_the_cache(monkeypatch):
+    monkeypatch.setattr(step_sizes, "weight_bytes", lambda model: (64 << 30) - (1 << 20))
+    directory = goldens.golden("llama_gqa").directory
+    options = {"model": str(directory), "hf_overrides": {"max_position_embeddings": 1 << 15}}
+    config, _ = resolve_sizes(EngineConfig.from_options(**options), directory, device_bytes=64 << 30)
+    assert config.scheduler.max_num_prefill_tokens == config.scheduler.max_num_batched_tokens == 3072
 
 
 def test_programs_depend_on_the_implementation_of_every_op():

@@ -62,6 +62,8 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
     assert not core.has_unfinished_requests()
     for rows in all_rows(core):
         rows.clear()
+    if "max_num_batched_tokens" in options:
+        options = {"max_num_prefill_tokens": None, **options}
     config = core.config.replace(**options)
     new_scheduler = partial(
         Scheduler,

@@ -263,7 +263,7 @@ class FakeEngine:
             block_size=scheduler.cache_manager.block_size,
             vocab_size=vocab_size,
             max_num_seqs=scheduler.max_num_seqs,
-            max_tokens=scheduler.max_num_batched_tokens,
+            max_tokens=scheduler.options.max_step_tokens,
             policies=scheduler.cache_manager.policies,
             drafts=scheduler.drafts,
         )

@@ -28,6 +28,30 @@ def test_configured_sizes_are_kept_and_completed_to_the_limit():
     assert buckets.tokens == (16, 64)
 
 
+def test_steps_of_long_prompts_have_sizes_of_their_own_above_those_beside_decodes():
+    buckets = choose(max_num_seqs=8, max_num_batched_tokens=2500, max_num_prefill_tokens=8192)
+    assert buckets.tokens[-6:] == (2048, 2500, 3072, 4096, 6144, 8192)
+    buckets = choose(max_num_seqs=8, max_num_batched_tokens=48, max_num_prefill_tokens=100, token_buckets=(16,))
+    assert buckets.tokens == (16, 48, 100)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({}, "max_num_prefill_tokens is 1000, less than max_num_batched_tokens 3072"),
+        ({"max_num_batched_tokens": 2000}, "less than max_num_batched_tokens 2000"),
+        ({"max_num_batched_tokens": 500, "enable_chunked_prefill": False}, "without chunked prefill each step holds whole"),
+        (
+            {"max_num_batched_tokens": 500, "enable_expert_parallel": True, "data_parallel_size": 2},
+            "lanes compute steps together",
+        ),
+    ],
+)
+def test_a_limit_of_prompts_alone_that_could_not_be_kept_is_refused(options, fault):
+    with pytest.raises(ConfigError, match=fault):
+        choose(max_num_seqs=8, max_num_prefill_tokens=1000, **options)
+
+
 def test_a_step_never_has_more_rows_than_tokens_or_than_the_limit():
     buckets = choose(max_num_seqs=8, max_num_batched_tokens=64)
     assert [buckets.rows_for_tokens(n) for n in (1, 8, 64)] == [1, 8, 8]

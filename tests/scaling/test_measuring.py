@@ -11,6 +11,9 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Attention, LatentAttention, Layer, MoE, Norm, Rope, Routing
 from jaxllm.scaling.limits import Ceilings, ModelCost, Work
 from jaxllm.scaling.trace import STRETCH, Kernel, class_of, merged, parse, read_trace, record
+from pallas_kernels.checking.attention import Batch
+from scripts.kernels.attention import flash_attention_3
+from scripts.measuring.asked import LONG, Asked, max_model_len, read_rows
 from scripts.measuring.describe import describe, gaps
 
 GPU, OTHER_GPU, HOST = 1, 2, 700
@@ -160,6 +163,45 @@ def test_work_is_what_counting_gives(changes: dict, skip_prompts: bool) -> None:
     c, requests = config(**changes), [(5, 1), (3, 7), (9, 2)]
     work = ModelCost(c, weight_bytes=1000).work(requests, num_steps=7, skip_prompts=skip_prompts)
     assert (work.bytes, work.flops) == pytest.approx(counted(c, requests, 1000, 7, skip_prompts))
+
+
+def test_a_long_prompt_costs_its_pairs_and_a_long_decode_its_keys() -> None:
+    """Of 16 values each: in 128 k tokens attention is nearly all of the work, and the next token reads all of them."""
+    c, n = config(), 1 << 17
+    cost = ModelCost(c, weight_bytes=1000)
+    prompt, half = (cost.work([(length, 1)], num_steps=1).flops for length in (n, n // 2))
+    assert prompt / half == pytest.approx(4, rel=0.01)
+    assert cost.work([(n, 2)], num_steps=1, skip_prompts=True).bytes == 1000 + (n + 1) * cost.cache_bytes_per_token
+
+
+def test_rows_of_a_benchmark_are_read_by_their_names() -> None:
+    assert read_rows("64,decode1,mixed,128,prefill1@32K") == [
+        Asked("64", "batch", 64),
+        Asked("decode1", "decode", 1),
+        Asked("mixed", "requests"),
+        Asked("128", "requests"),
+        Asked("prefill1@32K", "prefill", 1, 32768),
+    ]
+    assert read_rows("long") == read_rows(LONG) and Asked.of("decode1@128k").num_tokens == 128_000
+    for name in ("decode", "prefill1", "0", "16@4K", "decode16@", "fast", ""):
+        with pytest.raises(ValueError, match="no row"):
+            read_rows(name)
+
+
+def test_an_engine_has_room_for_the_longest_row() -> None:
+    assert max_model_len(read_rows("64,decode64,mixed"), output=257) == 4096
+    assert max_model_len(read_rows("64,prefill1@32K"), output=257) == 32768 + 128
+    needed = max_model_len(read_rows("decode16@16K"), output=257)  # 128 steps of prompts, the output, steps that are traced
+    assert 16384 + 128 + 257 + 44 < needed < 17_000
+    assert max_model_len(read_rows("long"), output=257) < 131_072
+
+
+def test_published_speeds_stand_beside_prompts_that_compare() -> None:
+    assert "602 TFLOP/s (causal, 8192 tokens" in flash_attention_3(Batch("", prompts=((8192, 0),)))
+    assert "616 TFLOP/s (causal, 16384" in flash_attention_3(Batch("", prompts=((8192, 122880),)))
+    assert not flash_attention_3(Batch("", decodes=(9000,)))
+    assert not flash_attention_3(Batch("", prompts=((8192, 0),), window=100))
+    assert not flash_attention_3(Batch("", prompts=((8192, 0),), head_dim=80))
 
 
 def test_a_decode_reads_what_each_layer_keeps() -> None:

@@ -254,7 +254,8 @@ def run_load(
         num_drafts, num_lookahead, share_right = drafts
         rng = random.Random(seed + 1)
         control = RandomDrafts(rng, num_drafts=num_drafts, num_lookahead=num_lookahead, share_right=share_right)
-    least = num_blocks_for(policies, max_model_len, 4, options["max_num_batched_tokens"])
+    options["max_num_prefill_tokens"] = options["max_num_batched_tokens"] + options.pop("more_for_prompts")
+    least = num_blocks_for(policies, max_model_len, 4, options["max_num_prefill_tokens"])
     num_blocks = 1 + ((num_blocks - 1) * len(policies) if num_blocks else least)
     scheduler = make_scheduler(
         num_blocks=num_blocks,
@@ -296,6 +297,7 @@ CHOICES: dict[str, list[Any]] = {
     "num_blocks": [0, 13, 16, 30, 100],
     "max_num_seqs": [1, 3, 8],
     "max_num_batched_tokens": [1, 5, 16, 64],
+    "more_for_prompts": [0, 11],
     "long_prefill_token_threshold": [0, 0, 4],
     "watermark": [0.0, 0.1],
     "scheduler_reserve_full_isl": [True, False],

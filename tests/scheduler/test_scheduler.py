@@ -78,6 +78,70 @@ def test_several_prompts_are_computed_in_chunks_at_once():
     assert sorted(output.request_id for output in ended) == ["a", "b", "c", "d"]
 
 
+# Larger steps for long prompts
+
+
+def larger_steps(**options):
+    return make_scheduler(max_num_batched_tokens=100, max_num_prefill_tokens=250, **options)
+
+
+def test_a_long_prompt_takes_larger_steps_until_a_request_decodes():
+    scheduler = larger_steps()
+    add(scheduler, make_request("a", 600))
+    assert [counts(step(scheduler)[0]) for _ in range(2)] == [[250], [250]]
+    add(scheduler, make_request("b", 400))
+    assert counts(step(scheduler)[0]) == [100]  # a's first token: b waits for a step of its own
+    assert [counts(step(scheduler)[0]) for _ in range(2)] == [[1, 99], [1, 99]]
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert counts(step(scheduler)[0]) == [202]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ((80, 80, 600), [80, 20]),  # short prompts get their first tokens as soon as without
+        ((80, 600), [80, 20]),
+        ((100, 100), [100]),
+        ((180, 80), [180, 70]),  # what is padded otherwise
+        ((600, 80), [250]),
+    ],
+)
+def test_a_step_is_larger_only_for_a_long_prompt_at_its_head(prompts, expected):
+    scheduler = larger_steps()
+    add(scheduler, *(make_request(f"r{i}", length) for i, length in enumerate(prompts)))
+    assert counts(scheduler.schedule()) == expected
+
+
+def test_the_threshold_limits_larger_steps_too():
+    scheduler = larger_steps(long_prefill_token_threshold=60)
+    add(scheduler, make_request("a", 600), make_request("b", 600))
+    assert counts(scheduler.schedule()) == [60, 40]
+
+
+def test_larger_steps_are_limited_after_a_failure_too():
+    scheduler = larger_steps()
+    scheduler.limit_steps(4)
+    add(scheduler, make_request("a", 600))
+    assert counts(scheduler.schedule()) == [62]
+
+
+def test_a_preempted_long_request_comes_back_in_larger_steps():
+    scheduler = larger_steps(num_blocks=40, caching=False)
+    add(scheduler, make_request("a", 300))
+    assert [counts(step(scheduler)[0]) for _ in range(4)] == [[250], [50], [1], [1]]
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert [counts(step(scheduler)[0]) for _ in range(3)] == [[250], [53], [1]]
+
+
+@pytest.mark.parametrize(("max_tokens", "beside"), [(1, 200), (2, 100)])
+def test_a_first_token_in_flight_counts_as_a_decode_unless_the_request_ends_with_it(max_tokens, beside):
+    scheduler = larger_steps(async_scheduling=True)
+    add(scheduler, make_request("a", 150, max_tokens=max_tokens))
+    assert counts(scheduler.schedule()) == [150]
+    add(scheduler, make_request("b", 200))
+    assert scheduler.schedule().num_tokens == beside
+
+
 # Plans
 
 
