@@ -1,8 +1,7 @@
 """Real engines over the tiny checkpoints: few programs, quick to compile, and several schedulers over one runner."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -77,25 +76,6 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
     core.scheduler = make_scheduler(config.parallel, new_scheduler)
     core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
     return core
-
-
-@contextmanager
-def sampling_apart(core: EngineCore) -> Iterator[set[int]]:
-    """Have the programs of a GPU compute decodes that another program samples. Yields the numbers of rows that they computed."""
-    runner, sizes = core.runner, set()
-
-    def make(num_rows: int, adapted: bool) -> bool:
-        runner.programs.get(ProgramKey("forward_rows", num_rows, adapted=adapted))
-        sizes.add(num_rows)
-        return True
-
-    batches = runner.batches
-    before = batches.may_sample_apart, batches.buckets
-    batches.may_sample_apart, batches.buckets = make, replace(batches.buckets, rows_apart=batches.buckets.decode_rows)
-    try:
-        yield sizes
-    finally:
-        batches.may_sample_apart, batches.buckets = before
 
 
 def all_rows(core: EngineCore) -> list[Rows]:
