@@ -12,6 +12,7 @@ _DECODE_ROWS_GPU = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512
 _DECODE_ROWS_CPU = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SAMPLE_ROWS = (8, 64, 256)
 _ROWS_APART = (8, 16, 32, 64, 128, 256, 512, 1024)
+_SCORED_POSITIONS = (64, 256)
 MAX_DRAFT_ROWS = 64
 """Most rows of a step with drafts: with more, drafts cost more than the few steps that they save."""
 
@@ -49,6 +50,12 @@ class Buckets:
             rows_apart=_up_to(_ROWS_APART, max_rows) if config.compile.sample_apart and not num_drafts else (),
             widths=(1, *(1 + level for level in levels(num_drafts))) if num_drafts else (1,),
         )
+
+    @property
+    def scored_positions(self) -> int:
+        """Prompt positions that one program scores: as many as rows are sampled at once, within bounds. On a GPU the product with the
+        head takes as long for 256 rows as for 64; a CPU, which has fewer rows, would compute the padding."""
+        return min(max(self.sample_rows[-1], _SCORED_POSITIONS[0]), _SCORED_POSITIONS[1])
 
     def fit_decode(self, num_rows: int) -> int:
         """The smallest decode size that holds `num_rows`."""

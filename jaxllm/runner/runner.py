@@ -137,7 +137,10 @@ class ModelRunner(WeightsHolder):
         )
         self._needed_sizes: set[int] = set()
         """Token sizes of the steps so far, whose programs may still be compiled by the thread that launches them."""
-        self.consumers: tuple[HiddenConsumer, ...] = (PromptLogprobs(self), Pooling(self, self.buckets, model_config))
+        self.consumers: tuple[HiddenConsumer, ...] = (
+            PromptLogprobs(self, self.buckets),
+            Pooling(self, self.buckets, model_config),
+        )
         self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
