@@ -14,7 +14,8 @@ def sampling_apart(core: Any, is_apart: bool = True) -> Iterator[set[int]]:
 
     An engine chooses by which programs are ready; here a missing one is waited for.
     """
-    batches, programs, sizes = core.runner.batches, core.runner.programs, set[int]()
+    runner = getattr(core.runner, "last", core.runner)  # of stages, the one that samples
+    batches, programs, sizes = runner.batches, runner.programs, set[int]()
 
     def make(num_rows: int, adapted: bool) -> bool:
         programs.get(ProgramKey("forward_rows", num_rows, adapted=adapted))
