@@ -42,12 +42,14 @@ class Buckets:
         if num_drafts:
             decode = (*decode, MAX_DRAFT_ROWS)  # larger steps have no program with drafts
         tokens = config.compile.token_buckets or _token_sizes(max_tokens, fine=on_gpu)
+        # Lanes and hosts must choose alike, whatever programs each has; drafts are proposed of mixed steps; a CPU compiles slowly.
+        samples_apart = on_gpu and not num_drafts and config.parallel.num_lanes == config.parallel.nnodes == 1
         return cls(
             decode_rows=_up_to(decode, max_rows),
             tokens=_up_to(tokens, max_tokens),
             sample_rows=_up_to(_SAMPLE_ROWS, max_rows),
             max_rows=max_rows,
-            rows_apart=_up_to(_ROWS_APART, max_rows) if config.compile.sample_apart and not num_drafts else (),
+            rows_apart=_up_to(config.compile.decode_buckets or _ROWS_APART, max_rows) if samples_apart else (),
             widths=(1, *(1 + level for level in levels(num_drafts))) if num_drafts else (1,),
         )
 
