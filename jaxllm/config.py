@@ -278,11 +278,6 @@ class CompileOptions:
         "compile layers that are alike once, and run a program piece by piece: programs compile several times faster, and the steps of "
         "a single request take about an eighth longer; for one CPU device alone; default: there, for models of 8 layers and more",
     ] = None
-    sample_apart: Annotated[
-        bool,
-        "compute single tokens of requests with logprobs, penalties or grammars as decodes, which another program samples, "
-        "instead of as mixed steps: 5 % faster; off until scripts/check_gpu.py has passed with it as a whole",
-    ] = False
     compilation_cache: Annotated[bool, "keep compiled programs on disk for the next start"] = True
     compiled_artifact: Annotated[
         str | None, "directory that `jaxllm compile` wrote: its programs are loaded instead of compiled; trusted like code"
@@ -335,14 +330,7 @@ class EngineConfig:
         """This config, if every value lies in its range and the values agree. Raises ConfigError with all faults found."""
         flat = self.flat()
         faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
-        faults += [
-            *lora_faults(flat),
-            *hosts_faults(flat),
-            *context_faults(flat),
-            *eplb_faults(flat),
-            *_apart_faults(flat),
-            *_step_faults(flat),
-        ]
+        faults += [*lora_faults(flat), *hosts_faults(flat), *context_faults(flat), *eplb_faults(flat), *_step_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self
@@ -478,15 +466,6 @@ def flat_options(config: Any) -> dict[str, Any]:
     """Every option of an object of groups by its flat name."""
     groups = [getattr(config, group.name) for group in dataclasses.fields(config)]
     return {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
-
-
-def _apart_faults(flat: Mapping[str, Any]) -> list[str]:
-    """Describe the options that contradict sample_apart: hosts and lanes must choose programs alike, drafts need mixed steps."""
-    if flat["sample_apart"] is not True:
-        return []
-    has_lanes = flat["enable_expert_parallel"] and flat["data_parallel_size"] != 1
-    given = {"speculative_config": flat["speculative_config"], "nnodes": flat["nnodes"] != 1, "data_parallel_size": has_lanes}
-    return [f"sample_apart is not supported with {name}; leave one of them out" for name, value in given.items() if value]
 
 
 def _step_faults(flat: Mapping[str, Any]) -> list[str]:

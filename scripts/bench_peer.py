@@ -4,7 +4,7 @@ usage: bench_peer.py {jaxllm,vllm} MODEL_DIR [--parts decode,long,sampling,…] 
 
 decode       ms per token of 1 and 64 rows with 1024 tokens of context, and prefill of their prompts
 long         one prompt of 32 768 tokens, 16 prompts of 16 384, and then decodes of 1 and 16 rows behind them
-sampling     64 and 256 requests of 128 + 256 tokens: greedy, random, with penalties, with logprobs, half of them with logprobs
+sampling     64 and 256 requests of 128 + 256 tokens: greedy, random, with penalties or with logprobs, all of them or half
 chats        64 chats of four turns, each of which begins with all before it
 structured   64 objects under a JSON schema
 mixed        the lengths of --mix, all at once
@@ -45,6 +45,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top-p 0.95, top-k 50": {"temperature": 0.8, "top_p": 0.95, "top_k": 50},
     "top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
     "penalties": PENALTIES,
+    "penalties for half": PENALTIES,
     "5 logprobs": {"logprobs": 5},
     "5 logprobs for half": {"logprobs": 5},
 }

@@ -36,7 +36,6 @@ OPTIONS = (
     "decode_buckets",
     "token_buckets",
     "share_layers",
-    "sample_apart",
 )
 """The options that shapes or programs depend on."""
 _JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")

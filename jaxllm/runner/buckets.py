@@ -12,6 +12,7 @@ _DECODE_ROWS_GPU = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512
 _DECODE_ROWS_CPU = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SAMPLE_ROWS = (8, 64, 256)
 _ROWS_APART = (8, 16, 32, 64, 128, 256, 512, 1024)
+_SCORED_POSITIONS = (64, 256)
 MAX_DRAFT_ROWS = 64
 """Most rows of a step with drafts: with more, drafts cost more than the few steps that they save."""
 
@@ -42,18 +43,22 @@ class Buckets:
         if num_drafts:
             decode = (*decode, MAX_DRAFT_ROWS)  # larger steps have no program with drafts
         tokens = config.compile.token_buckets or _token_sizes(max_tokens, fine=on_gpu)
-        # Lanes and hosts must choose alike, whatever programs each has.
-        samples_apart = (
-            config.compile.sample_apart and not num_drafts and config.parallel.num_lanes == config.parallel.nnodes == 1
-        )
+        # Lanes and hosts must choose alike, whatever programs each has; drafts are proposed of mixed steps; a CPU compiles slowly.
+        samples_apart = on_gpu and not num_drafts and config.parallel.num_lanes == config.parallel.nnodes == 1
         return cls(
             decode_rows=_up_to(decode, max_rows),
             tokens=_up_to((*tokens, usual_tokens), max_tokens),
             sample_rows=_up_to(_SAMPLE_ROWS, max_rows),
             max_rows=max_rows,
-            rows_apart=_up_to(_ROWS_APART, max_rows) if samples_apart else (),
+            rows_apart=_up_to(config.compile.decode_buckets or _ROWS_APART, max_rows) if samples_apart else (),
             widths=(1, *(1 + level for level in levels(num_drafts))) if num_drafts else (1,),
         )
+
+    @property
+    def scored_positions(self) -> int:
+        """Prompt positions that one program scores: as many as rows are sampled at once, within bounds. On a GPU the product with the
+        head takes as long for 256 rows as for 64; a CPU, which has fewer rows, would compute the padding."""
+        return min(max(self.sample_rows[-1], _SCORED_POSITIONS[0]), _SCORED_POSITIONS[1])
 
     def fit_decode(self, num_rows: int) -> int:
         """The smallest decode size that holds `num_rows`."""

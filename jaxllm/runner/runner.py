@@ -144,7 +144,10 @@ class ModelRunner(WeightsHolder):
             is_storable=self.shapes.is_storable,
             times=self.times,
         )
-        self.consumers: tuple[HiddenConsumer, ...] = (PromptLogprobs(self), Pooling(self, self.buckets, model_config))
+        self.consumers: tuple[HiddenConsumer, ...] = (
+            PromptLogprobs(self, self.buckets),
+            Pooling(self, self.buckets, model_config),
+        )
         self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
@@ -484,13 +487,10 @@ class ModelRunner(WeightsHolder):
         """Send the state that the step's program relies on. Returns the requests that failed alone, with the reason."""
         if batch.extra_updates is not None:
             self._write_blocks(*batch.extra_updates)
-        errors = dict(batch.errors)
         for row in batch.admitted:
-            if row.needs_state:
-                self.sampling.admit(row, errors)
             if self.shapes.shows_history and row.data.num_computed_tokens:
                 self._show(row)
-        return errors
+        return dict(batch.errors)
 
     def _decode(self, step: StepInFlight) -> None:
         batch = step.batch
@@ -577,6 +577,9 @@ class ModelRunner(WeightsHolder):
         """Start all that takes the hidden states of a step, but for consumers."""
         batch, hidden = step.batch, step.take_hidden()
         tokens: list[PendingTokens] = []
+        for row in batch.admitted:
+            if row.needs_state:  # sent while the device computes the forward pass
+                self.sampling.admit(row, step.errors)
         if batch.sampled:
             tokens.append(self.sampling.launch(batch, hidden, step.mask_TW))
             self.note_drawn()

@@ -277,18 +277,17 @@ class StepFunctions:
             rows, token_T = self._store(rows, columns_RC, token_T, width)
             return rows, token_T, state, Scores(None, None)
         # Every device holds the state of all rows, so each needs all logits and samples all rows.
-        logits_TV = raw_TV = self.shards.all_columns(logits_TV)
+        scored_TV = raw_TV = self.shards.all_columns(logits_TV)
         if variant >= Variant.MASKED:
             assert mask_TW is not None, "masked sampling needs a mask"
-            logits_TV = apply_mask(logits_TV, mask_TW)
-        scored_TV = logits_TV  # in every mode, what a mask forbids is no alternative
+            scored_TV = apply_mask(raw_TV, mask_TW)  # in every mode, what a mask forbids is no alternative
         if variant == Variant.FULL:
-            assert state is not None, "full sampling needs its state"
-            token_T, state, processed_TV = self._draw_full(logits_TV, rows, columns_RC, columns_TC, state, width)
+            assert state is not None and mask_TW is not None, "full sampling needs its state"
+            token_T, state, processed_TV = self._draw_full(raw_TV, mask_TW, rows, columns_RC, columns_TC, state, width)
             if self.logprobs_mode.startswith("processed"):
                 scored_TV = processed_TV
         else:
-            token_T = self._draw(variant, logits_TV, columns_TC)
+            token_T = self._draw(variant, scored_TV, columns_TC)
         token_T = peers.check(mark_not_finite(token_T, logit_of(token_T, raw_TV)), PEERS_LOST)
         top = named = None
         if kind >= LogprobsKind.TOP:
@@ -326,6 +325,7 @@ class StepFunctions:
     def _draw_full(
         self,
         logits_TV: jax.Array,
+        mask_TW: jax.Array,
         rows: RowArrays,
         columns_RC: jax.Array,
         columns_TC: jax.Array,
@@ -348,6 +348,7 @@ class StepFunctions:
                 state,
                 row_R,
                 self.processors,
+                mask_RW=mask_TW[part],
                 **self._sampling_kernels,
             )
             tokens.append(token_R)

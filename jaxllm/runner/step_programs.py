@@ -39,8 +39,6 @@ UPDATES_PER_WRITE = 1024
 """Block-table entries that one `write_blocks` sets."""
 TOKENS_PER_SHOW = 1024
 """Tokens of a cached prefix that one `show` shows to the drafter."""
-PROMPT_LOGPROBS_CHUNK = 64
-"""Prompt positions that one `prompt_logprobs` scores: a chunk of logits is all that is ever in memory."""
 
 
 _FIRST_SIZES = {"forward": (128, 1024), "decode": (8, 64), "sample": (8,)}
@@ -425,7 +423,7 @@ class StepPrograms:
     def _lower_prompt_logprobs(self, key: ProgramKey) -> Lowered:
         hidden_TD = self._shape((key.size, self.model.hidden_size), self.model.dtype)
         adapter_slot = self._ints() if key.adapted else None
-        arguments = (self.params, hidden_TD, self._ints(2, PROMPT_LOGPROBS_CHUNK), adapter_slot)
+        arguments = (self.params, hidden_TD, self._ints(2, self.buckets.scored_positions), adapter_slot)
         return self._lower_on_each(self.functions.prompt_logprobs, arguments, self.replicated, donate=())
 
     def _lower_pool(self, key: ProgramKey) -> jax.stages.Lowered:

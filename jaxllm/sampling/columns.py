@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.sampling.variants import needs_state
+from jaxllm.sampling.variants import state_use
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -33,7 +33,7 @@ class SamplingColumns:
     top_n_sigma: jax.Array
     """0: off."""
     uses_state: jax.Array
-    """int32; 1 if the request was admitted to the SamplingState. Otherwise its row there holds another request's stale data."""
+    """int32: `StateUse`. With NONE the request was not admitted to the SamplingState: its row there holds another's stale data."""
 
 
 _COLUMNS: dict[str, tuple[str, float, Callable[[SamplingParams], float]]] = {
@@ -48,7 +48,7 @@ _COLUMNS: dict[str, tuple[str, float, Callable[[SamplingParams], float]]] = {
     "presence_penalty": ("float32", 0, lambda params: params.presence_penalty),
     "min_tokens": ("int32", 0, lambda params: params.min_tokens),
     "top_n_sigma": ("float32", 0, lambda params: min(params.top_n_sigma, 1e6)),  # so far from the highest is no logit
-    "uses_state": ("int32", 0, needs_state),
+    "uses_state": ("int32", 0, state_use),
 }
 """Per column: its type, its neutral value, and its source."""
 

@@ -5,14 +5,16 @@ All are pure. Logits are float32 [R, V]; columns of -inf (padding of the vocabul
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.sampling.columns import SamplingColumns
+from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.noise import Stream, gumbel_RV, key_words
 from jaxllm.sampling.processors import Processor, apply_processors
-from jaxllm.sampling.stages import STAGES, factor, scale, threshold
+from jaxllm.sampling.stages import PENALTIES, STAGES, Stage, factor, run_stages, scale, threshold, wants_all_stages
 from jaxllm.sampling.state import SamplingState, gather, record
 from jaxllm.scheduler_output import NO_TOKEN, NOT_FINITE
 from pallas_kernels import sampling as kernels
@@ -65,29 +67,64 @@ def sample_full(
     row_R: jax.Array,
     processors: Sequence[Processor] = (),
     *,
+    mask_RW: jax.Array | None = None,
     implementation: str = "xla",
     interpret: bool = False,
 ) -> tuple[jax.Array, SamplingState, jax.Array]:
-    """As `sample_random`, after all that the requests' rows of the state ask for.
+    """As `sample_random`, of the tokens that the mask allows, after all that the requests' rows of the state ask for.
 
     Returns the tokens int32[R] (NO_TOKEN where every logit is -inf), the state with them added, and the logits that were drawn
     from, -inf where dropped. Rows of the batch that draw nothing in this step must have neutral columns, else their state takes in a
     token.
     """
-    rows = gather(state, row_R, columns.uses_state)
-    for stage in STAGES:
-        logits_RV = stage(logits_RV, columns, rows, position_R)
-    logits_RV = apply_processors(logits_RV, rows, position_R, processors)
-    scaled_RV, threshold_R = scale(logits_RV, columns), threshold(logits_RV, columns)
+
+    def after(stages: Sequence[Stage], processors: Sequence[Processor] = ()) -> jax.Array:
+        rows = gather(state, row_R, columns.uses_state)  # here, so that it is done where it is needed
+        staged_RV = run_stages(stages, logits_RV, mask_RW, columns, position_R, rows)
+        return apply_processors(staged_RV, rows, position_R, processors)
+
+    penalized, processed = partial(after, PENALTIES), partial(after, STAGES, processors)
+
+    def penalized_draw() -> tuple[jax.Array, jax.Array]:
+        adjustments = _penalties(logits_RV, mask_RW, columns, state, row_R)
+        token_R = _draw_by_kernel(logits_RV, columns, position_R, implementation, interpret, adjustments=adjustments)
+        return token_R, logit_of(token_R, penalized())
+
+    def processed_draw() -> tuple[jax.Array, jax.Array]:
+        logits_RV = processed()
+        token_R = _draw_by_kernel(logits_RV, columns, position_R, implementation, interpret)
+        return token_R, logit_of(token_R, logits_RV)
+
+    wants_all = wants_all_stages(columns)
+    # Beside a kernel these are not computed unless the caller uses them.
+    processed_RV = jax.lax.cond(wants_all, processed, penalized)
+    scaled_RV, threshold_R = scale(processed_RV, columns), threshold(processed_RV, columns)
     if implementation == "xla":
         token_R = _draw(scaled_RV, threshold_R, columns, position_R)
+        logit_R = logit_of(token_R, processed_RV)
     else:
-        token_R = _draw_by_kernel(logits_RV, columns, position_R, implementation, interpret)
+        token_R, logit_R = jax.lax.cond(wants_all, processed_draw, penalized_draw)
         # The two may differ by a rounding in what top_p keeps; a drawn token was kept.
         threshold_R = jnp.minimum(threshold_R, logit_of(token_R, scaled_RV))
-    token_R = jnp.where(jnp.max(logits_RV, axis=1) == -jnp.inf, NO_TOKEN, token_R)
-    processed_RV = jnp.where(scaled_RV >= threshold_R[:, None], scaled_RV, -jnp.inf)
-    return token_R, record(state, row_R, columns.uses_state, token_R), processed_RV
+    # The likeliest token is always kept, so one of -inf is drawn only where all are -inf.
+    token_R = jnp.where(logit_R == -jnp.inf, NO_TOKEN, token_R)
+    kept_RV = jnp.where(scaled_RV >= threshold_R[:, None], scaled_RV, -jnp.inf)
+    return token_R, record(state, row_R, columns.uses_state, token_R), kept_RV
+
+
+def _penalties(
+    logits_RV: jax.Array, mask_RW: jax.Array | None, columns: SamplingColumns, state: SamplingState, row_R: jax.Array
+) -> kernels.Adjustments:
+    """The mask and `stages.PENALTIES` for a kernel that adds them as it reads the logits."""
+    num_rows, vocab_size = logits_RV.shape
+    return kernels.Adjustments(
+        mask_RW=jnp.full((num_rows, num_words(vocab_size)), -1, jnp.int32) if mask_RW is None else mask_RW,
+        words_NV=state.tokens,
+        word_row=jnp.where(columns.uses_state != 0, row_R, -1).astype(jnp.int32),
+        repetition=columns.repetition_penalty,
+        frequency=columns.frequency_penalty,
+        presence=columns.presence_penalty,
+    )
 
 
 def _draw(
@@ -110,6 +147,7 @@ def _draw_by_kernel(
     implementation: str,
     interpret: bool,
     stream: Stream = Stream.TARGET,
+    adjustments: kernels.Adjustments | None = None,
 ) -> jax.Array:
     words_R2 = key_words(columns.seed_low, columns.seed_high, position_R, stream)
     params = kernels.DrawParams(
@@ -121,7 +159,7 @@ def _draw_by_kernel(
         word_0=words_R2[:, 0],
         word_1=words_R2[:, 1],
     )
-    return kernels.draw(logits_RV, params, implementation=implementation, interpret=interpret)
+    return kernels.draw(logits_RV, params, adjustments, implementation=implementation, interpret=interpret)
 
 
 def _argmax(logits_RV: jax.Array) -> jax.Array:

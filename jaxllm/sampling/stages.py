@@ -5,15 +5,17 @@ raise, row by row, the value below which tokens are dropped: a filter is a thres
 draw reads the logits once and nothing of size [R, V] is written for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.sampling.columns import SamplingColumns
+from jaxllm.sampling.mask import apply_mask
 from jaxllm.sampling.state import SamplingState
 from jaxllm.sampling.threshold import top_k_threshold, top_p_threshold
+from jaxllm.sampling.variants import StateUse
 
 Stage = Callable[[jax.Array, SamplingColumns, SamplingState, jax.Array], jax.Array]
 """(logits_RV, columns, the batch's rows of the state, position_R) -> logits_RV"""
@@ -82,14 +84,29 @@ def mask_below_sigmas(logits_RV: jax.Array, columns: SamplingColumns, rows: Samp
     return jax.lax.cond(jnp.any(columns.top_n_sigma > 0), mask, lambda logits: logits, logits_RV)
 
 
-STAGES: tuple[Stage, ...] = (
-    add_bias,
-    mask_early_stops,
-    penalize_repetition,
-    penalize_frequency_and_presence,
-    mask_bad_words,
-    mask_below_sigmas,
-)
+PENALTIES: tuple[Stage, ...] = (penalize_repetition, penalize_frequency_and_presence)
+STAGES: tuple[Stage, ...] = (add_bias, mask_early_stops, *PENALTIES, mask_bad_words, mask_below_sigmas)
+
+
+def wants_all_stages(columns: SamplingColumns) -> jax.Array:
+    """bool: whether a row asks for more than penalties."""
+    return jnp.any((columns.uses_state == StateUse.ALL) | (columns.top_n_sigma > 0))
+
+
+def run_stages(
+    stages: Sequence[Stage],
+    logits_RV: jax.Array,
+    mask_RW: jax.Array | None,
+    columns: SamplingColumns,
+    position_R: jax.Array,
+    rows: SamplingState,
+) -> jax.Array:
+    """The model's logits after the mask and some stages."""
+    if mask_RW is not None:
+        logits_RV = apply_mask(logits_RV, mask_RW)
+    for stage in stages:
+        logits_RV = stage(logits_RV, columns, rows, position_R)
+    return logits_RV
 
 
 def scale(logits_RV: jax.Array, columns: SamplingColumns) -> jax.Array:

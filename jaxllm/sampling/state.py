@@ -15,11 +15,12 @@ import numpy as np
 
 from jaxllm.sampling.processors import Processor, num_argument_columns, pack_arguments
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
+from pallas_kernels.sampling import COUNT_BITS
 
 # A token's word: how often it is in the output, and two flags.
-_COUNT = (1 << 24) - 1
-_IN_PROMPT = 1 << 24
-_ENDS_REQUEST = 1 << 25
+_COUNT = (1 << COUNT_BITS) - 1
+_IN_PROMPT = 1 << COUNT_BITS
+_ENDS_REQUEST = 2 << COUNT_BITS
 
 
 @jax.tree_util.register_dataclass

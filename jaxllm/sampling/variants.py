@@ -18,6 +18,15 @@ class Variant(enum.IntEnum):
     """Everything, with per-request state on the device."""
 
 
+class StateUse(enum.IntEnum):
+    """What a request asks of the SamplingState; each includes the lower ones."""
+
+    NONE = 0
+    PENALTIES = 1
+    """Counts of its tokens, for `stages.PENALTIES`."""
+    ALL = 2
+
+
 def variant_of(params: SamplingParams, *, full_logprobs: bool = False) -> Variant:
     """The lowest program that serves a request. `full_logprobs`: FULL alone reports logprobs, as it must with logprobs_mode
     processed_*."""
@@ -28,17 +37,23 @@ def variant_of(params: SamplingParams, *, full_logprobs: bool = False) -> Varian
 
 def needs_state(params: SamplingParams) -> bool:
     """Whether a request must be admitted to the SamplingState."""
-    return bool(
-        params.repetition_penalty != 1
-        or params.frequency_penalty != 0
-        or params.presence_penalty != 0
-        or params.min_tokens > 0
+    return state_use(params) != StateUse.NONE
+
+
+def state_use(params: SamplingParams) -> StateUse:
+    """What a request asks of the SamplingState."""
+    if (
+        params.min_tokens > 0
         or params.logit_bias
         or params.allowed_token_ids
         or params.bad_words
         or params.bad_words_token_ids
         or params.extra_args
-    )
+    ):
+        return StateUse.ALL
+    if params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0:
+        return StateUse.PENALTIES
+    return StateUse.NONE
 
 
 def needs_logprobs(params: SamplingParams) -> bool:

@@ -32,10 +32,11 @@ class Shapes:
 
 
 def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
-    """argmax, draw and top_values of a few rows. Plain JAX ("xla") has no draw here: its own is `jaxllm.sampling`."""
+    """argmax, draws and top_values of a few rows. Plain JAX ("xla") has no draw here: its own is `jaxllm.sampling`."""
     found = [
         Case("argmax", functools.partial(_argmax_arrays, shapes), {}, _argmax_error, 0.0),
         Case("draw", functools.partial(_draw_arrays, shapes), {}, _draw_error, DRAW_TOLERANCE),
+        Case("draw adjusted", functools.partial(_adjusted_arrays, shapes), {}, _adjusted_error, DRAW_TOLERANCE),
     ]
     if 1 <= shapes.num_top_values <= min(sampling.MAX_TOP_VALUES, shapes.vocab_size):
         make = functools.partial(_top_arrays, shapes)
@@ -50,6 +51,7 @@ def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]
         calls = {
             "argmax": functools.partial(sampling.argmax, **options),
             "draw": lambda logits, *params: sampling.draw(logits, sampling.DrawParams(*params), **options),
+            "draw adjusted": lambda logits, *given: sampling.draw(logits, *_split(given), **options),
             "top_values": functools.partial(top_values, k=shapes.num_top_values, **options),
         }
     return [
@@ -121,6 +123,41 @@ def _draw_error(logits: np.ndarray, constants: Any, got: Any) -> float:
     return max(
         _row_error(row, sampling.DrawParams(*(p[r] for p in params)), int(np.asarray(got)[r])) for r, row in enumerate(logits)
     )
+
+
+def _adjusted_arrays(shapes: Shapes) -> tuple[Any, tuple[Any, ...]]:
+    """The same draws with all adjustments, out of other rows of words; one row has no words, the last one a single token allowed."""
+    logits, params = _draw_arrays(shapes)
+    num_rows, random = len(logits), np.random.default_rng(4)
+    count = random.poisson(0.3, (num_rows + 2, shapes.vocab_size)).astype(np.int32)
+    in_prompt = random.integers(0, 2, count.shape, np.int32)
+    other_flags = random.integers(0, 2, count.shape, np.int32) << (sampling.COUNT_BITS + 1)
+    mask: Any = random.integers(-(2**31), 2**31, (num_rows, -(-shapes.vocab_size // 32)), np.int64).astype(np.int32)
+    mask[-1, shapes.vocab_size // 2 // 32] = -1
+    word_row: Any = random.permutation(num_rows + 2)[:num_rows].astype(np.int32)
+    word_row[2] = -1
+    penalties = random.uniform([[0.7], [0.0], [-0.5]], [[1.5], [1.0], [0.5]], (3, num_rows)).astype(np.float32)
+    words: Any = count | in_prompt << sampling.COUNT_BITS | other_flags
+    return logits, (*params, *sampling.Adjustments(mask, words, word_row, *penalties))
+
+
+def _split(constants: Any) -> tuple[sampling.DrawParams, sampling.Adjustments]:
+    num_params = len(sampling.DrawParams._fields)
+    return sampling.DrawParams(*constants[:num_params]), sampling.Adjustments(*constants[num_params:])
+
+
+def _adjusted_error(logits: np.ndarray, constants: Any, got: Any) -> float:
+    """As `_draw_error`, of adjusted logits."""
+    params, by = _split(constants)
+    has_words = np.asarray(by.word_row)[:, None] >= 0
+    words = np.where(has_words, np.asarray(by.words_NV)[np.maximum(by.word_row, 0)], 0)
+    count = words & ((1 << sampling.COUNT_BITS) - 1)
+    is_there = (count > 0) | (words >> sampling.COUNT_BITS & 1 != 0)
+    repetition, frequency, presence = (np.asarray(column)[:, None] for column in by[-3:])
+    adjusted = np.where(is_there, np.where(logits > 0, logits / repetition, logits * repetition), logits)
+    adjusted = adjusted - frequency * count.astype(np.float32) - np.where(count > 0, presence, np.float32(0))
+    bits = np.unpackbits(np.asarray(by.mask_RW).view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
+    return _draw_error(np.where(bits != 0, adjusted, np.float32(-np.inf)), params, got)
 
 
 def _row_error(logits_V: np.ndarray, params: sampling.DrawParams, token: int) -> float:

@@ -36,6 +36,27 @@ class DrawParams(NamedTuple):
     word_1: jax.Array
 
 
+COUNT_BITS = 24
+"""Of a token's word the lower bits count it in the output; the next one tells whether it is in the prompt."""
+
+
+class Adjustments(NamedTuple):
+    """What changes each of R rows of logits before anything else; float32[R] unless told."""
+
+    mask_RW: jax.Array
+    """int32: bit b of word w allows token 32 w + b; the others count as -inf."""
+    words_NV: jax.Array
+    """int32: a word for each token of the vocabulary, in N rows of which `word_row` chooses."""
+    word_row: jax.Array
+    """int32[R]; -1: the row has none, as if no token were there yet."""
+    repetition: jax.Array
+    """Positive logits of tokens in the prompt or the output are divided by it, others multiplied."""
+    frequency: jax.Array
+    """Times its count it is subtracted from a token's logit."""
+    presence: jax.Array
+    """It is subtracted from the logits of tokens in the output."""
+
+
 class TopValues(NamedTuple):
     """The k largest logits of each row in order, of equals the lower id first, and where one token's logit stands."""
 
@@ -51,13 +72,22 @@ def argmax(logits_RV: jax.Array, *, implementation: str, interpret: bool = False
     return _resolve(implementation, logits_RV, interpret).argmax(logits_RV, interpret=interpret)
 
 
-def draw(logits_RV: jax.Array, params: DrawParams, *, implementation: str, interpret: bool = False) -> jax.Array:
+def draw(
+    logits_RV: jax.Array,
+    params: DrawParams,
+    adjustments: Adjustments | None = None,
+    *,
+    implementation: str,
+    interpret: bool = False,
+) -> jax.Array:
     """int32[R]: of the tokens that a row's filters keep, the one of the largest scaled logit plus Gumbel noise.
+
+    Logits are adjusted as they are read, and written nowhere.
 
     Exact but for the rounding of sums and logarithms: a top_p that falls between two sums of probabilities within rounding may
     keep one token more or less than another implementation, and equal sums of logit and noise may fall either way.
     """
-    return _resolve(implementation, logits_RV, interpret).draw(logits_RV, params, interpret=interpret)
+    return _resolve(implementation, logits_RV, interpret).draw(logits_RV, params, adjustments, interpret=interpret)
 
 
 def top_values(logits_RV: jax.Array, own_R: jax.Array, k: int, *, implementation: str, interpret: bool = False) -> TopValues:

@@ -11,8 +11,9 @@ token as that of a draw from exactly the kept ones. (Rejection with a rising piv
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels._compat import load, store, triton_call
+from pallas_kernels.sampling import Adjustments, DrawParams
 from pallas_kernels.sampling import triton_scan as scan
 from pallas_kernels.sampling.noise import gumbel_bits, gumbel_of_bits, uniform_of_bits
 from pallas_kernels.sampling.order import value_of_key
@@ -90,7 +92,14 @@ def argmax(logits_RV: jax.Array, *, interpret: bool = False, tiles: scan.ScanTil
     )(value_RS, id_RS)
 
 
-def draw(logits_RV: jax.Array, params, *, interpret: bool = False, tiles: DrawTiles | None = None) -> jax.Array:
+def draw(
+    logits_RV: jax.Array,
+    params: DrawParams,
+    adjustments: Adjustments | None = None,
+    *,
+    interpret: bool = False,
+    tiles: DrawTiles | None = None,
+) -> jax.Array:
     num_rows, vocab_size = logits_RV.shape
     if tiles is None:
         tiles = pick_tiles(num_rows, vocab_size)
@@ -98,10 +107,11 @@ def draw(logits_RV: jax.Array, params, *, interpret: bool = False, tiles: DrawTi
     is_filtered_R = (top_k_R > 0) | (params.top_p < 1) | (params.log_min_p > -jnp.inf)
     kind_R = jnp.where(params.is_greedy, _GREEDY, jnp.where(is_filtered_R, _FILTERED, _RANDOM)).astype(jnp.int32)
     rows = _RowRefs(kind_R, params.scale, params.log_min_p, top_k_R, params.top_p, params.word_0, params.word_1)
+    inputs = (logits_RV, *(adjustments or ()))
     per_split = (num_rows, tiles.scan.num_splits)
     call = functools.partial(triton_call, interpret=interpret)
     value_RS, id_RS, total_RS, group_max_RG = call(
-        functools.partial(_scan_kernel, tiles=tiles.scan),
+        functools.partial(_scan_kernel, num_inputs=len(inputs), tiles=tiles.scan),
         name="draw_scan",
         grid=per_split,
         out_shape=(
@@ -112,7 +122,7 @@ def draw(logits_RV: jax.Array, params, *, interpret: bool = False, tiles: DrawTi
         ),
         num_warps=tiles.scan.num_warps,
         num_stages=2,
-    )(logits_RV, *rows)
+    )(*inputs, *rows)
     group_RC, count_R = call(
         _select_kernel,
         name="draw_select",
@@ -125,18 +135,18 @@ def draw(logits_RV: jax.Array, params, *, interpret: bool = False, tiles: DrawTi
         num_stages=1,
     )(value_RS, total_RS, group_max_RG, *rows)
     return call(
-        functools.partial(_finish_kernel, max_groups=tiles.max_groups, walk_block=tiles.walk_block),
+        functools.partial(_finish_kernel, num_inputs=len(inputs), max_groups=tiles.max_groups, walk_block=tiles.walk_block),
         name="draw_finish",
         grid=(num_rows,),
         out_shape=jax.ShapeDtypeStruct((num_rows,), jnp.int32),
         num_warps=tiles.finish_warps,
         num_stages=1,
-    )(logits_RV, value_RS, id_RS, total_RS, group_RC, count_R, *rows)
+    )(*inputs, value_RS, id_RS, total_RS, group_RC, count_R, *rows)
 
 
 def _argmax_kernel(logits_ref, value_ref, id_ref, *, tiles: scan.ScanTiles) -> None:
     row, split = pl.program_id(0), pl.program_id(1)
-    value, token = _largest_logit(logits_ref, row, split, tiles)
+    value, token = _largest_logit(scan.Logits(logits_ref), row, split, tiles)
     value_ref[row, split] = value
     id_ref[row, split] = token
 
@@ -146,8 +156,14 @@ def _argmax_combine_kernel(value_ref, id_ref, token_ref) -> None:
     token_ref[row] = _combine_splits(value_ref, id_ref, row)
 
 
-def _scan_kernel(logits_ref, *refs, tiles: scan.ScanTiles) -> None:
+def _logits(refs: Sequence[Any]) -> scan.Logits:
+    """Of a kernel's first references: logits, and adjustments if there are any."""
+    return scan.Logits(refs[0], Adjustments(*refs[1:]) if len(refs) > 1 else None)
+
+
+def _scan_kernel(*refs, num_inputs: int, tiles: scan.ScanTiles) -> None:
     """One split of a row; which outputs it fills depends on the row's kind."""
+    logits, refs = _logits(refs[:num_inputs]), refs[num_inputs:]
     rows = _RowRefs(*refs[: len(_RowRefs._fields)])
     value_ref, id_ref, total_ref, group_max_ref = refs[len(_RowRefs._fields) :]
     row, split = pl.program_id(0), pl.program_id(1)
@@ -155,20 +171,20 @@ def _scan_kernel(logits_ref, *refs, tiles: scan.ScanTiles) -> None:
 
     @pl.when(kind == _GREEDY)
     def _():
-        value, token = _largest_logit(logits_ref, row, split, tiles)
+        value, token = _largest_logit(logits, row, split, tiles)
         value_ref[row, split] = value
         id_ref[row, split] = token
 
     @pl.when(kind == _RANDOM)
     def _():
-        begin, end = scan.tile_range(split, logits_ref.shape[1], tiles)
-        best, token, _, _ = _walk(logits_ref, rows, row, begin, end, tiles.block, shift=None)
+        begin, end = scan.tile_range(split, logits.vocab_size, tiles)
+        best, token, _, _ = _walk(logits, rows, row, begin, end, tiles.block, shift=None)
         value_ref[row, split] = best
         id_ref[row, split] = token
 
     @pl.when(kind == _FILTERED)
     def _():
-        highest, total, _ = scan.leave_group_maxima(logits_ref, group_max_ref, row, split, rows.scale[row], None, tiles)
+        highest, total, _ = scan.leave_group_maxima(logits, group_max_ref, row, split, rows.scale[row], None, tiles)
         value_ref[row, split] = highest
         total_ref[row, split] = total
 
@@ -204,10 +220,10 @@ def _select_kernel(value_ref, total_ref, group_max_ref, *refs) -> None:
         count_ref[row] = count
 
 
-def _finish_kernel(
-    logits_ref, value_ref, id_ref, total_ref, group_ref, count_ref, *refs, max_groups: int, walk_block: int
-) -> None:
-    rows, token_ref = _RowRefs(*refs[:-1]), refs[-1]
+def _finish_kernel(*refs, num_inputs: int, max_groups: int, walk_block: int) -> None:
+    logits = _logits(refs[:num_inputs])
+    value_ref, id_ref, total_ref, group_ref, count_ref, *rest, token_ref = refs[num_inputs:]
+    rows = _RowRefs(*rest)
     row = pl.program_id(0)
     is_filtered = rows.kind[row] == _FILTERED
     is_listed = count_ref[row] <= max_groups
@@ -219,24 +235,26 @@ def _finish_kernel(
     @pl.when(is_filtered & is_listed)
     def _():
         highest, total = _load_totals(value_ref, total_ref, row)
-        token_ref[row] = _draw_from_groups(logits_ref, group_ref, count_ref, rows, row, highest, total, max_groups)
+        token_ref[row] = _draw_from_groups(logits, group_ref, count_ref, rows, row, highest, total, max_groups)
 
     @pl.when(is_filtered & jnp.logical_not(is_listed))
     def _():
         highest, _ = _load_totals(value_ref, total_ref, row)
-        token_ref[row] = _draw_from_row(logits_ref, rows, row, highest, walk_block)
+        token_ref[row] = _draw_from_row(logits, rows, row, highest, walk_block)
 
 
-def _draw_from_groups(logits_ref, group_ref, count_ref, rows: _RowRefs, row, highest, total, max_groups: int) -> jax.Array:
+def _draw_from_groups(
+    logits: scan.Logits, group_ref, count_ref, rows: _RowRefs, row, highest, total, max_groups: int
+) -> jax.Array:
     """A draw out of the listed groups, all in registers."""
-    vocab_size = logits_ref.shape[1]
+    vocab_size = logits.vocab_size
     size = scan.group_size(vocab_size)
     index_E = jnp.arange(max_groups * size)
     place_E = lax.div(index_E, size)
     listed_E = place_E < count_ref[row]
     group_E = load(group_ref.at[row, place_E], mask=listed_E, other=0)
     token_E = group_E * size + lax.rem(index_E, size)
-    x_E = load(logits_ref.at[row, token_E], mask=listed_E & (token_E < vocab_size), other=-jnp.inf) * rows.scale[row]
+    x_E = logits.at(row, token_E, listed_E) * rows.scale[row]
     top_k, top_p = rows.top_k[row], rows.top_p[row]
     ones_E = jnp.ones(x_E.shape, jnp.float32)
     kth = _largest_reaching(x_E, ones_E, top_k.astype(jnp.float32), num_bits=_bits_if(top_k > 0, 32))
@@ -264,15 +282,15 @@ def _draw_from_groups(logits_ref, group_ref, count_ref, rows: _RowRefs, row, hig
     return jnp.where(token < vocab_size, token, 0)
 
 
-def _draw_from_row(logits_ref, rows: _RowRefs, row, highest, block: int) -> jax.Array:
+def _draw_from_row(logits: scan.Logits, rows: _RowRefs, row, highest, block: int) -> jax.Array:
     """A draw by walks over the whole row: two of them and a few percent, more where a top_k beyond the list is asked for."""
-    num_tiles = scan.ceil_div(logits_ref.shape[1], block)
+    num_tiles = scan.ceil_div(logits.vocab_size, block)
     top_k, top_p = rows.top_k[row], rows.top_p[row]
 
     def num_reaching(value):
         def body(tile, count_b):
             column_b = tile * block + jnp.arange(block)
-            reaches_b = scan.load_columns(logits_ref, row, column_b) * rows.scale[row] >= value
+            reaches_b = logits.at(row, column_b) * rows.scale[row] >= value
             return count_b + jnp.where(reaches_b, 1.0, 0.0)
 
         return jnp.sum(lax.fori_loop(0, num_tiles, body, jnp.zeros((block,), jnp.float32)), axis=0)
@@ -283,7 +301,7 @@ def _draw_from_row(logits_ref, rows: _RowRefs, row, highest, block: int) -> jax.
     shift = scan.finite_or_zero(highest)
 
     def walk(pivot):
-        _, token, x, weight = _walk(logits_ref, rows, row, 0, num_tiles, block, floor=floor, pivot=pivot, shift=shift)
+        _, token, x, weight = _walk(logits, rows, row, 0, num_tiles, block, floor=floor, pivot=pivot, shift=shift)
         return token, x, weight
 
     token, x, kept_total = walk(jnp.float32(-jnp.inf))
@@ -304,7 +322,9 @@ def _keep_or_replace(token, x, likelier_token, likelier_x, is_rejected) -> tuple
     return jnp.where(replaces, likelier_token, token), jnp.where(replaces, likelier_x, x), jnp.logical_not(replaces)
 
 
-def _walk(logits_ref, rows: _RowRefs, row, begin, end, block: int, *, shift, floor=None, pivot=None) -> tuple[jax.Array, ...]:
+def _walk(
+    logits: scan.Logits, rows: _RowRefs, row, begin, end, block: int, *, shift, floor=None, pivot=None
+) -> tuple[jax.Array, ...]:
     """The largest scaled logit plus noise: (it, token, its scaled logit, weight); -inf, 0, -inf if there is none above -inf.
 
     If a shift is given, only of those ≥ floor and > pivot, and weight is their sum of exp(scaled logit - shift).
@@ -314,7 +334,7 @@ def _walk(logits_ref, rows: _RowRefs, row, begin, end, block: int, *, shift, flo
     def body(tile, carry):
         best, token, x, weight = carry
         column_b = tile * block + jnp.arange(block)
-        x_b = scan.nan_is_highest(scan.load_columns(logits_ref, row, column_b)) * scale
+        x_b = scan.nan_is_highest(logits.at(row, column_b)) * scale
         if shift is not None:
             x_b = jnp.where((x_b >= floor) & (x_b > pivot), x_b, -jnp.inf)
             weight += jnp.sum(jnp.exp(x_b - shift), axis=0)
@@ -328,7 +348,7 @@ def _walk(logits_ref, rows: _RowRefs, row, begin, end, block: int, *, shift, flo
         def look():
             noisy_b = x_b + gumbel_of_bits(bits_b)
             highest = jnp.max(noisy_b, axis=0)
-            column = jnp.min(jnp.where(noisy_b == highest, column_b, logits_ref.shape[1]), axis=0)
+            column = jnp.min(jnp.where(noisy_b == highest, column_b, logits.vocab_size), axis=0)
             own = jnp.max(jnp.where(column_b == column, x_b, -jnp.inf), axis=0)
             wins = highest > best
             return jnp.where(wins, highest, best), jnp.where(wins, column, token), jnp.where(wins, own, x)
@@ -340,14 +360,14 @@ def _walk(logits_ref, rows: _RowRefs, row, begin, end, block: int, *, shift, flo
     return lax.fori_loop(begin, end, body, (none, jnp.int32(0), none, jnp.float32(0)))
 
 
-def _largest_logit(logits_ref, row, split, tiles: scan.ScanTiles) -> tuple[jax.Array, jax.Array]:
+def _largest_logit(logits: scan.Logits, row, split, tiles: scan.ScanTiles) -> tuple[jax.Array, jax.Array]:
     """The largest logit of a split and its lowest column; -inf and the split's first column if there is none above."""
-    begin, end = scan.tile_range(split, logits_ref.shape[1], tiles)
+    begin, end = scan.tile_range(split, logits.vocab_size, tiles)
     lane_b = jnp.arange(tiles.block)
 
     def body(tile, carry):
         best_b, tile_b = carry
-        x_b = scan.nan_is_highest(scan.load_columns(logits_ref, row, tile * tiles.block + lane_b))
+        x_b = scan.nan_is_highest(logits.at(row, tile * tiles.block + lane_b))
         wins_b = x_b > best_b
         return jnp.where(wins_b, x_b, best_b), jnp.where(wins_b, tile, tile_b)
 

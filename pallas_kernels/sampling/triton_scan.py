@@ -9,12 +9,14 @@ The maxima are a sixteenth of the row and bound it: k groups with a maximum ≥ 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._compat import load, num_cores, store
+from pallas_kernels.sampling import COUNT_BITS
 from pallas_kernels.sizes import next_power_of_two
 
 MAX_VOCAB_SIZE = 1 << 19
@@ -63,9 +65,30 @@ def tile_range(split: jax.Array, vocab_size: int, tiles: ScanTiles) -> tuple[jax
     return begin, jnp.minimum(begin + per_split, num_tiles)
 
 
-def load_columns(logits_ref, row: jax.Array, column: jax.Array) -> jax.Array:
-    """Logits of a row at the columns, -inf past its end."""
-    return load(logits_ref.at[row, column], mask=column < logits_ref.shape[1], other=-jnp.inf)
+class Logits:
+    """Logits as a kernel reads them."""
+
+    def __init__(self, ref: Any, adjustments: Any = None):
+        """adjustments: `Adjustments` of references."""
+        self._ref, self._adjustments = ref, adjustments
+        self.vocab_size = ref.shape[1]
+
+    def at(self, row: jax.Array, column: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """Those of a row at the columns; -inf past its end and where the mask is not set."""
+        mask = column < self.vocab_size if mask is None else mask & (column < self.vocab_size)
+        x = load(self._ref.at[row, column], mask=mask, other=-jnp.inf)
+        return x if self._adjustments is None else self._adjust(x, row, column, mask, self._adjustments)
+
+    def _adjust(self, x: jax.Array, row: jax.Array, column: jax.Array, mask: jax.Array, by: Any) -> jax.Array:
+        word_row = by.word_row[row]
+        word = load(by.words_NV.at[jnp.maximum(word_row, 0), column], mask=mask & (word_row >= 0), other=0)
+        count = word & ((1 << COUNT_BITS) - 1)
+        repetition = by.repetition[row]
+        is_there = (word & ((2 << COUNT_BITS) - 1)) != 0
+        x = jnp.where(is_there, jnp.where(x > 0, x / repetition, x * repetition), x)
+        x = x - by.frequency[row] * count.astype(jnp.float32) - jnp.where(count > 0, by.presence[row], 0.0)
+        allowed = load(by.mask_RW.at[row, lax.div(column, 32)], mask=mask, other=0) >> lax.rem(column, 32)
+        return jnp.where((allowed & 1) != 0, x, -jnp.inf)
 
 
 def nan_is_highest(x: jax.Array) -> jax.Array:
@@ -77,12 +100,12 @@ def finite_or_zero(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < jnp.inf, x, 0.0)
 
 
-def leave_group_maxima(logits_ref, group_max_ref, row, split, scale, own, tiles: ScanTiles) -> tuple[jax.Array, ...]:
+def leave_group_maxima(logits: Logits, group_max_ref, row, split, scale, own, tiles: ScanTiles) -> tuple[jax.Array, ...]:
     """Walk a split and store the maxima of its groups of scaled logits.
 
     Returns the split's highest scaled logit, the sum of exponentials relative to it, and how many logits are ≥ own, float32.
     """
-    vocab_size = logits_ref.shape[1]
+    vocab_size = logits.vocab_size
     size = group_size(vocab_size)
     groups_per_tile = tiles.block // size
 
@@ -90,7 +113,7 @@ def leave_group_maxima(logits_ref, group_max_ref, row, split, scale, own, tiles:
         highest, total, count = carry
         group_g = tile * groups_per_tile + jnp.arange(groups_per_tile)
         column_gs = group_g[:, None] * size + jnp.arange(size)[None, :]
-        x_gs = load_columns(logits_ref, row, column_gs) * scale
+        x_gs = logits.at(row, column_gs) * scale
         max_g = jnp.max(x_gs, axis=1)
         store(group_max_ref.at[row, group_g], max_g, mask=group_g < group_max_ref.shape[1])
         new_highest = jnp.maximum(highest, jnp.max(max_g, axis=0))

@@ -64,7 +64,9 @@ def top_values(
 def _scan_kernel(logits_ref, own_ref, highest_ref, total_ref, count_ref, group_max_ref, *, tiles: scan.ScanTiles) -> None:
     row, split = pl.program_id(0), pl.program_id(1)
     one = jnp.float32(1)
-    highest, total, count = scan.leave_group_maxima(logits_ref, group_max_ref, row, split, one, own_ref[row], tiles)
+    highest, total, count = scan.leave_group_maxima(
+        scan.Logits(logits_ref), group_max_ref, row, split, one, own_ref[row], tiles
+    )
     highest_ref[row, split] = highest
     total_ref[row, split] = total
     count_ref[row, split] = count
@@ -74,7 +76,8 @@ def _extract_kernel(
     logits_ref, highest_ref, total_ref, count_ref, group_max_ref, ids_ref, values_ref, rank_ref, logsumexp_ref, *, k: int
 ) -> None:
     row = pl.program_id(0)
-    vocab_size, num_groups, num_splits = logits_ref.shape[1], group_max_ref.shape[1], highest_ref.shape[1]
+    logits = scan.Logits(logits_ref)
+    vocab_size, num_groups, num_splits = logits.vocab_size, group_max_ref.shape[1], highest_ref.shape[1]
     size = scan.group_size(vocab_size)
     split_s = jnp.arange(max(2, next_power_of_two(num_splits)))
     in_row_s = split_s < num_splits
@@ -94,7 +97,7 @@ def _extract_kernel(
         value = jnp.max(max_G, axis=0)
         group = jnp.min(jnp.where((max_G == value) & (left_G > 0), group_G, num_groups), axis=0)
         column_s = group * size + jnp.arange(size)
-        x_s = scan.load_columns(logits_ref, row, column_s)
+        x_s = logits.at(row, column_s)
         # Of a group, what was given out is larger than its maximum now, or equal and of a lower id: `taken` tells how many.
         taken = jnp.minimum(size, vocab_size - group * size) - jnp.sum(jnp.where(group_G == group, left_G, 0), axis=0)
         before = jnp.sum(jnp.where(x_s > value, 1, 0), axis=0)

@@ -10,7 +10,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from jax import lax
 
 from jaxllm import LLM, SamplingParams
 from scripts.gpu_checks import Outcome, kernels_in_use, scoring, shapes
+from scripts.gpu_checks.sampled_apart import sampling_apart
 from scripts.gpu_checks.scoring import Answer, Scores
 from scripts.kernels.compiling import first_line
 
@@ -149,7 +150,11 @@ def check_model(model: Model, load: Load, **options: Any) -> Iterator[Outcome]:
         with _engine(directory, load, dtype="bfloat16", **ours) as llm:
             core: Any = llm.llm_engine.core
             yield kernels_in_use(f"engine, {model.title}", core.kernels)
-            runs.append(_run(llm, "together", prompts, load, together=True, hits=True, **reported))
+            with sampling_apart(core) as sizes:
+                run = _run(llm, "together, sampled apart", prompts, load, together=True, hits=True, **reported)
+            runs.append(run if sizes else replace(run, faults=[*run.faults, "no decode was sampled apart"]))
+            with sampling_apart(core, False):
+                runs.append(_run(llm, "together", prompts, load, together=True, hits=True, **reported))
             runs.append(_run(llm, "together, tokens only", prompts, load, together=True, hits=True))
             llm.reset_prefix_cache()
             runs.append(_run(llm, "alone", alone, load, **reported))

@@ -1,9 +1,11 @@
 """The demo model in float32: an engine with the device's kernels gives the tokens, logprobs and vectors of one with the reference
-attention."""
+attention, also where decodes are sampled apart."""
 
+import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ from jaxllm import LLM, PoolingParams, SamplingParams
 from jaxllm.outputs import CompletionOutput
 from jaxllm.structured_outputs import StructuredOutputsParams
 from scripts.gpu_checks import Outcome
+from scripts.gpu_checks.sampled_apart import sampling_apart
 
 TOLERANCE = 1e-3
 """Of a prompt's vectors, relative to the largest number in them, and of logprobs."""
@@ -37,7 +40,8 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
         )
         for i, n in enumerate(lengths)
     ]
-    found, vectors, scored = {}, {}, {}
+    asking = asking_for_more(lengths)
+    found, vectors, scored, more = {}, {}, {}, {}
     kernels = "auto" if jax.default_backend() != "cpu" else "triton"  # there interpreted
     used = ""
     for implementation in (kernels, "reference"):
@@ -62,6 +66,13 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             found[implementation, kind] = [list(output.outputs[0].token_ids) for output in outputs]
         scored[implementation] = [output.outputs[0] for output in llm.generate(prompts, masked, use_tqdm=False)]
+        for name, params in asking.items():
+            for is_apart in (True, False) if implementation == kernels else (False,):
+                with sampling_apart(llm.llm_engine.core, is_apart) as sizes:
+                    outputs = llm.generate(prompts, params, use_tqdm=False)
+                if is_apart and not sizes:
+                    raise RuntimeError(f"no decode of the requests with {name} was sampled apart")
+                more[implementation, name, is_apart] = [output.outputs[0] for output in outputs]
         plain = PoolingParams(use_activation=False)
         for task in ("embed", "token_embed"):
             vectors[implementation, task] = [
@@ -75,6 +86,9 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
             equal == count,
             f"{equal} of {count} requests ({sum(lengths)} tokens) equal with {used} and reference attention",
         )
+    for name, is_apart in itertools.product(asking, (True, False)):
+        title = f"demo model, {name}, {'a program of its own' if is_apart else 'mixed steps'}"
+        yield _alike(title, more[kernels, name, is_apart], more["reference", name, False], used)
     yield _under_a_grammar(scored[kernels], scored["reference"], used)
     expected = vectors["reference", "token_embed"]
     means = [tokens.mean(axis=0) for tokens in expected]
@@ -86,16 +100,62 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
         yield Outcome(f"demo model, {name}", worst < TOLERANCE, f"off by {worst:.1e} with {used}, at most {TOLERANCE:.0e}")
 
 
+def asking_for_more(lengths: Sequence[int]) -> dict[str, list[SamplingParams]]:
+    """Requests that no decode program serves, greedy and seeded: of one kind together, and of all kinds side by side."""
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.4}
+    kinds: tuple[dict[str, Any], ...] = (
+        penalties | {"logprobs": 3},
+        {"logit_bias": {100: 3.0, 101: -4.0}, "logprobs": 0},
+        {"allowed_token_ids": list(range(40, 140)), **penalties},
+        {"min_tokens": 3, "stop_token_ids": list(range(40, 60)), "logprob_token_ids": [41, 42]},
+        {},
+        {"structured_outputs": StructuredOutputsParams(regex=GRAMMAR), "ignore_eos": False, "logprobs": 3},
+        {"top_n_sigma": 1.5},
+        penalties | {"top_k": 40, "top_p": 0.9},
+    )
+
+    def requests(of: Callable[[int], dict[str, Any]]) -> list[SamplingParams]:
+        return [
+            SamplingParams(**{"temperature": (i + i // len(kinds)) % 2, "seed": i, "max_tokens": n, "ignore_eos": True} | of(i))
+            for i, n in enumerate(lengths)
+        ]
+
+    return {
+        "penalties": requests(lambda i: penalties),
+        "penalties for half": requests(lambda i: penalties if i % 2 else {}),
+        "logprobs": requests(lambda i: {"logprobs": 5}),
+        "requests of every kind": requests(lambda i: kinds[i % len(kinds)]),
+    }
+
+
+def _alike(title: str, found: Sequence[CompletionOutput], expected: Sequence[CompletionOutput], used: str) -> Outcome:
+    """Tokens equal, logprobs close."""
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(found, expected, strict=True))
+    off, num_places = _off(found, expected)
+    detail = f"{equal} of {len(found)} requests equal with {used} and reference attention"
+    if num_places:
+        detail += f", logprobs of {num_places} tokens off by {off:.1e}, at most {TOLERANCE:.0e}"
+    return Outcome(title, equal == len(found) and off < TOLERANCE, detail)
+
+
+def _off(found: Sequence[CompletionOutput], expected: Sequence[CompletionOutput]) -> tuple[float, int]:
+    """The largest difference of logprobs of the same tokens in the same places, and the number of places."""
+    places = [
+        (place, other)
+        for a, b in zip(found, expected, strict=True)
+        for place, other in zip(a.logprobs or [], b.logprobs or [], strict=False)
+        if place is not None and other is not None
+    ]
+    both = [(entry, other[token]) for place, other in places for token, entry in place.items() if token in other]
+    return max((abs(a.logprob - b.logprob) for a, b in both if a.logprob != b.logprob), default=0.0), len(places)
+
+
 def _under_a_grammar(found: Sequence[CompletionOutput], expected: Sequence[CompletionOutput], used: str) -> Outcome:
     """Tokens equal, logprobs close, and those of all that the grammar allows a distribution."""
     equal = sum(a.token_ids == b.token_ids for a, b in zip(found, expected, strict=True))
-    off, mass_off, num_places = 0.0, 0.0, 0
-    for a, b in zip(found, expected, strict=True):
-        for place, other in zip(a.logprobs or [], b.logprobs or [], strict=False):
-            assert place is not None and other is not None
-            off = max(off, *(abs(entry.logprob - other[token].logprob) for token, entry in place.items() if token in other))
-            mass_off = max(mass_off, abs(sum(math.exp(entry.logprob) for entry in place.values()) - 1))
-            num_places += 1
+    off, num_places = _off(found, expected)
+    places = [place for answer in found for place in answer.logprobs or [] if place is not None]
+    mass_off = max((abs(sum(math.exp(entry.logprob) for entry in place.values()) - 1) for place in places), default=0.0)
     passed = equal == len(found) and num_places > 0 and off < TOLERANCE and mass_off < MASS_TOLERANCE
     detail = (
         f"{equal} of {len(found)} requests equal, {num_places} places off by {off:.1e} with {used}, at most {TOLERANCE:.0e}; "

@@ -23,7 +23,7 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
 
 
 def check_cases(tiny: bool) -> list[Case]:
-    """Odd widths, equal values, rows that are all -inf but one; draws with and without filters."""
+    """Odd widths, equal values, rows that are all -inf but one; draws with and without filters and adjustments."""
     if tiny:
         return [*(_case(kind, 3, 300) for kind in ("argmax", "top_values")), *_draws(300)]
     return [
@@ -41,7 +41,7 @@ def _draws(size: int) -> list[Case]:
     interpret = jax.default_backend() != "gpu"
     takes = [n for n in sampling.IMPLEMENTATIONS if sampling.supports(n, vocab_size=size, interpret=interpret)]
     found = [case for name in takes for case in checking.cases(checking.Shapes(size), name, interpret=interpret)]
-    return [replace(case, name=f"draw {size}") for case in found if case.name == "draw"]
+    return [replace(case, name=f"{case.name} {size}") for case in found if case.name.startswith("draw")]
 
 
 def _case(kind: str, rows: int, size: int) -> Case:

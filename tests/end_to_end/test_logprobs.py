@@ -10,6 +10,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.sampling.processors import Processor, load_processors
+from scripts.gpu_checks.sampled_apart import sampling_apart
 from tests.helpers import engines, goldens
 from tests.helpers.slow import slow_except
 
@@ -93,7 +94,7 @@ def test_against_dense(core, dense, schedule):
         for i, (prompt, params) in enumerate(zip(prompts, kinds, strict=True))
     ]
     for _ in range(2):  # the second time from the cache, as far as that may be
-        with engines.sampling_apart(core) if schedule == "rows" else nullcontext({1}) as sizes:
+        with sampling_apart(core) if schedule == "rows" else nullcontext({1}) as sizes:
             answers = engines.run(core, requests)
         assert sizes
         for i, (prompt, params) in enumerate(zip(prompts, kinds, strict=True)):

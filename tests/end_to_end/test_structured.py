@@ -21,6 +21,7 @@ from jaxllm.structured.token_table import Vocabulary
 from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.text.logprobs import positions
 from jaxllm.text.tokenizer import load_tokenizer
+from scripts.gpu_checks.sampled_apart import sampling_apart
 from tests.helpers import engines, goldens
 from tests.helpers.slow import slow_except
 from tests.helpers.tiny_tokenizers import write_tokenizer
@@ -141,7 +142,7 @@ def test_the_tokens_are_the_same_however_the_steps_fall(core, structured, alone,
     engines.reschedule(core, **options)
     if is_apart:
         core.loop._mask_pace = SimpleNamespace(is_apart=True, note=lambda seconds, is_late: None)
-    with engines.sampling_apart(core) if by_rows else nullcontext({1}) as sizes:
+    with sampling_apart(core) if by_rows else nullcontext({1}) as sizes:
         answers = engines.run(core, several(structured))
     assert sizes
     assert {name: answer.tokens for name, answer in answers.items()} == {name: a.tokens for name, a in alone.items()}

@@ -1,8 +1,7 @@
 """Real engines over the tiny checkpoints: few programs, quick to compile, and several schedulers over one runner."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, RequestStatus
-from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.rows import Rows
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.processors import Processor
@@ -80,26 +78,6 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
     core.scheduler = make_scheduler(config.parallel, new_scheduler)
     core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
     return core
-
-
-@contextmanager
-def sampling_apart(core: EngineCore) -> Iterator[set[int]]:
-    """Have the programs of a GPU compute decodes that another program samples. Yields the numbers of rows that they computed."""
-    runner, sizes = core.runner, set()
-
-    def make(key: ProgramKey) -> bool:
-        if key.kind == "forward_rows":
-            runner.programs.get(key)
-            sizes.add(key.size)
-        return True
-
-    batches = runner.batches
-    before, buckets = batches.choice, replace(batches.buckets, rows_apart=batches.buckets.decode_rows)
-    batches.choice = ProgramChoice(buckets, is_there=make)
-    try:
-        yield sizes
-    finally:
-        batches.choice = before
 
 
 def all_rows(core: EngineCore) -> list[Rows]:

@@ -192,8 +192,9 @@ def test_argmax_takes_the_first_of_equals_and_no_padding():
 
 
 @pytest.mark.slow
-def test_a_draw_must_be_the_largest_of_what_the_filters_keep():
-    case = of_sampling("draw")
+@pytest.mark.parametrize("name", ["draw", "draw adjusted"])
+def test_a_draw_must_be_the_largest_of_what_the_filters_keep(name):
+    case = of_sampling(name)
     logits, params = case.make()
     (draw,) = case.variants.values()
     right = np.asarray(plain(draw)(logits, *params))
@@ -237,7 +238,7 @@ def test_the_cases_lower_for_a_gpu():
         *(case for shapes in ROUTERS for case in expert_choice.cases(shapes, "triton", interpret=False)),
         *gated_delta.cases(gated_delta.Shapes("bfloat16", 2, 2, 128, 96), "triton", interpret=False),
     ]
-    assert len(found) == 4 + 2 + 3 + 3 + 3 + 3 + 2
+    assert len(found) == 4 + 2 + 4 + 3 + 3 + 3 + 2
     with a_gpu_to_lower_for():
         for case in found:
             carry, constants = case.make()

@@ -10,9 +10,11 @@ import pytest
 
 from jaxllm.sampling.columns import pack_columns, unpack_columns
 from jaxllm.sampling.logprobs import top_logprobs
+from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.sampler import sample_full, sample_greedy, sample_random
-from jaxllm.sampling.state import SamplingState
+from jaxllm.sampling.state import SamplingState, admit, pack_admission
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler_output import NO_TOKEN
 from pallas_kernels import sampling
 from pallas_kernels.sampling import triton_draw, triton_top
 from pallas_kernels.sampling.triton_scan import ScanTiles, group_size, num_groups
@@ -138,17 +140,46 @@ def test_kernel_draws_follow_the_distribution():
     assert abs(frequency - expected).sum() / 2 < 0.03
 
 
+@lru_cache
+def full_with(**options):
+    return jax.jit(
+        lambda logits, columns, position, state, row, mask: sample_full(
+            logits, unpack_columns(columns), position, state, row, mask_RW=mask, **options
+        )
+    )
+
+
 @pytest.mark.slow
-def test_full_sampling_draws_and_reports_the_same():
-    all_params = params_of(200, 5)[-3:]
+@pytest.mark.parametrize("kind", ["peaked", "ties", "masked"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.25},
+        {"repetition_penalty": 0.5, "logit_bias": {7: 2.0}, "top_n_sigma": 2.0},
+    ],
+    ids=["nothing", "penalties", "more"],
+)
+def test_full_sampling_draws_and_reports_the_same(asked, kind):
+    """Rows of the state in another order than the batch; every third request asks for nothing, and its row holds another's tokens."""
+    vocab_size, rng = 300, np.random.default_rng(5)
+    all_params = [replace(params, **asked) if r % 3 else params for r, params in enumerate(params_of(vocab_size, 5))]
     num_rows = len(all_params)
-    logits, columns, state = logits_of("normal", (num_rows, 200)), packed(all_params), SamplingState.zeros(num_rows, 200)
-    args = (np.arange(num_rows, dtype=np.int32), state, np.arange(num_rows, dtype=np.int32))
-    plain = jax.jit(lambda logits, columns, *rest: sample_full(logits, unpack_columns(columns), *rest))
-    kernel = jax.jit(lambda logits, columns, *rest: sample_full(logits, unpack_columns(columns), *rest, **KERNELS))
-    for found, expected in zip(kernel(logits, columns, *args), plain(logits, columns, *args), strict=True):
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(one, other)
+    row_R, state = rng.permutation(num_rows).astype(np.int32), SamplingState.zeros(num_rows + 1, vocab_size)
+    for row, params in zip(row_R, all_params, strict=True):
+        tokens = rng.integers(0, vocab_size, 90).tolist()
+        state = admit(state, jnp.int32(row), pack_admission(params, tokens, 30, (1,), vocab_size=vocab_size))
+    mask = rng.integers(-(2**31), 2**31, (num_rows, num_words(vocab_size)), np.int64).astype(np.int32)
+    mask[::2], mask[4, 1] = -1, ~(1 << 8)
+    logits = logits_of(kind, (num_rows, vocab_size))
+    logits[3] = -np.inf
+    logits[4] = np.where(np.arange(vocab_size) == 40, 1.0, -np.inf)  # the only token that the mask forbids
+    arguments = (logits, packed(all_params), np.full(num_rows, 90, np.int32), state, row_R, mask)
+    found, expected = full_with(**KERNELS)(*arguments), full_with()(*arguments)
+    np.testing.assert_array_equal(found[0], expected[0])
+    assert np.all(np.asarray(found[0])[[3, 4]] == NO_TOKEN) and np.sum(np.asarray(found[0]) == NO_TOKEN) == 2
+    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+    np.testing.assert_allclose(found[2], expected[2], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("num_rows", "vocab_size", "num_splits"), [(1, 50257, 4), (8, 1000, 3), (9, 37, 1)])

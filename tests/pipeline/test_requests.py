@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from scripts.gpu_checks.sampled_apart import sampling_apart
 from tests.helpers import engines, every_kind, goldens
 from tests.helpers.every_kind import check
 from tests.pipeline.conftest import NAME
@@ -47,6 +48,12 @@ def core(two_stages, monkeypatch):
 def test_requests_of_every_kind_have_the_answers_of_one_device(core, expected, options):
     """More and fewer steps in flight, prompts in chunks, requests preempted, and one at a time."""
     every_kind.check_twice(core, requests, expected, **options)
+
+
+def test_decodes_sampled_apart_have_the_answers_of_one_device_too(core, expected):
+    with sampling_apart(core) as sizes:
+        every_kind.check_twice(core, requests, expected, max_in_flight=3)
+    assert sizes
 
 
 def test_aborted_requests_leave_the_others_as_they_are(core, expected):

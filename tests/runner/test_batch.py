@@ -154,7 +154,7 @@ def test_prompt_logprobs_cover_each_prompt_token_but_the_first_once_over_chunks(
         cached = [("a", [], computed)] if computed else []
         batch = builder.build(plan(first, cached, counts={"a": count}))
         assert batch.is_decode == (count == 1)
-        chunks += PromptLogprobs(None).select(batch.chunks)
+        chunks += PromptLogprobs(None, None).select(batch.chunks)
         computed += count
     assert [target for chunk in chunks for target in chunk.token_ids] == prompt[1:]
     assert [chunk.is_last for chunk in chunks] == [*[False] * (len(counts) - 1), True]

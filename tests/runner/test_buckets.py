@@ -5,8 +5,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.runner.buckets import MAX_DRAFT_ROWS, Buckets
 
 
-def choose(*, on_gpu=True, **options):
-    return Buckets.choose(resolve_platform_defaults(EngineConfig.from_options(**options), on_gpu=on_gpu), on_gpu=on_gpu)
+def choose(*, on_gpu=True, num_drafts=0, **options):
+    config = resolve_platform_defaults(EngineConfig.from_options(**options), on_gpu=on_gpu)
+    return Buckets.choose(config, on_gpu=on_gpu, num_drafts=num_drafts)
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
@@ -57,11 +58,12 @@ def test_a_step_never_has_more_rows_than_tokens_or_than_the_limit():
     assert [buckets.rows_for_tokens(n) for n in (1, 8, 64)] == [1, 8, 8]
 
 
-def test_decodes_sampled_apart_have_sizes_of_their_own_where_they_are_asked_for():
-    assert choose().fit_rows_apart(3) is None
-    assert choose(sample_apart=True, max_num_seqs=100).rows_apart == (8, 16, 32, 64, 100)
-    with pytest.raises(ConfigError, match="sample_apart is not supported with nnodes"):
-        choose(sample_apart=True, nnodes=2)
+def test_decodes_are_sampled_apart_on_a_gpu_unless_others_must_choose_alike_or_drafts_are_proposed():
+    assert choose(max_num_seqs=100).rows_apart == (8, 16, 32, 64, 100)
+    assert choose(max_num_seqs=100, decode_buckets=(40,)).rows_apart == (40, 100)
+    assert choose(on_gpu=False).fit_rows_apart(3) is None
+    assert choose(nnodes=2, pipeline_parallel_size=2).rows_apart == ()
+    assert choose(num_drafts=2).rows_apart == ()
 
 
 def test_a_cpu_has_few_sizes_because_each_takes_it_seconds_to_compile():

@@ -38,3 +38,13 @@ def test_a_launch_that_fails_in_the_thread_ends_its_requests():
     answers = engines.run(core, [engines.request("a", [1, 2, 3], max_tokens=9)])
     assert answers["a"].finish_reason is FinishReason.ERROR
     core.shutdown()
+
+
+def test_requests_with_penalties_are_admitted_while_the_device_computes_their_prompts(monkeypatch):
+    core = engines.make_core("llama_gqa", max_num_seqs=2)
+    kinds, program = [], core.runner.program
+    monkeypatch.setattr(core.runner, "program", lambda key: kinds.append(key.kind) or program(key))
+    prompt = goldens.golden("llama_gqa").results[0].prompt
+    engines.run(core, [engines.request(name, prompt, max_tokens=2, presence_penalty=0.5) for name in "ab"])
+    assert [kind for kind in kinds if kind != "new_state"][:4] == ["forward", "admit", "admit", "sample"]
+    core.shutdown()

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from jaxllm.sampling.columns import NUM_COLUMNS, pack_columns, unpack_columns
+from jaxllm.sampling.variants import StateUse
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -32,7 +33,7 @@ def test_packed_columns_come_back():
     ):
         assert getattr(columns, name)[0] == np.float32(getattr(params, name))
     assert (int(columns.seed_high[0]) << 32 | int(columns.seed_low[0])) == 2**64 - 2
-    assert columns.uses_state[0] == 1 and columns.presence_penalty[0] == 0
+    assert columns.uses_state[0] == StateUse.ALL and columns.presence_penalty[0] == 0
 
 
 def test_zeros_and_a_plain_greedy_request_ask_for_nothing():

@@ -8,11 +8,12 @@ import jax
 import numpy as np
 
 from jaxllm.runner.batch import Chunk
+from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.consumers import Device, Hidden, alone
 from jaxllm.runner.layout import padded
 from jaxllm.runner.rows import Row
 from jaxllm.runner.step import Logprobs
-from jaxllm.runner.step_programs import PROMPT_LOGPROBS_CHUNK, ProgramKey
+from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, TokenLogprobs
 
 
@@ -32,8 +33,8 @@ class Targets:
 class PromptLogprobs:
     """Scores the prompt tokens of requests that ask for `prompt_logprobs`."""
 
-    def __init__(self, device: Device):
-        self._device = device
+    def __init__(self, device: Device, buckets: Buckets):
+        self._device, self._buckets = device, buckets
 
     def select(self, chunks: Sequence[Chunk]) -> list[Targets]:
         """Of prompts that are computed for the first time: those of a resumed request were delivered before."""
@@ -56,21 +57,26 @@ class PromptLogprobs:
 
     def launch(self, work: Sequence[Targets], hidden: Hidden | None) -> "PendingPromptLogprobs":
         """Start to score. Without hidden states there is nothing to score, only prompts that end."""
-        return PendingPromptLogprobs([(targets, self._score(targets, hidden)) for targets in work])
+        by_slot: dict[int, list[Targets]] = {}
+        for targets in work:
+            slot = targets.row.data.adapter_slot if self._device.adapts_logits else NO_ADAPTER
+            by_slot.setdefault(slot, []).append(targets)
+        return PendingPromptLogprobs([(alike, self._score(alike, slot, hidden)) for slot, alike in by_slot.items()])
 
-    def _score(self, targets: Targets, hidden: Hidden | None) -> list[Logprobs]:
-        scores = []
-        slot = targets.row.data.adapter_slot if self._device.adapts_logits else NO_ADAPTER
+    def _score(self, work: Sequence[Targets], slot: int, hidden: Hidden | None) -> list[Logprobs]:
+        """Scores of positions of several requests, one after the other."""
+        token_ids = [token for targets in work for token in targets.token_ids]
+        if not token_ids:
+            return []
+        assert hidden is not None, "a decode step with prompt tokens to score"
+        index = np.concatenate([targets.first_token + np.arange(len(targets.token_ids)) for targets in work])
+        size = self._buckets.scored_positions
+        parts = [slice(first, first + size) for first in range(0, len(token_ids), size)]
+        chunks = self._device.put([padded(index[part], token_ids[part], size, padding=0) for part in parts])
         adapter_slot = None if slot == NO_ADAPTER else self._device.put(np.int32(slot))
-        for first in range(0, len(targets.token_ids), PROMPT_LOGPROBS_CHUNK):
-            assert hidden is not None, "a decode step with prompt tokens to score"
-            key = ProgramKey("prompt_logprobs", len(hidden.hidden_TD), adapted=adapter_slot is not None)
-            program = self._device.program(key)
-            token_ids = targets.token_ids[first : first + PROMPT_LOGPROBS_CHUNK]
-            index = targets.first_token + first + np.arange(len(token_ids))
-            arrays = padded(index, token_ids, PROMPT_LOGPROBS_CHUNK, padding=0)
-            scores.append(program(self._device.params, hidden.hidden_TD, self._device.put(arrays), adapter_slot))
-        return scores
+        key = ProgramKey("prompt_logprobs", len(hidden.hidden_TD), adapted=adapter_slot is not None)
+        program = self._device.program(key)
+        return [program(self._device.params, hidden.hidden_TD, chunk_2C, adapter_slot) for chunk_2C in chunks]
 
     def delete_arrays(self) -> None:
         """Nothing is kept."""
@@ -80,31 +86,38 @@ class PromptLogprobs:
 class PendingPromptLogprobs:
     """Scores of prompt tokens, in flight from the device."""
 
-    targets: Sequence[tuple[Targets, list[Logprobs]]]
-    """With scores of PROMPT_LOGPROBS_CHUNK tokens each, the last one padded."""
+    groups: Sequence[tuple[Sequence[Targets], list[Logprobs]]]
+    """With the scores of a group's positions, one request after the other, in arrays of one size; the last one is padded."""
 
     @property
     def arrays(self) -> Any:
-        return [scores for _, scores in self.targets]
+        return [scores for _, scores in self.groups]
 
     def collect(self, output: ModelRunnerOutput) -> None:
         """Add these parts to earlier ones of their rows; the output gets those that are complete.
 
         Parts belong to the row, not to the request: a preempted request starts again in a new row.
         """
-        for targets, scores in self.targets:
-            request_id = targets.row.data.request_id
-            with alone(request_id, output):
-                _keep(targets, scores)
-                if targets.is_last:
-                    output.prompt_logprobs[request_id] = _whole(targets.row)
+        for work, found in self.groups:
+            read: list[Any] = jax.device_get(found)
+            scores = Logprobs(*(np.concatenate(parts) for parts in zip(*read, strict=True))) if read else None  # type: ignore[arg-type]
+            first = 0
+            for targets in work:
+                positions = slice(first, first + len(targets.token_ids))
+                first = positions.stop
+                request_id = targets.row.data.request_id
+                with alone(request_id, output):
+                    _keep(targets, scores, positions)
+                    if targets.is_last:
+                        output.prompt_logprobs[request_id] = _whole(targets.row)
 
 
-def _keep(targets: Targets, found: Sequence[Logprobs]) -> None:
-    row, count = targets.row, len(targets.token_ids)
+def _keep(targets: Targets, scores: Logprobs | None, positions: slice) -> None:
+    row = targets.row
     assert row.num_prompt_logprobs is not None, "a part of a request that asked for none"
-    for first, scores in zip(range(0, count, PROMPT_LOGPROBS_CHUNK), found, strict=True):
-        row.prompt_parts.append(trim(jax.device_get(scores), slice(0, count - first), row.num_prompt_logprobs))
+    if targets.token_ids:
+        assert scores is not None, "positions that were not scored"
+        row.prompt_parts.append(trim(scores, positions, row.num_prompt_logprobs))
 
 
 def _whole(row: Row) -> TokenLogprobs:
