@@ -6,14 +6,14 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from scripts.gpu_checks import Outcome
+from scripts.gpu_checks import Outcome, left_out
 from scripts.kernels import Case, cases
 from scripts.kernels.compiling import first_line
 
@@ -28,6 +28,15 @@ class _Shaped:
     shapes: tuple[Any, ...]
     num_bytes: int
 
+    def name(self, label: str) -> str:
+        """Of a variant's outcome."""
+        return f"{self.op}: {self.case.name}, {label}"
+
+    def without(self, done: Collection[str]) -> "_Shaped":
+        """The variants whose outcomes are not named."""
+        variants = {label: run for label, run in self.case.variants.items() if self.name(label) not in done}
+        return replace(self, case=replace(self.case, variants=variants))
+
 
 def check(
     *,
@@ -36,11 +45,12 @@ def check(
     deadline: float,
     repeats: int,
     share: tuple[int, int] = (0, 1),
+    done: Collection[str] = (),
 ) -> Iterator[Outcome]:
     """An outcome per case and variant of this share (index, number of shares), small cases first, in the order of their ends.
 
     A thread takes a case from lowering to comparing, so that some compile while another runs. Cases that have not begun by the
-    deadline (`time.perf_counter`) are one failed outcome per op.
+    deadline (`time.perf_counter`) are one failed outcome per op. What is named in `done` is left out.
     """
     index, num_shares = share
     shaped = []
@@ -55,19 +65,20 @@ def check(
         num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
         shaped.append(_Shaped(op, case, shapes, num_bytes))
     shaped = sorted(shaped, key=lambda found: found.num_bytes)[index::num_shares]
+    shaped = [rest for found in shaped if (rest := found.without(done)).case.variants]
     runner = _Runner(deadline, repeats)
-    left_out: dict[str, list[str]] = {}
+    left: dict[str, list[str]] = {}
     with concurrent.futures.ThreadPoolExecutor(num_threads(num_shares)) as pool:
         jobs = {pool.submit(runner.outcomes, found): found for found in shaped}
         for job in concurrent.futures.as_completed(jobs):
             found = jobs[job]
             outcomes = job.result()
             if outcomes is None:
-                left_out.setdefault(found.op, []).append(found.case.name)
+                left.setdefault(found.op, []).append(found.case.name)
             else:
                 yield from outcomes
-    for op, names in left_out.items():
-        yield Outcome(f"{op}: {len(names)} cases", False, f"not run for lack of time (--seconds): {', '.join(names)}")
+    for op, names in left.items():
+        yield left_out(f"{op}: {len(names)} cases", *names)
 
 
 def num_threads(num_shares: int) -> int:
@@ -93,7 +104,7 @@ class _Runner:
     def _run(self, found: _Shaped) -> list[Outcome]:
         case, arrays, outcomes = found.case, None, []
         for label, variant in case.variants.items():
-            name = f"{found.op}: {case.name}, {label}"
+            name = found.name(label)
             try:
                 with self._lowering:
                     lowered = jax.jit(variant).lower(*found.shapes)
