@@ -1,9 +1,11 @@
 """Every variant of every op's check cases against its reference, and that repeated runs give the same bits."""
 
+import collections
 import concurrent.futures
 import contextlib
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -11,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels.checking.host import same_bits
 from scripts.gpu_checks import Outcome, left_out
 from scripts.kernels import Case, cases
 from scripts.kernels.compiling import first_line
@@ -79,6 +82,8 @@ def check(
                 yield from outcomes
     for op, names in left.items():
         yield left_out(f"{op}: {len(names)} cases", *names)
+    told = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in runner.seconds.items())
+    print(f"kernels, share {index + 1} of {num_shares}, seconds of all threads: {told}", file=sys.stderr)
 
 
 def num_threads(num_shares: int) -> int:
@@ -93,6 +98,8 @@ class _Runner:
         self.deadline, self.repeats = deadline, repeats
         self._lowering = threading.Lock()  # holds the interpreter anyway
         self._large = threading.Lock()
+        self.seconds: collections.Counter[str] = collections.Counter()
+        """Of all threads, by what they did."""
 
     def outcomes(self, found: _Shaped) -> list[Outcome] | None:
         """Of each variant of a case; None if there is no time for it."""
@@ -106,38 +113,42 @@ class _Runner:
         for label, variant in case.variants.items():
             name = found.name(label)
             try:
-                with self._lowering:
+                with self._lowering, self._timed("lowering"):
                     lowered = jax.jit(variant).lower(*found.shapes)
-                run = lowered.compile()
-                arrays = arrays or case.make()
+                with self._timed("compiling"):
+                    run = lowered.compile()
+                with self._timed("making arrays"):
+                    arrays = arrays or case.make()
                 outcomes.append(self._compare(name, case, run, *arrays))
             except Exception as problem:
                 outcomes.append(Outcome(name, False, first_line(problem)))
         return outcomes
 
     def _compare(self, name: str, case: Case, run: Any, carry: Any, constants: Any) -> Outcome:
-        got = run(carry, *constants)
-        error = case.error(carry, constants, got)
-        differing = count_differing(run, carry, constants, got, self.repeats)
+        with self._timed("running and comparing"):
+            got = run(carry, *constants)
+            error = case.error(carry, constants, got)
+        with self._timed("repeating"):
+            differing = count_differing(run, carry, constants, got, self.repeats)
         detail = f"error {error:.1e}, allowed {case.tolerance:.0e}"
         if differing:
             detail += f"; {differing} of {self.repeats} repeats differ"
         return Outcome(name, error <= case.tolerance and not differing, detail)
 
+    @contextlib.contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.seconds[stage] += time.perf_counter() - begun
+
 
 def count_differing(run: Any, carry: Any, constants: Any, expected: Any, repeats: int) -> int:
     """How many more runs, dispatched together, give other bits than the first."""
-    others = [_equal(expected, run(carry, *constants)) for _ in range(repeats)]
-    return sum(not bool(equal) for equal in others)
+    others = [run(carry, *constants) for _ in range(repeats)]
+    # On the host: on the device each shape would need a program.
+    first = [np.asarray(leaf) for leaf in jax.tree.leaves(expected)]
 
+    def equals_first(other: Any) -> bool:
+        return all(same_bits(a, np.asarray(b)) for a, b in zip(first, jax.tree.leaves(other), strict=True))
 
-@jax.jit
-def _equal(a: Any, b: Any) -> jax.Array:
-    """Whether all bits are equal, NaN too."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return jnp.all(jnp.stack([jnp.all(_bits(x) == _bits(y)) for x, y in pairs]))
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-    return jax.lax.bitcast_convert_type(x, unsigned[x.dtype.itemsize])
+    return sum(not equals_first(other) for other in others)
