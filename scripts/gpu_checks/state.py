@@ -127,7 +127,7 @@ class State:
             return
         known = self.jobs[str(job)]
         known.seconds += time.perf_counter() - self._begun.pop(str(job))
-        is_whole = bool(known.outcomes) and not known.num_left and not any(found.failed for found in known.outcomes.values())
+        is_whole = not known.num_left and not any(found.failed for found in known.outcomes.values())
         known.finished = self._source(job) if is_whole else ""
         self._save()
 
