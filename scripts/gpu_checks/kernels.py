@@ -115,7 +115,7 @@ class _Runner:
             try:
                 with self._lowering, self._timed("lowering"):
                     lowered = jax.jit(variant).lower(*found.shapes)
-                with self._timed("compiling"):
+                with self._timed(f"compiling {label}"):
                     run = lowered.compile()
                 with self._timed("making arrays"):
                     arrays = arrays or case.make()
