@@ -2,6 +2,7 @@
 
 python scripts/check_gpu.py                        everything, in about ten minutes on one H200; exit status 0 if all of it holds
 python scripts/check_gpu.py --record               the same, and docs/verified/DEVICE.md says so (--record-to DIR: written there)
+python scripts/check_gpu.py --state FILE --seconds 520   as much as fits; the same command again goes on with what is left
 python scripts/check_gpu.py --parts kernels --ops attention
 compute-sanitizer --tool memcheck python scripts/check_gpu.py --sanitize     small cases of each kernel (racecheck, synccheck too)
 python scripts/check_gpu.py --tiny                 toy sizes with interpreted kernels, for a machine without a GPU
@@ -22,22 +23,26 @@ topologies       on 2 and 4 GPUs: one GPU's tokens with replicas, stages of a pi
 hosts            one GPU's tokens with an engine over 2 and 4 processes of `jax.distributed`, which may share a GPU
 
 The parts run as processes that share a GPU (--in-turn: one after the other in this process). "skip" is not "ok": the record says
-so too. Whatever is left out for lack of time has failed.
+so too. Whatever is left out for lack of time has failed. With --state what passed is kept, for this device, these versions and
+sources, and a record is written by the run that completes it.
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm import env
 from scripts.gpu_checks import Outcome, jobs, record
+from scripts.gpu_checks.jobs import Job
 from scripts.gpu_checks.parts import PARTS, outcomes
+from scripts.gpu_checks.state import RESUMABLE, Identity, State
 from scripts.kernels import OPS
 
 
@@ -57,7 +62,7 @@ def main() -> None:
         from scripts.gpu_checks.parts import hello
 
         jobs.write(hello())
-        for outcome in outcomes(args.parts[0], args, until):
+        for outcome in outcomes(args.parts[0], args, until, frozenset(json.load(sys.stdin))):
             jobs.write(outcome)
         return
     # Compile from these sources, and do not evict other stored programs.
@@ -69,15 +74,41 @@ def main() -> None:
 def print_and_record(args: argparse.Namespace, until: float) -> None:
     """The whole run. Ends the process with a message if anything failed."""
     run = record.Run(commit=args.commit, ops=tuple(args.ops.split(",")))
-    for part, outcome in _in_turn(args, until, run) if args.in_turn else _beside_each_other(args, until, run):
-        print(outcome.line(), flush=True)
-        run.add(part, outcome)
+    execution: _InTurn | _BesideEachOther = (_InTurn if args.in_turn else _BesideEachOther)(args, until)
+    state, wanted = State(args.state, execution.identity, run.ops), execution.wanted
+    for job in wanted:
+        for outcome in state.kept(job):
+            run.add(job.part, outcome)
+    if run.outcomes:
+        print("kept: " + ", ".join(f"{part} {len(found)}" for part, found in run.outcomes.items()))
+        run.earlier_seconds = {part: state.seconds(job for job in wanted if job.part == part) for part in run.outcomes}
+    if state.hello is not None:
+        run.meet(state.hello)
+    has_begun = False
+    for job, event in execution.events([job for job in wanted if not state.is_finished(job)], state):
+        if isinstance(event, jobs.Hello):
+            if not has_begun:
+                state.meet(event)
+                run.meet(event)
+                print(run.device, flush=True)
+            has_begun = True
+            state.begin(job)
+            run.begin(job.part)
+        elif isinstance(event, jobs.Ended):
+            state.end(job)
+            run.end(job.part)
+        else:
+            print(event.line(), flush=True)
+            state.add(job, event)
+            run.add(job.part, event)
     for part in args.parts:
         if not run.outcomes.get(part):
             print((outcome := Outcome(part, False, "nothing was checked")).line())
             run.add(part, outcome)
     print(f"\n{run.summary()}", flush=True)
-    if args.record or args.record_to:
+    if args.state and (left := state.left(wanted, execution.total_gib)):
+        print(left)
+    if (args.record or args.record_to) and not (args.state and run.failed):
         for path in record.write(run, args.record_to):
             print(f"wrote {path}")
     if run.failed:
@@ -98,6 +129,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--in-turn", action="store_true", help="one part after the other, in this process")
     parser.add_argument("--record", action="store_true", help="write pallas_kernels/verified.json and docs/verified/DEVICE.md")
     parser.add_argument("--record-to", metavar="DIR", help="write both files there, for scripts/verified_pages.py --merge")
+    parser.add_argument("--state", metavar="FILE", type=Path, help="keep what passes there, and go on with what is left")
     parser.add_argument("--commit", help="what is recorded as the commit; default: what git says")
     parser.add_argument("--as-job", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
@@ -107,6 +139,8 @@ def _arguments() -> argparse.Namespace:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if unknown := set(args.ops.split(",")) - set(OPS):
         parser.error(f"no op {', '.join(sorted(unknown))}; there are {', '.join(OPS)}")
+    if args.sanitize and args.state:
+        parser.error("--state keeps what --record can record: it does not go with --sanitize")
     if (args.record or args.record_to) and (args.tiny or args.sanitize):
         parser.error("a run with toy sizes verifies nothing: --record goes with neither --tiny nor --sanitize")
     args.in_turn |= args.tiny
@@ -114,34 +148,50 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _in_turn(args: argparse.Namespace, until: float, run: record.Run) -> Iterator[tuple[str, Outcome]]:
-    from scripts.gpu_checks.parts import hello
+class _InTurn:
+    """One part after the other, in this process."""
 
-    run.meet(hello())
-    print(run.device, flush=True)
-    for part in args.parts:
-        run.begin(part)
-        for outcome in outcomes(part, args, until):
-            yield part, outcome
-        run.end(part)
+    total_gib = None
+
+    def __init__(self, args: argparse.Namespace, until: float):
+        from scripts.gpu_checks.parts import hello
+
+        self.args, self.until, self.hello = args, until, hello()
+        self.wanted = [Job(part) for part in args.parts]
+        kind, num_devices = self.hello.device_kind, self.hello.num_devices
+        self.identity = Identity(kind, num_devices, record.versions(), args.repeats, args.tiny)
+
+    def events(self, left: Sequence[Job], state: State) -> Iterator[tuple[Job, jobs.Event]]:
+        """Of all jobs that are left."""
+        for job in left:
+            yield job, self.hello
+            for outcome in outcomes(job.part, self.args, self.until, frozenset(kept.name for kept in state.kept(job))):
+                yield job, outcome
+            yield job, jobs.Ended(job)
 
 
-def _beside_each_other(args: argparse.Namespace, until: float, run: record.Run) -> Iterator[tuple[str, Outcome]]:
-    total_gib = record.gpu_gib()
-    if total_gib is None:
-        sys.exit("nvidia-smi finds no GPU; run with --in-turn, or with --tiny on a machine without one")
-    arguments = ["--ops", args.ops, "--repeats", str(args.repeats)]
-    wanted = [job for job in jobs.JOBS if job.part in args.parts]
-    for job, event in jobs.run(wanted, arguments, total_gib=total_gib, until=until):
-        if isinstance(event, jobs.Hello):
-            if run.device is None:
-                run.meet(event)
-                print(run.device, flush=True)
-            run.begin(job.part)
-        elif isinstance(event, jobs.Ended):
-            run.end(job.part)
-        else:
-            yield job.part, event
+class _BesideEachOther:
+    """As processes that share a GPU."""
+
+    def __init__(self, args: argparse.Namespace, until: float):
+        gpu = record.gpu()
+        if gpu is None:
+            sys.exit("nvidia-smi finds no GPU; run with --in-turn, or with --tiny on a machine without one")
+        self.args, self.until = args, until
+        name, self.total_gib = gpu
+        self.wanted = [job for job in jobs.JOBS if job.part in args.parts]
+        self.identity = Identity(name, record.num_gpus(), record.versions(), args.repeats, args.tiny)
+
+    def events(self, left: Sequence[Job], state: State) -> Iterator[tuple[Job, jobs.Event]]:
+        """Of all jobs that are left."""
+        return jobs.run(
+            left,
+            ["--ops", self.args.ops, "--repeats", str(self.args.repeats)],
+            total_gib=self.total_gib,
+            until=self.until,
+            done=lambda job: [outcome.name for outcome in state.kept(job)],
+            needed_seconds=lambda job: 0.0 if job.part in RESUMABLE else state.needed_seconds(job),
+        )
 
 
 if __name__ == "__main__":

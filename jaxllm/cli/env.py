@@ -17,6 +17,7 @@ from jaxllm.cli.parser import Parser
 from jaxllm.cli.terminal import size
 from jaxllm.cli.version import git_sha, package_version
 from jaxllm.kernel_verdicts import VerdictStore
+from pallas_kernels import verified
 
 ABOUT = "Versions, devices, variables and caches of this machine, for a bug report."
 PACKAGES = (
@@ -66,6 +67,7 @@ def gather(*, devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
             if VARIABLES.fullmatch(name)
         },
         "compilation cache": _cache(env.cache_dir()),
+        "verified devices": verified_devices() or "none",
         "kernel checks": _kernel_checks(env.cache_dir() / env.KERNEL_VERDICTS) or "none",
     }
 
@@ -98,6 +100,16 @@ def _cache(folder: Path) -> dict[str, Any]:
         "size": f"{size(sum(path.stat().st_size for path in files))} in {len(files)} files",
         "free": size(shutil.disk_usage(existing).free),
     }
+
+
+def verified_devices() -> dict[str, str]:
+    """Kinds of devices with a record of `scripts/check_gpu.py`, and which of their kernels are not those of this installation."""
+    found = {}
+    for kind, record in sorted(verified.records().items()):
+        others = [op for op in verified.OPS if not verified.is_verified(kind, op)]
+        which = f"other kernels than these of {', '.join(others)}" if others else "these kernels"
+        found[kind] = f"{which}, {record['date']}, commit {record['commit']}, jax {record['versions'].get('jax', 'unknown')}"
+    return found
 
 
 def _kernel_checks(folder: Path) -> dict[str, str]:

@@ -126,13 +126,13 @@ class MemoryPlan:
             raise OutOfMemoryError(
                 f"no memory is left for the KV cache: {self.device} has {_size(self.limit_bytes)} for the engine, weights take "
                 f"{_size(self.weight_bytes)}{self._and_states()} and the largest step {_size(self.work_bytes)}; "
-                f"lower --max-num-batched-tokens{' or --max-num-seqs' * bool(self.state_bytes)}, {self._ways_out()}"
+                f"lower --max-num-seqs or --max-num-batched-tokens, {self._ways_out()}"
             )
         # Block 0 is the null block, so one more is needed than a request has.
         enough = {
             "num_gpu_blocks_override": f"--num-gpu-blocks-override {needed + 1} or more",
             "kv_cache_memory_bytes": f"--kv-cache-memory-bytes {(needed + 1) * self.block_bytes} or more",
-            None: f"more memory ({'--gpu-memory-utilization, ' * self.on_gpu}--kv-cache-memory-bytes)",
+            None: f"more memory ({'a lower --max-num-seqs, --gpu-memory-utilization, ' * self.on_gpu}--kv-cache-memory-bytes)",
         }[self.sized_by]
         longest = self.cache.max_tokens(usable)
         shorter = f", or use --max-model-len {longest} or less (-1: the largest that fits)" if longest else ""

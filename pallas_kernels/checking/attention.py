@@ -4,7 +4,6 @@ Two ways to the same: on the device in plain JAX, for large batches, and on the 
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.checking.compiling import UNTUNED
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.parts import Part, combine
 
 TOLERANCE = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 1.5e-2}
 """Of the worst query head's relative error: a few roundings of the result, its weights rounded to the type."""
 REFERENCE_BYTES = 1 << 29
+MAX_TOKENS = 600
+"""Of a batch, that are compared with the reference on the device."""
 SCALES = (0.75, 1.5)
 """What the stored keys and values of a batch with scales stand for, divided by."""
 
@@ -197,62 +199,72 @@ def make_arrays(batch: Batch, seed: int = 0) -> tuple[jax.Array, tuple[jax.Array
     shape = (num_pages, batch.num_kv_heads, batch.page_size, batch.head_dim)
     nowhere = np.zeros((1, 1, 1, 1), bool)
     hole = found.is_free_PS[:, None, :, None] if batch.poison else nowhere
-    k_key, v_key, q_key = jax.random.split(jax.random.key(seed), 3)
     cache_dtype = batch.cache_dtype or batch.dtype
-    return _random(q_key, batch.q_shape, batch.dtype, nowhere), (
-        _random(k_key, shape, cache_dtype, hole),
-        _random(v_key, shape, cache_dtype, hole),
-        jnp.asarray(found.table_RB),
-        jnp.asarray(found.query_start_R1),
-        jnp.asarray(found.kv_length_R),
-        *(jnp.float32(scale) for scale in SCALES if batch.has_scales),
-        *([jnp.asarray(batch.sinks_KG)] if batch.has_sinks else []),
+    drawn = ((shape, cache_dtype, hole), (shape, cache_dtype, hole), (batch.q_shape, batch.dtype, nowhere))
+    k, v, q = _random(seed, tuple(each[:2] for each in drawn), [each[2] for each in drawn])
+    return q, (
+        k,
+        v,
+        *jax.device_put((found.table_RB, found.query_start_R1, found.kv_length_R)),
+        *jax.device_put([np.float32(scale) for scale in SCALES if batch.has_scales]),
+        *jax.device_put([batch.sinks_KG] * batch.has_sinks),
     )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, hole: jax.Array) -> jax.Array:
-    drawn = dtype if jnp.dtype(dtype).itemsize > 1 else "float32"
-    return jnp.where(hole, jnp.nan, jax.random.normal(key, shape, jnp.dtype(drawn))).astype(dtype)
+@functools.partial(jax.jit, static_argnums=1)
+def _random(seed: int, wanted: tuple[tuple[tuple[int, ...], str], ...], holes: list[np.ndarray]) -> list[jax.Array]:
+    """Arrays of the wanted shapes and types, NaN in their holes."""
+
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: str, hole: Any) -> jax.Array:
+        drawn = dtype if jnp.dtype(dtype).itemsize > 1 else "float32"
+        return jnp.where(hole, jnp.nan, jax.random.normal(key, shape, jnp.dtype(drawn))).astype(dtype)
+
+    keys = jax.random.split(jax.random.key(seed), len(wanted))
+    return [draw(key, *each, hole) for key, each, hole in zip(keys, wanted, holes, strict=True)]
 
 
-def worst_error(
-    batch: Batch,
-    q: jax.Array,
-    constants: tuple[jax.Array, ...],
-    got: jax.Array,
-    max_tokens: int = 600,
-    finish: Callable[[jax.Array], jax.Array] = lambda out_TKGH: out_TKGH,
-) -> float:
+def worst_error(batch: Batch, q: jax.Array, constants: tuple[jax.Array, ...], got: jax.Array) -> float:
     """The worst relative error of a token's query head against the reference in float32; NaN if anything, padding too, is not finite.
 
-    At most max_tokens tokens, spread evenly, are compared: one of a prompt is a decode at its position.
-    finish: what the results went through.
+    At most MAX_TOKENS tokens, spread evenly, are compared: one of a prompt is a decode at its position.
     """
-    k, v, table, _, _, *others = constants
+    return float(_worst(batch, q, constants, got, compared(batch)))
+
+
+def compared(batch: Batch) -> np.ndarray:
+    """The compared tokens, their rows and numbers of keys, in chunks: [chunks, 3, tokens of a chunk]."""
     rows = np.repeat(np.arange(len(batch.kv_lengths)), batch.query_lengths)
     start = np.concatenate([[0], np.cumsum(batch.query_lengths)])
     tokens = np.arange(len(rows))
     lengths = np.maximum(np.array(batch.kv_lengths)[rows] - start[rows + 1] + tokens + 1, 0)
-    if not bool(jnp.isfinite(got).all()):
-        return math.nan
     token_bytes = 8 * batch.width * batch.page_size * batch.num_kv_heads * batch.head_dim
     chunk = max(1, min(len(tokens), REFERENCE_BYTES // token_bytes))
-    tokens = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), max_tokens, 32 * chunk)).astype(int))
-    worst = 0.0
-    expect = _reference(**batch.options)
-    for first in range(0, len(tokens), chunk):
-        # The last chunk begins earlier, so that all have one shape.
-        some = tokens[max(0, min(first, len(tokens) - chunk)) :][:chunk]
-        places_of = jnp.asarray(lengths[some], jnp.int32)
-        expected = finish(expect(q[some].astype(jnp.float32), k, v, table[rows[some]], places_of, **batch.named(others)))
-        off = jnp.linalg.norm(got[some].astype(jnp.float32) - expected, axis=-1)
+    tokens = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MAX_TOKENS, 32 * chunk)).astype(int))
+    # The last chunk begins earlier, so that all have one shape.
+    chunks = [tokens[max(0, min(first, len(tokens) - chunk)) :][:chunk] for first in range(0, len(tokens), chunk)]
+    return np.stack([[some, rows[some], lengths[some]] for some in chunks]).astype(np.int32)
+
+
+def worst_of(
+    batch: Batch,
+    q: jax.Array,
+    constants: tuple[jax.Array, ...],
+    got: jax.Array,
+    places_C3X: jax.Array,
+    finish: Callable[[jax.Array], jax.Array] = lambda out_TKGH: out_TKGH,
+) -> jax.Array:
+    """What `worst_error` says of the compared tokens, as a scalar on the device. finish: what the results went through."""
+    k, v, table, _, _, *others = constants
+
+    def of_chunk(places_3X: jax.Array) -> jax.Array:
+        token_X, row_X, length_X = places_3X
+        options = {**batch.options, **batch.named(others)}
+        expected = finish(reference.paged_decode(q[token_X].astype(jnp.float32), k, v, table[row_X], length_X, **options))
+        off = jnp.linalg.norm(got[token_X].astype(jnp.float32) - expected, axis=-1)
         size = jnp.linalg.norm(expected, axis=-1)
-        worst = max(worst, float(jnp.where(off == 0, 0.0, off / jnp.maximum(size, 1e-6)).max()))
-    return worst
+        return jnp.where(off == 0, 0.0, off / jnp.maximum(size, 1e-6)).max()
+
+    return jnp.where(jnp.isfinite(got).all(), jax.lax.map(of_chunk, places_C3X).max(), jnp.nan)
 
 
-@functools.cache
-def _reference(**options: Any) -> Callable[..., jax.Array]:
-    """Compiled once for all variants of a case."""
-    return jax.jit(functools.partial(reference.paged_decode, **options))
+_worst = jax.jit(worst_of, static_argnums=0, compiler_options=UNTUNED)

@@ -7,6 +7,9 @@ from typing import Any
 
 import jax
 
+UNTUNED: dict[str, Any] = {"xla_gpu_autotune_level": 0}
+"""Compiler options of references: how fast their products are is of no account, and timing them takes most of a check."""
+
 
 class Compiler:
     """A pool of compiling threads."""

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -81,7 +82,7 @@ def plain(
     local_Tk = np.where(is_real_T[:, None], expert_Tk - int(first), -1)
     for index in np.intersect1d(local_Tk, np.arange(down.shape[0])):
         token_M, choice_M = np.nonzero(local_Tk == index)
-        gate_up_2FD, down_DF = (np.asarray(weight[index].astype(np.float32)) for weight in (gate_up, down))
+        gate_up_2FD, down_DF = (np.asarray(_expert(weight, index)) for weight in (gate_up, down))
         gate_MF, up_MF = x_TD[token_M].astype(np.float32) @ gate_up_2FD.swapaxes(1, 2)
         if biases:
             gate_MF, up_MF = (
@@ -93,6 +94,16 @@ def plain(
             out_MD += np.asarray(biases[1][index]).astype(np.float32)
         np.add.at(out_TD, token_M, out_MD * weight_Tk[token_M, choice_M, None])
     return out_TD
+
+
+def _expert(weight: Any, index: Any) -> Any:
+    """One expert's weight in float32."""
+    return weight[index].astype(np.float32) if isinstance(weight, np.ndarray) else _expert_on_device(weight, index)
+
+
+@jax.jit
+def _expert_on_device(weight: Any, index: Any) -> jax.Array:
+    return weight[index].astype(jnp.float32)
 
 
 def _activate(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:

@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels.checking import attention, attention_at_start
 from pallas_kernels.checking.attention import TOLERANCE, Batch, places
 from pallas_kernels.checking.case import Case
+from pallas_kernels.checking.compiling import UNTUNED
 from pallas_kernels.checking.host import Normals
 from pallas_kernels.mla_attention import Tokens, latent_attention, latent_decode, rope_and_write
 
@@ -127,6 +128,7 @@ def host_arrays(batch: Batch, sizes: Sizes) -> tuple[tuple[np.ndarray, ...], tup
     return _operands(np, batch, sizes, q[:, 0], (pages, *rows), q_TNP, weights)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def make_arrays(batch: Batch, sizes: Sizes) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """The same on the device."""
     q, (pages, _, *rows) = attention.make_arrays(batch)
@@ -170,8 +172,13 @@ def host_error(batch: Batch, sizes: Sizes, queries: tuple[Any, ...], constants: 
 
 def worst_error(batch: Batch, sizes: Sizes, queries: tuple[Any, ...], constants: tuple[Any, ...], got: jax.Array) -> float:
     """The same on the device."""
+    return float(_worst(batch, sizes, queries, constants, got, attention.compared(batch)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=UNTUNED)
+def _worst(batch: Batch, sizes: Sizes, queries: Any, constants: Any, got: jax.Array, places_C3X: np.ndarray) -> jax.Array:
     q, cache, finish = _as_paged(jnp, sizes, queries, constants, jnp.float32)
-    return attention.worst_error(batch, q, cache, got[:, None], finish=finish)
+    return attention.worst_of(batch, q, cache, got[:, None], places_C3X, finish)
 
 
 def _as_paged(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.checking.case import Case
+from pallas_kernels.checking.compiling import UNTUNED
 from pallas_kernels.checking.host import Normals, same_bits
 from pallas_kernels.rope_cache_write import rope_and_write, xla
 
@@ -67,17 +68,22 @@ def run(carry: Any, cos: Any, sin: Any, slot: Any, *rest: Any, has_norms: bool, 
 
 def worst_error(carry: Any, constants: Any, got: Any, *, eps: float = 1e-6) -> float:
     """Against plain JAX in float32; infinite if another slot was written. Constants: cosine, sine, slots, norms or None."""
+    is_free_PS = _is_free(np.asarray(constants[2]), carry[1].shape)
+    return float(_worst(carry, constants, got, is_free_PS, eps))
+
+
+@functools.partial(jax.jit, compiler_options=UNTUNED)
+def _worst(carry: Any, constants: Any, got: Any, is_free_PS: Any, eps: Any) -> jax.Array:
     qkv, *caches = carry
     cos, sin, slot, q_norm, k_norm = constants
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), (qkv, cos, sin, *caches))
-    options: dict[str, Any] = {"k_scale": None, "v_scale": None, "eps": eps}
-    plain = jax.jit(functools.partial(xla.rope_and_write, **options))
-    expected = plain(*exact, slot, q_norm_H=q_norm, k_norm_H=k_norm)
-    kept = jnp.asarray(_is_free(np.asarray(slot), caches[0].shape))[:, None, :, None]
-    if any(bool(jnp.any((new != old) & kept)) for old, new in zip(caches, got[1:], strict=True)):
-        return math.inf
+    options: dict[str, Any] = {"k_scale": None, "v_scale": None, "eps": eps, "q_norm_H": q_norm, "k_norm_H": k_norm}
+    expected = xla.rope_and_write(*exact, slot, **options)
+    kept = is_free_PS[:, None, :, None]
+    changed = jnp.stack([jnp.any((new != old) & kept) for old, new in zip(caches, got[1:], strict=True)]).any()
     pairs = zip(got, expected, strict=True)
-    return max(float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max()) for a, b in pairs)
+    worst = jnp.stack([jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max() for a, b in pairs]).max()
+    return jnp.where(changed, jnp.inf, worst)
 
 
 def _host_arrays(shapes: Shapes, num_tokens: int) -> tuple[Any, tuple[Any, ...]]:

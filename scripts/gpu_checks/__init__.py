@@ -15,6 +15,8 @@ class Outcome:
     detail: str
     skipped: bool = False
     """The machine cannot run it: neither passed nor failed; recorded as skipped."""
+    num_left: int = 0
+    """Of one that stands for cases that were not run: how many."""
 
     @property
     def failed(self) -> bool:
@@ -31,6 +33,12 @@ def kernels_in_use(name: str, reports: Mapping[str, OpReport]) -> Outcome:
     failed = [f"{op} by {by} failed: {why}" for op, report in reports.items() for by, why in report.failed.items()]
     used = ", ".join(f"{op} {report.implementation} ({report.check})" for op, report in reports.items())
     return Outcome(f"{name}: kernels", not failed, "; ".join([used, *failed]))
+
+
+def left_out(name: str, *cases: str) -> Outcome:
+    """A check, or several cases, that there was no time for."""
+    told = "not run for lack of time (--seconds)" + ": " * bool(cases) + ", ".join(cases)
+    return Outcome(name, passed=False, detail=told, num_left=max(1, len(cases)))
 
 
 def skip(name: str, why: str) -> Outcome:

@@ -1,7 +1,8 @@
 """Runs the parts of `check_gpu.py` as processes that share a GPU: while one traces or compiles, another computes.
 
 Each process takes a stated amount of the GPU's memory, and a part that crashes takes no other with it. A process prints a line
-of JSON per event, behind MARK; whatever else it prints goes to this process's standard error.
+of JSON per event, behind MARK; whatever else it prints goes to this process's standard error. Its standard input has the names of
+the outcomes that it leaves out, as JSON.
 """
 
 import dataclasses
@@ -10,13 +11,14 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.gpu_checks import Outcome
+from scripts.gpu_checks import Outcome, left_out
 
 MARK = "\x1echeck_gpu "
 GRACE_SECONDS = 60.0
@@ -95,9 +97,19 @@ def read(line: str) -> Hello | Outcome | None:
 
 
 def run(
-    jobs: Sequence[Job], arguments: Sequence[str], *, total_gib: float, until: float, script: Path = SCRIPT
+    jobs: Sequence[Job],
+    arguments: Sequence[str],
+    *,
+    total_gib: float,
+    until: float,
+    script: Path = SCRIPT,
+    done: Callable[[Job], Collection[str]] = lambda job: (),
+    needed_seconds: Callable[[Job], float] = lambda job: 0.0,
 ) -> Iterator[tuple[Job, Event]]:
-    """The events of all jobs as they come. No job begins after `until` (`time.perf_counter`): what is left out has failed."""
+    """The events of all jobs as they come. No job begins after `until` (`time.perf_counter`): what is left out has failed.
+
+    done: outcomes that a job leaves out. needed_seconds: a job that would be ended before its end begins only as the first.
+    """
     events: queue.Queue[tuple[Job, Event]] = queue.Queue()
     waiting, running = list(jobs), set[Job]()
     processes: list[subprocess.Popen[str]] = []
@@ -106,11 +118,12 @@ def run(
         while waiting or running:
             while (job := _next(waiting, running, limit)) is not None:
                 waiting.remove(job)
-                if time.perf_counter() > until:
-                    yield job, Outcome(f"{job}", False, "not run for lack of time (--seconds)")
+                now = time.perf_counter()
+                if now > until or (processes and now + needed_seconds(job) > until + GRACE_SECONDS):
+                    yield job, left_out(f"{job}")
                     continue
                 running.add(job)
-                process = _start(job, [*arguments, "--seconds", f"{until - time.perf_counter():.1f}"], total_gib, script)
+                process = _start(job, [*arguments, "--seconds", f"{until - now:.1f}"], total_gib, script, done(job))
                 processes.append(process)
                 threading.Thread(target=_follow, args=(job, process, until, events), daemon=True).start()
             if running:
@@ -147,15 +160,22 @@ def environment(job: Job, total_gib: float) -> dict[str, str]:
     return found
 
 
-def _start(job: Job, arguments: Sequence[str], total_gib: float, script: Path) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, str(script), "--as-job", "--parts", job.part, "--share", f"{job.share}/{job.num_shares}", *arguments],
-        env=environment(job, total_gib),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+def _start(
+    job: Job, arguments: Sequence[str], total_gib: float, script: Path, done: Collection[str]
+) -> "subprocess.Popen[str]":
+    share = f"{job.share}/{job.num_shares}"
+    with tempfile.TemporaryFile("w+") as names:
+        json.dump(sorted(done), names)
+        names.seek(0)
+        return subprocess.Popen(
+            [sys.executable, str(script), "--as-job", "--parts", job.part, "--share", share, *arguments],
+            env=environment(job, total_gib),
+            stdin=names,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
 
 
 def _follow(job: Job, process: "subprocess.Popen[str]", until: float, events: "queue.Queue[tuple[Job, Event]]") -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from scripts.gpu_checks import Outcome
 from scripts.gpu_checks.jobs import Hello
@@ -21,10 +21,13 @@ PARTS = (
 )
 
 
-def outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Outcome]:
-    """The outcomes of a part, or of this job's share of it; a part that ends in an exception has failed."""
+def outcomes(part: str, args: argparse.Namespace, until: float, done: Collection[str] = ()) -> Iterator[Outcome]:
+    """The outcomes of a part, or of this job's share of it; a part that ends in an exception has failed.
+
+    done: names of outcomes that a part that can go on leaves out.
+    """
     try:
-        yield from _outcomes(part, args, until)
+        yield from _outcomes(part, args, until, done)
     except Exception as problem:
         from scripts.kernels.compiling import first_line
 
@@ -32,7 +35,7 @@ def outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Outc
         yield Outcome(part, False, first_line(problem, limit=1000))
 
 
-def _outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Outcome]:
+def _outcomes(part: str, args: argparse.Namespace, until: float, done: Collection[str]) -> Iterator[Outcome]:
     if args.sanitize:
         from scripts.gpu_checks import sanitizing
 
@@ -40,7 +43,7 @@ def _outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Out
     elif part == "kernels":
         from scripts.gpu_checks import kernels
 
-        options = {"deadline": until, "repeats": args.repeats, "share": args.share}
+        options = {"deadline": until, "repeats": args.repeats, "share": args.share, "done": done}
         yield from kernels.check(ops=args.ops.split(","), tiny=args.tiny, **options)
     elif part == "collectives":
         from scripts.gpu_checks import collectives
@@ -75,7 +78,7 @@ def _outcomes(part: str, args: argparse.Namespace, until: float) -> Iterator[Out
     elif part == "hosts":
         from scripts.gpu_checks import hosts
 
-        yield from hosts.check(tiny=args.tiny, deadline=until)
+        yield from hosts.check(tiny=args.tiny, deadline=until, done=done)
     else:
         from scripts.gpu_checks import tokens
 

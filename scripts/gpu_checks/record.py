@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
@@ -50,6 +51,8 @@ class Run:
     outcomes: dict[str, list[Outcome]] = dataclasses.field(default_factory=dict)
     digests: dict[str, str] = dataclasses.field(default_factory=lambda: {op: verified.source_digest(op) for op in verified.OPS})
     """Of the sources when the run began."""
+    earlier_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    """That parts took in earlier runs, whose outcomes are among these."""
     _begun: float = dataclasses.field(default_factory=time.perf_counter)
     _spans: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
@@ -121,7 +124,7 @@ class Run:
 
     def _seconds(self, part: str) -> float:
         begun, ended = self._spans.get(part, (0.0, 0.0))
-        return ended - begun
+        return self.earlier_seconds.get(part, 0.0) + ended - begun
 
 
 def verified_ops(outcomes: Iterable[Outcome], groups: Iterable[str]) -> list[str]:
@@ -205,13 +208,23 @@ def versions() -> dict[str, str]:
     return found
 
 
-def gpu_gib() -> float | None:
-    """Memory of the first GPU; None without one."""
+def gpu() -> tuple[str, float] | None:
+    """Name and GiB of the first GPU; None without one."""
     try:
-        mib = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits").splitlines()[0]
-        return float(mib) / 1024
+        name, mib = (
+            _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+            .splitlines()[0]
+            .rsplit(",", 1)
+        )
+        return name.strip(), float(mib) / 1024
     except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
         return None
+
+
+def num_gpus() -> int:
+    """GPUs that are visible to JAX."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(_output("nvidia-smi", "-L").splitlines()) if visible is None else len(visible.split(","))
 
 
 def _output(*command: str) -> str:

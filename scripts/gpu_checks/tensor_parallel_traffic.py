@@ -9,7 +9,7 @@ import jax
 
 from jaxllm import LLM
 from jaxllm.engine.fault_points import injected
-from scripts.gpu_checks import Outcome, failures, traffic
+from scripts.gpu_checks import Outcome, failures, left_out, traffic
 from scripts.gpu_checks.traffic import Answer
 from scripts.kernels.compiling import first_line
 
@@ -188,7 +188,7 @@ def guarded(
     """What a function finds (passed, detail); an exception has failed, and so has what there is no time for or took too long."""
     begun = time.perf_counter()
     if begun > deadline:
-        return Outcome(name, False, "not run for lack of time (--seconds)")
+        return left_out(name)
     try:
         passed, detail = function(*args, **options)
     except Exception as problem:

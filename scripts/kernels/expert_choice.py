@@ -61,8 +61,7 @@ def _case(shapes: Shapes, num_tokens: int, *, is_timed: bool = False) -> Case:
     variants = {name: functools.partial(run, rule=rule, implementation=name, interpret=not on_gpu) for name in takes}
 
     def make() -> tuple[Any, tuple[Any, ...]]:
-        logits, constants = host_arrays(shapes, num_tokens)
-        return jnp.asarray(logits), tuple(jnp.asarray(array) for array in constants)
+        return jax.device_put(host_arrays(shapes, num_tokens))
 
     return Case(
         f"choice, {num_tokens} tokens e{shapes.num_experts} k{rule.top_k} {' '.join(notes)}",

@@ -42,8 +42,7 @@ def _case(shapes: Shapes, counts: tuple[int, ...] | None, *, num_rows: int = 33,
     rows, num_tokens = (num_rows, num_rows) if counts is None else (len(counts), sum(counts))
 
     def make() -> tuple[Any, tuple[Any, ...]]:
-        state, constants = host_arrays(shapes, counts, num_rows, num_padding=0 if is_timed else 3)
-        return jnp.asarray(state), tuple(map(jnp.asarray, constants))
+        return jax.device_put(host_arrays(shapes, counts, num_rows, num_padding=0 if is_timed else 3))
 
     what = f"{rows} single tokens" if counts is None else f"{num_tokens} tokens of {rows} rows"
     return Case(

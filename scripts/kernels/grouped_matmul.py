@@ -109,36 +109,34 @@ def check_cases(tiny: bool) -> list[Case]:
 
 
 def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Case:
-    D, F = mixture.width, mixture.hidden
+    E, D, F = mixture.num_experts, mixture.width, mixture.hidden
     total = mixture.all_experts or mixture.num_experts
     expert_Tk, weight_Tk = routing(mixture.num_tokens, mixture.num_choices, total)
     if mixture.only is not None:
         expert_Tk[:, 0] = mixture.only
 
-    def make() -> tuple[Any, tuple[Any, ...]]:
+    is_real_T = np.arange(mixture.num_tokens) < mixture.num_tokens - mixture.padding
+
+    @jax.jit
+    def draw() -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+        """Tokens, weights unless they are in 4 bits, and biases."""
         keys = iter(jax.random.split(jax.random.key(0), 5))
         dtype = jnp.dtype(mixture.dtype)
 
         def normal(*shape: int, scale: float = 1.0) -> jax.Array:
             return jax.random.normal(next(keys), shape, dtype) * jnp.asarray(scale, dtype)
 
-        is_real_T = jnp.arange(mixture.num_tokens) < mixture.num_tokens - mixture.padding
         x_TD = jnp.where(is_real_T[:, None], normal(mixture.num_tokens, D), jnp.nan).astype(dtype)
-        weights: Any = (
-            (
-                packed(mixture.num_experts, 2, F, D),
-                packed(mixture.num_experts, D, F, seed=1),
-            )
-            if mixture.four_bits
-            else (
-                normal(mixture.num_experts, 2, F, D, scale=2 / math.sqrt(D)),
-                normal(mixture.num_experts, D, F, scale=1 / math.sqrt(F)),
-            )
+        weights = (
+            [] if mixture.four_bits else [normal(E, 2, F, D, scale=2 / math.sqrt(D)), normal(E, D, F, scale=1 / math.sqrt(F))]
         )
-        biases = (normal(mixture.num_experts, 2, F), normal(mixture.num_experts, D)) if mixture.biases else ()
-        first = jnp.int32(mixture.first)
-        constants = (jnp.asarray(expert_Tk), jnp.asarray(weight_Tk), is_real_T, first, *weights, *biases)
-        return ((x_TD, jnp.int32(0)) if is_timed else x_TD), constants
+        return x_TD, weights, [normal(E, 2, F), normal(E, D)] if mixture.biases else []
+
+    def make() -> tuple[Any, tuple[Any, ...]]:
+        x_TD, drawn, biases = draw()
+        weights: Any = [packed(E, 2, F, D), packed(E, D, F, seed=1)] if mixture.four_bits else drawn
+        rows = jax.device_put((expert_Tk, weight_Tk, is_real_T, np.int32(mixture.first)))
+        return ((x_TD, jnp.int32(0)) if is_timed else x_TD), (*rows, *weights, *biases)
 
     variants = _variants(mixture, tune=tune)
     if not is_timed:

@@ -71,8 +71,7 @@ def _case(name: str, shapes: Shapes, num_tokens: int, *, is_timed: bool = False)
     variants = {key: functools.partial(run, parts=parts, implementation=key, interpret=not on_gpu) for key in takes}
 
     def make() -> tuple[Any, tuple[Any, ...]]:
-        y, (*arrays, slot) = host_arrays(shapes, num_tokens, shapes.num_slots)
-        return jnp.asarray(y), (*(jnp.asarray(array) for array in arrays), jnp.asarray(slot))
+        return jax.device_put(host_arrays(shapes, num_tokens, shapes.num_slots))
 
     itemsize = jnp.dtype(shapes.dtype).itemsize
     rows = parts.num_modules * shapes.rank

@@ -41,6 +41,7 @@ def check_cases(tiny: bool) -> list[Case]:
 def _case(
     tokens: int, heads: int, groups: int, dim: int, *, num_pages: int, norm: bool = False, dtype: str = "bfloat16"
 ) -> Case:
+    @jax.jit
     def make() -> tuple[Any, tuple[Any, ...]]:
         keys = iter(jax.random.split(jax.random.key(0), 8))
 

@@ -1,6 +1,6 @@
 """Tokens from logits, by the kernels and by plain JAX: argmax, and the likeliest values with rank and logsumexp. Exact ids."""
 
-import math
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import sampling
 from pallas_kernels.checking import sampling as checking
 from pallas_kernels.checking.case import Case
+from pallas_kernels.checking.compiling import UNTUNED
 from pallas_kernels.checking.sampling import TOLERANCE, plain_argmax, plain_top_values, top_values
 
 TOP = 20
@@ -45,6 +46,7 @@ def _draws(size: int) -> list[Case]:
 
 
 def _case(kind: str, rows: int, size: int) -> Case:
+    @jax.jit
     def make() -> tuple[Any, tuple[Any, ...]]:
         logits = jax.random.normal(jax.random.key(0), (rows, size)) * 3
         logits = jnp.round(logits * 64) / 64  # equal values
@@ -64,7 +66,7 @@ def _case(kind: str, rows: int, size: int) -> Case:
         f"{kind} {rows}x{size}",
         make,
         variants | {"xla": lambda logits: _plain(kind, logits)},
-        lambda logits, _, got: _error(_plain(kind, logits), got),
+        lambda logits, _, got: float(_error(kind, logits, got)),
         tolerance=TOLERANCE,
         bytes=4.0 * rows * size,
         feed=_depend,
@@ -80,15 +82,15 @@ def _plain(kind: str, logits: Any) -> Any:
     return plain_argmax(logits) if kind == "argmax" else plain_top_values(logits, logits[:, 0], k=TOP)
 
 
-def _error(expected: Any, got: Any) -> float:
-    """Relative to the largest value; infinite where an integer differs. Ids of values of -inf are of no account."""
-    worst = 0.0
-    expected, got = jax.tree.leaves(expected), jax.tree.leaves(got)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+def _error(kind: str, logits: jax.Array, result: Any) -> jax.Array:
+    """The largest difference; infinite where an integer differs. Ids of values of -inf are of no account."""
+    expected, got = jax.tree.leaves(_plain(kind, logits)), jax.tree.leaves(result)
     finite = jnp.isfinite(expected[1]) if len(expected) > 1 else True
+    errors = []
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):
         if jnp.issubdtype(a.dtype, jnp.integer):
-            if bool(jnp.any((a != b) & (finite if i == 0 else True))):
-                return math.inf
+            errors.append(jnp.where(jnp.any((a != b) & (finite if i == 0 else True)), jnp.inf, 0.0))
         else:
-            worst = max(worst, float(jnp.abs(jnp.where(jnp.isfinite(a), a - b, 0.0)).max()))
-    return worst
+            errors.append(jnp.abs(jnp.where(jnp.isfinite(a), a - b, 0.0)).max())
+    return jnp.stack(errors).max()

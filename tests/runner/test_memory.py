@@ -1,5 +1,5 @@
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -117,6 +117,19 @@ def test_states_by_row_are_counted_for_each_row_and_leave_less_for_blocks():
             work_bytes=0,
             device_bytes=20 << 20,
         ).check()
+
+
+def test_a_gpu_that_the_largest_step_fills_is_told_that_fewer_rows_make_room():
+    model = load_model_config(goldens.FOLDER / "llama_gqa")
+    config = EngineConfig.from_options(**engines.SMALL)
+    for work_bytes, said in (
+        (27 << 20, "no memory is left .* lower --max-num-seqs or"),
+        (5 << 20, r"too small .* \(a lower --max-num-seqs"),
+    ):
+        plan = memory_plan(config, model, weight_bytes=9 << 20, work_bytes=work_bytes, device_bytes=40 << 20)
+        plan = replace(plan, num_blocks=min(plan.num_blocks, 2))
+        with pytest.raises(OutOfMemoryError, match=said):
+            plan.check()
 
 
 def test_arrays_of_another_engine_in_the_pool_are_named():

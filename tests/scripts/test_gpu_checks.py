@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import sys
 import time
@@ -15,19 +16,26 @@ import pytest
 
 import scripts.kernels
 from jaxllm.runner import paged_context, program_store
+from pallas_kernels import verified
 from pallas_kernels.checking import collectives as checking_collectives
 from pallas_kernels.paged_attention import reference
+from scripts import check_gpu
 from scripts.bench_kernels import chained
 from scripts.gpu_checks import (
+    Outcome,
     collectives,
     engine,
     jobs,
     kernels,
     logits,
+    parts,
+    record,
     sanitizing,
     scoring,
+    state,
     tensor_parallel,
     tensor_parallel_traffic,
+    tokens,
 )
 from scripts.kernels import Case, attention
 from tests.helpers import goldens
@@ -118,7 +126,11 @@ def test_attention_is_measured_by_its_worst_head(prompts, padding) -> None:
     q, constants = attention.make_arrays(batch)
     call = attention.call(reference, batch)
     got = jax.jit(call)(q, *constants)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(compiled_programs := lambda event, *_, **__: compiled.append(event))
     assert attention.worst_error(batch, q, constants, got) < 1e-6
+    jax.monitoring.unregister_event_duration_listener(compiled_programs)
+    assert sum("backend_compile" in event for event in compiled) == 1, "one program, for all variants of a case"
     assert attention.worst_error(batch, q, constants, got.at[-1 - batch.padding, 1, 1].multiply(1.01)) == pytest.approx(
         0.01, rel=0.01
     )
@@ -350,15 +362,16 @@ part, share = sys.argv[sys.argv.index("--parts") + 1], sys.argv[sys.argv.index("
 print("a line of a library")
 print("\\x1echeck_gpu " + json.dumps({"kind": "Hello", "device_kind": "toy", "num_devices": 1, "backend": "gpu"}))
 print("half a line", end="")
-print("\\x1echeck_gpu " + json.dumps({"kind": "Outcome", "name": part + share, "passed": True, "detail": "", "skipped": False}))
+detail = sys.stdin.read()
+print("\\x1echeck_gpu " + json.dumps({"kind": "Outcome", "name": part + share, "passed": True, "detail": detail}))
 sys.exit(7 if part == "crashes" else 0)
 """
 
 
-def run_jobs(tmp_path, *found: jobs.Job, seconds: float = 60) -> list[tuple[str, object]]:
+def run_jobs(tmp_path, *found: jobs.Job, seconds: float = 60, **options) -> list[tuple[str, object]]:
     (tmp_path / "job.py").write_text(JOB)
-    until = time.perf_counter() + seconds
-    return [(str(job), event) for job, event in jobs.run(found, [], total_gib=10, until=until, script=tmp_path / "job.py")]
+    options |= {"total_gib": 10, "until": time.perf_counter() + seconds, "script": tmp_path / "job.py"}
+    return [(str(job), event) for job, event in jobs.run(found, [], **options)]
 
 
 def test_processes_report_and_one_that_crashes_has_failed(tmp_path) -> None:
@@ -373,6 +386,10 @@ def test_processes_report_and_one_that_crashes_has_failed(tmp_path) -> None:
 def test_a_process_without_time_has_failed(tmp_path) -> None:
     [(_, outcome)] = run_jobs(tmp_path, jobs.Job("a", gib=4), seconds=-1)
     assert outcome.failed and "not run for lack of time" in outcome.detail
+    long = {"needed_seconds": lambda job: 200.0, "done": lambda job: ["b", "a"]}
+    found = run_jobs(tmp_path, jobs.Job("first", gib=4), jobs.Job("second", gib=4), **long)
+    found = {event.name: event for _, event in found if isinstance(event, Outcome)}
+    assert found["first0/1"].detail == '["a", "b"]' and found["second"].num_left == 1
 
 
 def test_a_job_waits_for_memory_and_one_for_the_whole_machine_for_all_others(monkeypatch) -> None:
@@ -413,3 +430,78 @@ def test_collectives_are_checked_between_as_many_devices_as_there_are(monkeypatc
     assert first.passed and last.failed and "for lack of time" in last.detail
     (alone,) = collectives.check(tiny=False, deadline=math.inf, sizes=(2,))
     assert alone.skipped and "cannot access each other's memory" in alone.detail
+
+
+@pytest.fixture
+def resumed_run(toy_op, tmp_path, monkeypatch):
+    """Runs check_gpu.py on toy kernels and a part that finds nothing wrong, each time with the same state; gives its last words."""
+    monkeypatch.setenv("JAXLLM_CACHE_DIR", "")  # main sets it
+    monkeypatch.setitem(record.OPS_OF_CASES, "toy", "sampling")
+    monkeypatch.setattr(parts, "hello", lambda: jobs.Hello("toy", 1, "gpu"))
+    monkeypatch.setattr(tokens, "check", lambda tiny: [Outcome("greedy", True, "")])
+
+    def run(*found: Case, seconds: float = 60, versions: str = "1") -> str:
+        toy_op(*found)
+        monkeypatch.setattr(record, "versions", lambda: {"jax": versions})
+        options = ["--parts", "kernels,tokens", "--ops", "toy", "--repeats", "1", "--seconds", str(seconds)]
+        options += ["--state", str(tmp_path / "state"), "--record-to", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--in-turn", *options])
+        try:
+            check_gpu.main()
+        except SystemExit as failed:
+            return str(failed)
+        return json.loads((tmp_path / "out/verified.json").read_text())["toy"]["parts"]
+
+    return run
+
+
+def test_a_run_goes_on_with_what_is_left_and_the_last_one_records_all(resumed_run, tmp_path, capsys) -> None:
+    ran = []
+
+    def case(name: str, right: bool = True) -> Case:
+        made = toy_case(name, one=lambda x, c: x + c * right, two=lambda x, c: x + c)
+        return replace(made, make=lambda: ran.append(name) or toy_case(name).make())
+
+    def run(*found: Case, **options) -> object:
+        ran.clear()
+        return resumed_run(*found, **options)
+
+    cases = [case("a"), case("b", right=False), case("c")]
+    assert "toy: b, one" in run(*cases) and not (tmp_path / "out").exists()
+    assert "left: kernels" in (printed := capsys.readouterr().out) and "tokens 1 of 1" in printed
+    run(*cases)
+    assert set(ran) == {"b"} and "kept: kernels 5, tokens 1" in capsys.readouterr().out
+    late = run(*cases, seconds=-1)
+    assert "toy: 1 cases" in late and "(1 cases)" in capsys.readouterr().out and not (tmp_path / "out").exists()
+    found = run(case("a"), case("b"), case("c"))
+    assert "b" in ran and "left" not in capsys.readouterr().out
+    assert (found["kernels"]["passed"], found["kernels"]["failed"], found["tokens"]["passed"]) == (6, 0, 1)
+    assert run(*cases)["kernels"]["passed"] == 6 and not ran, "nothing is left"
+    run(*cases, versions="2")
+    assert {"a", "b", "c"} <= set(ran), "another version of JAX"
+
+
+def test_what_depends_on_a_changed_source_is_checked_again(monkeypatch, tmp_path) -> None:
+    identity = state.Identity("toy", 1, {"jax": "1"}, repeats=1, tiny=False)
+    kernel, engine_job, tokens_job = jobs.Job("kernels", 0, 3), jobs.Job("engine", 0, 4), jobs.Job("tokens")
+
+    def reopened() -> state.State:
+        return state.State(tmp_path / "state", identity)
+
+    now = reopened()
+    for job, names in ((kernel, ("attention: a", "lora: b")), (engine_job, ("one",)), (tokens_job, ("greedy",))):
+        now.begin(job)
+        for name in names:
+            now.add(job, Outcome(name, True, ""))
+        if job is not tokens_job:  # which was killed
+            now.end(job)
+    assert [reopened().is_finished(job) for job in (kernel, engine_job, tokens_job)] == [True, True, False]
+    assert not reopened().kept(tokens_job) and reopened().left([kernel, engine_job], 80) == ""
+    digest = verified.source_digest
+    monkeypatch.setattr(verified, "source_digest", lambda op: "changed" if op == "lora" else digest(op))
+    assert not reopened().is_finished(kernel) and [found.name for found in reopened().kept(kernel)] == ["attention: a"]
+    monkeypatch.setattr(state, "_digest", lambda names: "changed")
+    assert not reopened().kept(kernel) and not reopened().kept(engine_job)
+    other = state.State(tmp_path / "state", replace(identity, device="another"))
+    other.begin(tokens_job)
+    assert len(json.loads((tmp_path / "state").read_text())) == 2 and not other.kept(engine_job)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from jaxllm.cli import env
 from pallas_kernels import verified
 from scripts import verified_pages
 from scripts.gpu_checks import Outcome, carrying, pages, record, skip
@@ -114,6 +115,15 @@ def test_an_op_whose_source_changed_stands_as_unverified(monkeypatch) -> None:
     page = pages.render_page("NVIDIA H200", found)
     assert f"| sampling | {digests['sampling']} | changed | unverified since its source changed |" in page
     assert page.count("| verified |") == len(OF_KERNELS) - 1
+
+
+def test_env_lists_the_devices_with_a_record_and_what_has_changed_since(monkeypatch) -> None:
+    records = record.merge({}, "NVIDIA H200", run_of(kernels=PASSED, collectives=BETWEEN).record())
+    records = record.merge(records, "NVIDIA H100", run_of(kernels=PASSED).record())
+    monkeypatch.setattr(verified, "records", lambda: records)
+    found = env.verified_devices()
+    assert list(found) == ["NVIDIA H100", "NVIDIA H200"] and found["NVIDIA H200"].startswith("these kernels, ")
+    assert found["NVIDIA H100"].startswith("other kernels than these of collectives, ")
 
 
 def test_only_a_gpu_is_recorded(tmp_path) -> None:
