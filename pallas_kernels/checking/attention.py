@@ -250,7 +250,7 @@ def worst_of(
     q: jax.Array,
     constants: tuple[jax.Array, ...],
     got: jax.Array,
-    places_C3X: jax.Array,
+    places_C3X: Any,
     finish: Callable[[jax.Array], jax.Array] = lambda out_TKGH: out_TKGH,
 ) -> jax.Array:
     """What `worst_error` says of the compared tokens, as a scalar on the device. finish: what the results went through."""

@@ -77,8 +77,9 @@ def _worst(carry: Any, constants: Any, got: Any, is_free_PS: Any, eps: Any) -> j
     qkv, *caches = carry
     cos, sin, slot, q_norm, k_norm = constants
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), (qkv, cos, sin, *caches))
-    options: dict[str, Any] = {"k_scale": None, "v_scale": None, "eps": eps, "q_norm_H": q_norm, "k_norm_H": k_norm}
-    expected = xla.rope_and_write(*exact, slot, **options)
+    options: dict[str, Any] = {"q_norm_H": q_norm, "k_norm_H": k_norm, "k_scale": None, "v_scale": None, "eps": eps}
+    qkv, cos, sin, k_pages, v_pages = exact
+    expected = xla.rope_and_write(qkv, cos, sin, k_pages, v_pages, slot, **options)
     kept = is_free_PS[:, None, :, None]
     changed = jnp.stack([jnp.any((new != old) & kept) for old, new in zip(caches, got[1:], strict=True)]).any()
     pairs = zip(got, expected, strict=True)
