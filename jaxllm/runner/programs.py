@@ -71,6 +71,8 @@ class Programs(Generic[Key]):
         """Programs that no thread has started, in order; as the next two."""
         self._later: dict[Key, None] = {}
         self._rare: dict[Key, None] = {}
+        self._begins_later = False
+        """Whether programs for later may be begun: beside those that a start waits for they would only delay it."""
         self._num_later = 0
         """Number of programs for later that are being made."""
         self._jobs: dict[Key, Future[CompiledProgram]] = {}
@@ -115,12 +117,21 @@ class Programs(Generic[Key]):
         return len(self._jobs)
 
     def start(self, keys: Sequence[Key], rare: Sequence[Key] = (), *, later: Sequence[Key] = ()) -> None:
-        """Start threads that make `keys`, which are needed at once, then `later`, then `rare`, each in this order. Returns at once."""
+        """Start threads that make `keys`, which are needed at once, then `later`, then `rare`, each in this order. Returns at once.
+
+        Those for later, and rare ones behind them, are not begun before `begin_later` is called or somebody waits for one of them.
+        """
         with self._lock:
             for queue, wanted in ((self._queue, keys), (self._later, later), (self._rare, rare)):
                 for key in wanted:
                     if self._claim(key):
                         queue[key] = None
+            self._start_workers()
+
+    def begin_later(self) -> None:
+        """Begin the programs for later. Returns at once."""
+        with self._lock:
+            self._begins_later = True
             self._start_workers()
 
     def hurry(self, keys: Sequence[Key]) -> None:
@@ -145,9 +156,10 @@ class Programs(Generic[Key]):
         return any(queue.pop(key, key) is None for queue in queues)
 
     def _start_workers(self) -> None:
-        # One more thread than compiles in parallel: it traces meanwhile.
-        num_wanted = min(self._threads + 1, len(self._queue) + min(len(self._later), _MOST_LATER) + bool(self._rare))
-        for _ in range(num_wanted - len(self._workers)):
+        # One more thread than compiles in parallel: it traces meanwhile. Those that find nothing to do end.
+        num_later = min(len(self._later), _MOST_LATER) if self._begins_later else 0
+        num_wanted = len(self._queue) + num_later + bool(self._rare)
+        for _ in range(min(num_wanted, self._threads + 1 - len(self._workers))):
             worker = threading.Thread(target=self._work, name="programs", daemon=True)
             self._workers.append(worker)
             worker.start()
@@ -156,6 +168,9 @@ class Programs(Generic[Key]):
         """Wait until these programs, which were passed to `start`, are ready. Raises the first error."""
         with self._lock:
             jobs = [self._jobs[key] for key in keys if key in self._jobs]
+            begins_later = any(key in self._later for key in keys)
+        if begins_later:
+            self.begin_later()
         progress.start("preparing programs", len(jobs), "program")
         for _ in as_completed(jobs):
             progress.advance(1)
@@ -238,7 +253,7 @@ class Programs(Generic[Key]):
         while True:
             with self._lock:
                 queue = self._queue
-                if not queue and self._num_later < _MOST_LATER:
+                if not queue and self._begins_later and self._num_later < _MOST_LATER:
                     queue = self._later
                 if not queue and not self._later and self._rare_worker in (None, me):
                     queue = self._rare

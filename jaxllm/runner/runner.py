@@ -225,7 +225,10 @@ class ModelRunner(WeightsHolder):
         background while serving."""
         first, rare = self._start_keys, self.shapes.rare_keys()
         others = self.shapes.keys_after_first() if self._starts_with_few else []
-        self.programs.start(first if rare_later else [*first, *rare], rare if rare_later else (), later=others)
+        if rare_later:
+            self.programs.start(first, rare, later=others)
+        else:
+            self.programs.start([*first, *others, *rare])
 
     def start_programs_when_idle(self) -> None:
         """Start a thread that loads or compiles all programs while the engine is idle."""
@@ -359,6 +362,7 @@ class ModelRunner(WeightsHolder):
         warm_up.run_common(self, [key for key in common if key in first])
         self._never_run = [key for key in common if key not in first]
         self.programs.is_warm = True
+        self.programs.begin_later()
 
     def run_new_program(self) -> bool:
         """Run a common program that was made after the start on empty steps, as `warm_up` does. Returns whether there was one."""

@@ -247,7 +247,10 @@ def test_programs_for_later_are_made_few_at_a_time_behind_what_is_needed_and_bef
     at = shop(threads=4)
     at.gates = {key: threading.Event() for key in ("a", "b", "later 1", "later 2")}
     at.programs.start(["a", "b"], later=["later 1", "later 2", "later 3"], rare=["rare 1", "rare 2"])
-    until(lambda: sorted(at.traced) == ["a", "b", "later 1"])
+    until(lambda: sorted(at.traced) == ["a", "b"])
+    assert not at.programs._workers[2:], "a start is not delayed by what it does not wait for"
+    at.programs.begin_later()
+    until(lambda: at.traced[2:] == ["later 1"])
     at.programs.hurry(["rare 2", "later 3", "new"])
     for key in ("a", "b"):
         at.gates[key].set()
