@@ -21,11 +21,13 @@ def with_prefill_limit(config: EngineConfig, model: ModelConfig, *, asked: Engin
     usual, wanted_len = scheduler.max_num_batched_tokens, config.model.max_model_len
     assert usual is not None
     kept = config.replace(max_num_prefill_tokens=usual)
-    longest = model.max_position if wanted_len in (None, AUTO_MODEL_LEN) else wanted_len
-    larger = config.replace(max_num_prefill_tokens=max(usual, min(PREFILL_TOKENS, longest)))
     sizes = (parallel.pipeline_parallel_size, parallel.num_lanes, parallel.prefill_context_parallel_size, parallel.nnodes)
     is_open = asked.scheduler.max_num_batched_tokens is None and scheduler.enable_chunked_prefill
-    if not is_open or kept == larger or device_bytes < BIG_DEVICE_BYTES or max(sizes) > 1:
+    if not is_open or device_bytes < BIG_DEVICE_BYTES or max(sizes) > 1:
+        return kept
+    longest = model.max_position if wanted_len in (None, AUTO_MODEL_LEN) else wanted_len
+    larger = config.replace(max_num_prefill_tokens=max(usual, min(PREFILL_TOKENS, longest)))
+    if larger == kept:
         return kept
     # A request holds the blocks of a whole step in each group of layers with a window.
     if any(policy != FULL for policy in whole_cache(config, model).policies):

@@ -82,6 +82,13 @@ def test_by_default_states_by_row_take_at_most_a_quarter_of_the_device(caplog):
         ("llama_gqa", 64, {"pipeline_parallel_size": 2}, 3072, 3072),
         ("llama_gqa", 64, {"prefill_context_parallel_size": 2}, 6144, 6144),
         ("gemma3", 64, {}, 3072, 3072),  # windows
+        (
+            "mixtral",
+            64,
+            {"enable_expert_parallel": True, "data_parallel_size": 5, "max_num_batched_tokens": 4096},
+            4096,
+            4096,
+        ),  # lanes
     ],
 )
 def test_steps_of_long_prompts_are_larger_by_default_where_that_costs_little(name, gibibytes, options, beside_decodes, alone):
