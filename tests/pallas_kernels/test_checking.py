@@ -16,7 +16,7 @@ from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import check
 from pallas_kernels.expert_choice import Rule
 from pallas_kernels.paged_attention import reference
-from tests.pallas_kernels.test_paged_attention import a_gpu_to_lower_for
+from tests.helpers.lowering import a_gpu_to_lower_for
 
 TOY = Batch(
     "toy",

@@ -11,7 +11,8 @@ import pytest
 
 from pallas_kernels.cache_write import write_cache
 from pallas_kernels.paged_attention import choose, paged_attention, paged_decode
-from tests.pallas_kernels.test_paged_attention import Batch, a_gpu_to_lower_for, as_decode, assert_close, make_arrays, oracle
+from tests.helpers.lowering import a_gpu_to_lower_for
+from tests.pallas_kernels.test_paged_attention import Batch, as_decode, assert_close, make_arrays, oracle
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")]
 

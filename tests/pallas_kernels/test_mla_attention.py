@@ -20,8 +20,8 @@ from pallas_kernels.mla_attention import (
     latent_decode,
     triton_decode,
 )
+from tests.helpers.lowering import a_gpu_to_lower_for
 from tests.helpers.slow import slow_except
-from tests.pallas_kernels.test_paged_attention import a_gpu_to_lower_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 

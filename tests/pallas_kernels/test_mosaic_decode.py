@@ -185,7 +185,7 @@ def test_parts_are_merged_by_their_softmax_sums() -> None:
 
 @pytest.mark.parametrize("cache_dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 def test_kernel_lowers_for_cuda_without_a_gpu(cache_dtype) -> None:
-    from tests.pallas_kernels.test_paged_attention import a_gpu_to_lower_for
+    from tests.helpers.lowering import a_gpu_to_lower_for
 
     def shape(*dims: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype)

@@ -28,6 +28,7 @@ from pallas_kernels.paged_attention import (
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles, max_tiles
 from pallas_kernels.paged_attention.triton_decode import DecodeTiles
 from pallas_kernels.paged_attention.triton_decode import paged_decode as triton_paged_decode
+from tests.helpers.lowering import a_gpu_to_lower_for
 from tests.helpers.slow import slow_except
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -322,16 +323,6 @@ def test_triton_kernels_lower_for_cuda_without_a_gpu(head_dim: int, dtype) -> No
         traced = jax.jit(both).trace(q, decode_q, k, v, table, query_start, kv_length)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("xla.gpu.triton") == 5  # ragged: tiles and single tokens; decode; split decode and its combination
-
-
-def a_gpu_to_lower_for():
-    """JAX >= 0.11 requires the GPU target of a Triton kernel."""
-    if not hasattr(jax.sharding, "AbstractDevice"):
-        import contextlib
-
-        return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def test_the_choice_follows_the_platform() -> None:
