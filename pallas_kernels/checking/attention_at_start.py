@@ -120,8 +120,7 @@ def batches(shapes: Shapes, layer: Layer) -> list[Batch]:
     }
     decodes = {
         "8 rows": (*few, 3 * page - 1 if window is None else window + 1),
-        # More than kernels for few rows take.
-        "72 rows": (*few, *around, *range(5, 5 + 7 * (65 - len(around)), 7)),
+        "24 rows": (*few, *around, *range(5, 5 + 7 * (17 - len(around)), 7)),
     }
     queries = shapes.num_queries
     return [

@@ -14,11 +14,7 @@ from pallas_kernels.paged_attention.ragged import by_row_length
 __all__ = ["paged_attention", "paged_decode", "supports"]
 
 MAX_MOSAIC_DECODE_ROWS = 8
-"""With more rows of about equal length both kernels read at the same speed or Triton's faster."""
-MAX_UNEVEN_ROWS, LONG_ROW = 64, 16384
-"""So many rows, if they may have so many keys, are Mosaic's too: it gives each core an even share of all keys. One row of 65536 beside
-15 of 1024 takes 107 us, and 716 in the parts of a row that Triton's programs have (one H200, 8 KV heads). Even rows take 2 to 6 % longer
-from 8192 keys on, and more where they are short, which a whole step of 64 rows with 1024 keys does not show."""
+"""With more, both kernels read at the same speed or Triton's faster."""
 
 
 def paged_attention(
@@ -66,10 +62,9 @@ def paged_decode(
     part: Part | None = None,
     interpret: bool = False,
 ) -> Any:
-    """By whichever kernel was measured faster, see `takes_mosaic`; that of Triton also takes parts."""
-    num_slots = page_table_RB.shape[1] * k_pages_PKSH.shape[2]
-    longest = num_slots if window is None else min(window, num_slots)
-    if part is None and takes_mosaic(len(kv_length_R), longest, q_RKGH.shape[3], num_queries):
+    """By whichever kernel was measured faster: Mosaic's for few rows of wide heads, else that of Triton, which also takes parts."""
+    num_rows, head_dim = len(kv_length_R), q_RKGH.shape[3]
+    if num_rows <= MAX_MOSAIC_DECODE_ROWS and head_dim >= 128 and part is None:
         # Imported late: it needs Mosaic, and `supports` has to answer where there is none.
         from pallas_kernels.paged_attention import mosaic_decode as kernels
     else:
@@ -91,12 +86,6 @@ def paged_decode(
         **({} if part is None else {"part": part}),  # type: ignore[arg-type]
         interpret=interpret,
     )
-
-
-def takes_mosaic(num_rows: int, longest: int, head_dim: int, num_queries: int = 1) -> bool:
-    """Whether a decode goes through the Mosaic kernel. longest: keys that a row may have at most."""
-    is_uneven = num_rows <= MAX_UNEVEN_ROWS and longest >= LONG_ROW and num_queries == 1
-    return head_dim >= 128 and (num_rows <= MAX_MOSAIC_DECODE_ROWS or is_uneven)
 
 
 def supports(

@@ -62,11 +62,7 @@ def pick_tiles(
     if num_pairs >= num_cores():
         # Two even out the last wave; of narrow heads they would be too short for that to pay, and of several queries there is
         # more to merge than that saves (measured).
-        has_two = num_pairs < 8 * num_cores() and padded_dim * itemsize >= 256 and num_queries == 1
-        wanted = 2 if has_two else 1
-        # Long splits leave cores idle in the last wave: 64 rows of 8192 keys take 654 us in two, 573 in three (measured).
-        if has_two and longest >= 8192:
-            wanted = max(wanted, 12 * num_cores() // num_pairs)
+        wanted = 2 if num_pairs < 8 * num_cores() and padded_dim * itemsize >= 256 and num_queries == 1 else 1
     else:
         wanted = 2 * num_cores() // num_pairs
     # A split below four tiles costs more in the combination than it gains.

@@ -100,8 +100,6 @@ def check_cases(tiny: bool) -> list[Case]:
         Batch("mixed edges", decodes=edges, prompts=((16, 0), (17, 0), (2, 15), (130, 0), (33, 200), (64, 64)), padding=13),
         Batch("contexts 32 k and 128 k", decodes=(32768, 131072, 1, 5000)),
         Batch("chunk at 128 k", prompts=((200, 130872),)),
-        Batch("64 rows, one of 32 k", decodes=(*many[:40], 32768, 0, *many[40:62])),
-        Batch("64 rows, one of 32 k, fp8 cache", (*many[:40], 32768, 0, *many[40:62]), cache_dtype=FP8, has_scales=True),
         Batch("512 rows", decodes=many),
         Batch("512 rows with a prompt", decodes=many[:500], prompts=((512, 0),)),
         Batch("one row", decodes=(777,)),

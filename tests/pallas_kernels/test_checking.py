@@ -89,7 +89,7 @@ def test_the_ragged_batch_has_what_once_went_wrong(num_kv_heads):
         assert len(longer) * num_kv_heads * shapes.num_groups > 2 * 132, "more work than cores"
         assert lengths[-1] == 0 and ragged.padding and ragged.poison
         assert {1, 15, 16, 17} <= {new for new, _ in ragged.prompts if new}
-        assert small.num_tokens == 16 and len(few.decodes) == 8 and len(many.decodes) == 72 and 0 in few.decodes
+        assert small.num_tokens == 16 and len(few.decodes) == 8 and len(many.decodes) == 24 and 0 in few.decodes
         if layer.window:
             assert {layer.window - 1, layer.window, layer.window + 1} <= {*ragged.kv_lengths, *few.decodes, *many.decodes}
 
@@ -97,7 +97,7 @@ def test_the_ragged_batch_has_what_once_went_wrong(num_kv_heads):
 def test_decodes_of_several_queries_are_checked_where_there_are_such():
     *others, few, many = batches(replace(SHAPES, num_queries=17), Layer(0.1, 100))
     assert others == batches(SHAPES, Layer(0.1, 100))
-    assert (few.num_queries, len(few.decodes)) == (17, 8) and (many.num_queries, len(many.decodes)) == (17, 72)
+    assert (few.num_queries, len(few.decodes)) == (17, 8) and (many.num_queries, len(many.decodes)) == (17, 24)
     assert min(filter(None, few.decodes)) == 17 and 0 in few.decodes
 
 

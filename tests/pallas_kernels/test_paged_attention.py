@@ -18,11 +18,9 @@ from pallas_kernels.paged_attention import (
     TAKING_PARTS,
     candidates,
     choose,
-    mosaic,
     paged_attention,
     paged_decode,
     supports,
-    triton_decode,
     triton_prefill,
 )
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles, max_tiles
@@ -331,32 +329,6 @@ def test_the_choice_follows_the_platform() -> None:
     assert choose(platform="gpu", **case) == ("mosaic" if has_mosaic() else "triton")
     assert choose(platform="gpu", **case | {"head_dim": 80}) == "triton"
     assert choose(platform="gpu", **case | {"head_dim": 512}) == "xla"
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "longest", "num_queries", "expected"),
-    [
-        (8, 1024, 1, True),
-        (8, 1024, 5, True),
-        (9, 8192, 1, False),
-        (9, 16384, 1, True),
-        (64, 131072, 1, True),
-        (64, 131072, 5, False),
-        (65, 131072, 1, False),
-    ],
-)
-def test_rows_that_may_be_of_very_different_lengths_are_shared_evenly_among_cores(
-    num_rows: int, longest: int, num_queries: int, expected: bool
-) -> None:
-    assert mosaic.takes_mosaic(num_rows, longest, 128, num_queries) is expected
-    assert not mosaic.takes_mosaic(num_rows, longest, 64, num_queries)
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_slots", "splits"), [(64, 4096, 2), (64, 8192, 3), (24, 8192, 8), (16, 8192, 2), (256, 8192, 1)]
-)
-def test_long_rows_are_split_more_often_where_splits_fill_no_whole_waves(num_rows: int, num_slots: int, splits: int) -> None:
-    assert triton_decode.pick_tiles(num_rows, 8, 128, 2, num_slots).num_splits == splits
 
 
 def test_unknown_implementation_is_refused_by_name() -> None:
