@@ -157,8 +157,9 @@ class Programs(Generic[Key]):
 
     def _start_workers(self) -> None:
         # One more thread than compiles in parallel: it traces meanwhile. Those that find nothing to do end.
-        num_later = min(len(self._later), _MOST_LATER) if self._begins_later else 0
-        num_wanted = len(self._queue) + num_later + bool(self._rare)
+        num_wanted = len(self._queue)
+        if self._begins_later or not self._later:
+            num_wanted += min(len(self._later), _MOST_LATER) + bool(self._rare)
         for _ in range(min(num_wanted, self._threads + 1 - len(self._workers))):
             worker = threading.Thread(target=self._work, name="programs", daemon=True)
             self._workers.append(worker)
