@@ -23,12 +23,13 @@ from jaxllm.runner.consumers import Hidden
 from jaxllm.runner.consumers.sampling import PendingTokens
 from jaxllm.runner.expert_counts import CountsInFlight
 from jaxllm.runner.expert_moves import moved_experts
+from jaxllm.runner.features.drafts.step import Drafts
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
+from jaxllm.runner.row_arrays import Caches, Params, RowArrays, Scores
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind
 from jaxllm.runner.runner import work_bytes
-from jaxllm.runner.step import Caches, Params, RowArrays, Scores
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.runner.warm_up import WARM_UP_RUNS
 from jaxllm.runner.weights import Weights, WeightsSource
@@ -204,7 +205,7 @@ class LanesRunner(WeightsHolder):
             num_rows = self.buckets.fit_decode(max(len(batch.sampled) for batch in batches))
             variant = max(batch.variant for batch in batches)
             wanted.append(ProgramKey("decode", num_rows, variant, width=step.batch.next_width))
-        if self.shapes.functions.drafting is not None:
+        if self.shapes.functions.find(Drafts) is not None:
             wanted.append(self._propose_key(step))
         self.programs.start(wanted)
         for lane, part, work in zip(self.lanes, step.parts, work_of_each, strict=True):

@@ -1,4 +1,4 @@
-"""Moves a layer's experts between devices, by the program of `Placing.move`."""
+"""Moves a layer's experts between devices, by the program of `ExpertSlots.move`."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxllm.parallel.across_hosts import put
 from jaxllm.runner.expert_placement import ROUNDS
+from jaxllm.runner.features.expert_slots import ExpertSlots
 from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
 
@@ -23,8 +24,7 @@ def moved_experts(
 
     table_EC: the layer's new one; None: it stays.
     """
-    placing = shapes.functions.placing
-    assert placing is not None, "experts have no slots"
+    placing = shapes.functions.get(ExpertSlots)
     where = placing.leaves[layer]
     program, no_moves_2RN = program_of(shapes.moving_key(layer)), shapes.no_moves(layer)
     old = new = tuple(params[index] for index in where)
