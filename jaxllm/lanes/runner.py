@@ -19,18 +19,20 @@ from jaxllm.loaders.layout import delete
 from jaxllm.parallel.across_hosts import put
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
-from jaxllm.runner.consumers import Hidden
-from jaxllm.runner.consumers.sampling import PendingTokens
 from jaxllm.runner.expert_counts import CountsInFlight
 from jaxllm.runner.expert_moves import moved_experts
 from jaxllm.runner.features.drafts.step import Drafts
+from jaxllm.runner.features.sampling import PendingTokens
+from jaxllm.runner.heads import Hidden
+from jaxllm.runner.layout import StepLayout
 from jaxllm.runner.pending import StepInFlight
+from jaxllm.runner.program_pool import ProgramPool
 from jaxllm.runner.program_store import ProgramStore
-from jaxllm.runner.programs import Programs
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.row_arrays import Caches, Params, RowArrays, Scores
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind
 from jaxllm.runner.runner import work_bytes
-from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.warm_up import WARM_UP_RUNS
 from jaxllm.runner.weights import Weights, WeightsSource
 from jaxllm.runner.weights_holder import WeightsHolder
@@ -80,7 +82,7 @@ class LanesRunner(WeightsHolder):
         super().__init__(weights, source, first.times)
         self._first_lane = lanes.index(first)
         self.buckets = first.buckets
-        self.programs = Programs(
+        self.programs = ProgramPool(
             shapes.lower, threads=threads, compiler_options=shapes.compiler_options, store=store, times=self.times
         )
         self._joint_place, self._lane_places = shapes.replicated, [lane.shapes.replicated for lane in self.lanes]
@@ -121,9 +123,9 @@ class LanesRunner(WeightsHolder):
         self._prepare(step)
         variant = max(batch.variant for batch in step.batches)
         key = ProgramKey("decode", step.batch.layout.num_rows, variant, width=step.width)
-        (drawn,) = self._run_buffers(key, [batch.buffer for batch in step.batches])
+        (drawn,) = self._run_buffers(self.programs.get(key), [batch.buffer for batch in step.batches])
         for lane, part, drawn_R in zip(self.lanes, step.parts, parts_of(drawn, self._lane_places), strict=True):
-            others = [consumer.launch(work, None) for consumer, work in lane.select(part.batch)]
+            others = [head.launch(work, None) for head, work in lane.select(part.batch)]
             part.done, part.parts = drawn_R, [PendingTokens(part.batch.sampled, drawn_R, Scores(None, None)), *others]
 
     def _forward_and_sample(self, step: LanesInFlight) -> None:
@@ -138,21 +140,23 @@ class LanesRunner(WeightsHolder):
             if part.mask_TW is not None and step.width > 1:
                 lane.read_drafts(part)
         self._prepare(step)
-        hidden_TD, hidden_NWD, columns_NC, *shown = self._run_buffers(key, [batch.buffer for batch in step.batches])
+        hidden_TD, hidden_NWD, columns_NC, *shown = self._run_buffers(
+            self.programs.get(key), [batch.buffer for batch in step.batches]
+        )
         if shown:
             step.for_drafter = (hidden_TD, columns_NC, *shown[0])
         results = [parts_of(array, self._lane_places) for array in (hidden_TD, hidden_NWD, columns_NC)]
         for part, work, *arrays in zip(step.parts, work_of_each, *results, strict=True):
             part.hidden = hidden = Hidden(*arrays)
-            part.parts = [consumer.launch(each, hidden) for consumer, each in work]
+            part.parts = [head.launch(each, hidden) for head, each in work]
 
     def _sample(self, step: LanesInFlight) -> None:
-        """Start all that takes the hidden states of a step, but for consumers."""
+        """Start all that takes the hidden states of a step, but for heads."""
         for lane, part in zip(self.lanes, step.parts, strict=True):
             lane.sample(part)
         if step.for_drafter is not None:
             shown, step.for_drafter = step.for_drafter, None
-            self._run(self._propose_key(step), *shown)
+            self.run_on_rows(self.programs.get(self._propose_key(step)), *shown)
 
     def _propose_key(self, step: LanesInFlight) -> ProgramKey:
         """The program that shows a step of all lanes to the drafter."""
@@ -164,13 +168,20 @@ class LanesRunner(WeightsHolder):
         for lane, part in zip(self.lanes, step.parts, strict=True):
             part.errors = lane.prepare(part.batch)
 
-    def _run_buffers(self, key: ProgramKey, buffers: Sequence[np.ndarray]) -> list[Any]:
-        """Start the program forward or decode of all lanes with their buffers. Returns as `_run`."""
-        return self._run(key, put(np.concatenate(buffers), self._joint_place))
+    def _run_buffers(self, program: CompiledProgram, buffers: Sequence[np.ndarray]) -> list[Any]:
+        """Start the program forward or decode of all lanes with their buffers. Returns as `run_on_rows`."""
+        return self.run_on_rows(program, self.put(np.concatenate(buffers)))
 
-    def _run(self, key: ProgramKey, *arguments: Any) -> list[Any]:
+    def run_empty(self, program: CompiledProgram, layout: StepLayout) -> None:
+        """See ModelRunner."""
+        self._run_buffers(program, [lane.batches.empty(layout) for lane in self._all_lanes])
+
+    def put(self, arrays: Any) -> Any:
+        """Host arrays on the devices of all lanes."""
+        return jax.tree.map(partial(put, place=self._joint_place), arrays)
+
+    def run_on_rows(self, program: CompiledProgram, *arguments: Any) -> list[Any]:
         """Start a program of all lanes that changes their rows. Returns its results behind caches and rows."""
-        program = self.programs.get(key)
         self.caches, rows, *results = program(self.params, self.caches, self._join_rows(), *arguments, None)
         self._rows = rows
         for lane in self.lanes:
@@ -280,15 +291,7 @@ class LanesRunner(WeightsHolder):
         for number in range(1, WARM_UP_RUNS + 1):
             with self.times.part(f"warm-up run {number}"):
                 for key in self.shapes.common_keys():
-                    if key.kind == "move_experts":
-                        self.move_experts(key.size, self.shapes.no_moves(key.size), None)
-                        continue
-                    if key.kind == "propose":
-                        nothing = self.shapes.nothing_to_propose(key)
-                        self._run(key, *jax.tree.map(partial(put, place=self._joint_place), nothing))
-                        continue
-                    layout = self.shapes.layout(key)
-                    self._run_buffers(key, [lane.batches.empty(layout) for lane in self._all_lanes])
+                    self.shapes.kind_of(key).run_on_nothing(self, key, self.programs.get(key))
                 jax.block_until_ready((self._rows, self.caches))
         self.programs.is_warm = True
         for lane in self.lanes:

@@ -244,7 +244,7 @@ class PipelineRunner(Stages):
             last.on_drawn = self._tokens.send_back
         else:
             last.launch_in_thread()
-        last.consumers = (*last.consumers, LostPeers(self._earlier))
+        last.heads = (*last.heads, LostPeers(self._earlier))
 
     def dispatch(self, plan: SchedulerOutput) -> StepInFlight:
         """See ModelRunner."""

@@ -7,9 +7,10 @@ import numpy as np
 
 from jaxllm.parallel.across_hosts import put
 from jaxllm.runner.expert_placement import ROUNDS
-from jaxllm.runner.features.expert_slots import ExpertSlots
+from jaxllm.runner.features.expert_slots import ExpertSlots, MoveExperts
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.split_program import CompiledProgram
-from jaxllm.runner.step_programs import ProgramKey, StepPrograms
+from jaxllm.runner.step_programs import StepPrograms
 
 
 def moved_experts(
@@ -24,9 +25,9 @@ def moved_experts(
 
     table_EC: the layer's new one; None: it stays.
     """
-    placing = shapes.functions.get(ExpertSlots)
-    where = placing.leaves[layer]
-    program, no_moves_2RN = program_of(shapes.moving_key(layer)), shapes.no_moves(layer)
+    slots = shapes.functions.get(ExpertSlots)
+    kind, where = MoveExperts(slots), slots.leaves[layer]
+    program, no_moves_2RN = program_of(kind.key(shapes, layer)), kind.no_moves(shapes, layer)
     old = new = tuple(params[index] for index in where)
     for first in range(0, moves_2RN.shape[1], ROUNDS):
         rounds_2RN, part = no_moves_2RN.copy(), moves_2RN[:, first : first + ROUNDS]
@@ -34,5 +35,5 @@ def moved_experts(
         new = program(old, new, put(rounds_2RN, shapes.everywhere))
     changed = dict(zip(where, new, strict=True))
     if table_EC is not None:
-        changed[placing.table_of(layer)] = put(table_EC, shapes.everywhere)
+        changed[slots.table_of(layer)] = put(table_EC, shapes.everywhere)
     return changed

@@ -26,6 +26,8 @@ class LatestTokens(StepFeature):
 
     width = 1
     """Most tokens that a row samples in a step."""
+    num_shown = 0
+    """Number of results of `shown`."""
     num_lookahead = 0
     """Positions from that of the latest token on that a step may write behind those it computes."""
 

@@ -23,19 +23,16 @@ from jaxllm.runner import warm_up
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.batch import Batch, BatchBuilder
 from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.consumers import Hidden, HiddenConsumer
-from jaxllm.runner.consumers.pooling import Pooling
-from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
-from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.expert_counts import CountsInFlight
 from jaxllm.runner.expert_moves import moved_experts
 from jaxllm.runner.expert_placement import Tables
+from jaxllm.runner.features import make_features
 from jaxllm.runner.features.adapters import Adapters
+from jaxllm.runner.features.drafts.programs import TOKENS_PER_SHOW
 from jaxllm.runner.features.drafts.step import Drafts
-from jaxllm.runner.features.expert_counts import ExpertCounts
-from jaxllm.runner.features.expert_slots import ExpertSlots
-from jaxllm.runner.features.token_split import SplitTokens
+from jaxllm.runner.features.sampling import PendingTokens, Sampling
+from jaxllm.runner.heads import Head, Hidden
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import LatestTokens
 from jaxllm.runner.layout import StepLayout, padded
@@ -43,15 +40,17 @@ from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.peers import Peers
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_choice import ProgramChoice
+from jaxllm.runner.program_pool import ProgramPool
 from jaxllm.runner.program_store import ProgramStore
-from jaxllm.runner.programs import Programs
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.programs.write_blocks import UPDATES_PER_WRITE
 from jaxllm.runner.row_arrays import Caches, RowArrays, Scores
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
 from jaxllm.runner.shared_layers import traces_alike_once
 from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step import StepFunctions
-from jaxllm.runner.step_feature import StepFeature
-from jaxllm.runner.step_programs import TOKENS_PER_SHOW, UPDATES_PER_WRITE, ProgramKey, StepPrograms
+from jaxllm.runner.step_feature import FeatureParts
+from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.runner.token_split import TokenSplit
 from jaxllm.runner.weights import Weights, WeightsSource
 from jaxllm.runner.weights_holder import WeightsHolder
@@ -143,7 +142,7 @@ class ModelRunner(WeightsHolder):
             choice=self._new_choice(config),
         )
         self.store = store
-        self.programs = Programs(
+        self.programs = ProgramPool(
             self.shapes.lower,
             threads=threads,
             compiler_options=self.shapes.compiler_options,
@@ -151,10 +150,9 @@ class ModelRunner(WeightsHolder):
             is_storable=self.shapes.is_storable,
             times=self.times,
         )
-        self.consumers: tuple[HiddenConsumer, ...] = (
-            PromptLogprobs(self, self.buckets),
-            Pooling(self, self.buckets, model_config),
-        )
+        heads = (feature.head(self) for feature in functions.features)
+        self.heads: tuple[Head, ...] = tuple(head for head in heads if head is not None)
+        self._shows_history = "show" in self.shapes.kinds
         self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
@@ -186,12 +184,17 @@ class ModelRunner(WeightsHolder):
         config, model_config, drafter, last_part = source.config, source.model_config, source.drafter, self.weights.parts[-1]
         max_rows, vocab_size, max_logprobs = config.scheduler.max_num_seqs, model_config.vocab_size, config.model.max_logprobs
         assert max_rows is not None
-        found: list[StepFeature | None] = [
-            None if token_split is None else SplitTokens(token_split),
-            None if source.adaptation is None else Adapters(source.adaptation, merges[-1], last_part, kernels),
-            None if source.tables is None else ExpertSlots.of(model_config, source.model, last_part, merges[-1]),
-            ExpertCounts.of(model_config, source.model.layers) if config.observe.expert_load else None,
-        ]
+        parts = FeatureParts(
+            config,
+            model_config,
+            source.model,
+            kernels,
+            merges[-1],
+            last_part,
+            source.adaptation,
+            has_tables=source.tables is not None,
+            token_split=token_split,
+        )
         max_len = -(-plan.max_model_len // plan.block_size) * plan.block_size
         of_drafter = (merges[1:2], model_config.num_layers, max_len, model_config.padded_vocab_size)
         return StepFunctions(
@@ -203,7 +206,7 @@ class ModelRunner(WeightsHolder):
             num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
             logprobs_mode=config.model.logprobs_mode,
             processors=processors,
-            features=tuple(feature for feature in found if feature is not None),
+            features=make_features(parts),
             latest=LatestTokens() if drafter is None else Drafts(drafter, *of_drafter),
             share_layers=traces_alike_once(config, on_gpu=jax.default_backend() != "cpu"),
         )
@@ -215,7 +218,7 @@ class ModelRunner(WeightsHolder):
         is_ahead = compile_.warmup in ("all", "background")
 
         def ask(key: ProgramKey) -> None:
-            if is_ahead or key.kind == "forward_rows":
+            if is_ahead or self.shapes.kind_of(key).is_hurried:
                 self.programs.hurry([key])
             else:
                 self.programs.start((), [key])
@@ -268,12 +271,13 @@ class ModelRunner(WeightsHolder):
     def stage_adapter(self, packed: np.ndarray) -> jax.Array:
         """Send a packed adapter, or its bytes, to the devices, as far as it is of this stage; it has arrived when this returns. May be
         called in a thread."""
-        wanted, adapting = self.shapes.packed_adapter, self.shapes.functions.get(Adapters)
+        adapting = self.shapes.functions.get(Adapters)
+        wanted = adapting.packed(self.shapes.mesh)
         own = adapting.adaptation.own(packed.view(wanted.dtype).reshape(wanted.shape[0], -1))
         return jax.block_until_ready(put(own, wanted.sharding))  # type: ignore[no-any-return]
 
     def write_adapter(self, slot: int, packed: jax.Array) -> None:
-        """Write an adapter (`StepPrograms.packed_adapter`) into a slot, after the steps dispatched so far and before later ones.
+        """Write an adapter (`Adapters.packed`) into a slot, after the steps dispatched so far and before later ones.
 
         Takes the array. Raises the device's error if it cannot; the slots are then lost.
         """
@@ -357,13 +361,13 @@ class ModelRunner(WeightsHolder):
         """Free all rows and the arrays that steps change: the KV cache, the rows' arrays, the state of full sampling."""
         self.rows.clear()
         delete((self.caches, self.row_arrays))
-        self._delete_consumers_arrays()
+        self._delete_heads_arrays()
         self.caches = ()
 
-    def _delete_consumers_arrays(self) -> None:
+    def _delete_heads_arrays(self) -> None:
         self.sampling.delete_arrays()
-        for consumer in self.consumers:
-            consumer.delete_arrays()
+        for head in self.heads:
+            head.delete_arrays()
 
     def _new_row_arrays(self) -> RowArrays:
         return self.put(jax.tree.map(lambda wanted: np.zeros(wanted.shape, wanted.dtype), self.shapes.rows))  # type: ignore[no-any-return]
@@ -504,7 +508,7 @@ class ModelRunner(WeightsHolder):
         if batch.extra_updates is not None:
             self._write_blocks(*batch.extra_updates)
         for row in batch.admitted:
-            if self.shapes.shows_history and row.data.num_computed_tokens:
+            if self._shows_history and row.data.num_computed_tokens:
                 self._show(row)
         return dict(batch.errors)
 
@@ -515,7 +519,7 @@ class ModelRunner(WeightsHolder):
         program = self.program(key)
         (drawn,) = self.run_step(program, batch.layout, batch.buffer, self.enter(batch))
         self.on_drawn(self.row_arrays.last_token_N)
-        parts = [consumer.launch(work, None) for consumer, work in self.select(batch)]
+        parts = [head.launch(work, None) for head, work in self.select(batch)]
         step.done, step.parts = drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts]
 
     def run_step(
@@ -528,6 +532,16 @@ class ModelRunner(WeightsHolder):
         self.caches, self.row_arrays, *results = program(
             self.params, self.caches, self.row_arrays, sent, self.workspace, *entering
         )
+        return results
+
+    def run_empty(self, program: CompiledProgram, layout: StepLayout) -> None:
+        """Start a program that computes layers on a step without requests."""
+        entering = self.put(tuple(np.zeros(x.shape, x.dtype) for x in self.shapes.entering(layout)))
+        self.run_step(program, layout, self.batches.empty(layout), entering)
+
+    def run_on_rows(self, program: CompiledProgram, *arguments: Any) -> list[Any]:
+        """Start a program that changes caches and rows. Returns its results behind them."""
+        self.caches, self.row_arrays, *results = program(self.params, self.caches, self.row_arrays, *arguments, self.workspace)
         return results
 
     def is_adapted(self, batch: Batch) -> bool:
@@ -573,7 +587,7 @@ class ModelRunner(WeightsHolder):
         step.errors = self.prepare(batch)
         forward = self.program(forward_key)
         step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, batch.buffer, self.enter(batch)))
-        step.parts = [consumer.launch(part, hidden) for consumer, part in work]
+        step.parts = [head.launch(part, hidden) for head, part in work]
 
     def _forward_key(self, batch: Batch) -> ProgramKey:
         """The program that computes the hidden states of a step."""
@@ -586,17 +600,17 @@ class ModelRunner(WeightsHolder):
         step.draft_NK = draft_NK = self.program(ProgramKey("drafts"))(self.row_arrays.drafts.draft_NK)
         draft_NK.copy_to_host_async()
 
-    def select(self, batch: Batch) -> list[tuple[HiddenConsumer, Any]]:
-        """The consumers that have work in a step, with it."""
-        return [(consumer, work) for consumer in self.consumers if (work := consumer.select(batch.chunks))]
+    def select(self, batch: Batch) -> list[tuple[Head, Any]]:
+        """The heads that have work in a step, with it."""
+        return [(head, work) for head in self.heads if (work := head.select(batch.chunks))]
 
-    def keys_after(self, batch: Batch, work: Sequence[tuple[HiddenConsumer, Any]]) -> list[ProgramKey]:
+    def keys_after(self, batch: Batch, work: Sequence[tuple[Head, Any]]) -> list[ProgramKey]:
         """What takes the hidden states of a step that `forward` computes."""
         sampled = [self.sampling.key(batch)] if batch.sampled else []
-        return [*sampled, *(key for consumer, part in work for key in consumer.keys(part, batch.layout.num_tokens))]
+        return [*sampled, *(key for head, part in work for key in head.keys(part, batch.layout.num_tokens))]
 
     def sample(self, step: StepInFlight) -> None:
-        """Start all that takes the hidden states of a step, but for consumers."""
+        """Start all that takes the hidden states of a step, but for heads."""
         batch, hidden = step.batch, step.take_hidden()
         tokens: list[PendingTokens] = []
         for row in batch.admitted:
@@ -607,16 +621,8 @@ class ModelRunner(WeightsHolder):
             self.on_drawn(self.row_arrays.last_token_N)
         if hidden.for_drafter is not None:
             token_ids_T, features = hidden.for_drafter
-            self.caches, self.row_arrays = self.program(self._propose_key(batch))(
-                self.params,
-                self.caches,
-                self.row_arrays,
-                hidden.hidden_TD,
-                hidden.columns_NC,
-                token_ids_T,
-                features,
-                self.workspace,
-            )
+            program = self.program(self._propose_key(batch))
+            self.run_on_rows(program, hidden.hidden_TD, hidden.columns_NC, token_ids_T, features)
         step.done, step.parts = tokens[0].drawn if tokens else hidden.columns_NC, [*tokens, *step.parts]
 
     def _propose_key(self, batch: Batch) -> ProgramKey:
@@ -652,7 +658,7 @@ class ModelRunner(WeightsHolder):
         return jax.tree.map(self._put, arrays) if self._spans_hosts else jax.device_put(arrays, self.shapes.replicated)
 
 
-def work_bytes(programs: Programs[ProgramKey], key: ProgramKey) -> int:
+def work_bytes(programs: ProgramPool[ProgramKey], key: ProgramKey) -> int:
     """Temporary and output bytes of a program on each device; 0 if the backend does not report them."""
     programs.compile_all([key], SILENT)
     sizes = programs.get(key).memory_analysis()

@@ -1,8 +1,8 @@
 """Counts on the device how many tokens each expert of each mixture computes."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,14 @@ import jax.numpy as jnp
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
 from jaxllm.runner.expert_counts import mixture_layers
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import RowArrays
-from jaxllm.runner.step_feature import StepFeature, StepRun
+from jaxllm.runner.split_program import CompiledProgram, Lowered
+from jaxllm.runner.step_feature import FeatureParts, StepFeature, StepRun
+
+if TYPE_CHECKING:
+    from jaxllm.runner.step_programs import StepPrograms
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,9 @@ class ExpertCounts(StepFeature):
         ]
         return counts_LE.reshape(-1).at[jnp.concatenate(index)].add(1, mode="drop").reshape(counts_LE.shape)
 
+    def programs(self) -> Sequence[ProgramKind]:
+        return [TakeExpertTokens(self)]
+
     def row_arrays(self, num_rows: int) -> dict[str, Any]:
         return {"expert_tokens_LE": jax.ShapeDtypeStruct(self.shape, jnp.int32)}
 
@@ -67,3 +76,27 @@ class ExpertCounts(StepFeature):
     def take(self, rows: RowArrays) -> tuple[RowArrays, jax.Array]:
         """The rows' arrays with no tokens of experts, and those counted so far."""
         return rows._replace(expert_tokens_LE=jnp.zeros_like(rows.expert_tokens_LE)), rows.expert_tokens_LE
+
+
+class TakeExpertTokens(ProgramKind):
+    """See `ExpertCounts.take`."""
+
+    name = "take_expert_tokens"
+
+    def __init__(self, counts: ExpertCounts):
+        self.counts = counts
+
+    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
+        return [ProgramKey(self.name)]
+
+    def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
+        program = jax.jit(self.counts.take, donate_argnums=0, out_shardings=programs.replicated)
+        return program.lower(programs.rows)
+
+    def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
+        runner.take_expert_tokens()
+
+
+def make(parts: FeatureParts) -> StepFeature | None:
+    """For engines that report the load of experts."""
+    return ExpertCounts.of(parts.model_config, parts.model.layers) if parts.config.observe.expert_load else None
