@@ -137,8 +137,7 @@ class LanesRunner(WeightsHolder):
         work_of_each = [lane.select(part.batch) for lane, part in zip(self.lanes, step.parts, strict=True)]
         self._expect(key, step, work_of_each)
         for lane, part in zip(self.lanes, step.parts, strict=True):
-            if part.mask_TW is not None and step.width > 1:
-                lane.read_drafts(part)
+            lane.tokens.read(part)
         self._prepare(step)
         hidden_TD, hidden_NWD, columns_NC, *shown = self._run_buffers(
             self.programs.get(key), [batch.buffer for batch in step.batches]

@@ -26,8 +26,8 @@ class Hidden:
     """Of the last token of each row, or with drafts of the last ones."""
     columns_NC: jax.Array
     """The rows' columns, of which sampling reads its parameters."""
-    for_drafter: Any = None
-    """What drafts are proposed of: token_ids_T, and features of the drafter's choice."""
+    shown: Any = None
+    """`LatestTokens.shown`, if there is anything."""
 
 
 class Device(Protocol):
@@ -47,6 +47,9 @@ class Device(Protocol):
 
     def program(self, key: ProgramKey) -> CompiledProgram:
         """A compiled program."""
+
+    def run_on_rows(self, program: CompiledProgram, *arguments: Any) -> list[Any]:
+        """Start a program that changes caches and rows."""
 
     def put(self, arrays: Any) -> Any:
         """Host arrays on the device, or the same on each of several."""

@@ -29,7 +29,6 @@ from jaxllm.runner.expert_moves import moved_experts
 from jaxllm.runner.expert_placement import Tables
 from jaxllm.runner.features import make_features
 from jaxllm.runner.features.adapters import Adapters
-from jaxllm.runner.features.drafts.programs import TOKENS_PER_SHOW
 from jaxllm.runner.features.drafts.step import Drafts
 from jaxllm.runner.features.sampling import PendingTokens, Sampling
 from jaxllm.runner.heads import Head, Hidden
@@ -45,7 +44,7 @@ from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.write_blocks import UPDATES_PER_WRITE
 from jaxllm.runner.row_arrays import Caches, RowArrays, Scores
-from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
+from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Rows
 from jaxllm.runner.shared_layers import traces_alike_once
 from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step import StepFunctions
@@ -54,7 +53,6 @@ from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.runner.token_split import TokenSplit
 from jaxllm.runner.weights import Weights, WeightsSource
 from jaxllm.runner.weights_holder import WeightsHolder
-from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
@@ -104,8 +102,7 @@ class ModelRunner(WeightsHolder):
         self.layers = model.layers
         # What was drawn from is known to full sampling alone.
         full_logprobs = config.model.logprobs_mode.startswith("processed")
-        num_drafts = 0 if drafter is None else drafter.num_drafts
-        self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=num_drafts)
+        self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=functions.latest.width - 1)
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self.sampling = Sampling(
             self,
@@ -152,7 +149,7 @@ class ModelRunner(WeightsHolder):
         )
         heads = (feature.head(self) for feature in functions.features)
         self.heads: tuple[Head, ...] = tuple(head for head in heads if head is not None)
-        self._shows_history = "show" in self.shapes.kinds
+        self.tokens = functions.latest.on_host(self)
         self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
@@ -508,8 +505,7 @@ class ModelRunner(WeightsHolder):
         if batch.extra_updates is not None:
             self._write_blocks(*batch.extra_updates)
         for row in batch.admitted:
-            if self._shows_history and row.data.num_computed_tokens:
-                self._show(row)
+            self.tokens.admit(row)
         return dict(batch.errors)
 
     def _decode(self, step: StepInFlight) -> None:
@@ -576,14 +572,9 @@ class ModelRunner(WeightsHolder):
             # The next step's program, unless other requests arrive.
             num_rows, width = self.buckets.fit_decode(len(batch.sampled)), batch.next_width
             likely.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self.is_adapted(batch)))
-        if self.shapes.functions.find(Drafts) is not None:
-            needed.append(self._propose_key(batch))
-        reads_drafts = step.mask_TW is not None and batch.width > 1
-        if reads_drafts:
-            needed.append(ProgramKey("drafts"))
+        needed += self.tokens.keys(step)
         self.programs.expect(needed, likely)
-        if reads_drafts:
-            self.read_drafts(step)
+        self.tokens.read(step)
         step.errors = self.prepare(batch)
         forward = self.program(forward_key)
         step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, batch.buffer, self.enter(batch)))
@@ -593,12 +584,6 @@ class ModelRunner(WeightsHolder):
         """The program that computes the hidden states of a step."""
         kind, size = ("forward_rows", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
         return ProgramKey(kind, size, adapted=self.is_adapted(batch))
-
-    def read_drafts(self, step: StepInFlight) -> None:
-        """Start to copy the drafts that a step with masked requests will compute."""
-        assert self.row_arrays.drafts is not None
-        step.draft_NK = draft_NK = self.program(ProgramKey("drafts"))(self.row_arrays.drafts.draft_NK)
-        draft_NK.copy_to_host_async()
 
     def select(self, batch: Batch) -> list[tuple[Head, Any]]:
         """The heads that have work in a step, with it."""
@@ -619,16 +604,8 @@ class ModelRunner(WeightsHolder):
         if batch.sampled:
             tokens.append(self.sampling.launch(batch, hidden, step.mask_TW))
             self.on_drawn(self.row_arrays.last_token_N)
-        if hidden.for_drafter is not None:
-            token_ids_T, features = hidden.for_drafter
-            program = self.program(self._propose_key(batch))
-            self.run_on_rows(program, hidden.hidden_TD, hidden.columns_NC, token_ids_T, features)
+        self.tokens.follow(batch, hidden)
         step.done, step.parts = tokens[0].drawn if tokens else hidden.columns_NC, [*tokens, *step.parts]
-
-    def _propose_key(self, batch: Batch) -> ProgramKey:
-        """The program that shows a step to the drafter."""
-        variant = min(batch.variant, Variant.RANDOM)
-        return ProgramKey("propose", batch.layout.num_tokens, variant, width=batch.next_width)
 
     def _write_blocks(self, index: np.ndarray, block: np.ndarray) -> None:
         program = self.program(ProgramKey("write_blocks"))
@@ -636,15 +613,6 @@ class ModelRunner(WeightsHolder):
             part = slice(first, first + UPDATES_PER_WRITE)
             arrays = padded(index[part], block[part], UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
             self.row_arrays = program(self.row_arrays, self.put(arrays))
-
-    def _show(self, row: Row) -> None:
-        """Show the cached prefix of a request to the drafter."""
-        program, token_ids = self.program(ProgramKey("show")), row.data.token_ids
-        for first in range(0, row.data.num_computed_tokens, TOKENS_PER_SHOW):
-            part = token_ids[first : min(first + TOKENS_PER_SHOW, row.data.num_computed_tokens)]
-            tokens = np.full(TOKENS_PER_SHOW, -1, np.int32)
-            tokens[: len(part)] = part
-            self.row_arrays = program(self.row_arrays, *self.put((np.array([row.index, first], np.int32), tokens)))
 
     def send(self, layout: StepLayout, buffer: np.ndarray) -> Any:
         """A step's buffer in the form that its program takes."""

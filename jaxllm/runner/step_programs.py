@@ -162,7 +162,7 @@ class StepPrograms:
     @property
     def adapted_steps(self) -> tuple[bool, ...]:
         """The values of `adapted` of programs that run layers."""
-        return (False, True) if self.has_adapters else (False,)
+        return tuple(sorted({False, self.has_adapters}))
 
     @property
     def adapts_logits(self) -> bool:
@@ -172,7 +172,7 @@ class StepPrograms:
     @property
     def adapted_heads(self) -> tuple[bool, ...]:
         """The values of `adapted` of programs that compute logits of hidden states."""
-        return (False, True) if self.adapts_logits else (False,)
+        return tuple(sorted({False, self.adapts_logits}))
 
     def is_storable(self, key: ProgramKey) -> bool:
         """Whether another process may use the program."""

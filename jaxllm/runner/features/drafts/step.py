@@ -14,6 +14,7 @@ from jaxllm.parallel.exchange import LaneExchange
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting
+from jaxllm.runner.features.drafts.host import DraftsOnHost
 from jaxllm.runner.features.drafts.programs import CopyDrafts, Propose, Show
 from jaxllm.runner.features.drafts.rows import (
     DraftRows,
@@ -26,6 +27,7 @@ from jaxllm.runner.features.drafts.rows import (
     note_computed,
     resolve_starts,
 )
+from jaxllm.runner.heads import Device
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import Draw, LatestTokens, with_latest
 from jaxllm.runner.layout import Column
@@ -90,6 +92,9 @@ class Drafts(LatestTokens):
 
     def programs(self) -> Sequence[ProgramKind]:
         return [Propose(self), *([Show(self)] if self.drafter.needs_history else []), CopyDrafts()]
+
+    def on_host(self, device: Device) -> DraftsOnHost:
+        return DraftsOnHost(device, needs_history=self.drafter.needs_history)
 
     def row_arrays(self, num_rows: int) -> dict[str, Any]:
         def ints(*shape: int) -> Any:
