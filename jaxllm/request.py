@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from jaxllm import clock
+from jaxllm.errors import InvalidRequestError
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.thinking import ThinkingBudget, ThinkingSection
@@ -103,12 +106,33 @@ class RequestAdapter(Protocol):
     """Its slot on the device, while a request that has it is admitted."""
 
 
+class PromptItem(msgspec.Struct, frozen=True):
+    """A part of a prompt that is more than its token ids, e.g. an image. It stands at placeholder tokens of the prompt."""
+
+    kind: str
+    """What computes it: a room of the scheduler that lists this kind."""
+    content_hash: bytes
+    """Equal for items with equal keys and values only: it covers all that shapes them, settings of their processing included."""
+    position: int
+    """Of its first token in the prompt."""
+    num_tokens: int
+    payload: bytes = b""
+    """Its content, in a form that only what computes it reads."""
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.position + self.num_tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineCoreRequest:
     """One validated sequence to generate or to pool, in token ids. The front sends it to the engine core."""
 
     request_id: str
     prompt_token_ids: list[int]
+    items: tuple[PromptItem, ...] = ()
+    """What stands at some of these tokens, in order, without overlap."""
     sampling_params: SamplingParams
     """Here n is 1 (the front makes a request per answer), and max_tokens and the seed are set. Unused with pooling_params."""
     pooling_params: PoolingParams | None = None
@@ -134,6 +158,17 @@ class EngineCoreRequest:
     """Requests of one session go to one replica as long as it takes them at once."""
     client: str = ""
     """Who sent it, as far as the scheduling policy "fair" tells clients apart."""
+
+    def __post_init__(self) -> None:
+        end = 0
+        for item in self.items:
+            if not end <= item.position < item.end <= len(self.prompt_token_ids):
+                raise InvalidRequestError(
+                    f"prompt has {len(self.prompt_token_ids)} tokens and an item of kind {item.kind!r} at {item.position} to "
+                    f"{item.end}; items must lie inside it in order, without overlap, each with at least 1 token",
+                    "prompt",
+                )
+            end = item.end
 
     @property
     def reads_prefix_cache(self) -> bool:

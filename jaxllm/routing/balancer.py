@@ -11,7 +11,7 @@ from jaxllm.errors import EngineDeadError, InvalidRequestError
 from jaxllm.request import EngineCoreRequest
 from jaxllm.routing.loads import QUEUE_TOKENS, Loads
 from jaxllm.routing.prefix_index import PrefixIndex, keys_of
-from jaxllm.scheduler.block_hash import HashAlgorithm, first_keys, hashes_of
+from jaxllm.scheduler.block_hash import HashAlgorithm, extra_keys_of, hashes_of
 from jaxllm.scheduler_stats import SchedulerStats
 
 RoutingPolicy = Literal["cache_aware", "least_loaded", "round_robin"]
@@ -169,7 +169,7 @@ class Balancer:
         return cached * self._block_size
 
     def _keys(self, request: EngineCoreRequest, adapter_key: str | None) -> Iterable[int]:
-        extra_keys = first_keys(request.cache_salt, adapter_key)
+        extra_keys = extra_keys_of(request, adapter_key, self._block_size)
         return keys_of(hashes_of(request.prompt_token_ids, self._block_size, self._hash_algorithm, extra_keys))
 
     def _choose(

@@ -9,7 +9,7 @@ from jaxllm.cache_news import KEY_BYTES, CacheNews
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 from jaxllm.lora.adapter import Adapter
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.request import EngineCoreRequest, Request
+from jaxllm.request import EngineCoreRequest, PromptItem, Request
 from jaxllm.routing.balancer import Balancer
 from jaxllm.routing.loads import LOAD_TOKENS, ROW_TOKENS
 from jaxllm.sampling_params import SamplingParams
@@ -289,3 +289,11 @@ def test_the_latest_sessions_are_remembered(monkeypatch):
     balancer = make_balancer(policy="round_robin")
     assert [balancer.choose(make_request(name, [1], session_id=name)) for name in "abac"] == [0, 1, 0, 1]
     assert list(balancer._sessions) == ["a", "c"]
+
+
+def test_a_prompt_with_an_item_goes_to_the_replica_that_has_that_item_cached():
+    balancer = make_balancer()
+    dog, cat = (make_request(name, [7] * 80, items=(PromptItem("image", name.encode(), 8, 60),)) for name in ("dog", "cat"))
+    balancer.note_news(1, news_of(dog))
+    balancer.note_news(2, news_of(cat))
+    assert [balancer.choose(each) for each in (dog, cat)] == [1, 2]
