@@ -25,6 +25,7 @@ from jaxllm.parallel.topology import Topology
 from jaxllm.pooling_calls import PoolingCalls
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
+from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.text.input_processor import FrontRequest, Prompt, TokensPrompt
 from jaxllm.text.tokenization import PLAIN, Tokenization
@@ -338,9 +339,8 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
                 str(next(self._request_numbers)),
                 tokenized[place],
                 all_params[place],
+                RequestOptions(priority=priorities[place], adapter=adapters[place]),
                 arrival_time=arrival_time,
-                priority=priorities[place],
-                adapter=adapters[place],
             )
 
         return each(range(len(all_prompts)), request, "prompt")

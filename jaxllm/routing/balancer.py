@@ -118,7 +118,7 @@ class Balancer:
         """
         cached = self._cached_tokens(request) if self._reads_caches else None
         num_tokens = len(request.prompt_token_ids)
-        return self._choose(request.request_id, num_tokens, cached, request.adapter, rank, request.session_id)
+        return self._choose(request.request_id, num_tokens, cached, request.options.adapter, rank, request.options.session_id)
 
     def choose_by_keys(self, request_id: str, num_tokens: int, keys: Iterable[int], rank: int | None = None) -> int:
         """The same for a prompt of `num_tokens` tokens whose blocks have these keys."""
@@ -158,10 +158,11 @@ class Balancer:
         """Tokens of a prompt that each replica has in its prefix cache."""
         if not request.reads_prefix_cache:
             return None
-        if request.adapter is None:
+        adapter = request.options.adapter
+        if adapter is None:
             return self.index.prefixes(self._keys(request, None)) * self._block_size
         cached = np.zeros(self.num_replicas, np.int64)
-        adapter_keys = [keys.get(request.adapter) for keys in self._adapter_keys]
+        adapter_keys = [keys.get(adapter) for keys in self._adapter_keys]
         for adapter_key in {key for key in adapter_keys if key is not None}:
             found = self.index.prefixes(self._keys(request, adapter_key))
             has_key = np.array([key == adapter_key for key in adapter_keys])

@@ -85,7 +85,7 @@ def extra_keys_of(spec: EngineCoreRequest, adapter_key: str | None, block_size: 
     """
     found: dict[int, tuple[ExtraKey, ...]] = {}
     if first_block == 0:
-        salt = () if spec.cache_salt is None else (("cache_salt", spec.cache_salt),)
+        salt = () if spec.options.cache_salt is None else (("cache_salt", spec.options.cache_salt),)
         first: tuple[ExtraKey, ...] = salt if adapter_key is None else (*salt, ("adapter", adapter_key))
         if first:
             found[0] = first

@@ -15,6 +15,7 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import AdapterNotFoundError
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
+from jaxllm.request_options import RequestOptions
 from tests.helpers import engines, goldens, peft_files
 from tests.helpers.engines import Answer
 
@@ -63,7 +64,9 @@ def core(shared_core: EngineCore) -> Iterator[EngineCore]:
 
 
 def request(request_id: str, adapter: str | None, prompt: int = 0, **params: object) -> EngineCoreRequest:
-    return replace(engines.request(request_id, PROMPTS[prompt], max_tokens=NUM_TOKENS, **params), adapter=adapter)
+    return replace(
+        engines.request(request_id, PROMPTS[prompt], max_tokens=NUM_TOKENS, **params), options=RequestOptions(adapter=adapter)
+    )
 
 
 def add(core: EngineCore, name: str, directory: Path, *, replace: bool = False) -> str:

@@ -10,6 +10,7 @@ from jaxllm.errors import EngineDeadError, InvalidRequestError
 from jaxllm.lora.adapter import Adapter
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, PromptItem, Request
+from jaxllm.request_options import RequestOptions
 from jaxllm.routing.balancer import Balancer
 from jaxllm.routing.loads import LOAD_TOKENS, ROW_TOKENS
 from jaxllm.sampling_params import SamplingParams
@@ -32,9 +33,16 @@ def stats(**fields) -> SchedulerStats:
     return SchedulerStats(**zeros | {"num_cache_blocks": 1000} | fields)
 
 
-def make_request(name, prompt, *, prompt_logprobs=None, **fields) -> EngineCoreRequest:
+def make_request(name, prompt, *, prompt_logprobs=None, items=(), pooling_params=None, **options) -> EngineCoreRequest:
     params = SamplingParams(max_tokens=4, prompt_logprobs=prompt_logprobs)
-    return EngineCoreRequest(request_id=str(name), prompt_token_ids=prompt, sampling_params=params, **fields)
+    return EngineCoreRequest(
+        request_id=str(name),
+        prompt_token_ids=prompt,
+        items=items,
+        pooling_params=pooling_params,
+        sampling_params=params,
+        options=RequestOptions(**options),
+    )
 
 
 def news_of(spec: EngineCoreRequest, algorithm="sha256", adapter: Adapter | None = None) -> CacheNews:

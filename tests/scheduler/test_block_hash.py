@@ -7,6 +7,7 @@ import pytest
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.request import EngineCoreRequest, PromptItem, Request
+from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.block_hash import NO_PARENT, block_hasher, cbor, hash_block
 
@@ -17,9 +18,13 @@ SALTED_CBOR = "1f053bb9beb3aa05007db9d57acef401c75086790bc62a4ed52a32000bf3aad3"
 """Second block of the tokens 0 to 7, in blocks of 4."""
 
 
-def hashes(tokens, algorithm="sha256", **fields):
+def hashes(tokens, algorithm="sha256", *, request_id="r", items=(), **options):
     spec = EngineCoreRequest(
-        request_id=fields.pop("request_id", "r"), prompt_token_ids=tokens, sampling_params=SamplingParams(), **fields
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        items=items,
+        sampling_params=SamplingParams(),
+        options=RequestOptions(**options),
     )
     return Request(spec, extend_hashes=block_hasher(4, algorithm)).block_hashes
 

@@ -200,7 +200,7 @@ def watch(scheduler: Scheduler) -> None:
 
     def places(requests: Iterable[Request], client: str) -> list[Any]:
         return [
-            place(request) for request in requests if client in ("", request.spec.client) and request.request_id not in moved
+            place(request) for request in requests if client in ("", request.options.client) and request.request_id not in moved
         ]
 
     def watched_schedule() -> SchedulerOutput:
