@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxllm.device_ops import DeviceOp
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
@@ -74,6 +75,8 @@ class SchedulerOutput:
     masks, which need their last tokens."""
     num_drafts: int = 0
     """Most drafts of a row, in this step and proposed for the next."""
+    ops: list[DeviceOp] = field(default_factory=list)
+    """What devices do before the step, in this order."""
 
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:
