@@ -20,6 +20,7 @@ from jaxllm.engine.failures import FailurePolicy
 from jaxllm.engine.features import AdapterManager
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
+from jaxllm.engine.op_queue import OpQueue
 from jaxllm.engine.pause import Pause
 from jaxllm.engine.preparations import Preparation
 from jaxllm.engine.profiler import Profiler
@@ -103,8 +104,9 @@ class EngineCore:
             self.start_times.describe(),
         )
         features = prepared.features
-        self.adapters = None if features.adapters is None else features.adapters.new_manager(self.executor)
-        self._expert_load = None if features.expert_load is None else features.expert_load.new_reader(self.executor)
+        self.ops = OpQueue(self.executor)
+        self.adapters = None if features.adapters is None else features.adapters.new_manager(self.executor, self.ops)
+        self._expert_load = None if features.expert_load is None else features.expert_load.new_reader(self.ops)
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         new_scheduler = partial(
             Scheduler,
@@ -120,7 +122,7 @@ class EngineCore:
         )
         self.scheduler = make_scheduler(self.config.parallel, new_scheduler)
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
-        self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight)
+        self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight, ops=self.ops)
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.executor)
         self._pause = Pause(self.config.scheduler.max_num_queued_reqs)
@@ -209,8 +211,6 @@ class EngineCore:
             if self._expert_load is not None:
                 self._expert_load.note_step(is_idle=not self.loop.has_work)
         except Exception as error:
-            if self._expert_load is not None:
-                self._expert_load.forget()
             news += self._recover(error)
         else:
             if self._failures.limits_steps:

@@ -47,20 +47,13 @@ class PendingStep(Protocol):
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and return its results. Raises the error of a launch or of a device."""
 
-
-class PendingCounts(Protocol):
-    """Tokens of experts on their way to the host."""
-
-    def is_ready(self) -> bool:
-        """Whether `result` returns at once."""
-
-    def result(self) -> np.ndarray:
-        """Int32 [mixtures, experts], in the order of the layers. Waits for the device; raises the error of a step before."""
+    def op_results(self) -> ModelRunnerOutput:
+        """Wait for the plan's operations and return their results, which are also among those of the step. Raises as `result`."""
 
 
 class Executor(Protocol):
-    """Holds weights, caches and rows on devices and runs steps on them, in the order of its calls. All calls but
-    `stage_adapter` come from one thread."""
+    """Holds weights, caches and rows on devices and runs steps on them, in the order of its calls. All calls but `stage` come from one
+    thread."""
 
     # The start, in this order
 
@@ -102,7 +95,13 @@ class Executor(Protocol):
     # Steps
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep:
-        """Start a step and return at once. A plan with masked requests needs the step's `draw` before the next dispatch."""
+        """Run the plan's operations, start its step and return at once. A plan with masked requests needs the step's `draw` before the
+        next dispatch of one with rows. Raises DeviceOpError if an operation fails, before anything else is done.
+        """
+
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """Send data to the devices for an operation of a later plan, which names the handle; it has arrived when this returns. Any thread
+        may call it. After an error some devices may have it: see `DropStaged`."""
 
     def start_over(self) -> None:
         """Free all rows and reallocate all arrays that steps change, after a failure that may have lost any of them.
@@ -129,29 +128,6 @@ class Executor(Protocol):
 
     def drop_caches(self) -> None:
         """Free all rows and the arrays that steps change: `start_over` allocates them again."""
-
-    # Adapters
-
-    def stage_adapter(self, packed: np.ndarray) -> Any:
-        """Send a packed adapter to the devices; it has arrived when this returns. May be called in a thread."""
-
-    def write_adapter(self, slot: int, staged: Any) -> None:
-        """Write an adapter that `stage_adapter` sent into a slot, after the steps dispatched so far and before later ones.
-
-        Raises the device's error if it cannot; the slots are then lost.
-        """
-
-    # Load of experts
-
-    def take_expert_tokens(self) -> PendingCounts:
-        """Start to read the tokens that each expert got since the last call, in the steps dispatched so far. Returns at once.
-        Called only if they are counted."""
-
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray) -> None:
-        """Move a layer's experts between devices, after the steps dispatched so far and before later ones. Returns at once. Called only if
-        they can move. In each round R, device n gets what was in the slot moves[0, r, n] before all rounds, counted over all devices,
-        and writes it to its own slot moves[1, r, n]; its number of slots stands for nothing. table_EC: how many copies each expert
-        has then, and the slots of these."""
 
     # Any time
 

@@ -1,13 +1,14 @@
 """LanesRunner: runs each step on all lanes at once, in programs that exchange tokens between them."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxllm.device_ops import DeviceOp
 from jaxllm.lanes.arrays import joined, parts_of
 from jaxllm.lanes.batches import alike
 from jaxllm.lanes.far_lane import FarLane
@@ -19,10 +20,10 @@ from jaxllm.loaders.layout import delete
 from jaxllm.parallel.across_hosts import put
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
-from jaxllm.runner.consumers import Hidden
+from jaxllm.runner.consumers import Hidden, PendingPart
 from jaxllm.runner.consumers.sampling import PendingTokens
-from jaxllm.runner.expert_counts import CountsInFlight
-from jaxllm.runner.expert_moves import moved_experts
+from jaxllm.runner.expert_ops import ExpertMoves
+from jaxllm.runner.ops import PlanRunner, by_type, run_by
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
@@ -39,22 +40,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import SchedulerOutput
 
 
-class CountsOfLanes:
-    """The tokens of experts on their way to the host."""
-
-    def __init__(self, lanes: Sequence[CountsInFlight]):
-        self._lanes = lanes
-
-    def is_ready(self) -> bool:
-        """Whether `result` returns at once."""
-        return all(lane.is_ready() for lane in self._lanes)
-
-    def result(self) -> np.ndarray:
-        """Integers [mixtures, experts]: of all lanes together."""
-        return np.stack([lane.result() for lane in self._lanes]).sum(axis=0)  # type: ignore[no-any-return]
-
-
-class LanesRunner(WeightsHolder):
+class LanesRunner(WeightsHolder, PlanRunner):
     """An executor over lanes: `ModelRunner`'s methods, each for all of them.
 
     It has the weights and caches of all lanes, and the programs `forward`, `decode` and `propose`, which all lanes run together: a step
@@ -82,6 +68,7 @@ class LanesRunner(WeightsHolder):
         self.programs = Programs(
             shapes.lower, threads=threads, compiler_options=shapes.compiler_options, store=store, times=self.times
         )
+        self._moves = ExpertMoves(self, self.programs.get)
         self._joint_place, self._lane_places = shapes.replicated, [lane.shapes.replicated for lane in self.lanes]
         self.caches: Caches = ()
         self._rows: RowArrays | None = None
@@ -93,7 +80,18 @@ class LanesRunner(WeightsHolder):
 
     # Steps
 
-    def dispatch(self, plan: SchedulerOutput) -> LanesInFlight:
+    def run_op(self, op: DeviceOp) -> list[PendingPart]:
+        """See PlanRunner. Experts move between the devices of all lanes; each lane counts what its own tokens chose, and with several hosts
+        the counts are those of this one's lanes."""
+        if type(op) in self._moves.ops:
+            return run_by(by_type([self._moves]), op)
+        return [part for lane in self.lanes for part in lane.run_op(op)]
+
+    def drain(self) -> None:
+        """See PlanRunner."""
+        self.lanes[0].drain()
+
+    def start_step(self, plan: SchedulerOutput) -> LanesInFlight:
         """See ModelRunner."""
         assert isinstance(plan, LanesPlan), "a plan of one lane"
         start = time.perf_counter()
@@ -263,6 +261,13 @@ class LanesRunner(WeightsHolder):
         for number, lane in enumerate(self.lanes):
             lane.set_params(tuple(of_lanes[number] for of_lanes in parts))
 
+    def replace_params(self, changed: Mapping[int, jax.Array]) -> None:
+        """See WeightsHolder. The same for the parts of each lane."""
+        super().replace_params(changed)
+        parts = {index: self._parts_of_weight(index, joint) for index, joint in changed.items()}
+        for number, lane in enumerate(self.lanes):
+            lane.replace_params({index: of_lanes[number] for index, of_lanes in parts.items()})
+
     def _parts_of_weight(self, index: int, joint: jax.Array) -> list[jax.Array]:
         shapes = [lane.weights.shapes[index] for lane in self.lanes]
         return parts_of(joint, [shape.sharding for shape in shapes], shapes[0].shape)
@@ -279,8 +284,8 @@ class LanesRunner(WeightsHolder):
         for number in range(1, WARM_UP_RUNS + 1):
             with self.times.part(f"warm-up run {number}"):
                 for key in self.shapes.common_keys():
-                    if key.kind == "move_experts":
-                        self.move_experts(key.size, self.shapes.no_moves(key.size), None)
+                    if key.kind == self._moves.program:
+                        self._moves.run_on_nothing(key)
                         continue
                     if key.kind == "propose":
                         nothing = self.shapes.nothing_to_propose(key)
@@ -304,29 +309,10 @@ class LanesRunner(WeightsHolder):
         delete(self.caches)
         self.caches = ()
 
-    # Adapters, which lanes have none of
-
-    def stage_adapter(self, packed: np.ndarray) -> Any:
-        raise AssertionError("lanes have no adapters")
-
-    def write_adapter(self, slot: int, staged: Any) -> None:
-        raise AssertionError("lanes have no adapters")
-
-    # Load of experts
-
-    def take_expert_tokens(self) -> CountsOfLanes:
-        """See ModelRunner. Each lane counts what its own tokens chose; with several hosts these are the counts of this one's lanes."""
-        self.lanes[0].drain()
-        return CountsOfLanes([lane.take_expert_tokens() for lane in self.lanes])
-
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray | None) -> None:
-        """See ModelRunner. Experts move between the devices of all lanes."""
-        self.lanes[0].drain()
-        changed = moved_experts(self.shapes, self.programs.get, self.params, layer, moves_2RN, table_EC)
-        self.params = tuple(changed.get(index, array) for index, array in enumerate(self.params))
-        parts = {index: self._parts_of_weight(index, joint) for index, joint in changed.items()}
-        for number, lane in enumerate(self.lanes):
-            lane.params = tuple(parts[index][number] if index in parts else array for index, array in enumerate(lane.params))
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """See Executor."""
+        for lane in self.lanes:
+            lane.stage(handle, data)
 
     # Any time
 

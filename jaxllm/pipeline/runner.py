@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxllm.device_ops import DeviceOp
 from jaxllm.pipeline.crossing import Crossing
 from jaxllm.pipeline.drawn_tokens import TokensOnDevices
 from jaxllm.pipeline.lost_peers import LostPeers
@@ -14,8 +15,9 @@ from jaxllm.pipeline.stages import EarlierStage, LastStage
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.runner.batch import Batch
-from jaxllm.runner.expert_counts import CountsInFlight
+from jaxllm.runner.consumers import PendingPart
 from jaxllm.runner.memory import entering_bytes
+from jaxllm.runner.ops import PlanRunner
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.rows import Rows
 from jaxllm.runner.runner import ModelRunner
@@ -23,7 +25,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import SchedulerOutput
 
 
-class Stages:
+class Stages(PlanRunner):
     """The stages of a pipeline that this process has: an executor's methods, each for all of them."""
 
     def __init__(self, earlier: Sequence[EarlierStage], last: ModelRunner, crossings: Sequence[Crossing], num_stages: int):
@@ -33,6 +35,19 @@ class Stages:
         self._crossings, self._num_stages = tuple(crossings), num_stages
 
     # Steps
+
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """See Executor. Each stage takes what is its own."""
+        for stage in self.stages:
+            stage.stage(handle, data)
+
+    def run_op(self, op: DeviceOp) -> list[PendingPart]:
+        """See PlanRunner. Each stage does what is its own."""
+        return [part for stage in self.stages for part in stage.run_op(op)]
+
+    def drain(self) -> None:
+        """See PlanRunner."""
+        self.last.drain()  # it launches the steps of all stages
 
     def run_earlier(self, batch: Batch, entering: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Start a step on all stages before the last of this process. entering: what enters the first. Returns what enters the last."""
@@ -127,36 +142,6 @@ class Stages:
             stage.drop_caches()
         self.forget_tokens()
 
-    # Adapters
-
-    def stage_adapter(self, packed: np.ndarray) -> list[jax.Array]:
-        """See ModelRunner. Returns the part of each stage that adapters change."""
-        return [stage.stage_adapter(packed) for stage in self._adapted]
-
-    def write_adapter(self, slot: int, staged: Sequence[jax.Array]) -> None:
-        """See ModelRunner."""
-        self.last.drain()  # it launches the steps of all stages
-        for stage, own in zip(self._adapted, staged, strict=True):
-            stage.write_adapter(slot, own)
-
-    @property
-    def _adapted(self) -> tuple[ModelRunner, ...]:
-        """The stages that adapters change."""
-        return tuple(stage for stage in self.stages if stage.shapes.has_adapters)
-
-    # Experts
-
-    def take_expert_tokens(self) -> CountsInFlight:
-        """See ModelRunner."""
-        found = [stage.take_expert_tokens() for stage in reversed(self.stages)]  # the last drains the launches of all
-        return CountsInFlight.joined(reversed(found))
-
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray | None) -> None:
-        """See ModelRunner."""
-        self.last.drain()  # it launches the steps of all stages
-        stage = next(stage for stage in self.stages if layer in stage.layers)
-        stage.move_experts(layer, moves_2RN, table_EC)
-
     # Any time
 
     @property
@@ -250,9 +235,9 @@ class PipelineRunner(Stages):
             last.launch_in_thread()
         last.consumers = (*last.consumers, LostPeers(self._earlier))
 
-    def dispatch(self, plan: SchedulerOutput) -> StepInFlight:
+    def start_step(self, plan: SchedulerOutput) -> StepInFlight:
         """See ModelRunner."""
-        return self.last.dispatch(plan)
+        return self.last.start_step(plan)
 
     def _enter_last(self, batch: Batch) -> jax.Array:
         """Start a step on all stages before the last."""

@@ -1,11 +1,10 @@
 """Counts on the device how many tokens each expert of each mixture computes."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
@@ -22,6 +21,8 @@ class ExpertCounting:
     """What the layers call their mixtures."""
     num_experts: int
     """Of the largest."""
+    layers: tuple[int, ...] = ()
+    """Of the mixtures."""
 
     @classmethod
     def of(cls, config: ModelConfig, layers: Collection[int]) -> "ExpertCounting":
@@ -29,7 +30,7 @@ class ExpertCounting:
         found = [(layer, config.layers[layer].mlp) for layer in mixture_layers(config) if layer in layers]
         names = tuple(f"{config.layer_name(layer)}.{part.name}" for layer, part in found)
         most = max((part.routing.num_experts for _, part in found if isinstance(part, MoE)), default=0)
-        return cls(names, most)
+        return cls(names, most, tuple(layer for layer, _ in found))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,29 +54,3 @@ class ExpertCounting:
 def mixture_layers(config: ModelConfig) -> tuple[int, ...]:
     """The layers of a model that have a mixture of experts."""
     return tuple(i for i, layer in enumerate(config.layers) if isinstance(layer.mlp, MoE))
-
-
-class CountsInFlight:
-    """Counts on their way to the host: of each stage of a pipeline, or of the one engine."""
-
-    def __init__(self, parts: Sequence[jax.Array]):
-        self._parts = parts
-        for part in parts:
-            part.copy_to_host_async()
-
-    @classmethod
-    def joined(cls, stages: Iterable["CountsInFlight"]) -> "CountsInFlight":
-        """The counts of several stages, in their order."""
-        return cls([part for stage in stages for part in stage._parts])
-
-    def is_ready(self) -> bool:
-        """Whether `result` returns at once."""
-        return all(part.is_ready() for part in self._parts)  # type: ignore[attr-defined]
-
-    def result(self) -> np.ndarray:
-        """Int32 [mixtures, experts]. Waits for the device, and raises the error of a step before."""
-        parts = [np.asarray(part) for part in self._parts if len(part)]
-        most = max((part.shape[1] for part in parts), default=0)
-        return np.concatenate(
-            [np.pad(part, ((0, 0), (0, most - part.shape[1]))) for part in parts or [np.zeros((0, 0), np.int32)]]
-        )

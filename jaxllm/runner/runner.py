@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
+from jaxllm.device_ops import DeviceOp
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.loaders.layout import delete, zeros
+from jaxllm.loaders.layout import delete
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put, spans_hosts
 from jaxllm.parallel.shards import make_shards
@@ -21,20 +22,22 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner import warm_up
 from jaxllm.runner.adaptation import Adaptation, Adapting
+from jaxllm.runner.adapter_slots import AdapterSlots
 from jaxllm.runner.batch import Batch, BatchBuilder
 from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.consumers import Hidden, HiddenConsumer
+from jaxllm.runner.consumers import Hidden, HiddenConsumer, PendingPart
 from jaxllm.runner.consumers.pooling import Pooling
 from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
 from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
 from jaxllm.runner.draft_step import DraftFunctions
 from jaxllm.runner.drafter import Drafter
-from jaxllm.runner.expert_counts import CountsInFlight, ExpertCounting
-from jaxllm.runner.expert_moves import moved_experts
+from jaxllm.runner.expert_counts import ExpertCounting
+from jaxllm.runner.expert_ops import ExpertCounts, ExpertMoves
 from jaxllm.runner.expert_placement import Placing, Tables
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import StepLayout, padded
 from jaxllm.runner.memory import MemoryPlan
+from jaxllm.runner.ops import PlanRunner, by_type, run_by
 from jaxllm.runner.peers import Peers
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_choice import ProgramChoice
@@ -63,7 +66,7 @@ MAX_THREAD_ROWS = 64
 and on a small model longer than the device. With more requests, the two threads would contend for the interpreter."""
 
 
-class ModelRunner(WeightsHolder):
+class ModelRunner(WeightsHolder, PlanRunner):
     """Runs `SchedulerOutput`s on the device, in the order given."""
 
     functions_type: type[StepFunctions] = StepFunctions
@@ -148,6 +151,8 @@ class ModelRunner(WeightsHolder):
             PromptLogprobs(self, self.buckets),
             Pooling(self, self.buckets, model_config),
         )
+        self.slots = AdapterSlots(self)
+        self.op_features = by_type((self.slots, ExpertCounts(self), ExpertMoves(self, self.program)))
         self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
@@ -251,45 +256,13 @@ class ModelRunner(WeightsHolder):
         largest = ProgramKey("forward", self.buckets.tokens[-1], adapted=self.shapes.has_adapters)
         return work_bytes(self.programs, largest)
 
-    def stage_adapter(self, packed: np.ndarray) -> jax.Array:
-        """Send a packed adapter, or its bytes, to the devices, as far as it is of this stage; it has arrived when this returns. May be
-        called in a thread."""
-        wanted, adapting = self.shapes.packed_adapter, self.shapes.functions.adapting
-        assert adapting is not None, "the engine has no adapters"
-        own = adapting.adaptation.own(packed.view(wanted.dtype).reshape(wanted.shape[0], -1))
-        return jax.block_until_ready(put(own, wanted.sharding))  # type: ignore[no-any-return]
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """See Executor."""
+        self.slots.stage(handle, data)
 
-    def write_adapter(self, slot: int, packed: jax.Array) -> None:
-        """Write an adapter (`StepPrograms.packed_adapter`) into a slot, after the steps dispatched so far and before later ones.
-
-        Takes the array. Raises the device's error if it cannot; the slots are then lost.
-        """
-        adapting = self.shapes.functions.adapting
-        assert adapting is not None, "the engine has no adapters"
-        self.drain()
-        arrays = self.program(ProgramKey("write_adapter"))(self.params[adapting.part], packed, self.put(np.int32(slot)))
-        self.params = (*self.params[: adapting.part.start], *arrays)
-
-    def take_expert_tokens(self) -> CountsInFlight:
-        """Start to read the tokens that each expert got since the last call, in the steps dispatched so far. Returns at once."""
-        self.drain()
-        self.row_arrays, counts = self.program(ProgramKey("take_expert_tokens"))(self.row_arrays)
-        return CountsInFlight([counts])
-
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray | None) -> None:
-        """See Executor; without a table the layer's own stays."""
-        self.drain()
-        changed = moved_experts(self.shapes, self.program, self.params, layer, moves_2RN, table_EC)
-        self.params = tuple(changed.get(index, array) for index, array in enumerate(self.params))
-
-    def _replace_lost_slots(self) -> None:
-        """Empty slots in place of arrays that a failed `write_adapter` took."""
-        adapting = self.shapes.functions.adapting
-        if adapting is None or not any(array.is_deleted() for array in self.params[adapting.part]):
-            return
-        delete(self.params[adapting.part])
-        empty = jax.tree.leaves(zeros(adapting.adaptation.model, self.shapes.mesh))
-        self.params = (*self.params[: adapting.part.start], *empty)
+    def run_op(self, op: DeviceOp) -> list[PendingPart]:
+        """See PlanRunner."""
+        return run_by(self.op_features, op)
 
     def allocate_caches(self) -> None:
         """Allocate the KV cache, zeroed: a NaN in a masked slot would still make a sum NaN."""
@@ -332,7 +305,7 @@ class ModelRunner(WeightsHolder):
                 jax.block_until_ready((self.row_arrays, self.caches))
             self.peers.reset()
         self.drop_caches()
-        self._replace_lost_slots()
+        self.slots.replace_lost()
         self.row_arrays = self._new_row_arrays()
         self.allocate_caches()
         jax.block_until_ready((self.row_arrays, self.caches))
@@ -430,12 +403,13 @@ class ModelRunner(WeightsHolder):
             self._launcher.shutdown()
         self.drop_caches()
         delete((self.params, self._spacers))
+        self.slots.delete_arrays()
         self.forget_weights()
         if self.peers is not None:
             self.peers.delete_arrays()
             self.peers = None
 
-    def dispatch(self, plan: SchedulerOutput) -> StepInFlight:
+    def start_step(self, plan: SchedulerOutput) -> StepInFlight:
         """Start a step and return at once. The device runs dispatched steps in order.
 
         A plan with masked requests needs the step's `draw`, before the next dispatch, to sample its tokens.

@@ -1,8 +1,10 @@
 """The weights of an executor on its devices: how they come, stay on the host while the engine sleeps, and go."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+import jax
 from flax import nnx
 
 from jaxllm.loaders.layout import delete
@@ -26,6 +28,10 @@ class WeightsHolder:
     def set_params(self, params: Params) -> None:
         """Have programs take these from now on."""
         self.params = params
+
+    def replace_params(self, changed: Mapping[int, jax.Array]) -> None:
+        """Have programs take these in place of some, by their index."""
+        self.params = tuple(changed.get(index, array) for index, array in enumerate(self.params))
 
     def set_weights(self, *weights: nnx.State) -> None:
         """Set the weights of the model, of its drafter, the slots of adapters and the places of experts, as far as there are any, with the

@@ -16,7 +16,7 @@ from functools import partial
 from jaxllm.cache_news import CacheNews
 from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
-from jaxllm.device_ops import DeviceOp
+from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
@@ -512,7 +512,7 @@ class Scheduler:
             step_id=self._step_id,
             masked_request_ids=tuple(masked_ids),
             num_drafts=most_drafts,
-            ops=self._ops(shares) if self._chunk_rooms else [],
+            ops=self._ops(shares) if self._chunk_rooms else (),
         )
         if shares:
             self._totals.step_tokens.add(num_step_tokens)
@@ -522,15 +522,15 @@ class Scheduler:
             self._preempted_ids.clear()
         return plan
 
-    def _ops(self, shares: list[Share]) -> list[DeviceOp]:
+    def _ops(self, shares: list[Share]) -> tuple[AnyDeviceOp, ...]:
         """What the rooms let devices do before the step."""
-        return [
+        return tuple(
             op
             for request, _, row in shares
             if row.start < request.num_prompt_tokens
             for room in self._chunk_rooms
             for op in room.ops(request, row.start, row.num_tokens)
-        ]
+        )
 
     def tokens_are_known(self, plan: SchedulerOutput) -> bool:
         """Whether a step in flight is the only one that samples tokens for any of its masked requests."""

@@ -76,7 +76,8 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         block_size=core.memory_plan.block_size,
     )
     core.scheduler = make_scheduler(config.parallel, new_scheduler)
-    core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
+    depth = max_in_flight if config.scheduler.async_scheduling else 1
+    core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=depth, ops=core.ops)
     return core
 
 
