@@ -9,9 +9,9 @@ from jaxllm.errors import ConfigError
 T = TypeVar("T")
 DECODE, PREFILL, MIXED = WORKS = ("decode", "prefill", "mixed")
 PARTS = ("products", "attention", "communication", "other")
-"""Into which a step's time on the device is divided."""
+"""Parts of a step's time on the device."""
 GPU_KERNELS, CPU_THUNKS = "gpu kernels", "cpu thunks"
-"""What a breakdown adds up. Thunks are what XLA runs on a CPU."""
+"""Sources of a breakdown. A thunk is an operation that XLA runs on a CPU."""
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,11 +75,10 @@ class Breakdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     """GPU_KERNELS or CPU_THUNKS."""
     parts_ms: dict[str, float | None]
-    """By PARTS. Time in which kernels of several parts run counts for the first of products, attention, other, communication.
-    None: cannot be determined.
-    """
+    """By PARTS; None: cannot be determined. Time in which kernels of several parts run counts for the first of products, attention,
+    other, communication."""
     hidden_communication_ms: float
-    """Time of communication beside other kernels; it is in the parts of those."""
+    """Communication while other kernels run, whose parts have that time."""
     waiting_ms: float | None
     """Communication time spent waiting for the last device; None if the devices' kernels do not match, or on a CPU."""
     gaps_ms: float | None
@@ -122,6 +121,9 @@ class Skipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     work: str
     num_requests: int
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.work}{f' of {self.num_requests}' if self.num_requests else ''}"
 
 
 class SizeResult(msgspec.Struct, forbid_unknown_fields=True):
