@@ -27,31 +27,29 @@ th, td { padding: .22rem .65rem; border-bottom: 1px solid #8884; white-space: no
 NO_CHARTS = "There are no charts, because matplotlib is missing: `pip install 'jaxllm[plot]'`."
 ABOUT_ROWS = (
     "Decode: milliseconds per token of each request, in steps that decode all requests and nothing else. Prefill: prompt tokens per "
-    "second. Mixed: output tokens per second of requests of differing lengths, all given at once. tok/s counts output tokens, of "
-    "prefill prompt tokens. Each figure is of the fastest run; results.json has all of them, and every step of the fastest decode. "
-    "Speed-up is the ratio of tokens per second to those on the fewest devices; efficiency is speed-up over the ratio of devices. "
-    "Of the limit: the time that the bytes and operations of each device take at its measured speed, over the measured time; "
-    "communication is not in the limit. Launch: host time of launching a step, which runs beside the device."
+    "second. Mixed: output tokens per second of requests of differing lengths, all given at once. Each figure is of the fastest run; "
+    "results.json has all of them. Speed-up is the ratio of tokens per second to those on the fewest devices; efficiency is speed-up "
+    "over the ratio of devices. Of the limit: the time that the bytes and operations of each device take at its measured speed, over "
+    "the measured time; communication is not in the limit. Launch: host time of launching a step, which runs while the device computes."
 )
 ABOUT_WEAK = (
-    "The number of requests grows with the devices, so each device reads as many keys and values, and computes as much, at every size. "
-    "Its share of the weights still shrinks, and small batches spend most of their time on weights: an efficiency far above 100 % is "
-    "usual there. The share of the limit takes that into account."
+    "The number of requests grows with the devices. Each device reads as many keys and values at every size, but a smaller share of the "
+    "weights, on which small batches spend most of their time: an efficiency far above 100 % is usual there. The share of the limit "
+    "takes that into account."
 )
 ABOUT_PARTS = (
-    "Milliseconds per step, mean over the devices, from a profiler's trace of some steps. A moment in which several kernels run "
-    "counts once: for products before attention, others and communication, so communication is what nothing hides. Waiting is the "
-    "part of it in which a device waited for the last one. Gaps: the untraced time of a step less the time in which a kernel runs. "
-    "Launch: host time of launching a step, beside the device. Traced: a step's time under the profiler, which slows the host."
+    "Milliseconds per step, mean over the devices, from a profiler's trace. A moment in which several kernels run counts once: for "
+    "products before attention, others and communication. Waiting is the part of communication in which a device waited for the last "
+    "one. Gaps: the untraced time of a step less the time in which a kernel runs. Traced: a step's time under the profiler, which "
+    "slows the host."
 )
 ABOUT_THUNKS = (
-    "On a CPU these are the operations that XLA ran under the profiler, by their names. Attention cannot be told from others there; "
-    "gaps and waiting are not measured on a CPU, whose devices share the cores."
+    "On a CPU these are the operations that XLA ran under the profiler, by their names. Attention cannot be distinguished from others "
+    "there; gaps and waiting are not measured."
 )
 ABOUT_ALL_REDUCES = (
-    "A sum of hidden states [rows, width] over all devices, measured alone, one after the other: by XLA's own means (xla, NCCL on "
-    "GPUs), and where GPUs can access each other's memory by kernels that do so (peer). "
-    "Bus: bytes that a device sends by the ring algorithm, per second. Per step: two per layer."
+    "A sum of hidden states [rows, width] over all devices, measured alone: by XLA's own means (xla, NCCL on GPUs), and by kernels that "
+    "access the memory of other GPUs (peer). Bus: bytes that a device sends by the ring algorithm, per second. Per step: two per layer."
 )
 ABOUT_CPU = (
     "The devices are parts of one CPU and share its cores: these figures show that the experiment runs, not how a model scales. "
