@@ -587,8 +587,6 @@ def resolve_platform_defaults(
             options[name] = None
     if compile_.warmup == "auto":
         options["warmup"] = "background" if on_gpu else "lazy"
-    if compile_.attention_implementation == "auto":
-        options["attention_implementation"] = "triton" if on_gpu else "xla"
     if compile_.compile_threads is None:
         options["compile_threads"] = max(1, min(16, os.cpu_count() or 1))
     return config.replace(**options)
