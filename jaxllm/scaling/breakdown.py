@@ -64,7 +64,7 @@ def break_down(
 
 
 def time_by_part(spans: Iterable[tuple[float, float, str]]) -> tuple[Mapping[str, float], float]:
-    """The time of one device by part, each moment counted once, and how long communication ran beside other kernels."""
+    """The time of one device by part, each moment counted once, and how long communication ran while other kernels did."""
     edges = sorted(edge for start, end, part in spans for edge in ((start, 1, part), (end, -1, part)))
     running: Counter[str] = Counter()
     times = dict.fromkeys(PARTS, 0.0)

@@ -15,7 +15,7 @@ COLOURS = {
     "other": "#009e73",
     "no kernel": "#999999",
 }
-"""Of the parts of a step, such that colour-blind readers can distinguish them (Okabe and Ito)."""
+"""Colours of the parts of a step that colour-blind readers can distinguish them (Okabe and Ito)."""
 
 
 def can_draw() -> bool:

@@ -27,7 +27,7 @@ class DecodeTimes:
     """Tokens of each request in the cache before the first of these steps."""
     details: dict[str, float]
     impurity: str | None
-    """What else happened in the stretch; None if every step was a decode of all requests."""
+    """Other work in the stretch; None if every step was a decode of all requests."""
     step_seconds: list[float]
     """From the tokens of one step to those of the next: `num_steps` of them, `seconds` together."""
 

@@ -20,7 +20,7 @@ class Point(NamedTuple):
     row: Row
     base: Row
     num_requests: int
-    """Of strong scaling the row's, of weak scaling those of each device."""
+    """The row's for strong scaling, those of each device for weak scaling."""
 
     @property
     def ideal(self) -> float:
@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
 
 def points(plan: Plan, rows: Iterable[Row]) -> list[Point]:
-    """Of strong scaling for each row, of weak scaling for each decode that belongs to it, if the plan asks for them."""
+    """Points of strong scaling for each row, and of weak scaling for each decode that belongs to it, if the plan asks for them."""
     bases: dict[tuple[str, str, int], Row] = {}
     found = []
     for row in sorted(rows, key=lambda row: row.tensor_parallel_size):

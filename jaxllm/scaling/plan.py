@@ -46,7 +46,7 @@ class Plan:
         return sorted({batch * factor for batch in self.batch_sizes for factor in factors})
 
     def largest_batch(self) -> int:
-        """Of decode, over all sizes; 1 without decode."""
+        """The largest batch of decode over all sizes; 1 without decode."""
         return max((batch for size in self.tensor_parallel_sizes for batch in self.decode_batches(size)), default=1)
 
     def joined(self, other: "Plan") -> "Plan":

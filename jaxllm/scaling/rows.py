@@ -23,19 +23,19 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_requests: int
     """At once for decode, in all for prefill and mixed."""
     num_tokens: int
-    """Of each run: output tokens of decode and mixed, prompt tokens of prefill."""
+    """In each run: output tokens of decode and mixed, prompt tokens of prefill."""
     num_steps: int
-    """Of the fastest run."""
+    """In the fastest run."""
     run_seconds: list[float]
-    """Of every run that counts; the fastest is the result."""
+    """Each run that counts; the fastest is the result."""
     least_seconds: float
     """Least time for the run's bytes and operations at the device's measured limits; excludes communication."""
     num_prompt_tokens: int
-    """Of all requests."""
+    """In all requests."""
     mean_context: float | None = None
     """Tokens in the cache of a request, mean over requests and steps of a decode."""
     step_seconds: list[float] = []
-    """Of each step of the fastest decode."""
+    """Each step of the fastest decode."""
     host_ms: dict[str, float] = {}
     """Per step: planning and launching (`dispatch`), launching alone (`launch`), waiting for the device (`wait`)."""
     note: str | None = None
@@ -86,9 +86,9 @@ class Breakdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launches: float
     """Kernels per step and device."""
     traced_ms: float
-    """Of a traced step; the profiler slows the host."""
+    """A traced step; the profiler slows the host."""
     step_ms: float
-    """Of an untraced step."""
+    """An untraced step."""
     top: list[list[Any]] = []
     """The longest kernels of the first device: [name, part, ms per step, launches per step]."""
 
@@ -109,7 +109,7 @@ class AllReduce(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bus_bytes_per_second(self) -> float:
-        """What each device sends and receives, by the algorithm of a ring."""
+        """Bytes that each device sends and receives per second, by the algorithm of a ring."""
         n = self.tensor_parallel_size
         return self.num_bytes * 2 * (n - 1) / n / self.seconds
 
@@ -131,11 +131,11 @@ class SizeResult(msgspec.Struct, forbid_unknown_fields=True):
 
     tensor_parallel_size: int
     seconds: float = 0.0
-    """Of the process, from start to end."""
+    """Duration of the process."""
     engine: dict[str, Any] = {}
     """The process's report of device, versions, memory plan and start."""
     limits: dict[str, Any] = {}
-    """Of one device, measured: copy_bytes_per_second, gemm_flops_per_second, gemm_dtype."""
+    """Measured on one device: copy_bytes_per_second, gemm_flops_per_second, gemm_dtype."""
     rows: list[Row] = []
     breakdowns: list[Breakdown] = []
     all_reduces: list[AllReduce] = []
