@@ -114,7 +114,7 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
     core: Any = llm.llm_engine.core
     if core.config.compile.warmup == "background":
         # Rare programs are not needed here; compiling and tuning them would disturb the measurements.
-        core.runner.shutdown_programs()
+        core.runner.programs.shutdown()
     measurer = Measurer(plan, llm, ceilings, teller)
     devices = jax.devices()
     teller.tell(
