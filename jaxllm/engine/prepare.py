@@ -158,7 +158,7 @@ class Prepared:
             return replace(self, stages=stages)
         resized = replace(self, stages=stages)
         logger.info("the largest step needs more memory than estimated: %s", resized.plan.describe())
-        self.runner.shutdown_programs()
+        self.runner.programs.shutdown()
         made_of = (self.config, self.model_config, self.meshes, stages, self.kernels, self.processors)
         runner = _runner(*made_of, self.times, self.features)
         runner.take_weights(self.runner)

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxllm.engine.executor import Executor, PendingStep
+from jaxllm.engine.executor import Executor, ExecutorPrograms, MemoryAction, MemoryPart, PendingStep
 from jaxllm.errors import EngineDeadError
 from jaxllm.hosts import results
 from jaxllm.hosts.leader import Leader
@@ -16,7 +15,6 @@ from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, DispatchLanes, Do, Draw, Pi
 from jaxllm.hosts_options import has_lanes_on_hosts, has_stages_on_hosts
 from jaxllm.lanes_plan import LanesPlan
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.worker_thread import WorkerThread
@@ -97,95 +95,43 @@ class HostsExecutor:
             self._leader.fail(f"a step failed on host 0: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             raise EngineDeadError(str(self._leader.lost.exception())) from error
 
-    # Sleep
+    def memory(self, action: MemoryAction, part: MemoryPart) -> None:
+        """See Executor."""
+        self._on_all("memory", action, part)
 
-    def keep_weights(self) -> None:
-        """See Executor, as for the next four."""
-        self._on_all("keep_weights")
-
-    def forget_weights(self) -> None:
-        self._on_all("forget_weights")
-
-    def restore_weights(self) -> None:
-        self._on_all("restore_weights")
-
-    def drop_weights(self) -> None:
-        self._on_all("drop_weights")
-
-    def drop_caches(self) -> None:
-        self._on_all("drop_caches")
-
-    def _on_all(self, method: str) -> None:
+    def _on_all(self, method: str, *arguments: str) -> None:
         """Call a method on all hosts and wait for them. Raises the error of the first that fails. No step may be in flight."""
         if self._tokens is not None:
             self._tokens.wait()
         number, answered = self._leader.new_call()
-        self._leader.send(Do(number, method))
+        self._leader.send(Do(number, method, [*arguments]))
         try:
             with self._leader.waiting():
-                getattr(self._own, method)()
+                getattr(self._own, method)(*arguments)
         finally:
             self._leader.wait_for(answered)
         answered.result()
 
-    # Programs: each host compiles its own
-
-    def start_programs(self, *, rare_later: bool) -> None:
-        """Every host does so by itself, as for the next four."""
-        self._own.start_programs(rare_later=rare_later)
-
-    def load_weights(self, model_dir: Path, progress: Progress) -> None:
-        self._own.load_weights(model_dir, progress)
-
-    def allocate_caches(self) -> None:
-        self._own.allocate_caches()
-
-    def warm_up(self) -> None:
-        self._own.warm_up()
-
-    def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
-        self._own.wait_for_programs(progress, rare=rare)
-
-    def start_programs_when_idle(self) -> None:
-        self._on_all("start_programs_when_idle")
+    @property
+    def programs(self) -> ExecutorPrograms:
+        """See Executor. Each host compiles its own."""
+        return self._own.programs
 
     def run_new_program(self) -> bool:
+        """See Executor, as for the next one."""
         return self._own.run_new_program()  # never one: all hosts run the same programs, at the start
 
     def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
         self._own.foresee(params, pooling, is_masked=is_masked)
 
-    def listen(self, on_made: Callable[[], None]) -> None:
-        self._own.listen(on_made)
-
-    @property
-    def num_queued(self) -> int:
-        return self._own.num_queued
-
-    @property
-    def num_compiled(self) -> int:
-        return self._own.num_compiled
-
-    @property
-    def num_loaded(self) -> int:
-        return self._own.num_loaded
-
-    @property
-    def num_compiled_after_warmup(self) -> int:
-        return self._own.num_compiled_after_warmup
-
-    @property
-    def awaited_programs(self) -> tuple[int, int]:
-        return self._own.awaited_programs
-
-    def delete_arrays(self) -> None:
+    def close(self) -> None:
         """End the engine on all hosts."""
         self._reader.abandon()
         if self._tokens is not None:
             self._tokens.shutdown()
         self._leader.end()
         if not self._leader.lost.done():  # else a device may wait for ever
-            self._own.delete_arrays()
+            self._own.close()
 
 
 def _message_of(plan: SchedulerOutput) -> Dispatch | DispatchLanes:

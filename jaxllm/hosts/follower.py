@@ -48,16 +48,8 @@ from jaxllm.lanes_plan import LanesPlan
 from jaxllm.log import logger
 from jaxllm.scheduler_output import SchedulerOutput
 
-CALLS = (
-    "start_over",
-    "keep_weights",
-    "forget_weights",
-    "restore_weights",
-    "drop_weights",
-    "drop_caches",
-    "start_programs_when_idle",
-)
-"""Methods of an executor without arguments that host 0 may call."""
+CALLS = ("start_over", "memory")
+"""Methods of an executor that host 0 may call."""
 _RETRY_SECONDS = 0.5
 _MAX_IN_FLIGHT = 3
 """More than host 0 has, but for one more for each stage."""
@@ -263,7 +255,7 @@ class Follower:
         fault = None
         try:
             assert message.method in CALLS, "host 0 may not call this"
-            getattr(self._executor, message.method)()
+            getattr(self._executor, message.method)(*message.arguments)
         except Exception as error:
             logger.exception("%s failed", message.method)
             fault = messages.fault_of(error)
@@ -311,7 +303,7 @@ def follow(config: EngineConfig) -> None:
     assert isinstance(member, Member), "host 0 does not follow"
     logger.info("host %d of %d is ready", config.parallel.node_rank, config.parallel.nnodes)
     Follower(started.executor, member).run()
-    started.executor.delete_arrays()
+    started.executor.close()
     member.end()
 
 

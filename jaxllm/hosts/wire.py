@@ -134,6 +134,7 @@ class Do(_Message, tag="do"):
 
     number: int
     method: str
+    arguments: list[str] = []
 
 
 class End(_Message, tag="end"):

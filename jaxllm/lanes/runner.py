@@ -1,7 +1,7 @@
 """LanesRunner: runs each step on all lanes at once, in programs that exchange tokens between them."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxllm.loaders.layout import delete
 from jaxllm.parallel.across_hosts import put
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
+from jaxllm.runner.all_programs import AllPrograms
 from jaxllm.runner.consumers import Hidden, PendingPart
 from jaxllm.runner.consumers.sampling import PendingTokens
 from jaxllm.runner.expert_ops import ExpertMoves
@@ -66,10 +67,12 @@ class LanesRunner(WeightsHolder, PlanRunner):
         super().__init__(weights, source, first.times)
         self._first_lane = lanes.index(first)
         self.buckets = first.buckets
-        self.programs = Programs(
+        self.joint = Programs(
             shapes.lower, threads=threads, compiler_options=shapes.compiler_options, store=store, times=self.times
         )
-        self._moves = ExpertMoves(self, self.programs.get)
+        """Of all lanes together."""
+        self.programs = AllPrograms([self.joint, *(lane.programs for lane in self.lanes)])
+        self._moves = ExpertMoves(self, self.joint.get)
         self._joint_place, self._lane_places = shapes.replicated, [lane.shapes.replicated for lane in self.lanes]
         self.caches: Caches = ()
         self._rows: RowArrays | None = None
@@ -168,7 +171,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
 
     def _run(self, key: ProgramKey, *arguments: Any) -> list[Any]:
         """Start a program of all lanes that changes their rows. Returns its results behind caches and rows."""
-        program = self.programs.get(key)
+        program = self.joint.get(key)
         self.caches, rows, *results = program(self.params, self.caches, self._join_rows(), *arguments, None)
         self._rows = rows
         for lane in self.lanes:
@@ -193,7 +196,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
 
     def _expect(self, key: ProgramKey, step: LanesInFlight, work_of_each: Sequence[Any]) -> None:
         """Before the warm-up is over, make the programs of a step and those of the next at the same time."""
-        if self.programs.is_warm or key in self.programs:
+        if self.joint.is_warm or key in self.joint:
             return
         batches = step.batches
         wanted = [key]
@@ -205,10 +208,10 @@ class LanesRunner(WeightsHolder, PlanRunner):
             wanted.append(ProgramKey("decode", num_rows, variant, width=step.batch.next_width))
         if self.shapes.functions.find(Drafts) is not None:
             wanted.append(self._propose_key(step))
-        self.programs.start(wanted)
+        self.joint.start(wanted)
         for lane, part, work in zip(self.lanes, step.parts, work_of_each, strict=True):
             lane.programs.start(lane.keys_after(part.batch, work))
-        self.programs.expect(wanted)
+        self.joint.expect(wanted)
 
     def start_over(self) -> None:
         """See ModelRunner."""
@@ -238,22 +241,22 @@ class LanesRunner(WeightsHolder, PlanRunner):
 
     def start_programs(self, *, rare_later: bool) -> None:
         """See ModelRunner, as for the methods that follow."""
-        self.programs.start(self.shapes.start_keys())
+        self.joint.start(self.shapes.start_keys())
         for lane in self.lanes:
             lane.start_programs(rare_later=rare_later)
 
     def start_programs_when_idle(self) -> None:
-        self.programs.start((), [*self.shapes.keys_by_use(), ProgramKey("new_caches")])
+        self.joint.start((), [*self.shapes.keys_by_use(), ProgramKey("new_caches")])
         for lane in self.lanes:
             lane.start_programs_when_idle()
 
     def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
-        self.programs.wait(self.shapes.start_keys(), progress)
+        self.joint.wait(self.shapes.start_keys(), progress)
         for lane in self.lanes:
             lane.wait_for_programs(progress, rare=rare)
 
     def work_bytes(self) -> int:
-        return work_bytes(self.programs, ProgramKey("forward", self.buckets.tokens[-1]))
+        return work_bytes(self.joint, ProgramKey("forward", self.buckets.tokens[-1]))
 
     def set_params(self, params: Params) -> None:
         """Have programs take these, those of each lane its part of them."""
@@ -274,7 +277,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
         return parts_of(joint, [shape.sharding for shape in shapes], shapes[0].shape)
 
     def allocate_caches(self) -> None:
-        program = self.programs.get(ProgramKey("new_caches"))
+        program = self.joint.get(ProgramKey("new_caches"))
         with self.times.part("cache"):
             self.caches = program()
             jax.block_until_ready(self.caches)  # raises if a device cannot allocate its part
@@ -295,7 +298,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
                     layout = self.shapes.layout(key)
                     self._run_buffers(key, [lane.batches.empty(layout) for lane in self._all_lanes])
                 jax.block_until_ready((self._rows, self.caches))
-        self.programs.is_warm = True
+        self.joint.is_warm = True
         for lane in self.lanes:
             lane.warm_up()
 
@@ -322,48 +325,15 @@ class LanesRunner(WeightsHolder, PlanRunner):
         return self.lanes[0].launch_seconds
 
     def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
-        """See ModelRunner, as for the methods that follow. Any lane may get the request."""
+        """See ModelRunner. Any lane may get the request."""
         for lane in self.lanes:
             lane.foresee(params, pooling, is_masked=is_masked)
 
-    def listen(self, on_made: Callable[[], None]) -> None:
-        self.programs.on_made = lambda key: on_made()
-        for lane in self.lanes:
-            lane.listen(on_made)
-
-    @property
-    def num_queued(self) -> int:
-        return self.programs.num_queued + sum(lane.num_queued for lane in self.lanes)
-
-    @property
-    def num_compiled(self) -> int:
-        return self.programs.num_compiled + sum(lane.num_compiled for lane in self.lanes)
-
-    @property
-    def num_loaded(self) -> int:
-        return self.programs.num_loaded + sum(lane.num_loaded for lane in self.lanes)
-
-    @property
-    def num_compiled_after_warmup(self) -> int:
-        return self.programs.num_compiled_after_warmup + sum(lane.num_compiled_after_warmup for lane in self.lanes)
-
-    @property
-    def awaited_programs(self) -> tuple[int, int]:
-        found = [self.programs.awaited, *(lane.awaited_programs for lane in self.lanes)]
-        ready, total = zip(*found, strict=True)
-        return sum(ready), sum(total)
-
-    def shutdown_programs(self) -> None:
-        """End the threads that compile."""
+    def close(self) -> None:
         self.programs.shutdown()
-        for lane in self.lanes:
-            lane.shutdown_programs()
-
-    def delete_arrays(self) -> None:
-        self.shutdown_programs()
         for lane in self.lanes:  # the first ends the launches of all
-            lane.delete_arrays()
+            lane.close()
         self._forget_rows()
         delete((self.params, self.caches))
-        self.forget_weights()
+        self.memory("drop", "copies")
         self.caches = ()

@@ -1,6 +1,6 @@
 """PipelineRunner: runs each step through the stages of a pipeline, one after the other, without waiting for any of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from jaxllm.pipeline.drawn_tokens import TokensOnDevices
 from jaxllm.pipeline.lost_peers import LostPeers
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
+from jaxllm.runner.all_programs import AllPrograms
 from jaxllm.runner.batch import Batch
 from jaxllm.runner.consumers import PendingPart
 from jaxllm.runner.memory import entering_bytes
@@ -32,6 +33,7 @@ class Stages(PlanRunner):
         self._earlier, self.last = tuple(earlier), last
         self.stages = (*self._earlier, last)
         self._crossings, self._num_stages = tuple(crossings), num_stages
+        self.programs = AllPrograms([part.programs for part in self._parts])
 
     # Steps
 
@@ -117,28 +119,12 @@ class Stages(PlanRunner):
         """There is none: the programs of all stages run at the start."""
         return False
 
-    # Sleep
-
-    def keep_weights(self) -> None:
-        for stage in self.stages:
-            stage.keep_weights()
-
-    def forget_weights(self) -> None:
-        for stage in self.stages:
-            stage.forget_weights()
-
-    def restore_weights(self) -> None:
-        for stage in self.stages:
-            stage.restore_weights()
-
-    def drop_weights(self) -> None:
-        for stage in self.stages:
-            stage.drop_weights()
-
-    def drop_caches(self) -> None:
-        for stage in self.stages:
-            stage.drop_caches()
-        self.forget_tokens()
+    def memory(self, action: str, part: str) -> None:
+        """See Executor."""
+        for stage in reversed(self.stages):  # the last drains the launches of all
+            stage.memory(action, part)
+        if part == "kv_cache":
+            self.forget_tokens()
 
     # Any time
 
@@ -171,40 +157,10 @@ class Stages(PlanRunner):
     def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
         self.last.foresee(params, pooling, is_masked=is_masked)
 
-    def listen(self, on_made: Callable[[], None]) -> None:
-        for part in self._parts:
-            part.listen(on_made)
-
-    @property
-    def num_queued(self) -> int:
-        return sum(part.num_queued for part in self._parts)
-
-    @property
-    def num_compiled(self) -> int:
-        return sum(part.num_compiled for part in self._parts)
-
-    @property
-    def num_loaded(self) -> int:
-        return sum(part.num_loaded for part in self._parts)
-
-    @property
-    def num_compiled_after_warmup(self) -> int:
-        return sum(part.num_compiled_after_warmup for part in self._parts)
-
-    @property
-    def awaited_programs(self) -> tuple[int, int]:
-        ready, total = zip(*(part.awaited_programs for part in self._parts), strict=True)
-        return sum(ready), sum(total)
-
-    def shutdown_programs(self) -> None:
-        """End the threads that compile."""
-        for part in self._parts:
-            part.shutdown_programs()
-
-    def delete_arrays(self) -> None:
+    def close(self) -> None:
         self.forget_tokens()
         for stage in reversed(self.stages):  # the last ends the launches of all
-            stage.delete_arrays()
+            stage.close()
 
 
 class PipelineRunner(Stages):

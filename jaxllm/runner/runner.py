@@ -361,32 +361,6 @@ class ModelRunner(WeightsHolder, PlanRunner):
             warm_up.run_on_nothing(self, [key])
         return True
 
-    def listen(self, on_made: Callable[[], None]) -> None:
-        """Call this from now on whenever a program was made, in the thread that made it."""
-        self.programs.on_made = lambda key: on_made()
-
-    @property
-    def num_queued(self) -> int:
-        """Number of programs that are compiled or loaded in the background now, or will be."""
-        return self.programs.num_queued
-
-    @property
-    def num_compiled(self) -> int:
-        return self.programs.num_compiled
-
-    @property
-    def num_loaded(self) -> int:
-        return self.programs.num_loaded
-
-    @property
-    def num_compiled_after_warmup(self) -> int:
-        return self.programs.num_compiled_after_warmup
-
-    @property
-    def awaited_programs(self) -> tuple[int, int]:
-        """Programs that a step waits for now: how many are ready, and the total. Safe to read from any thread."""
-        return self.programs.awaited
-
     @property
     def adapts_logits(self) -> bool:
         return self.shapes.adapts_logits
@@ -405,19 +379,15 @@ class ModelRunner(WeightsHolder, PlanRunner):
             self.peers.note([key])
         return program
 
-    def shutdown_programs(self) -> None:
-        """End the threads that compile."""
-        self.programs.shutdown()
-
-    def delete_arrays(self) -> None:
+    def close(self) -> None:
         """Release all device memory, after the last program has been compiled."""
-        self.shutdown_programs()
+        self.programs.shutdown()
         if self._launcher is not None:
             self._launcher.shutdown()
         self.drop_caches()
         delete((self.params, self._spacers))
         self.slots.delete_arrays()
-        self.forget_weights()
+        self.memory("drop", "copies")
         if self.peers is not None:
             self.peers.delete_arrays()
             self.peers = None

@@ -104,7 +104,7 @@ def measure_size(plan: Plan, size: int, log_level: str, send: Callable[[str, Any
     core: Any = llm.llm_engine.core
     if core.config.compile.warmup == "background":
         # Rare programs are not needed here; compiling and tuning them would disturb the measurements.
-        core.runner.shutdown_programs()
+        core.runner.programs.shutdown()
     measurer = Measurer(plan, llm, ceilings, tell)
     devices = jax.devices()
     send(

@@ -84,4 +84,4 @@ def test_nothing_is_counted_unless_devices_have_whole_experts() -> None:
     runner: Any = prepared.runner
     assert prepared.config.observe.expert_load is False and prepared.features.expert_load is None
     assert runner.row_arrays.expert_tokens_LE is None and not runner.shapes.experts_keys()
-    runner.delete_arrays()
+    runner.close()

@@ -47,7 +47,7 @@ def make_core(name: str, *, processors: tuple[Processor, ...] = (), **options: A
         largest = [ProgramKey("forward", buckets.tokens[-1])]
         if core.model_config.generates and core.scheduler.drafts is None:  # with drafts, steps have as many widths as tests use
             largest.append(ProgramKey("decode", buckets.decode_rows[-1]))
-        runner.programs.compile_all(largest, Progress())  # at the same time
+        getattr(runner, "joint", runner.programs).compile_all(largest, Progress())  # at the same time
     return core
 
 

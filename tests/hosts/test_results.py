@@ -97,7 +97,7 @@ class FakeExecutor:
     def start_over(self) -> None:
         self.num_started_over += 1
 
-    def delete_arrays(self) -> None:
+    def close(self) -> None:
         """Nothing is held."""
 
 
@@ -115,7 +115,7 @@ def on_two_hosts(together, monkeypatch) -> Iterator[Callable[[FakeExecutor], Hos
         return made[0]
 
     yield make
-    made[0].delete_arrays()
+    made[0].close()
 
 
 def check(step: PendingStep, plan: LanesPlan) -> None:

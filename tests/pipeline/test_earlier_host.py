@@ -19,7 +19,7 @@ BUCKETS = Buckets(decode_rows=(1, 2, 4), tokens=(16,), sample_rows=(4,), max_row
 class FakeStage:
     """Notes the tokens of each step that it is given, and adapters that are written between steps."""
 
-    peers = None
+    peers = programs = None
     shapes = SimpleNamespace(has_adapters=True)
 
     def __init__(self):
@@ -54,7 +54,7 @@ def decode(**starts):
 
 def host():
     stage = FakeStage()
-    leave = SimpleNamespace(send=lambda leaving: np.zeros(1))
+    leave = SimpleNamespace(send=lambda leaving: np.zeros(1), programs=None)
     return EarlierHost([stage], entry=None, leave=leave, num_stages=2), stage
 
 
