@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
+from jaxllm.device_ops import DeviceOp
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.loaders.layout import delete, zeros
+from jaxllm.loaders.layout import delete
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put, spans_hosts
 from jaxllm.parallel.shards import make_shards
@@ -24,18 +25,18 @@ from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.batch import Batch, BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafter import Drafter
-from jaxllm.runner.expert_counts import CountsInFlight
-from jaxllm.runner.expert_moves import moved_experts
 from jaxllm.runner.expert_placement import Tables
 from jaxllm.runner.features import make_features
-from jaxllm.runner.features.adapters import Adapters
+from jaxllm.runner.features.adapter_slots import AdapterSlots
 from jaxllm.runner.features.drafts.step import Drafts
+from jaxllm.runner.features.expert_ops import CountReader, ExpertMoves
 from jaxllm.runner.features.sampling import PendingTokens, Sampling
-from jaxllm.runner.heads import Head, Hidden
+from jaxllm.runner.heads import Head, Hidden, PendingPart
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import LatestTokens
 from jaxllm.runner.layout import StepLayout, padded
 from jaxllm.runner.memory import MemoryPlan
+from jaxllm.runner.ops import PlanRunner, by_type, run_by
 from jaxllm.runner.peers import Peers
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_choice import ProgramChoice
@@ -67,7 +68,7 @@ MAX_THREAD_ROWS = 64
 and on a small model longer than the device. With more requests, the two threads would contend for the interpreter."""
 
 
-class ModelRunner(WeightsHolder):
+class ModelRunner(WeightsHolder, PlanRunner):
     """Runs `SchedulerOutput`s on the device, in the order given."""
 
     programs_type: type[StepPrograms] = StepPrograms
@@ -150,6 +151,8 @@ class ModelRunner(WeightsHolder):
         heads = (feature.head(self) for feature in functions.features)
         self.heads: tuple[Head, ...] = tuple(head for head in heads if head is not None)
         self.tokens = functions.latest.on_host(self)
+        self.slots = AdapterSlots(self)
+        self.op_features = by_type((self.slots, CountReader(self), ExpertMoves(self, self.program)))
         self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
@@ -265,44 +268,17 @@ class ModelRunner(WeightsHolder):
         largest = ProgramKey("forward", self.buckets.tokens[-1], adapted=self.shapes.has_adapters)
         return work_bytes(self.programs, largest)
 
-    def stage_adapter(self, packed: np.ndarray) -> jax.Array:
-        """Send a packed adapter, or its bytes, to the devices, as far as it is of this stage; it has arrived when this returns. May be
-        called in a thread."""
-        adapting = self.shapes.functions.get(Adapters)
-        wanted = adapting.packed(self.shapes.mesh)
-        own = adapting.adaptation.own(packed.view(wanted.dtype).reshape(wanted.shape[0], -1))
-        return jax.block_until_ready(put(own, wanted.sharding))  # type: ignore[no-any-return]
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """See Executor."""
+        self.slots.stage(handle, data)
 
-    def write_adapter(self, slot: int, packed: jax.Array) -> None:
-        """Write an adapter (`Adapters.packed`) into a slot, after the steps dispatched so far and before later ones.
+    def run_op(self, op: DeviceOp) -> list[PendingPart]:
+        """See PlanRunner."""
+        return run_by(self.op_features, op)
 
-        Takes the array. Raises the device's error if it cannot; the slots are then lost.
-        """
-        adapting = self.shapes.functions.get(Adapters)
-        self.drain()
-        arrays = self.program(ProgramKey("write_adapter"))(self.params[adapting.part], packed, self.put(np.int32(slot)))
-        self.params = (*self.params[: adapting.part.start], *arrays)
-
-    def take_expert_tokens(self) -> CountsInFlight:
-        """Start to read the tokens that each expert got since the last call, in the steps dispatched so far. Returns at once."""
-        self.drain()
-        self.row_arrays, counts = self.program(ProgramKey("take_expert_tokens"))(self.row_arrays)
-        return CountsInFlight([counts])
-
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray | None) -> None:
-        """See Executor; without a table the layer's own stays."""
-        self.drain()
-        changed = moved_experts(self.shapes, self.program, self.params, layer, moves_2RN, table_EC)
-        self.params = tuple(changed.get(index, array) for index, array in enumerate(self.params))
-
-    def _replace_lost_slots(self) -> None:
-        """Empty slots in place of arrays that a failed `write_adapter` took."""
-        adapting = self.shapes.functions.find(Adapters)
-        if adapting is None or not any(array.is_deleted() for array in self.params[adapting.part]):
-            return
-        delete(self.params[adapting.part])
-        empty = jax.tree.leaves(zeros(adapting.adaptation.model, self.shapes.mesh))
-        self.params = (*self.params[: adapting.part.start], *empty)
+    def run_empty_op(self, key: ProgramKey) -> None:
+        """See PlanRunner."""
+        next(feature for feature in self.op_features.values() if feature.program == key.kind).run_on_nothing(key)
 
     def allocate_caches(self) -> None:
         """Allocate the KV cache, zeroed: a NaN in a masked slot would still make a sum NaN."""
@@ -345,7 +321,7 @@ class ModelRunner(WeightsHolder):
                 jax.block_until_ready((self.row_arrays, self.caches))
             self.peers.reset()
         self.drop_caches()
-        self._replace_lost_slots()
+        self.slots.replace_lost()
         self.row_arrays = self._new_row_arrays()
         self.allocate_caches()
         jax.block_until_ready((self.row_arrays, self.caches))
@@ -388,32 +364,6 @@ class ModelRunner(WeightsHolder):
             warm_up.run_on_nothing(self, [key])
         return True
 
-    def listen(self, on_made: Callable[[], None]) -> None:
-        """Call this from now on whenever a program was made, in the thread that made it."""
-        self.programs.on_made = lambda key: on_made()
-
-    @property
-    def num_queued(self) -> int:
-        """Number of programs that are compiled or loaded in the background now, or will be."""
-        return self.programs.num_queued
-
-    @property
-    def num_compiled(self) -> int:
-        return self.programs.num_compiled
-
-    @property
-    def num_loaded(self) -> int:
-        return self.programs.num_loaded
-
-    @property
-    def num_compiled_after_warmup(self) -> int:
-        return self.programs.num_compiled_after_warmup
-
-    @property
-    def awaited_programs(self) -> tuple[int, int]:
-        """Programs that a step waits for now: how many are ready, and the total. Safe to read from any thread."""
-        return self.programs.awaited
-
     @property
     def adapts_logits(self) -> bool:
         return self.shapes.adapts_logits
@@ -432,23 +382,20 @@ class ModelRunner(WeightsHolder):
             self.peers.note([key])
         return program
 
-    def shutdown_programs(self) -> None:
-        """End the threads that compile."""
-        self.programs.shutdown()
-
-    def delete_arrays(self) -> None:
+    def close(self) -> None:
         """Release all device memory, after the last program has been compiled."""
-        self.shutdown_programs()
+        self.programs.shutdown()
         if self._launcher is not None:
             self._launcher.shutdown()
         self.drop_caches()
         delete((self.params, self._spacers))
-        self.forget_weights()
+        self.slots.delete_arrays()
+        self.memory("drop", "copies")
         if self.peers is not None:
             self.peers.delete_arrays()
             self.peers = None
 
-    def dispatch(self, plan: SchedulerOutput) -> StepInFlight:
+    def start_step(self, plan: SchedulerOutput) -> StepInFlight:
         """Start a step and return at once. The device runs dispatched steps in order.
 
         A plan with masked requests needs the step's `draw`, before the next dispatch, to sample its tokens.

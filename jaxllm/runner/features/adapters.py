@@ -6,20 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.layers.step import Adapt
-from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.mesh import TENSOR, tensor_size
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.runner.programs.kind import ProgramKind
+from jaxllm.runner.programs.kind import OpProgram, ProgramKind
 from jaxllm.runner.row_arrays import Params
-from jaxllm.runner.split_program import CompiledProgram, Lowered
+from jaxllm.runner.split_program import Lowered
 from jaxllm.runner.step_feature import FeatureParts, StepFeature, StepRun
 from jaxllm.scheduler_output import NO_ADAPTER
 
@@ -71,7 +69,7 @@ class Adapters(StepFeature):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(self.adaptation.dtype), sharding=by_device)
 
 
-class WriteAdapter(ProgramKind):
+class WriteAdapter(OpProgram):
     """See `Adapters.write`."""
 
     name = "write_adapter"
@@ -87,10 +85,6 @@ class WriteAdapter(ProgramKind):
         out = tuple(array.sharding for array in arrays)
         arguments = (arrays, self.adapters.packed(programs.mesh), programs.ints())
         return programs.lower_on_each(self.adapters.write, arguments, out, donate=(0,))
-
-    def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
-        wanted = self.adapters.packed(runner.shapes.mesh)
-        runner.write_adapter(0, put(np.zeros(wanted.shape, wanted.dtype), wanted.sharding))
 
 
 def make(parts: FeatureParts) -> StepFeature | None:

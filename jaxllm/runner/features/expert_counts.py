@@ -11,9 +11,9 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
 from jaxllm.runner.expert_counts import mixture_layers
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.runner.programs.kind import ProgramKind
+from jaxllm.runner.programs.kind import OpProgram, ProgramKind
 from jaxllm.runner.row_arrays import RowArrays
-from jaxllm.runner.split_program import CompiledProgram, Lowered
+from jaxllm.runner.split_program import Lowered
 from jaxllm.runner.step_feature import FeatureParts, StepFeature, StepRun
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class ExpertCounts(StepFeature):
     """What the layers call their mixtures."""
     num_experts: int
     """Of the largest."""
+    layers: tuple[int, ...] = ()
+    """Of the mixtures."""
 
     @classmethod
     def of(cls, config: ModelConfig, layers: Collection[int]) -> "ExpertCounts":
@@ -38,7 +40,7 @@ class ExpertCounts(StepFeature):
         found = [(layer, config.layers[layer].mlp) for layer in mixture_layers(config) if layer in layers]
         names = tuple(f"{config.layer_name(layer)}.{part.name}" for layer, part in found)
         most = max((part.routing.num_experts for _, part in found if isinstance(part, MoE)), default=0)
-        return cls(names, most)
+        return cls(names, most, tuple(layer for layer, _ in found))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -78,7 +80,7 @@ class ExpertCounts(StepFeature):
         return rows._replace(expert_tokens_LE=jnp.zeros_like(rows.expert_tokens_LE)), rows.expert_tokens_LE
 
 
-class TakeExpertTokens(ProgramKind):
+class TakeExpertTokens(OpProgram):
     """See `ExpertCounts.take`."""
 
     name = "take_expert_tokens"
@@ -92,9 +94,6 @@ class TakeExpertTokens(ProgramKind):
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         program = jax.jit(self.counts.take, donate_argnums=0, out_shardings=programs.replicated)
         return program.lower(programs.rows)
-
-    def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
-        runner.take_expert_tokens()
 
 
 def make(parts: FeatureParts) -> StepFeature | None:

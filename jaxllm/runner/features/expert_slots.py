@@ -15,8 +15,8 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.axes import num_parts
 from jaxllm.runner.expert_placement import ROUNDS, Tables
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.runner.programs.kind import ProgramKind
-from jaxllm.runner.split_program import CompiledProgram, Lowered
+from jaxllm.runner.programs.kind import OpProgram, ProgramKind
+from jaxllm.runner.split_program import Lowered
 from jaxllm.runner.step_feature import FeatureParts, StepFeature, StepRun
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ExpertSlots(StepFeature):
         return jax.lax.fori_loop(0, moves_2RN.shape[1], one_round, new)
 
 
-class MoveExperts(ProgramKind):
+class MoveExperts(OpProgram):
     """See `ExpertSlots.move`."""
 
     name = "move_experts"
@@ -127,8 +127,10 @@ class MoveExperts(ProgramKind):
         moves_2RN[1] = programs.params[self.slots.leaves[layer][0]].shape[0] // num_devices
         return moves_2RN
 
-    def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
-        runner.move_experts(key.size, self.no_moves(runner.shapes, key.size), None)
+
+def moves_of(programs: "StepPrograms") -> MoveExperts:
+    """The kind of program that moves an engine's experts."""
+    return MoveExperts(programs.functions.get(ExpertSlots))
 
 
 def slots_of(table_EC: jax.Array, expert_Tk: jax.Array, start: int | jax.Array) -> jax.Array:
