@@ -1,7 +1,6 @@
 """What adapts a model to requests by their adapters, as seen by the runner. It is traced into the step's programs."""
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import jax
@@ -56,12 +55,3 @@ class Adaptation(Protocol):
 
     def write(self, arrays: tuple[jax.Array, ...], packed_1P: jax.Array, slot: jax.Array) -> tuple[jax.Array, ...]:
         """The arrays of `model`, flat, with an adapter in a slot; on each device with its own part of all of them."""
-
-
-@dataclass(frozen=True)
-class Adapting:
-    """An adaptation, and its arrays among those of all weights."""
-
-    adaptation: Adaptation
-    merge: Callable[[tuple[jax.Array, ...]], Any]
-    part: slice
