@@ -144,9 +144,9 @@ class ModelConfig(ServedModel):
 
     def described(self) -> dict[str, Any]:
         """The fields as JSON values, without their digest and origin; runs of equal layers once, with their number."""
-        values = dataclasses.asdict(dataclasses.replace(self, layers=()))
-        del values["digest"], values["gguf_type"]
-        values["formats"] = [{"format": type(format).__name__, **dataclasses.asdict(format)} for format in self.formats]  # type: ignore[call-overload]
+        values = dataclasses.asdict(dataclasses.replace(self, layers=(), formats=()))
+        del values["digest"], values["gguf_type"], values["formats"]
+        values["weight_formats"] = [{"kind": type(each).__name__, **dataclasses.asdict(each)} for each in self.formats]
         runs = [(layer, len(list(run))) for layer, run in itertools.groupby(self.layers)]
         return {**values, "layers": [{"count": count, **dataclasses.asdict(layer)} for layer, count in runs]}
 

@@ -127,6 +127,7 @@ class Draw(Protocol):
     def full(self, value: Any, dtype: str) -> Array: ...
 
 
+@dataclass(frozen=True)
 class WeightFormat:
     """A form in which some weights are stored, or computed with, or both. Subclasses are frozen dataclasses.
 
@@ -135,12 +136,15 @@ class WeightFormat:
 
     supported: ClassVar[str]
     """What of this format can be read, for errors."""
-    kv_cache: bool = False
-    """Whether the checkpoint says that the KV cache is fp8, and may hold its scales."""
     may_widen: ClassVar[bool] = False
     """Whether `--dequantize` decides how it is loaded."""
     unused: ClassVar[str] = r"\b\B"
     """A pattern of tensors that a checkpoint of this format may hold and that are not read."""
+
+    @property
+    def kv_cache(self) -> bool:
+        """Whether the checkpoint says that the KV cache is fp8, and may hold its scales."""
+        return False
 
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:
