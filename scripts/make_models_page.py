@@ -64,7 +64,8 @@ activations get a scale per token. Embedding, head, norms and what makes the gat
 type.
 
 Checkpoints of quant_method `compressed-tensors` (float-quantized) and `fp8` load as they are. Those with a scale per
-block become 16-bit weights, or with `--quantization fp8` get scales per channel. Experts in 4 bits (quant_method `mxfp4`, as
+block become 16-bit weights, or with `--quantization fp8` get scales per channel. Fp8 weights outside of linear layers, such as
+heads and experts, become 16-bit weights. Experts in 4 bits (quant_method `mxfp4`, as
 gpt-oss is released) are computed from these 4 bits on a GPU in bfloat16; elsewhere, with `--dequantize`, and where devices
 would share a block of 32 values, they become 16-bit weights while they load, four times their size. Other formats are
 refused.

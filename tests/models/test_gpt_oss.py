@@ -28,6 +28,7 @@ from jaxllm.loaders.save import save_safetensors
 from jaxllm.model_config import ModelConfig
 from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
+from jaxllm.quantization.formats.mxfp4 import Mxfp4
 from jaxllm.quantization.mxfp4 import widen
 from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
@@ -199,14 +200,14 @@ def test_experts_in_four_bits_are_saved_as_they_were_read(folders: dict[str, Pat
 
 def test_experts_stay_in_four_bits_where_a_kernel_computes_from_them(folders: dict[str, Path]) -> None:
     def is_packed(**options: Any) -> bool:
-        return load_model_config(folders["mxfp4"], **options).packed_experts
+        return load_model_config(folders["mxfp4"], **options).has_packed_experts
 
     assert is_packed(on_gpu=True, dtype="bfloat16") and is_packed(dequantize=False)
     assert not is_packed(on_gpu=True, dtype="float32") and not is_packed() and not is_packed(on_gpu=True, dequantize=True)
     with pytest.raises(ConfigError, match=r"has no experts in 4 bits \(MXFP4\); leave --no-dequantize out"):
         load_model_config(folders["bfloat16"], dequantize=False)
     # 48 values of a device are one and a half blocks.
-    assert not load_model_config(folders["mxfp4"], dequantize=False).for_tensor_parallel(4).packed_experts
+    assert not load_model_config(folders["mxfp4"], dequantize=False).for_tensor_parallel(4).has_packed_experts
 
 
 def test_dummy_experts_have_four_bits_too(folders: dict[str, Path]) -> None:
@@ -280,7 +281,7 @@ def test_kernels_are_checked_with_sinks_and_biases(folders: dict[str, Path]) -> 
     [attention], [experts] = shapes["paged_attention"], shapes["grouped_matmul"]
     assert [(layer.window, layer.has_sinks) for layer in attention.layers] == [(8, True), (None, True)]
     assert experts.has_biases and experts.activation == "swiglu_clamped" and not experts.is_packed
-    packed = dataclasses.replace(prepared.model_config, packed_experts=True)
+    packed = dataclasses.replace(prepared.model_config, formats=(Mxfp4(computes=True),))
     [experts] = kernel_shapes.shapes_of(prepared.config, packed, prepared.plan)["grouped_matmul"]
     assert experts.is_packed
 
