@@ -50,7 +50,7 @@ def convert(source: Path, output: Path, dtype: str, quantization: str | None = N
     if config.quantization is not None:
         raw["quantization_config"] = quantization_json(config)
     elif not config.packed_experts:
-        raw.pop("quantization_config", None)  # a scale per block is gone
+        raw.pop("quantization_config", None)  # the checkpoint has no scale per block
     (output / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
