@@ -167,7 +167,7 @@ MODULES = modules()
 
 @functools.cache
 def all_imports() -> dict[str, list[str]]:
-    """What each module imports. Parsing takes longer than the tests, so it waits for the first."""
+    """Imports of each module. Parsing takes longer than the tests, so it waits for the first."""
     return {module: sorted(set(imports_of(module, path, MODULES))) for module, path in MODULES.items()}
 
 

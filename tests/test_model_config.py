@@ -39,7 +39,7 @@ def read(tmp_path):
 
 
 def attention(config):
-    """Of the first layer."""
+    """Attention of the first layer."""
     return config.layers[0].attention
 
 

@@ -1,4 +1,4 @@
-"""The `jaxllm` command with the demo model in a process of its own, as a user runs it."""
+"""The `jaxllm` command with the demo model in a separate process, as a user runs it."""
 
 import json
 import os

@@ -80,7 +80,7 @@ def make_request(
 
 
 def result_of(scheduler: Scheduler, plan: SchedulerOutput, token: int = 7) -> ModelRunnerOutput:
-    """What a runner returns that always samples the same token. To be made before the next step is planned."""
+    """Output of a runner that always samples the same token. To be made before the next step is planned."""
     sampled = {
         request_id: [token]
         for request_id in plan.num_scheduled_tokens

@@ -196,7 +196,7 @@ def test_families_and_number_formats(tmp_path, monkeypatch, architecture):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of scales that are no numbers
 @pytest.mark.parametrize("kind", READABLE)
 def test_every_number_format_is_widened_as_by_the_package(tmp_path, monkeypatch, kind):
-    """Of several threads' parts, and of heads whose values are put back in order."""
+    """Parts of several threads, and heads whose values are put back in order."""
     monkeypatch.setattr("jaxllm.loaders.gguf._VALUES_AT_ONCE", 2048)
     number_format = gguf.GGMLQuantizationType[kind]
     block_values, block_bytes = gguf.GGML_QUANT_SIZES[number_format]

@@ -1,4 +1,4 @@
-"""What a checkpoint's loading reads, sends and holds on the host, however many devices there are."""
+"""Bytes that loading reads, sends and holds on the host, however many devices there are."""
 
 import collections
 import functools
@@ -38,7 +38,7 @@ SHAPES = {
     "attention_bias": True,
 }
 SLACK_BYTES = 300_000
-"""What Python and JAX hold besides."""
+"""Memory that Python and JAX hold in addition."""
 SIZES = (1, 2, 4)
 
 
@@ -146,7 +146,7 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_slices_are_those_of_the_whole(tmp_path, kind, quantization, size):
-    """Of copied KV heads, a padded vocabulary, and blocks of scales that no device's slice begins with."""
+    """With copied KV heads, a padded vocabulary, and blocks of scales that no device's slice begins with."""
     directory = CHECKPOINTS[kind](tmp_path)
     one, many = (dict(parameters(load(directory, n, quantization=quantization))) for n in (1, size))
     for path, variable in many.items():

@@ -69,7 +69,7 @@ PROMPTS = [[5, 1, 80, 33, 7, 7, 2, 61, 14, 9, 90, 42, 3, 3, 18, 77, 25], [50, 51
 
 
 def tensors_of() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Those that are never quantised, and the weights of experts in both forms."""
+    """Tensors that are never quantised, and the weights of experts in both forms."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, scale: float = 0.2) -> np.ndarray:
@@ -133,7 +133,7 @@ def load(directory: Path, size: int, **options: Any) -> tuple[ModelConfig, nnx.S
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_widened_experts_are_what_their_four_bits_stand_for(folders: dict[str, Path], size: int) -> None:
-    """Of four devices each holds 48 of an expert's 192 values: one and a half blocks."""
+    """Each of four devices holds 48 of an expert's 192 values: one and a half blocks."""
     found = [goldens.load(folders[form], tensor_parallel_size=size) for form in ("bfloat16", "mxfp4")]
     (config, plain), (_, unpacked) = found
     assert weight_bytes(found[1][0]) == weight_bytes(config)
@@ -190,7 +190,7 @@ def test_experts_in_four_bits_are_saved_as_they_were_read(folders: dict[str, Pat
         load(tmp_path / "orbax", 1)
     with pytest.raises(JaxLLMError, match="one kind of quantisation"):
         convert(folders["mxfp4"], tmp_path / "fp8", "float32", "fp8", dequantize=False)
-    # It makes what an engine reads by default, unless it is told otherwise.
+    # It makes what an engine reads by default.
     convert(folders["mxfp4"], tmp_path / "default", "float32")
     for expected, got in zip(
         *map(jax.tree.leaves, (load(d, 1)[1] for d in (folders["mxfp4"], tmp_path / "default"))), strict=True

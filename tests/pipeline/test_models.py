@@ -1,4 +1,4 @@
-"""What differs between goldens in what stages divide, in stages of one and of several devices, in a pool so small that requests are
+"""Goldens that differ in what stages divide, in stages of one and of several devices, in a pool so small that requests are
 preempted."""
 
 import pytest

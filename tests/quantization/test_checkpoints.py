@@ -189,7 +189,7 @@ def test_block_scales_are_applied_and_the_weights_are_plain(tmp_path, caplog):
 
 @pytest.mark.parametrize(("golden", "size"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("qwen3_next", 1), ("qwen3_next", 4)])
 def test_block_scales_of_experts_and_of_weights_that_are_cut_up(tmp_path, golden, size):
-    """Those that latents are multiplied with; queries and gates of one tensor, with copies of KV heads; heads of linear attention."""
+    """Weights that latents are multiplied with; queries and gates of one tensor, with copies of KV heads; heads of linear attention."""
 
     def widened(name, weight):
         values, scale = per_block(name, weight).values()

@@ -30,7 +30,7 @@ VOCAB, END, STOP = 12, 3, 5
 
 @dataclass
 class _Reader:
-    """Who knows a prefix cache by its news alone."""
+    """A reader that knows a prefix cache by its events alone."""
 
     known: set[bytes] = field(default_factory=set)
 
@@ -59,7 +59,7 @@ class _Load:
     num_made: int = 0
     max_item_tokens: int = 0
     readers: list[_Reader] = field(default_factory=list)
-    """Those that a front has; more come later."""
+    """Readers from the start; more come later."""
 
     def event(self) -> None:
         kind = self.rng.random()

@@ -1,4 +1,4 @@
-"""What check_gpu.py and bench_kernels.py do with right, wrong and failing kernels, on toy ones."""
+"""check_gpu.py and bench_kernels.py with right, wrong and failing kernels, on toy ones."""
 
 import contextlib
 import dataclasses

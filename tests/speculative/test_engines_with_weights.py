@@ -45,7 +45,7 @@ def tokens_of(answers) -> dict[str, list[int]]:
 
 
 def expected(core: EngineCore, **params: Any) -> dict[str, list[int]]:
-    """What the engine says without drafts."""
+    """Output of the engine without drafts."""
     return tokens_of(engines.run(core, requests(num_speculative_tokens=0, **params)))
 
 
@@ -73,7 +73,7 @@ def test_a_model_that_drafts_for_itself_is_always_right():
 
 
 def compare_drafts(core: EngineCore, drafts_of: Callable[[list[int]], list[int]]) -> Callable[..., None]:
-    """What to call after each step of an engine with one step in flight: its rows must have the drafts that follow their tokens."""
+    """A check to call after each step of an engine with one step in flight: its rows must have the drafts that follow their tokens."""
     num_compared = 0
 
     def compare(step: int, answers: dict[str, engines.Answer]) -> None:
