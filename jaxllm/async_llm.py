@@ -71,7 +71,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         self.input_processor = front.input_processor
         self.loras = loras_in_a_loop(front.config, self.call_core)
         self._mailboxes: dict[str, Mailbox] = {}
-        """Mailboxes by internal id. Only accessed where the core runs commands, like the front."""
+        """Mailboxes by internal id. Only accessed where the core runs commands, like `EngineFront`."""
         self._searches: dict[str, str] = {}
         """Internal id to the caller's id of each unfinished beam search. Searches aborted between two steps are removed."""
         self.unread_streams: UnreadStreams | None = None
@@ -294,7 +294,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         return self._front.get_default_sampling_params(chat=chat)
 
     async def get_metrics(self) -> list[Metric]:
-        """All metrics now, those of the other fronts too."""
+        """All current metrics, with those of other API servers."""
         check_alive(self._core)
         await self._core.refresh_metrics()
         return self._merged(await self._run(self._front.get_metrics))
@@ -320,7 +320,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         return [metric for source in self._sources for metric in source()]
 
     def add_metrics(self, source: Callable[[], Iterable[Metric]]) -> None:
-        """Include these counters and histograms, summed over all fronts, in `get_metrics` and the exporter."""
+        """Include these counters and histograms, summed over all API servers, in `get_metrics` and the exporter."""
         self._sources.append(source)
 
     async def call_core(self, name: str, *arguments: Any) -> Any:
@@ -451,7 +451,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
 
 
 class _Reports:
-    """What the core reports, to an AsyncLLM."""
+    """Passes the core's reports to an AsyncLLM."""
 
     def __init__(self, llm: AsyncLLM):
         self._llm, self._front = llm, llm._front

@@ -34,7 +34,7 @@ class BeamSearchSequence:
     """Per token of the answer, the EOS too, its own logprob and those of its rivals."""
     cum_logprob: float = 0.0
     text: str | None = None
-    """Of prompt and answer."""
+    """Token ids of prompt and answer."""
     finish_reason: str | None = None
     stop_reason: int | None = None
     """The EOS id, if it is not the tokenizer's first."""

@@ -56,10 +56,6 @@ class Balancer:
 
     # Replicas come and go
 
-    @property
-    def num_up(self) -> int:
-        return int(self.loads.is_up.sum())
-
     def is_up(self, replica: int) -> bool:
         """Whether a replica has requests, or may have."""
         return bool(self.loads.is_up[replica])

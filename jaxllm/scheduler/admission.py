@@ -4,7 +4,7 @@ import enum
 from collections.abc import Collection, Iterable
 from typing import Protocol, runtime_checkable
 
-from jaxllm.device_ops import DeviceOp
+from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.request import Request
 
 
@@ -57,7 +57,7 @@ class ChunkRoom(AdmissionRoom, Protocol):
         A request that then finds no blocks is preempted (see `release`), or asks again in a later step.
         """
 
-    def ops(self, request: Request, start: int, count: int) -> list[DeviceOp]:
+    def ops(self, request: Request, start: int, count: int) -> list[AnyDeviceOp]:
         """What devices must do before the step that computes these tokens, at most those that `limit` allowed."""
 
     def forget(self) -> None:

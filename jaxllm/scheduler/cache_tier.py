@@ -3,13 +3,13 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from jaxllm.device_ops import DeviceOp
+from jaxllm.device_ops import AnyDeviceOp
 
 
 class TierStep(NamedTuple):
     """What a tier adds to a step, and what it has heard."""
 
-    ops: Sequence[DeviceOp] = ()
+    ops: Sequence[AnyDeviceOp] = ()
     """Writes contents that have arrived into their blocks."""
     loaded: Sequence[tuple[int, Sequence[bool]]] = ()
     """Loads that are over, with whether each block has its content: the ops that wrote it were in earlier plans."""
@@ -34,7 +34,7 @@ class CacheTier(Protocol):
     def cancel(self, load_id: int) -> None:
         """Give a load up: no op for its blocks comes from now on, and no report."""
 
-    def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[DeviceOp]:
+    def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
         """These contents are about to leave the pool. Returns what reads their blocks before the step being planned writes them; nothing
         for contents that it has, or does not want. What it reads is right once that step is done without error."""
 

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jaxllm.device_ops import DeviceOp
+from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_tier import CacheTier
@@ -50,7 +50,7 @@ class Loading:
         """By request, in the order of their beginning."""
         self._arriving: set[bytes] = set()
         """Names of contents that a load brings."""
-        self._ops: list[DeviceOp] = []
+        self._ops: list[AnyDeviceOp] = []
         """Of the step that is being planned."""
         manager.pool.evicting = self._store
 
@@ -70,7 +70,7 @@ class Loading:
                 copy.tier.cancel(copy.load_id)
                 self._end_copy(load, copy, [False] * len(copy.blocks))
 
-    def take_ops(self) -> list[DeviceOp]:
+    def take_ops(self) -> list[AnyDeviceOp]:
         """What the step that is being planned does for tiers."""
         ops, self._ops = self._ops, []
         return ops

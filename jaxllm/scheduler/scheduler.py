@@ -16,7 +16,7 @@ from functools import partial
 from jaxllm.cache_news import CacheNews
 from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
-from jaxllm.device_ops import DeviceOp
+from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
@@ -555,7 +555,7 @@ class Scheduler:
             self._preempted_ids.clear()
         return plan
 
-    def _ops(self, shares: list[Share]) -> list[DeviceOp]:
+    def _ops(self, shares: list[Share]) -> tuple[AnyDeviceOp, ...]:
         """What tiers and rooms let devices do before the step."""
         loading = self.cache_manager.loading
         ops = [] if loading is None else loading.take_ops()
@@ -563,7 +563,7 @@ class Scheduler:
             for request, _, row in shares:
                 if row.start < request.num_prompt_tokens:
                     ops += room.ops(request, row.start, row.num_tokens)
-        return ops
+        return tuple(ops)
 
     def tokens_are_known(self, plan: SchedulerOutput) -> bool:
         """Whether a step in flight is the only one that samples tokens for any of its masked requests."""

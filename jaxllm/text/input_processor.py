@@ -55,7 +55,7 @@ class FrontRequest:
     request_id: str
     """The caller's own; several requests may share it."""
     internal_id: str
-    """Unique in the engine, because it contains the namespace of its front."""
+    """Unique in the engine, because it contains the namespace of its process."""
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -349,7 +349,7 @@ class InputProcessor:
         )
 
     def _child_params(self, params: SamplingParams, index: int) -> SamplingParams:
-        """The parameters of one of the n answers: each has a seed of its own."""
+        """The parameters of one of the n answers: each has its own seed."""
         child = copy.copy(params)
         child.n = 1
         child.structured_outputs = child.thinking_token_budget = None  # the request says it

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxllm.cache_policy import CachePolicy, WindowPolicy
+from jaxllm.device_ops import DeviceOp, DropStaged, WriteAdapter, run_ops
+from jaxllm.engine.op_queue import OpQueue
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import Request
 from jaxllm.scheduler.draft_counts import DraftCounts
@@ -137,12 +139,28 @@ class FakeRunner:
         self.num_computed_tokens = 0
         self.slots: list[int] = []
         """What the adapter in each slot lets digests start from."""
+        self.staged: dict[int, int] = {}
+        """The same of adapters on their way into a slot."""
+
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """See Executor. The data is what digests start from."""
+        self.staged[handle] = int(data)
+
+    def _run_op(self, op: DeviceOp) -> list[None]:
+        if isinstance(op, WriteAdapter):
+            self.slots[op.slot] = self.staged.pop(op.staged)
+        elif isinstance(op, DropStaged):
+            self.staged.pop(op.staged, None)
+        else:
+            self.device.run(op, self.memory)
+        return []
 
     def dispatch(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a step."""
+        """Run operations and a step."""
         self.device.places.clear()
-        for op in plan.ops:
-            self.device.run(op, self.memory)
+        run_ops(plan.ops, self._run_op)
+        if plan.ops and not plan.rows:
+            return ModelRunnerOutput({})
         for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
             self.rows.pop(request_id, None)
         for data in plan.new_requests:
@@ -280,6 +298,7 @@ class FakeEngine:
             policies=scheduler.cache_manager.policies,
             drafts=scheduler.drafts,
         )
+        self.ops = OpQueue(self.runner)  # type: ignore[arg-type]
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.plans: list[SchedulerOutput] = []
 
@@ -288,10 +307,10 @@ class FakeEngine:
         while len(self.in_flight) < self.depth:
             plan = self.scheduler.schedule()
             self.scheduler.check_integrity()
-            if plan.num_tokens == 0 and not plan.ops:
+            if plan.num_tokens == 0 and not plan.ops and not self.ops:
                 break
             self.plans.append(plan)
-            self.in_flight.append((plan, self.runner.dispatch(plan)))
+            self.in_flight.append((plan, self.ops.dispatch(plan)))  # type: ignore[arg-type]
             if self.scheduler.drafts is not None:
                 self._check_published()
 
