@@ -9,8 +9,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.log import logger
 from jaxllm.progress import Progress
 from jaxllm.runner.program_store import new_artifact, write_manifest
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.runner import ModelRunner
-from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.start_times import StartTimes
 
 

@@ -44,8 +44,8 @@ from jaxllm.runner.expert_placement import moving_bytes
 from jaxllm.runner.features.drafts.rows import kept_logits
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
+from jaxllm.runner.program_pool import use_persistent_cache
 from jaxllm.runner.program_store import Fingerprint, ProgramStore, local_store, open_artifact, read_manifest
-from jaxllm.runner.programs import use_persistent_cache
 from jaxllm.runner.quick_tracing import spare_lookups
 from jaxllm.runner.shared_layers import shares_layers
 from jaxllm.runner.stage import RunnerParts, Stage, tightest

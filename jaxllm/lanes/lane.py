@@ -40,7 +40,7 @@ class Lane(ModelRunner):
         self.keep_small_places()
 
     def drop_caches(self) -> None:
-        """Free all rows and what full sampling and consumers keep. The arrays of rows may lie in those of all lanes."""
+        """Free all rows and what full sampling and other heads keep. The arrays of rows may lie in those of all lanes."""
         self.rows.clear()
         delete(self._row_arrays)
-        self._delete_consumers_arrays()
+        self._delete_heads_arrays()

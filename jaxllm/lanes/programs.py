@@ -9,10 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.parallel.exchange import make_exchange
 from jaxllm.parallel.mesh import DATA, TENSOR
-from jaxllm.runner.step_programs import ProgramKey, StepPrograms
-
-JOINT = ("forward", "forward_rows", "decode", "propose", "new_caches", "move_experts")
-"""The kinds of programs that run on all lanes."""
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.step_programs import StepPrograms
 
 
 @dataclass(frozen=True)
@@ -38,22 +36,20 @@ class JointPrograms(StepPrograms):
         return NamedSharding(self.mesh, PartitionSpec(DATA, TENSOR))
 
     def common_keys(self) -> list[ProgramKey]:
-        return [key for key in super().common_keys() if key.kind in JOINT]
+        return [key for key in super().common_keys() if self.kind_of(key).is_joint]
 
     def rare_keys(self) -> list[ProgramKey]:
         return []
 
-    def nothing_to_propose(self, key: ProgramKey) -> tuple[Any, ...]:
-        """What `propose` takes of a step in which no lane has requests."""
-        of_lane = super().nothing_to_propose(key)
-        return jax.tree.map(lambda x: np.concatenate([x] * self.mesh.shape[DATA]), of_lane)  # type: ignore[no-any-return]
+    def joined_arrays(self, arrays: Any) -> Any:
+        return jax.tree.map(lambda x: np.concatenate([x] * self.mesh.shape[DATA]), arrays)
 
     @property
-    def _caches(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(jax.ShapeDtypeStruct(self._joined(x.shape), x.dtype, sharding=x.sharding) for x in super()._caches)
+    def caches(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(self._joined(x.shape), x.dtype, sharding=x.sharding) for x in super().caches)
 
-    def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return super()._shape(self._joined(shape), dtype)
+    def shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return super().shape(self._joined(shape), dtype)
 
     def _joined(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (self.mesh.shape[DATA] * shape[0], *shape[1:])
@@ -67,4 +63,4 @@ class LanePrograms(StepPrograms):
         return self.common_keys()
 
     def common_keys(self) -> list[ProgramKey]:
-        return [key for key in super().common_keys() if key.kind not in JOINT]
+        return [key for key in super().common_keys() if not self.kind_of(key).is_joint]

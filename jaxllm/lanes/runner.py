@@ -21,18 +21,19 @@ from jaxllm.parallel.across_hosts import put
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.runner.all_programs import AllPrograms
-from jaxllm.runner.consumers import Hidden, PendingPart
-from jaxllm.runner.consumers.sampling import PendingTokens
-from jaxllm.runner.expert_ops import ExpertMoves
 from jaxllm.runner.features.drafts.step import Drafts
-from jaxllm.runner.ops import PlanRunner, by_type, run_by
+from jaxllm.runner.features.sampling import PendingTokens
+from jaxllm.runner.heads import Hidden, PendingPart
+from jaxllm.runner.layout import StepLayout
+from jaxllm.runner.ops import PlanRunner, op_runners, run_by
 from jaxllm.runner.pending import StepInFlight
+from jaxllm.runner.program_pool import ProgramPool
 from jaxllm.runner.program_store import ProgramStore
-from jaxllm.runner.programs import Programs
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.row_arrays import Caches, Params, RowArrays, Scores
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind
 from jaxllm.runner.runner import work_bytes
-from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.warm_up import WARM_UP_RUNS
 from jaxllm.runner.weights import Weights, WeightsSource
 from jaxllm.runner.weights_holder import WeightsHolder
@@ -67,12 +68,12 @@ class LanesRunner(WeightsHolder, PlanRunner):
         super().__init__(weights, source, first.times)
         self._first_lane = lanes.index(first)
         self.buckets = first.buckets
-        self.joint = Programs(
+        self.joint = ProgramPool(
             shapes.lower, threads=threads, compiler_options=shapes.compiler_options, store=store, times=self.times
         )
         """Of all lanes together."""
         self.programs = AllPrograms([self.joint, *(lane.programs for lane in self.lanes)])
-        self._moves = ExpertMoves(self, self.joint.get)
+        self._op_runners = [runner for runner in op_runners(shapes.functions.features, self) if runner.is_joint]
         self._joint_place, self._lane_places = shapes.replicated, [lane.shapes.replicated for lane in self.lanes]
         self.caches: Caches = ()
         self._rows: RowArrays | None = None
@@ -87,8 +88,8 @@ class LanesRunner(WeightsHolder, PlanRunner):
     def run_op(self, op: DeviceOp) -> list[PendingPart]:
         """See PlanRunner. Experts move between the devices of all lanes; each lane counts what its own tokens chose, and with several hosts
         the counts are those of this one's lanes."""
-        if type(op) in self._moves.ops:
-            return run_by(by_type([self._moves]), op)
+        if any(type(op) in runner.ops for runner in self._op_runners):
+            return run_by(self._op_runners, op)
         return [part for lane in self.lanes for part in lane.run_op(op)]
 
     def drain(self) -> None:
@@ -122,9 +123,9 @@ class LanesRunner(WeightsHolder, PlanRunner):
         self._prepare(step)
         variant = max(batch.variant for batch in step.batches)
         key = ProgramKey("decode", step.batch.layout.num_rows, variant, width=step.width)
-        (drawn,) = self._run_buffers(key, [batch.buffer for batch in step.batches])
+        (drawn,) = self._run_buffers(self.program(key), [batch.buffer for batch in step.batches])
         for lane, part, drawn_R in zip(self.lanes, step.parts, parts_of(drawn, self._lane_places), strict=True):
-            others = [consumer.launch(work, None) for consumer, work in lane.select(part.batch)]
+            others = [head.launch(work, None) for head, work in lane.select(part.batch)]
             part.done, part.parts = drawn_R, [PendingTokens(part.batch.sampled, drawn_R, Scores(None, None)), *others]
 
     def _forward_and_sample(self, step: LanesInFlight) -> None:
@@ -136,24 +137,25 @@ class LanesRunner(WeightsHolder, PlanRunner):
         work_of_each = [lane.select(part.batch) for lane, part in zip(self.lanes, step.parts, strict=True)]
         self._expect(key, step, work_of_each)
         for lane, part in zip(self.lanes, step.parts, strict=True):
-            if part.mask_TW is not None and step.width > 1:
-                lane.read_drafts(part)
+            lane.tokens.read(part)
         self._prepare(step)
-        hidden_TD, hidden_NWD, columns_NC, *shown = self._run_buffers(key, [batch.buffer for batch in step.batches])
+        hidden_TD, hidden_NWD, columns_NC, *shown = self._run_buffers(
+            self.program(key), [batch.buffer for batch in step.batches]
+        )
         if shown:
             step.for_drafter = (hidden_TD, columns_NC, *shown[0])
         results = [parts_of(array, self._lane_places) for array in (hidden_TD, hidden_NWD, columns_NC)]
         for part, work, *arrays in zip(step.parts, work_of_each, *results, strict=True):
             part.hidden = hidden = Hidden(*arrays)
-            part.parts = [consumer.launch(each, hidden) for consumer, each in work]
+            part.parts = [head.launch(each, hidden) for head, each in work]
 
     def _sample(self, step: LanesInFlight) -> None:
-        """Start all that takes the hidden states of a step, but for consumers."""
+        """Start all that takes the hidden states of a step, but for heads."""
         for lane, part in zip(self.lanes, step.parts, strict=True):
             lane.sample(part)
         if step.for_drafter is not None:
             shown, step.for_drafter = step.for_drafter, None
-            self._run(self._propose_key(step), *shown)
+            self.run_on_rows(self.program(self._propose_key(step)), *shown)
 
     def _propose_key(self, step: LanesInFlight) -> ProgramKey:
         """The program that shows a step of all lanes to the drafter."""
@@ -165,13 +167,24 @@ class LanesRunner(WeightsHolder, PlanRunner):
         for lane, part in zip(self.lanes, step.parts, strict=True):
             part.errors = lane.prepare(part.batch)
 
-    def _run_buffers(self, key: ProgramKey, buffers: Sequence[np.ndarray]) -> list[Any]:
-        """Start the program forward or decode of all lanes with their buffers. Returns as `_run`."""
-        return self._run(key, put(np.concatenate(buffers), self._joint_place))
+    def _run_buffers(self, program: CompiledProgram, buffers: Sequence[np.ndarray]) -> list[Any]:
+        """Start the program forward or decode of all lanes with their buffers. Returns as `run_on_rows`."""
+        return self.run_on_rows(program, self.put(np.concatenate(buffers)))
 
-    def _run(self, key: ProgramKey, *arguments: Any) -> list[Any]:
+    def run_empty(self, program: CompiledProgram, layout: StepLayout) -> None:
+        """See ModelRunner."""
+        self._run_buffers(program, [lane.batches.empty(layout) for lane in self._all_lanes])
+
+    def put(self, arrays: Any) -> Any:
+        """Host arrays on the devices of all lanes."""
+        return jax.tree.map(partial(put, place=self._joint_place), arrays)
+
+    def program(self, key: ProgramKey) -> CompiledProgram:
+        """A program of all lanes."""
+        return self.joint.get(key)
+
+    def run_on_rows(self, program: CompiledProgram, *arguments: Any) -> list[Any]:
         """Start a program of all lanes that changes their rows. Returns its results behind caches and rows."""
-        program = self.joint.get(key)
         self.caches, rows, *results = program(self.params, self.caches, self._join_rows(), *arguments, None)
         self._rows = rows
         for lane in self.lanes:
@@ -277,7 +290,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
         return parts_of(joint, [shape.sharding for shape in shapes], shapes[0].shape)
 
     def allocate_caches(self) -> None:
-        program = self.joint.get(ProgramKey("new_caches"))
+        program = self.program(ProgramKey("new_caches"))
         with self.times.part("cache"):
             self.caches = program()
             jax.block_until_ready(self.caches)  # raises if a device cannot allocate its part
@@ -288,15 +301,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
         for number in range(1, WARM_UP_RUNS + 1):
             with self.times.part(f"warm-up run {number}"):
                 for key in self.shapes.common_keys():
-                    if key.kind == self._moves.program:
-                        self._moves.run_on_nothing(key)
-                        continue
-                    if key.kind == "propose":
-                        nothing = self.shapes.nothing_to_propose(key)
-                        self._run(key, *jax.tree.map(partial(put, place=self._joint_place), nothing))
-                        continue
-                    layout = self.shapes.layout(key)
-                    self._run_buffers(key, [lane.batches.empty(layout) for lane in self._all_lanes])
+                    self.shapes.kind_of(key).run_on_nothing(self, key, self.program(key))
                 jax.block_until_ready((self._rows, self.caches))
         self.joint.is_warm = True
         for lane in self.lanes:

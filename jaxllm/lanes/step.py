@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxllm.runner.batch import Batch
-from jaxllm.runner.consumers import PendingPart
+from jaxllm.runner.heads import PendingPart
 from jaxllm.runner.ops import collected
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.scheduler_output import ModelRunnerOutput

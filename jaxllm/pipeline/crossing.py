@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxllm.model_config import ModelConfig
 from jaxllm.progress import Progress
 from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.programs import Programs
+from jaxllm.runner.program_pool import ProgramPool
 from jaxllm.runner.warm_up import WARM_UP_RUNS
 
 SIDE = "side"
@@ -58,7 +58,7 @@ class Crossing:
         self._mesh = Mesh(np.stack(sides), (SIDE, *axes), axis_types=(AxisType.Auto,) * (1 + len(axes)))
         self._own = NamedSharding(before if before.local_devices else after, PartitionSpec())
         self._both = NamedSharding(self._mesh, PartitionSpec(SIDE))
-        self.programs = Programs(self._lower, threads=1, compiler_options=self._compiler_options)
+        self.programs = ProgramPool(self._lower, threads=1, compiler_options=self._compiler_options)
 
     def send(self, leaving_TD: jax.Array) -> jax.Array:
         """Start to send what a stage leaves, whose memory is taken. Returns a small array that is ready when it was sent."""

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.runner.batch import Chunk
-from jaxllm.runner.consumers import Hidden
+from jaxllm.runner.heads import Hidden
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.runner import ModelRunner
-from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.scheduler_output import ModelRunnerOutput
 
 
 @dataclass(frozen=True)
 class LostPeers:
-    """A consumer of every step, after sampling. The last stage itself reports its own devices' failures."""
+    """A head of every step, after sampling. The last stage itself reports its own devices' failures."""
 
     stages: Sequence[ModelRunner]
     """Those before the last."""

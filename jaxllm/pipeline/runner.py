@@ -15,7 +15,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.runner.all_programs import AllPrograms
 from jaxllm.runner.batch import Batch
-from jaxllm.runner.consumers import PendingPart
+from jaxllm.runner.heads import PendingPart
 from jaxllm.runner.memory import entering_bytes
 from jaxllm.runner.ops import PlanRunner
 from jaxllm.runner.pending import StepInFlight
@@ -185,7 +185,7 @@ class PipelineRunner(Stages):
             last.on_drawn = self._tokens.send_back
         else:
             last.launch_in_thread()
-        last.consumers = (*last.consumers, LostPeers(self._earlier))
+        last.heads = (*last.heads, LostPeers(self._earlier))
 
     def start_step(self, plan: SchedulerOutput) -> StepInFlight:
         """See ModelRunner."""

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxllm.runner.programs import Programs
+from jaxllm.runner.program_pool import ProgramPool
 
 
 class AllPrograms:
     """Stages, ranks and what joins them have programs of their own, with keys of their own."""
 
-    def __init__(self, parts: "Sequence[Programs[Any] | AllPrograms]"):
+    def __init__(self, parts: "Sequence[ProgramPool[Any] | AllPrograms]"):
         self._parts = parts
 
     def __len__(self) -> int:

@@ -1,16 +1,23 @@
 """How the rows of a step go on from the tokens that were sampled before it, and keep those that it samples."""
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.parallel.shards import Shards
+from jaxllm.runner.batch import Batch
+from jaxllm.runner.heads import Device, Hidden
 from jaxllm.runner.layout import Column
 from jaxllm.runner.places import Places, latest_or_known
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.row_arrays import RowArrays
+from jaxllm.runner.rows import Row
 from jaxllm.runner.step_feature import StepFeature, StepRun
 from jaxllm.sampling.variants import Variant
+
+if TYPE_CHECKING:
+    from jaxllm.runner.pending import StepInFlight
 
 
 class Draw(Protocol):
@@ -21,13 +28,36 @@ class Draw(Protocol):
     ) -> jax.Array: ...
 
 
+class TokensOnHost:
+    """Programs about the tokens of rows that a host starts beside those of the step. Here there are none."""
+
+    def admit(self, row: Row) -> None:
+        """Called with each new request before the first step that computes tokens of it."""
+
+    def keys(self, step: "StepInFlight") -> list[ProgramKey]:
+        """The programs of a step that `forward` computes."""
+        return []
+
+    def read(self, step: "StepInFlight") -> None:
+        """Called before each step that `forward` computes."""
+
+    def follow(self, batch: Batch, hidden: Hidden) -> None:
+        """Called behind each step that `forward` computes, once its tokens are sampled."""
+
+
 class LatestTokens(StepFeature):
     """Each row keeps its latest token and samples one token in a step. A drafter's rows do more: see `features.drafts`."""
 
     width = 1
     """Most tokens that a row samples in a step."""
+    num_shown = 0
+    """Number of results of `shown`."""
     num_lookahead = 0
     """Positions from that of the latest token on that a step may write behind those it computes."""
+
+    def on_host(self, device: Device) -> TokensOnHost:
+        """What the host starts beside the step."""
+        return TokensOnHost()
 
     def resolved(self, rows: RowArrays, columns_RC: jax.Array) -> jax.Array:
         """The rows' columns with the positions that only the device knows."""

@@ -2,30 +2,38 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jaxllm.device_ops import DeviceOp, run_ops
-from jaxllm.runner.consumers import PendingPart
-from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.runner.heads import PendingPart
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
+if TYPE_CHECKING:
+    from jaxllm.runner.step_feature import StepFeature
 
-class OpFeature(Protocol):
-    """Runs some kinds of operations on the devices of a runner, as far as these have what they change."""
 
-    @property
-    def ops(self) -> tuple[type[DeviceOp], ...]:
-        """The kinds."""
+class OpRunner:
+    """Runs the operations of a feature on the devices of a runner, as far as these have what they change."""
 
-    @property
-    def program(self) -> str:
-        """The kind of the program that they run."""
+    ops: tuple[type[DeviceOp], ...]
+    """Their kinds."""
+    is_joint = False
+    """Whether data-parallel ranks that share experts run them together."""
 
     def run(self, op: Any) -> PendingPart | None:
         """Start an operation. Returns what the host reads of it, if anything."""
+        raise NotImplementedError
 
-    def run_on_nothing(self, key: ProgramKey) -> None:
-        """Run the program once for its first runs; nothing changes."""
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """Send data to the devices if it is for these operations. Any thread may call it."""
+
+    def replace_lost(self) -> None:
+        """Make arrays anew that a failed operation took."""
+
+    def delete_arrays(self) -> None:
+        """Release what was staged."""
 
 
 @dataclass(slots=True)
@@ -79,15 +87,15 @@ class PlanRunner:
         raise NotImplementedError
 
 
-def by_type(features: Iterable[OpFeature]) -> dict[type[DeviceOp], OpFeature]:
-    """Which feature runs an operation."""
-    return {op: feature for feature in features for op in feature.ops}
+def op_runners(features: Iterable["StepFeature"], device: Any) -> tuple[OpRunner, ...]:
+    """What runs the operations of features on a `ModelRunner` or `LanesRunner`."""
+    return tuple(runner for feature in features if (runner := feature.op_runner(device)) is not None)
 
 
-def run_by(features: dict[type[DeviceOp], OpFeature], op: DeviceOp) -> list[PendingPart]:
-    """Run an operation by its feature."""
-    part = features[type(op)].run(op)
-    return [] if part is None else [part]
+def run_by(runners: Iterable[OpRunner], op: DeviceOp) -> list[PendingPart]:
+    """Run an operation. Where no feature has what it changes, as on some stages of a pipeline, nothing happens."""
+    parts = (runner.run(op) for runner in runners if type(op) in runner.ops)
+    return [part for part in parts if part is not None]
 
 
 def collected(parts: Iterable[PendingPart]) -> ModelRunnerOutput:

@@ -156,14 +156,14 @@ def _write_and_attend(
         attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries)
     else:
         attention = partial(paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
+    own: dict[str, Any] = {"sinks_KG": sinks_KG} if devices is None else {"sinks_KG": None, "part": devices.part}
     out: Any = attention(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
         k_scale=k_scale,
         v_scale=v_scale,
-        sinks_KG=sinks_KG if devices is None else None,
-        part=None if devices is None else devices.part,
+        **own,
         implementation=kernels.paged_attention,
         interpret=kernels.interpret,
     )

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxllm.loaders.layout import delete
 from jaxllm.runner.layout import StepLayout
-from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.runner.programs.key import ProgramKey
 from pallas_kernels.collectives import Communicator
 
 

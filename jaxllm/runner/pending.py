@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jaxllm.runner.batch import Batch
-from jaxllm.runner.consumers import Hidden, PendingPart
 from jaxllm.runner.drafter import NO_DRAFT
+from jaxllm.runner.heads import Hidden, PendingPart
 from jaxllm.runner.layout import Column
 from jaxllm.runner.ops import collected
 from jaxllm.scheduler_output import ModelRunnerOutput

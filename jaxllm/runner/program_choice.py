@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.rows import LogprobsKind
-from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.variants import Variant
 
 
@@ -52,7 +52,7 @@ class ProgramChoice:
         if size is None:
             return None
         wanted = ProgramKey("forward_rows", size, adapted=adapted and self._adapts_layers)
-        found = self._ready(wanted, self.buckets.rows_apart)
+        found = self._ready(wanted, self.buckets.rows_apart, may_do_without=True)
         return None if found is None else found.size
 
     def sample(self, num_rows: int, variant: Variant, logprobs: LogprobsKind, width: int, adapted: bool) -> tuple[int, Variant]:
@@ -67,12 +67,13 @@ class ProgramChoice:
             self._taken.add(wanted)
         return found or wanted
 
-    def _ready(self, wanted: ProgramKey, sizes: Sequence[int]) -> ProgramKey | None:
-        """The program, or its stand-in, that is there or that an earlier step waits for; None if there is none."""
+    def _ready(self, wanted: ProgramKey, sizes: Sequence[int], *, may_do_without: bool = False) -> ProgramKey | None:
+        """The program, or its stand-in, that is there or that an earlier step waits for; None if there is none. may_do_without: the step
+        then runs without, instead of waiting."""
         if self._is_there(wanted) or wanted in self._taken:
             return wanted
         found = next((key for key in self._stand_ins(wanted, sizes) if self._is_there(key) or key in self._taken), None)
-        if (found is not None or wanted.kind == "forward_rows") and wanted not in self._asked:
+        if (found is not None or may_do_without) and wanted not in self._asked:
             self._asked.add(wanted)
             self._ask(wanted)
         return found

@@ -23,8 +23,8 @@ from jaxllm.cache_folders import keep_recent, tell_not_kept
 from jaxllm.env import cache_bytes
 from jaxllm.errors import ConfigError
 from jaxllm.log import logger
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.split_program import CompiledProgram, Pieces, SplitProgram, Wiring
-from jaxllm.runner.step_programs import ProgramKey
 
 MANIFEST = "manifest.json"
 FORMAT = 1

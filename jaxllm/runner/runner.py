@@ -22,42 +22,36 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner import warm_up
 from jaxllm.runner.adaptation import Adaptation
-from jaxllm.runner.adapter_slots import AdapterSlots
 from jaxllm.runner.batch import Batch, BatchBuilder
 from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.consumers import Hidden, HiddenConsumer, PendingPart
-from jaxllm.runner.consumers.pooling import Pooling
-from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
-from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
 from jaxllm.runner.drafter import Drafter
-from jaxllm.runner.expert_ops import CountReader, ExpertMoves
 from jaxllm.runner.expert_placement import Tables
-from jaxllm.runner.features.adapters import Adapters
+from jaxllm.runner.features import make_features
 from jaxllm.runner.features.drafts.step import Drafts
-from jaxllm.runner.features.expert_counts import ExpertCounts
-from jaxllm.runner.features.expert_slots import ExpertSlots
-from jaxllm.runner.features.token_split import SplitTokens
+from jaxllm.runner.features.sampling import PendingTokens, Sampling
+from jaxllm.runner.heads import Head, Hidden, PendingPart
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import LatestTokens
 from jaxllm.runner.layout import StepLayout, padded
 from jaxllm.runner.memory import MemoryPlan
-from jaxllm.runner.ops import PlanRunner, by_type, run_by
+from jaxllm.runner.ops import PlanRunner, op_runners, run_by
 from jaxllm.runner.peers import Peers
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_choice import ProgramChoice
+from jaxllm.runner.program_pool import ProgramPool
 from jaxllm.runner.program_store import ProgramStore
-from jaxllm.runner.programs import Programs
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.programs.write_blocks import UPDATES_PER_WRITE
 from jaxllm.runner.row_arrays import Caches, RowArrays, Scores
-from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
+from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Rows
 from jaxllm.runner.shared_layers import traces_alike_once
 from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step import StepFunctions
-from jaxllm.runner.step_feature import StepFeature
-from jaxllm.runner.step_programs import TOKENS_PER_SHOW, UPDATES_PER_WRITE, ProgramKey, StepPrograms
+from jaxllm.runner.step_feature import FeatureParts
+from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.runner.token_split import TokenSplit
 from jaxllm.runner.weights import Weights, WeightsSource
 from jaxllm.runner.weights_holder import WeightsHolder
-from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
@@ -107,8 +101,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         self.layers = model.layers
         # What was drawn from is known to full sampling alone.
         full_logprobs = config.model.logprobs_mode.startswith("processed")
-        num_drafts = 0 if drafter is None else drafter.num_drafts
-        self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=num_drafts)
+        self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=functions.latest.width - 1)
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self.sampling = Sampling(
             self,
@@ -145,7 +138,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             choice=self._new_choice(config),
         )
         self.store = store
-        self.programs = Programs(
+        self.programs = ProgramPool(
             self.shapes.lower,
             threads=threads,
             compiler_options=self.shapes.compiler_options,
@@ -153,12 +146,10 @@ class ModelRunner(WeightsHolder, PlanRunner):
             is_storable=self.shapes.is_storable,
             times=self.times,
         )
-        self.consumers: tuple[HiddenConsumer, ...] = (
-            PromptLogprobs(self, self.buckets),
-            Pooling(self, self.buckets, model_config),
-        )
-        self.slots = AdapterSlots(self)
-        self.op_features = by_type((self.slots, CountReader(self), ExpertMoves(self, self.program)))
+        heads = (feature.head(self) for feature in functions.features)
+        self.heads: tuple[Head, ...] = tuple(head for head in heads if head is not None)
+        self.tokens = functions.latest.on_host(self)
+        self.op_runners = op_runners(functions.features, self)
         self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
@@ -190,12 +181,17 @@ class ModelRunner(WeightsHolder, PlanRunner):
         config, model_config, drafter, last_part = source.config, source.model_config, source.drafter, self.weights.parts[-1]
         max_rows, vocab_size, max_logprobs = config.scheduler.max_num_seqs, model_config.vocab_size, config.model.max_logprobs
         assert max_rows is not None
-        found: list[StepFeature | None] = [
-            None if token_split is None else SplitTokens(token_split),
-            None if source.adaptation is None else Adapters(source.adaptation, merges[-1], last_part, kernels),
-            None if source.tables is None else ExpertSlots.of(model_config, source.model, last_part, merges[-1]),
-            ExpertCounts.of(model_config, source.model.layers) if config.observe.expert_load else None,
-        ]
+        parts = FeatureParts(
+            config,
+            model_config,
+            source.model,
+            kernels,
+            merges[-1],
+            last_part,
+            source.adaptation,
+            has_tables=source.tables is not None,
+            token_split=token_split,
+        )
         max_len = -(-plan.max_model_len // plan.block_size) * plan.block_size
         of_drafter = (merges[1:2], model_config.num_layers, max_len, model_config.padded_vocab_size)
         return StepFunctions(
@@ -207,7 +203,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
             logprobs_mode=config.model.logprobs_mode,
             processors=processors,
-            features=tuple(feature for feature in found if feature is not None),
+            features=make_features(parts),
             latest=LatestTokens() if drafter is None else Drafts(drafter, *of_drafter),
             share_layers=traces_alike_once(config, on_gpu=jax.default_backend() != "cpu"),
         )
@@ -219,7 +215,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         is_ahead = compile_.warmup in ("all", "background")
 
         def ask(key: ProgramKey) -> None:
-            if is_ahead or key.kind == "forward_rows":
+            if is_ahead or self.shapes.kind_of(key).is_hurried:
                 self.programs.hurry([key])
             else:
                 self.programs.start((), [key])
@@ -271,11 +267,12 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
     def stage(self, handle: int, data: np.ndarray) -> None:
         """See Executor."""
-        self.slots.stage(handle, data)
+        for runner in self.op_runners:
+            runner.stage(handle, data)
 
     def run_op(self, op: DeviceOp) -> list[PendingPart]:
         """See PlanRunner."""
-        return run_by(self.op_features, op)
+        return run_by(self.op_runners, op)
 
     def allocate_caches(self) -> None:
         """Allocate the KV cache, zeroed: a NaN in a masked slot would still make a sum NaN."""
@@ -318,7 +315,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
                 jax.block_until_ready((self.row_arrays, self.caches))
             self.peers.reset()
         self.drop_caches()
-        self.slots.replace_lost()
+        for runner in self.op_runners:
+            runner.replace_lost()
         self.row_arrays = self._new_row_arrays()
         self.allocate_caches()
         jax.block_until_ready((self.row_arrays, self.caches))
@@ -331,13 +329,13 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """Free all rows and the arrays that steps change: the KV cache, the rows' arrays, the state of full sampling."""
         self.rows.clear()
         delete((self.caches, self.row_arrays))
-        self._delete_consumers_arrays()
+        self._delete_heads_arrays()
         self.caches = ()
 
-    def _delete_consumers_arrays(self) -> None:
+    def _delete_heads_arrays(self) -> None:
         self.sampling.delete_arrays()
-        for consumer in self.consumers:
-            consumer.delete_arrays()
+        for head in self.heads:
+            head.delete_arrays()
 
     def _new_row_arrays(self) -> RowArrays:
         return self.put(jax.tree.map(lambda wanted: np.zeros(wanted.shape, wanted.dtype), self.shapes.rows))  # type: ignore[no-any-return]
@@ -386,7 +384,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
             self._launcher.shutdown()
         self.drop_caches()
         delete((self.params, self._spacers))
-        self.slots.delete_arrays()
+        for runner in self.op_runners:
+            runner.delete_arrays()
         self.memory("drop", "copies")
         if self.peers is not None:
             self.peers.delete_arrays()
@@ -449,8 +448,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         if batch.extra_updates is not None:
             self._write_blocks(*batch.extra_updates)
         for row in batch.admitted:
-            if self.shapes.shows_history and row.data.num_computed_tokens:
-                self._show(row)
+            self.tokens.admit(row)
         return dict(batch.errors)
 
     def _decode(self, step: StepInFlight) -> None:
@@ -460,7 +458,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         program = self.program(key)
         (drawn,) = self.run_step(program, batch.layout, batch.buffer, self.enter(batch))
         self.on_drawn(self.row_arrays.last_token_N)
-        parts = [consumer.launch(work, None) for consumer, work in self.select(batch)]
+        parts = [head.launch(work, None) for head, work in self.select(batch)]
         step.done, step.parts = drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts]
 
     def run_step(
@@ -473,6 +471,16 @@ class ModelRunner(WeightsHolder, PlanRunner):
         self.caches, self.row_arrays, *results = program(
             self.params, self.caches, self.row_arrays, sent, self.workspace, *entering
         )
+        return results
+
+    def run_empty(self, program: CompiledProgram, layout: StepLayout) -> None:
+        """Start a program that computes layers on a step without requests."""
+        entering = self.put(tuple(np.zeros(x.shape, x.dtype) for x in self.shapes.entering(layout)))
+        self.run_step(program, layout, self.batches.empty(layout), entering)
+
+    def run_on_rows(self, program: CompiledProgram, *arguments: Any) -> list[Any]:
+        """Start a program that changes caches and rows. Returns its results behind them."""
+        self.caches, self.row_arrays, *results = program(self.params, self.caches, self.row_arrays, *arguments, self.workspace)
         return results
 
     def is_adapted(self, batch: Batch) -> bool:
@@ -507,41 +515,30 @@ class ModelRunner(WeightsHolder, PlanRunner):
             # The next step's program, unless other requests arrive.
             num_rows, width = self.buckets.fit_decode(len(batch.sampled)), batch.next_width
             likely.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self.is_adapted(batch)))
-        if self.shapes.functions.find(Drafts) is not None:
-            needed.append(self._propose_key(batch))
-        reads_drafts = step.mask_TW is not None and batch.width > 1
-        if reads_drafts:
-            needed.append(ProgramKey("drafts"))
+        needed += self.tokens.keys(step)
         self.programs.expect(needed, likely)
-        if reads_drafts:
-            self.read_drafts(step)
+        self.tokens.read(step)
         step.errors = self.prepare(batch)
         forward = self.program(forward_key)
         step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, batch.buffer, self.enter(batch)))
-        step.parts = [consumer.launch(part, hidden) for consumer, part in work]
+        step.parts = [head.launch(part, hidden) for head, part in work]
 
     def _forward_key(self, batch: Batch) -> ProgramKey:
         """The program that computes the hidden states of a step."""
         kind, size = ("forward_rows", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
         return ProgramKey(kind, size, adapted=self.is_adapted(batch))
 
-    def read_drafts(self, step: StepInFlight) -> None:
-        """Start to copy the drafts that a step with masked requests will compute."""
-        assert self.row_arrays.drafts is not None
-        step.draft_NK = draft_NK = self.program(ProgramKey("drafts"))(self.row_arrays.drafts.draft_NK)
-        draft_NK.copy_to_host_async()
+    def select(self, batch: Batch) -> list[tuple[Head, Any]]:
+        """The heads that have work in a step, with it."""
+        return [(head, work) for head in self.heads if (work := head.select(batch.chunks))]
 
-    def select(self, batch: Batch) -> list[tuple[HiddenConsumer, Any]]:
-        """The consumers that have work in a step, with it."""
-        return [(consumer, work) for consumer in self.consumers if (work := consumer.select(batch.chunks))]
-
-    def keys_after(self, batch: Batch, work: Sequence[tuple[HiddenConsumer, Any]]) -> list[ProgramKey]:
+    def keys_after(self, batch: Batch, work: Sequence[tuple[Head, Any]]) -> list[ProgramKey]:
         """What takes the hidden states of a step that `forward` computes."""
         sampled = [self.sampling.key(batch)] if batch.sampled else []
-        return [*sampled, *(key for consumer, part in work for key in consumer.keys(part, batch.layout.num_tokens))]
+        return [*sampled, *(key for head, part in work for key in head.keys(part, batch.layout.num_tokens))]
 
     def sample(self, step: StepInFlight) -> None:
-        """Start all that takes the hidden states of a step, but for consumers."""
+        """Start all that takes the hidden states of a step, but for heads."""
         batch, hidden = step.batch, step.take_hidden()
         tokens: list[PendingTokens] = []
         for row in batch.admitted:
@@ -550,24 +547,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         if batch.sampled:
             tokens.append(self.sampling.launch(batch, hidden, step.mask_TW))
             self.on_drawn(self.row_arrays.last_token_N)
-        if hidden.for_drafter is not None:
-            token_ids_T, features = hidden.for_drafter
-            self.caches, self.row_arrays = self.program(self._propose_key(batch))(
-                self.params,
-                self.caches,
-                self.row_arrays,
-                hidden.hidden_TD,
-                hidden.columns_NC,
-                token_ids_T,
-                features,
-                self.workspace,
-            )
+        self.tokens.follow(batch, hidden)
         step.done, step.parts = tokens[0].drawn if tokens else hidden.columns_NC, [*tokens, *step.parts]
-
-    def _propose_key(self, batch: Batch) -> ProgramKey:
-        """The program that shows a step to the drafter."""
-        variant = min(batch.variant, Variant.RANDOM)
-        return ProgramKey("propose", batch.layout.num_tokens, variant, width=batch.next_width)
 
     def _write_blocks(self, index: np.ndarray, block: np.ndarray) -> None:
         program = self.program(ProgramKey("write_blocks"))
@@ -575,15 +556,6 @@ class ModelRunner(WeightsHolder, PlanRunner):
             part = slice(first, first + UPDATES_PER_WRITE)
             arrays = padded(index[part], block[part], UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
             self.row_arrays = program(self.row_arrays, self.put(arrays))
-
-    def _show(self, row: Row) -> None:
-        """Show the cached prefix of a request to the drafter."""
-        program, token_ids = self.program(ProgramKey("show")), row.data.token_ids
-        for first in range(0, row.data.num_computed_tokens, TOKENS_PER_SHOW):
-            part = token_ids[first : min(first + TOKENS_PER_SHOW, row.data.num_computed_tokens)]
-            tokens = np.full(TOKENS_PER_SHOW, -1, np.int32)
-            tokens[: len(part)] = part
-            self.row_arrays = program(self.row_arrays, *self.put((np.array([row.index, first], np.int32), tokens)))
 
     def send(self, layout: StepLayout, buffer: np.ndarray) -> Any:
         """A step's buffer in the form that its program takes."""
@@ -597,7 +569,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         return jax.tree.map(self._put, arrays) if self._spans_hosts else jax.device_put(arrays, self.shapes.replicated)
 
 
-def work_bytes(programs: Programs[ProgramKey], key: ProgramKey) -> int:
+def work_bytes(programs: ProgramPool[ProgramKey], key: ProgramKey) -> int:
     """Temporary and output bytes of a program on each device; 0 if the backend does not report them."""
     programs.compile_all([key], SILENT)
     sizes = programs.get(key).memory_analysis()

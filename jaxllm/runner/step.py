@@ -51,7 +51,7 @@ class StepFunctions(Body):
 
         Returns caches, rows, and what the host reads of `LatestTokens.stored`."""
         run = self.run(layout, width, has_optional, *arrays)
-        logits_TV = self._logits(run.params, run.hidden_TD, run.shards, run.adapts())
+        logits_TV = self.logits(run.params, run.hidden_TD, run.shards, run.adapts())
         token_T = self._draw_each(variant, logits_TV, run.rows, run.columns_RC, width, run.shards)
         token_T = run.shards.check(token_T, PEERS_LOST)
         run.rows, drawn = self.latest.stored(run.rows, run.columns_RC, token_T, width)
@@ -101,8 +101,8 @@ class StepFunctions(Body):
         columns_TC = each_draw(columns_RC, width)
         if width > 1:  # a row with named ids has the same for each of its tokens
             named_ids_RI = None if named_ids_RI is None else jnp.repeat(named_ids_RI, width, axis=0)
-        adapts = self._adapts(params, columns_TC[:, Column.ADAPTER]) if adapted else ()
-        logits_TV = self._logits(params, hidden_TD, self.shards, adapts)
+        adapts = self.adapts(params, columns_TC[:, Column.ADAPTER]) if adapted else ()
+        logits_TV = self.logits(params, hidden_TD, self.shards, adapts)
         peers = self.shards.through(workspace)
         if variant < Variant.FULL and kind == LogprobsKind.NONE:
             # The masked variant is compiled late, when the devices may be busy: see `uses_peers`.
@@ -126,7 +126,7 @@ class StepFunctions(Body):
         token_T = peers.check(mark_not_finite(token_T, logit_of(token_T, raw_TV)), PEERS_LOST)
         top = named = None
         if kind >= LogprobsKind.TOP:
-            top = self._top(scored_TV, token_T)
+            top = self.top(scored_TV, token_T)
         if kind == LogprobsKind.NAMED:
             assert named_ids_RI is not None
             named = Logprobs(*named_logprobs(scored_TV, token_T, named_ids_RI, normalize=self._normalize))
@@ -170,20 +170,8 @@ class StepFunctions(Body):
             return tokens[0], state, processed[0]
         return jnp.stack(tokens, 1).reshape(-1), state, jnp.stack(processed, 1).reshape(logits_TV.shape)
 
-    def prompt_logprobs(
-        self, params: Params, hidden_TD: jax.Array, chunk_2C: jax.Array, adapter_slot: jax.Array | None
-    ) -> Logprobs:
-        """Logprobs of prompt tokens (second row of the chunk) that follow tokens of the step (first row: their index).
-
-        adapter_slot: of the adapter that changes the logits; None: none does.
-        """
-        index_C, target_C = chunk_2C
-        adapts = () if adapter_slot is None else self._adapts(params, jnp.full(len(index_C), adapter_slot))
-        logits_CV = self._logits(params, hidden_TD[index_C], self.shards, adapts)
-        scores = self._top(self.shards.to_rows(logits_CV), self.shards.own_rows(target_C))
-        return self.shards.from_rows(scores, len(target_C))
-
-    def _top(self, logits_RV: jax.Array, token_R: jax.Array) -> Logprobs:
+    def top(self, logits_RV: jax.Array, token_R: jax.Array) -> Logprobs:
+        """Logprobs of tokens and of the likeliest ones, of whole logits."""
         options = self._sampling_kernels
         return Logprobs(*top_logprobs(logits_RV, token_R, self.num_logprobs, normalize=self._normalize, **options))
 
@@ -191,11 +179,12 @@ class StepFunctions(Body):
     def _normalize(self) -> bool:
         return self.logprobs_mode.endswith("logprobs")
 
-    def _adapts(self, params: Params, slot_T: jax.Array) -> tuple[Adapt, ...]:
+    def adapts(self, params: Params, slot_T: jax.Array) -> tuple[Adapt, ...]:
         """What changes the logits of tokens with adapters in these slots."""
         return tuple(adapt for feature in self.features for adapt in feature.of_logits(params, slot_T, self.shards))
 
-    def _logits(self, params: Params, hidden_TD: jax.Array, shards: Shards, adapts: tuple[Adapt, ...]) -> jax.Array:
+    def logits(self, params: Params, hidden_TD: jax.Array, shards: Shards, adapts: tuple[Adapt, ...]) -> jax.Array:
+        """Logits of this device's part of the vocabulary. adapts: what changes them."""
         return self.merge(params).logits(hidden_TD, shards, *adapts)  # type: ignore[no-any-return]
 
     def _draw_each(

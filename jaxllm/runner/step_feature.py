@@ -1,15 +1,24 @@
 """The interface between the body of a step and its features: what an engine adds to a step that others may do without."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
+from jaxllm.config import EngineConfig
+from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.step import Adapt, Step
+from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import Shards
+from jaxllm.runner.adaptation import Adaptation
+from jaxllm.runner.heads import Device, Head
+from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.places import Places
+from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Params, RowArrays
+from jaxllm.runner.token_split import TokenSplit
 
 
 @dataclass
@@ -43,6 +52,20 @@ class StepFeature:
 
     is_optional = False
     """Whether the programs that compute layers are also compiled without the feature, for steps that do not need it."""
+    changes_logits = False
+    """Whether `of_logits` changes something."""
+
+    def programs(self) -> Sequence[ProgramKind]:
+        """Its own kinds of programs."""
+        return ()
+
+    def head(self, device: Device) -> Head | None:
+        """What runs programs behind the step's own, of its hidden states."""
+        return None
+
+    def op_runner(self, device: Any) -> OpRunner | None:
+        """What runs its operations of plans on the devices of a `ModelRunner` or `LanesRunner`."""
+        return None
 
     def row_arrays(self, num_rows: int) -> dict[str, Any]:
         """Its parts of `RowArrays` by name, as trees of shapes. num_rows: with that of padding."""
@@ -57,3 +80,31 @@ class StepFeature:
     def of_logits(self, params: Params, slot_T: jax.Array, shards: Shards) -> tuple[Adapt, ...]:
         """What changes the logits of tokens with adapters in these slots, in programs that do not run the layers."""
         return ()
+
+
+@dataclass(frozen=True)
+class FeatureParts:
+    """What features are made of: the options and parts of an engine, or of a stage of a pipeline."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    model: CausalLM
+    kernels: Kernels
+    merge_last: Callable[[Params], Any]
+    """All weights -> the last of their models (`WeightsSource.models`)."""
+    last_part: slice
+    """Where its arrays are among all weights."""
+    adaptation: Adaptation | None = None
+    has_tables: bool = False
+    """Whether the last of the models is the tables of experts that move."""
+    token_split: TokenSplit | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no stage of a pipeline follows."""
+        return self.model.layers.stop == self.model_config.num_layers
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled here."""
+        return self.is_last and self.model_config.generates

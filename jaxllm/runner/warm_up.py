@@ -5,11 +5,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 
-from jaxllm.runner.layout import StepLayout
-from jaxllm.runner.step_programs import ProgramKey
-from jaxllm.sampling.variants import Variant
+from jaxllm.runner.programs.key import ProgramKey
 
 if TYPE_CHECKING:
     from jaxllm.runner.runner import ModelRunner
@@ -33,27 +30,6 @@ def run_common(runner: "ModelRunner", keys: Sequence[ProgramKey]) -> None:
 
 def run_on_nothing(runner: "ModelRunner", keys: Sequence[ProgramKey]) -> None:
     """Run programs on empty steps, which write nothing but trash, and wait until they are done."""
-    shapes, workspace = runner.shapes, runner.workspace
     for key in keys:
-        program = runner.programs.get(key)
-        if key.kind in ("forward", "forward_rows", "decode"):
-            layout = shapes.layout(key)
-            runner.run_step(program, layout, runner.batches.empty(layout), _nothing_enters(runner, layout))
-        if key.kind == "sample" and key.variant < Variant.MASKED:
-            hidden_NWD, columns_NC = runner.put(shapes.nothing_to_sample())
-            runner.row_arrays, *_ = program(
-                runner.params, runner.row_arrays, hidden_NWD, columns_NC, None, None, None, workspace
-            )
-        if key.kind == "propose":
-            runner.caches, runner.row_arrays = program(
-                runner.params, runner.caches, runner.row_arrays, *runner.put(shapes.nothing_to_propose(key)), workspace
-            )
-        for feature in {*runner.op_features.values()}:
-            if feature.program == key.kind:
-                feature.run_on_nothing(key)
+        runner.shapes.kind_of(key).run_on_nothing(runner, key, runner.programs.get(key))
     jax.block_until_ready((runner.row_arrays, runner.caches))
-
-
-def _nothing_enters(runner: "ModelRunner", layout: StepLayout) -> tuple[jax.Array, ...]:
-    """Hidden states of a step without requests, where such enter from an earlier stage of a pipeline."""
-    return runner.put(tuple(np.zeros(x.shape, x.dtype) for x in runner.shapes.entering(layout)))  # type: ignore[no-any-return]

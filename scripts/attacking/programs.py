@@ -9,7 +9,7 @@ import logging, os, pickle, subprocess, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from jaxllm.runner.program_store import ProgramStore
-from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.errors import JaxLLMError
 
 work, loads, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.runner.program_choice import ProgramChoice
-from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.runner.programs.key import ProgramKey
 
 
 @contextmanager

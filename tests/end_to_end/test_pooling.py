@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxllm.request import ErrorKind, FinishReason
-from jaxllm.runner.consumers.pooling import Pooling
+from jaxllm.runner.features.pooling.head import Pooling
 from tests.helpers import engines, goldens
 
 NAME, LONGEST = "qwen3", 112
@@ -144,7 +144,7 @@ def test_an_aborted_request_leaves_nothing(core):
 def test_vectors_that_are_not_numbers_fail_their_request_alone(core, monkeypatch):
     engines.reschedule(core)
     long, short = prompts([12, 9])
-    pooling = next(consumer for consumer in core.runner.consumers if isinstance(consumer, Pooling))
+    pooling = next(head for head in core.runner.heads if isinstance(head, Pooling))
     launch = pooling.launch
 
     def with_nan(work, hidden):

@@ -4,9 +4,9 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.runner import runner, split_program
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.shared_layers import LAYER
 from jaxllm.runner.split_program import SplitProgram
-from jaxllm.runner.step_programs import ProgramKey
 from tests.helpers import engines, goldens
 from tests.helpers.parity import check
 
@@ -55,7 +55,8 @@ def test_a_whole_program_has_a_function_for_each_kind_of_layer(monkeypatch):
 
 def nothing(core, key):
     """A step without requests."""
-    layout = core.runner.shapes.layout(key)
+    shapes = core.runner.shapes
+    layout = shapes.kind_of(key).layout(shapes, key)
     return core.runner.send(layout, core.runner.batches.empty(layout)), core.runner.workspace
 
 

@@ -13,7 +13,7 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError, EngineSleepingError
 from jaxllm.expert_load import reader
 from jaxllm.models.load_config import load_model_config
-from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.start_times import StartTimes
 from tests.expert_load.engines_that_count import OPTIONS, check, run
 from tests.helpers import engines, goldens
@@ -83,5 +83,5 @@ def test_nothing_is_counted_unless_devices_have_whole_experts() -> None:
     prepared = prepare.Prepared.of(options, goldens.golden("mixtral").directory, (), StartTimes())
     runner: Any = prepared.runner
     assert prepared.config.observe.expert_load is False and prepared.features.expert_load is None
-    assert runner.row_arrays.expert_tokens_LE is None and not runner.shapes.experts_keys()
+    assert runner.row_arrays.expert_tokens_LE is None and "take_expert_tokens" not in runner.shapes.kinds
     runner.close()

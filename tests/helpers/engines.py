@@ -17,8 +17,8 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, RequestStatus
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.rows import Rows
-from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.processors import Processor
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.scheduler import Scheduler

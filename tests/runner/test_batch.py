@@ -1,4 +1,5 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -6,11 +7,11 @@ import pytest
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
+from jaxllm.runner.features.prompt_logprobs import PromptLogprobs
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout
 from jaxllm.runner.program_choice import ProgramChoice
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.rows import Rows
-from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
@@ -154,7 +155,7 @@ def test_prompt_logprobs_cover_each_prompt_token_but_the_first_once_over_chunks(
         cached = [("a", [], computed)] if computed else []
         batch = builder.build(plan(first, cached, counts={"a": count}))
         assert batch.is_decode == (count == 1)
-        chunks += PromptLogprobs(None, None).select(batch.chunks)
+        chunks += PromptLogprobs(SimpleNamespace(buckets=None)).select(batch.chunks)
         computed += count
     assert [target for chunk in chunks for target in chunk.token_ids] == prompt[1:]
     assert [chunk.is_last for chunk in chunks] == [*[False] * (len(counts) - 1), True]

@@ -4,8 +4,8 @@ import pytest
 
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.program_choice import ProgramChoice
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.rows import LogprobsKind
-from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.variants import Variant
 
 GREEDY, RANDOM, FULL = Variant.GREEDY, Variant.RANDOM, Variant.FULL

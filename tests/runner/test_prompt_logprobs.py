@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs, Targets
+from jaxllm.runner.features.prompt_logprobs import PromptLogprobs, Targets
 from jaxllm.runner.row_arrays import Logprobs
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput
 
@@ -20,8 +20,8 @@ class Device:
 
     params, adapts_logits, put = (), True, staticmethod(lambda arrays: arrays)
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, buckets):
+        self.buckets, self.calls = buckets, []
 
     def program(self, key):
         def score(params, hidden_TD, chunk_2C, adapter_slot):
@@ -42,8 +42,8 @@ def row(name, slot=NO_ADAPTER, num_logprobs=NUM_LOGPROBS):
 @pytest.mark.parametrize(("max_rows", "size", "num_calls"), [(4, 64, 11), (256, 256, 3), (1024, 256, 3)])
 def test_positions_of_many_prompts_are_scored_together(max_rows, size, num_calls):
     """43 prompts of 15 tokens to score and one of a single token; then the end of a prompt with an adapter that changes the logits."""
-    device, rows = Device(), [row(f"{i}", num_logprobs=i % 2) for i in range(44)]
-    consumer = PromptLogprobs(device, Buckets((4,), (1024,), (max_rows,), max_rows))
+    device, rows = Device(Buckets((4,), (1024,), (max_rows,), max_rows)), [row(f"{i}", num_logprobs=i % 2) for i in range(44)]
+    consumer = PromptLogprobs(device)
     lengths = [0 if i == 7 else 15 for i in range(44)]
     work = [
         Targets(row, 16 * i, [100 * i + place for place in range(length)], is_last=True)

@@ -13,13 +13,18 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.features.adapters import Adapters
 from jaxllm.runner.features.drafts.step import Drafts
+from jaxllm.runner.features.pooling import PoolingFeature
+from jaxllm.runner.features.prompt_logprobs import PromptLogprobsFeature
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import LatestTokens
 from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.program_store import ProgramStore
+from jaxllm.runner.programs.decode import Decode
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.rows import LogprobsKind
 from jaxllm.runner.step import StepFunctions
-from jaxllm.runner.step_programs import ProgramKey, StepPrograms
+from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers.engines import make_core
@@ -45,7 +50,7 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 def test_what_the_compiler_is_told_of_products_all_reduces_and_adapters(platform, num_devices, rows, adapted, options) -> None:
     devices = np.array([SimpleNamespace(platform=platform)] * num_devices)
     mesh = SimpleNamespace(devices=devices, local_devices=devices, size=num_devices, shape={TENSOR: num_devices})
-    programs = SimpleNamespace(mesh=mesh)
+    programs = SimpleNamespace(mesh=mesh, kind_of=lambda key: ProgramKind())
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows, adapted=adapted)) == options
 
 
@@ -58,6 +63,7 @@ def engine_programs(
     )
     drafter = SimpleNamespace(num_drafts=num_drafts, num_lookahead=num_lookahead, needs_history=True)
     adapters = Adapters(SimpleNamespace(changes_logits=True), None, slice(0), Kernels())
+    model = SimpleNamespace(generates=True, pooling=SimpleNamespace(pooling_type="mean"), num_layers=1)
     programs = object.__new__(StepPrograms)
     functions = StepFunctions(
         merge=None,
@@ -65,12 +71,11 @@ def engine_programs(
         cache=SimpleNamespace(groups=[None] * num_groups, block_size=4),
         max_rows=max_rows,
         kernels=Kernels(),
-        features=(adapters,) if has_adapters else (),
+        features=((adapters,) if has_adapters else ()) + (PromptLogprobsFeature(), PoolingFeature(model)),
         latest=Drafts(drafter, (), 1, 0, 0) if num_drafts else LatestTokens(),
         num_logprobs=1,
         logprobs_mode="raw_logprobs",
     )
-    model = SimpleNamespace(generates=True, pooling=SimpleNamespace(pooling_type="mean"), num_layers=1)
     values = {"functions": functions, "model": model, "layers": range(1), "full_logprobs": False}
     for name, value in {**values, "buckets": Buckets.choose(config, on_gpu=True, num_drafts=num_drafts)}.items():
         object.__setattr__(programs, name, value)
@@ -144,7 +149,7 @@ def test_a_decode_has_room_for_the_new_blocks_of_its_rows(num_drafts, num_lookah
     """In blocks of four tokens: those of the step and those that the drafter writes behind them."""
     programs = engine_programs(num_drafts=num_drafts, num_lookahead=num_lookahead, num_groups=2)
     assert programs.num_updates == 2 * most_new_blocks
-    assert programs.layout(ProgramKey("decode", 8)).num_updates == 8 * 2 * most_new_blocks
+    assert Decode().layout(programs, ProgramKey("decode", 8)).num_updates == 8 * 2 * most_new_blocks
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxllm.runner import runner
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.shared_layers import LAYER
-from jaxllm.runner.step_programs import ProgramKey
 from tests.helpers import engines
 
 pytestmark = pytest.mark.slow

@@ -1,17 +1,27 @@
 """Counts on the device how many tokens each expert of each mixture computes."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxllm.device_ops import TakeCounts
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
 from jaxllm.runner.expert_counts import mixture_layers
+from jaxllm.runner.ops import OpRunner
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import RowArrays
-from jaxllm.runner.step_feature import StepFeature, StepRun
+from jaxllm.runner.split_program import CompiledProgram, Lowered
+from jaxllm.runner.step_feature import FeatureParts, StepFeature, StepRun
+from jaxllm.scheduler_output import ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from jaxllm.runner.step_programs import StepPrograms
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,12 @@ class ExpertCounts(StepFeature):
         ]
         return counts_LE.reshape(-1).at[jnp.concatenate(index)].add(1, mode="drop").reshape(counts_LE.shape)
 
+    def programs(self) -> Sequence[ProgramKind]:
+        return [TakeExpertTokens(self)]
+
+    def op_runner(self, device: Any) -> "CountReader":
+        return CountReader(device, self)
+
     def row_arrays(self, num_rows: int) -> dict[str, Any]:
         return {"expert_tokens_LE": jax.ShapeDtypeStruct(self.shape, jnp.int32)}
 
@@ -69,3 +85,53 @@ class ExpertCounts(StepFeature):
     def take(self, rows: RowArrays) -> tuple[RowArrays, jax.Array]:
         """The rows' arrays with no tokens of experts, and those counted so far."""
         return rows._replace(expert_tokens_LE=jnp.zeros_like(rows.expert_tokens_LE)), rows.expert_tokens_LE
+
+
+class TakeExpertTokens(ProgramKind):
+    """See `ExpertCounts.take`."""
+
+    name = "take_expert_tokens"
+
+    def __init__(self, counts: ExpertCounts):
+        self.counts = counts
+
+    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
+        return [ProgramKey(self.name)]
+
+    def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
+        program = jax.jit(self.counts.take, donate_argnums=0, out_shardings=programs.replicated)
+        return program.lower(programs.rows)
+
+    def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
+        runner.row_arrays, _ = program(runner.row_arrays)
+
+
+class CountReader(OpRunner):
+    """Reads the counts. Each stage and each rank counts what its own tokens chose."""
+
+    ops = (TakeCounts,)
+
+    def __init__(self, runner: Any, counts: ExpertCounts):
+        self._runner, self._counts = runner, counts
+
+    def run(self, op: TakeCounts) -> "CountsInFlight":
+        runner = self._runner
+        runner.row_arrays, counts_LE = runner.program(ProgramKey(TakeExpertTokens.name))(runner.row_arrays)
+        return CountsInFlight(self._counts.layers, counts_LE)
+
+
+class CountsInFlight:
+    """A PendingPart: counts being copied to the host."""
+
+    def __init__(self, layers: Sequence[int], counts_LE: jax.Array):
+        self.arrays, self._layers = counts_LE, layers
+        counts_LE.copy_to_host_async()
+
+    def collect(self, output: ModelRunnerOutput) -> None:
+        """See PendingPart. Raises the error of a step before."""
+        output.add_counts(dict(zip(self._layers, np.asarray(self.arrays), strict=True)))
+
+
+def make(parts: FeatureParts) -> StepFeature | None:
+    """For engines that report the load of experts."""
+    return ExpertCounts.of(parts.model_config, parts.model.layers) if parts.config.observe.expert_load else None

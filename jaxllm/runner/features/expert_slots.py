@@ -1,17 +1,29 @@
 """Experts that move between devices, as a feature of the step: which slot each expert is in, and how experts move."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from jaxllm.device_ops import MoveExperts
 from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.model_config import ModelConfig
-from jaxllm.runner.expert_placement import Tables
-from jaxllm.runner.step_feature import StepFeature, StepRun
+from jaxllm.parallel.across_hosts import put
+from jaxllm.parallel.axes import num_parts
+from jaxllm.runner.expert_placement import ROUNDS, Tables
+from jaxllm.runner.ops import OpRunner
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.programs.kind import ProgramKind
+from jaxllm.runner.split_program import CompiledProgram, Lowered
+from jaxllm.runner.step_feature import FeatureParts, StepFeature, StepRun
+
+if TYPE_CHECKING:
+    from jaxllm.runner.step_programs import StepPrograms
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,12 @@ class ExpertSlots(StepFeature):
                 leaves[layer] = (*leaves.get(layer, ()), index)
         mixtures = {layer: config.layers[layer].mlp for layer in leaves}
         return cls(tuple(f"{config.layer_name(i)}.{part.name}" for i, part in mixtures.items()), leaves, tables, merge)
+
+    def programs(self) -> Sequence[ProgramKind]:
+        return [MoveProgram(self)]
+
+    def op_runner(self, device: Any) -> "ExpertMover":
+        return ExpertMover(device, self)
 
     def before(self, run: StepRun) -> None:
         run.step.slots = self.slots(run.params)
@@ -80,9 +98,80 @@ class ExpertSlots(StepFeature):
         return jax.lax.fori_loop(0, moves_2RN.shape[1], one_round, new)
 
 
+class MoveProgram(ProgramKind):
+    """See `ExpertSlots.move`."""
+
+    name = "move_experts"
+    is_joint = True
+
+    def __init__(self, slots: ExpertSlots):
+        self.slots = slots
+
+    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
+        return dict.fromkeys(self.key(programs, layer) for layer in self.slots.leaves)
+
+    def key(self, programs: "StepPrograms", layer: int) -> ProgramKey:
+        """The program that moves a layer's experts: its size is the first layer with arrays of these shapes."""
+
+        def shapes(layer: int) -> list[Any]:
+            return [(programs.params[leaf].shape, programs.params[leaf].dtype) for leaf in self.slots.leaves[layer]]
+
+        return ProgramKey(self.name, next(other for other in self.slots.leaves if shapes(other) == shapes(layer)))
+
+    def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
+        arrays = tuple(programs.params[leaf] for leaf in self.slots.leaves[key.size])
+        out = tuple(array.sharding for array in arrays)
+        no_moves = self.no_moves(programs, key.size)
+        moves = jax.ShapeDtypeStruct(no_moves.shape, jnp.int32, sharding=programs.everywhere)
+        # Nothing is donated: the steps in flight read the arrays, and a failure must not lose them.
+        return programs.lower_on_each(partial(self.slots.move, out[0].spec[0]), (arrays, arrays, moves), out, donate=())
+
+    def no_moves(self, programs: "StepPrograms", layer: int) -> np.ndarray:
+        """The plan of as many rounds of moves as one run of the program has, in which a layer's experts stay where they are."""
+        num_devices = num_parts(("split_experts",), programs.mesh.shape)
+        moves_2RN = np.zeros((2, ROUNDS, num_devices), np.int32)
+        moves_2RN[1] = programs.params[self.slots.leaves[layer][0]].shape[0] // num_devices
+        return moves_2RN
+
+    def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
+        runner.replace_params(self.moved(runner, key.size, self.no_moves(runner.shapes, key.size)))
+
+    def moved(self, runner: Any, layer: int, moves_2RN: np.ndarray) -> dict[int, jax.Array]:
+        """What replaces which of all weights, by their index. Returns at once."""
+        where, shapes = self.slots.leaves[layer], runner.shapes
+        program, no_moves_2RN = runner.program(self.key(shapes, layer)), self.no_moves(shapes, layer)
+        old = new = tuple(runner.params[index] for index in where)
+        for first in range(0, moves_2RN.shape[1], ROUNDS):
+            rounds_2RN, part = no_moves_2RN.copy(), moves_2RN[:, first : first + ROUNDS]
+            rounds_2RN[:, : part.shape[1]] = part
+            new = program(old, new, put(rounds_2RN, shapes.everywhere))
+        return dict(zip(where, new, strict=True))
+
+
+class ExpertMover(OpRunner):
+    """Moves experts. Layers of other stages of a pipeline are left to these."""
+
+    ops = (MoveExperts,)
+    is_joint = True
+
+    def __init__(self, runner: Any, slots: ExpertSlots):
+        self._runner, self._slots, self._program = runner, slots, MoveProgram(slots)
+
+    def run(self, op: MoveExperts) -> None:
+        if op.layer in self._slots.leaves:
+            changed = self._program.moved(self._runner, op.layer, np.array(op.moves, np.int32))
+            changed[self._slots.table_of(op.layer)] = put(np.array(op.table, np.int32), self._runner.shapes.everywhere)
+            self._runner.replace_params(changed)
+
+
 def slots_of(table_EC: jax.Array, expert_Tk: jax.Array, start: int | jax.Array) -> jax.Array:
     """The slots of experts: of several copies, tokens take one after the other, by their numbers from `start` on."""
     token_T1 = start + jnp.arange(len(expert_Tk), dtype=jnp.int32)[:, None]
     expert = jnp.maximum(expert_Tk, 0)
     slot_Tk = table_EC[expert, 1 + token_T1 % table_EC[expert, 0]]
     return jnp.where(expert_Tk < 0, -1, slot_Tk)
+
+
+def make(parts: FeatureParts) -> StepFeature | None:
+    """For engines whose experts move."""
+    return ExpertSlots.of(parts.model_config, parts.model, parts.last_part, parts.merge_last) if parts.has_tables else None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxllm.runner.paged_context import PagedContext
-from jaxllm.runner.step_feature import StepFeature, StepRun
+from jaxllm.runner.step_feature import FeatureParts, StepFeature, StepRun
 from jaxllm.runner.token_split import TokenSplit
 
 
@@ -37,3 +37,8 @@ class SplitTokens(StepFeature):
 
     def after(self, run: StepRun) -> None:
         run.hidden_TD = self.devices.whole(run.hidden_TD, len(run.token_ids_T))
+
+
+def make(parts: FeatureParts) -> StepFeature | None:
+    """For devices that split tokens."""
+    return None if parts.token_split is None else SplitTokens(parts.token_split)

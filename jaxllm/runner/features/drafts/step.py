@@ -14,6 +14,8 @@ from jaxllm.parallel.exchange import LaneExchange
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting
+from jaxllm.runner.features.drafts.host import DraftsOnHost
+from jaxllm.runner.features.drafts.programs import CopyDrafts, Propose, Show
 from jaxllm.runner.features.drafts.rows import (
     DraftRows,
     accept,
@@ -25,10 +27,12 @@ from jaxllm.runner.features.drafts.rows import (
     note_computed,
     resolve_starts,
 )
+from jaxllm.runner.heads import Device
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import Draw, LatestTokens, with_latest
 from jaxllm.runner.layout import Column
 from jaxllm.runner.places import Places, at_positions, latest_or_known, locate, make_step, next_position
+from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Caches, Params, RowArrays
 from jaxllm.runner.step_feature import StepRun
 from jaxllm.sampling.columns import unpack_columns
@@ -76,6 +80,8 @@ class Drafts(LatestTokens):
     vocab_size: int
     """Of logits."""
 
+    num_shown = 1
+
     @property
     def width(self) -> int:  # type: ignore[override]
         return 1 + self.drafter.num_drafts
@@ -83,6 +89,12 @@ class Drafts(LatestTokens):
     @property
     def num_lookahead(self) -> int:  # type: ignore[override]
         return self.drafter.num_lookahead
+
+    def programs(self) -> Sequence[ProgramKind]:
+        return [Propose(self), *([Show(self)] if self.drafter.needs_history else []), CopyDrafts()]
+
+    def on_host(self, device: Device) -> DraftsOnHost:
+        return DraftsOnHost(device, needs_history=self.drafter.needs_history)
 
     def row_arrays(self, num_rows: int) -> dict[str, Any]:
         def ints(*shape: int) -> Any:

@@ -1,20 +1,28 @@
 """Logprobs of prompts: scored in the steps that compute them, collected in the row, and returned once they are complete."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.runner.batch import Chunk
-from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.consumers import Device, Hidden, alone
+from jaxllm.runner.heads import Device, Hidden, alone, trim
 from jaxllm.runner.layout import padded
-from jaxllm.runner.row_arrays import Logprobs
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.programs.kind import ProgramKind, Wanted
+from jaxllm.runner.row_arrays import Logprobs, Params
 from jaxllm.runner.rows import Row
-from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.runner.split_program import Lowered
+from jaxllm.runner.step import StepFunctions
+from jaxllm.runner.step_feature import FeatureParts, StepFeature
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, TokenLogprobs
+
+if TYPE_CHECKING:
+    from jaxllm.runner.step_programs import StepPrograms
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,8 @@ class Targets:
 class PromptLogprobs:
     """Scores the prompt tokens of requests that ask for `prompt_logprobs`."""
 
-    def __init__(self, device: Device, buckets: Buckets):
-        self._device, self._buckets = device, buckets
+    def __init__(self, device: Device):
+        self._device, self._buckets = device, device.buckets
 
     def select(self, chunks: Sequence[Chunk]) -> list[Targets]:
         """Of prompts that are computed for the first time: those of a resumed request were delivered before."""
@@ -136,8 +144,51 @@ def _no_logprobs(num_logprobs: int) -> TokenLogprobs:
     return TokenLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(0, np.int32))
 
 
-def trim(scores: Logprobs, rows: slice, num_logprobs: int) -> TokenLogprobs:
-    """Some rows of scores on the host, with as many likeliest tokens as were asked for (-1: all)."""
-    token_ids, logprobs, ranks = map(np.asarray, scores)
-    columns = slice(0, None if num_logprobs == -1 else num_logprobs + 1)
-    return TokenLogprobs(token_ids[rows, columns], logprobs[rows, columns], ranks[rows])
+class PromptLogprobsFeature(StepFeature):
+    """Scores prompt tokens by a program of its own, behind `forward`."""
+
+    def programs(self) -> Sequence[ProgramKind]:
+        return [ScorePrompt()]
+
+    def head(self, device: Device) -> PromptLogprobs:
+        return PromptLogprobs(device)
+
+
+class ScorePrompt(ProgramKind):
+    """See `score`."""
+
+    name = "prompt_logprobs"
+
+    def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
+        return [ProgramKey(self.name, size, adapted=has) for size in programs.buckets.tokens for has in programs.adapted_heads]
+
+    def rank(self, key: ProgramKey) -> int:
+        return 2
+
+    def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
+        return wanted.prompt_logprobs
+
+    def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
+        hidden_TD = programs.shape((key.size, programs.model.hidden_size), programs.model.dtype)
+        adapter_slot = programs.ints() if key.adapted else None
+        arguments = (programs.params, hidden_TD, programs.ints(2, programs.buckets.scored_positions), adapter_slot)
+        return programs.lower_on_each(partial(score, programs.functions), arguments, programs.replicated, donate=())
+
+
+def score(
+    functions: StepFunctions, params: Params, hidden_TD: jax.Array, chunk_2C: jax.Array, adapter_slot: jax.Array | None
+) -> Logprobs:
+    """Logprobs of prompt tokens (second row of the chunk) that follow tokens of the step (first row: their index).
+
+    adapter_slot: of the adapter that changes the logits; None: none does.
+    """
+    index_C, target_C = chunk_2C
+    adapts = () if adapter_slot is None else functions.adapts(params, jnp.full(len(index_C), adapter_slot))
+    logits_CV = functions.logits(params, hidden_TD[index_C], functions.shards, adapts)
+    scores = functions.top(functions.shards.to_rows(logits_CV), functions.shards.own_rows(target_C))
+    return functions.shards.from_rows(scores, len(target_C))
+
+
+def make(parts: FeatureParts) -> StepFeature | None:
+    """For models that generate, where the last layers are."""
+    return PromptLogprobsFeature() if parts.samples else None

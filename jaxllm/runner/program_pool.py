@@ -40,7 +40,7 @@ class Store(Protocol[StoreKey]):
     def save(self, key: StoreKey, program: CompiledProgram) -> None: ...
 
 
-class Programs(Generic[Key]):
+class ProgramPool(Generic[Key]):
     """Compiled programs by key. `lower(key)` traces one; calling a compiled program never compiles another.
 
     Threads make the programs passed to `start`: each is loaded, or traced (one at a time, because tracing holds the

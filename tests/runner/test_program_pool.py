@@ -6,8 +6,8 @@ import time
 import pytest
 
 from jaxllm.progress import SILENT
-from jaxllm.runner import programs as module
-from jaxllm.runner.programs import Programs
+from jaxllm.runner import program_pool as module
+from jaxllm.runner.program_pool import ProgramPool
 
 
 class Lowered:
@@ -31,7 +31,7 @@ class Workshop:
         self.traced: list[str] = []
         self.compiled: list[str] = []
         self.gates: dict[str, threading.Event] = {}
-        self.programs: Programs[str] = Programs(self.lower, threads=threads, store=store)
+        self.programs: ProgramPool[str] = ProgramPool(self.lower, threads=threads, store=store)
 
     def lower(self, key: str) -> Lowered:
         self.traced.append(key)

@@ -1,4 +1,4 @@
-"""What is computed of a step's hidden states: tokens (`sampling`), logprobs of prompts, pooled vectors. A file per consumer."""
+"""What is computed of a step's hidden states, as the host sees it: tokens, logprobs of prompts, pooled vectors."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from jaxllm.runner.batch import Chunk, request_failed
-from jaxllm.runner.row_arrays import RowArrays
+from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.row_arrays import Logprobs, RowArrays
 from jaxllm.runner.split_program import CompiledProgram
-from jaxllm.runner.step_programs import ProgramKey
-from jaxllm.scheduler_output import ModelRunnerOutput
+from jaxllm.scheduler_output import ModelRunnerOutput, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,14 @@ class Hidden:
     """Of the last token of each row, or with drafts of the last ones."""
     columns_NC: jax.Array
     """The rows' columns, of which sampling reads its parameters."""
-    for_drafter: Any = None
-    """What drafts are proposed of: token_ids_T, and features of the drafter's choice."""
+    shown: Any = None
+    """`LatestTokens.shown`, if there is anything."""
 
 
 class Device(Protocol):
-    """What consumers use of the runner."""
+    """What heads use of the runner."""
+
+    buckets: Buckets
 
     params: tuple[jax.Array, ...]
     row_arrays: RowArrays
@@ -44,12 +48,15 @@ class Device(Protocol):
     def program(self, key: ProgramKey) -> CompiledProgram:
         """A compiled program."""
 
+    def run_on_rows(self, program: CompiledProgram, *arguments: Any) -> list[Any]:
+        """Start a program that changes caches and rows."""
+
     def put(self, arrays: Any) -> Any:
         """Host arrays on the device, or the same on each of several."""
 
 
 class PendingPart(Protocol):
-    """What a consumer computes of a step in flight."""
+    """What a head computes of a step in flight."""
 
     @property
     def arrays(self) -> Any:
@@ -59,7 +66,7 @@ class PendingPart(Protocol):
         """Wait for the device and add the results. A request that fails alone adds its error."""
 
 
-class HiddenConsumer(Protocol):
+class Head(Protocol):
     """Computes something of hidden states beside sampling. `launch` is called for steps of which `select` takes some chunks."""
 
     def select(self, chunks: Sequence[Chunk]) -> Sequence[Any]:
@@ -84,3 +91,10 @@ def alone(request_id: str, output: ModelRunnerOutput) -> Iterator[None]:
         raise
     except Exception as error:
         output.errors[request_id] = request_failed(request_id, error)
+
+
+def trim(scores: Logprobs, rows: slice, num_logprobs: int) -> TokenLogprobs:
+    """Some rows of scores on the host, with as many likeliest tokens as were asked for (-1: all)."""
+    token_ids, logprobs, ranks = map(np.asarray, scores)
+    columns = slice(0, None if num_logprobs == -1 else num_logprobs + 1)
+    return TokenLogprobs(token_ids[rows, columns], logprobs[rows, columns], ranks[rows])

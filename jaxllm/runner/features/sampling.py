@@ -11,12 +11,11 @@ import numpy as np
 from jaxllm.loaders.layout import delete
 from jaxllm.parallel.shards import PEERS_LOST
 from jaxllm.runner.batch import Batch, request_failed
-from jaxllm.runner.consumers import Device, Hidden, alone
-from jaxllm.runner.consumers.prompt_logprobs import trim
 from jaxllm.runner.drafter import NO_DRAFT
+from jaxllm.runner.heads import Device, Hidden, alone, trim
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.row_arrays import Scores
 from jaxllm.runner.rows import LogprobsKind, Row
-from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState, pack_admission
 from jaxllm.sampling.variants import Variant

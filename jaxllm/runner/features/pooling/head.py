@@ -10,10 +10,9 @@ import numpy as np
 from jaxllm.model_config import ModelConfig
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.batch import Chunk
-from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.consumers import Device, Hidden
-from jaxllm.runner.pooling_step import POOL_COLUMNS
-from jaxllm.runner.step_programs import ProgramKey
+from jaxllm.runner.features.pooling.step import POOL_COLUMNS
+from jaxllm.runner.heads import Device, Hidden
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.scheduler_output import ModelRunnerOutput
 
 _SHORTEST = np.float32(1e-12)
@@ -60,10 +59,10 @@ class PendingVectors:
 class Pooling:
     """Holds the running sums of requests that use mean pooling."""
 
-    def __init__(self, device: Device, buckets: Buckets, model: ModelConfig):
+    def __init__(self, device: Device, model: ModelConfig):
         self._is_mean = model.pooling.pooling_type == "mean"
         self._width = model.hidden_size
-        self._buckets = buckets
+        self._buckets = device.buckets
         self._device = device
         self._sums_ND: jax.Array | None = None
 

@@ -1,0 +1,20 @@
+"""The key of a program: which kind, for which sizes, with which parts."""
+
+from typing import NamedTuple
+
+from jaxllm.runner.rows import LogprobsKind
+from jaxllm.sampling.variants import Variant
+
+
+class ProgramKey(NamedTuple):
+    """Which program. `size` is tokens for forward, propose, prompt_logprobs and add_up, rows for decode, forward_rows, sample and
+    pool."""
+
+    kind: str
+    size: int = 0
+    variant: Variant = Variant.GREEDY
+    logprobs: LogprobsKind = LogprobsKind.NONE
+    width: int = 1
+    """Tokens that a row may sample; in propose, 1 if no drafts are wanted."""
+    adapted: bool = False
+    """Whether rows may have adapters."""

@@ -1,0 +1,108 @@
+"""The interface of a kind of program: which there are of it, what each is traced from, and how it runs for the first time."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.rows import NO_DECODE, LogprobsKind, sampled_by
+from jaxllm.runner.split_program import CompiledProgram, Lowered
+from jaxllm.sampling.variants import Variant, needs_state
+from jaxllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.runner.step_programs import StepPrograms
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request's steps need beside common programs."""
+
+    variant: Variant = Variant.GREEDY
+    logprobs: LogprobsKind = LogprobsKind.NONE
+    is_sampled_apart: bool = False
+    """Whether another program samples its decodes."""
+    is_masked: bool = False
+    has_state: bool = False
+    """Whether full sampling keeps state of it."""
+    prompt_logprobs: bool = False
+    vectors: bool = False
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool, full_logprobs: bool
+    ) -> "Wanted | None":
+        """Of a request; None: nothing."""
+        if pooling is not None:
+            return cls(vectors=True)
+        variant, logprobs = sampled_by(params, full_logprobs=full_logprobs, is_masked=is_masked)
+        is_apart = variant >= NO_DECODE or logprobs != LogprobsKind.NONE
+        if not is_apart and params.prompt_logprobs is None:
+            return None
+        return cls(variant, logprobs, is_apart, is_masked, needs_state(params), params.prompt_logprobs is not None)
+
+
+class ProgramKind:
+    """A kind of program, by the name that keys have. What a kind does not override holds for most."""
+
+    name: str
+    draws = False
+    """Whether it draws tokens by its key's variant: one with random draws can then do the work of a greedy one."""
+    is_joint = False
+    """Whether data-parallel ranks that share experts run it together."""
+    is_hurried = False
+    """Whether a missing one is made next when a step asks for it, even if no others are made ahead."""
+
+    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
+        """Those that almost every request needs, the slowest to compile first."""
+        return ()
+
+    def at_start(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
+        """Those that only the start runs."""
+        return ()
+
+    def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
+        """Those that only some requests ask for."""
+        return ()
+
+    def rank(self, key: ProgramKey) -> int:
+        """Rare programs of a higher rank are made after those of all kinds with a lower one."""
+        return 0
+
+    def is_first(self, programs: "StepPrograms", key: ProgramKey) -> bool:
+        """Whether a start that waits for few programs waits for this one, which must be able to stand in for the others."""
+        return True
+
+    def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
+        """Whether the steps of such a request may run this rare program."""
+        return False
+
+    def is_storable(self, programs: "StepPrograms", key: ProgramKey) -> bool:
+        """Whether another process may use the program."""
+        return True
+
+    def uses_peers(self, key: ProgramKey) -> bool:
+        """Whether devices that exchange through their memory wait for each other inside the program's kernels."""
+        return False
+
+    def compiler_options(self, programs: "StepPrograms", key: ProgramKey) -> dict[str, str | bool]:
+        """XLA's options for a GPU beside those of all kinds."""
+        return {}
+
+    def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
+        """Trace one program."""
+        raise NotImplementedError
+
+    def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
+        """Run a common program on an empty step, which writes nothing but trash. runner: a `ModelRunner` or `LanesRunner`."""
+
+
+def fit(sizes: tuple[int, ...], wanted: int) -> int:
+    """The smallest of the sizes that holds what is wanted, or the largest."""
+    return next((size for size in sizes if size >= wanted), sizes[-1])
+
+
+def first_sizes(sizes: tuple[int, ...], wanted: tuple[int, ...]) -> set[int]:
+    """The sizes that a start with few programs waits for: those that hold what is wanted, and the largest."""
+    return {fit(sizes, size) for size in wanted} | {sizes[-1]}

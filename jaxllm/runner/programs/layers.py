@@ -1,0 +1,56 @@
+"""What the kinds of programs that compute layers have in common."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.runner.layout import StepLayout, decode_layout, mixed_layout
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.programs.kind import ProgramKind
+from jaxllm.runner.split_program import CompiledProgram, Lowered
+
+if TYPE_CHECKING:
+    from jaxllm.runner.step_programs import StepPrograms
+
+
+class LayersProgram(ProgramKind):
+    """Takes a step's buffer, weights, caches and the rows' arrays; in a later stage of a pipeline also what enters it."""
+
+    is_joint = True
+
+    def layout(self, programs: "StepPrograms", key: ProgramKey) -> StepLayout:
+        """The step's buffer."""
+        raise NotImplementedError
+
+    def uses_peers(self, key: ProgramKey) -> bool:
+        return True
+
+    def lower_layers(
+        self, programs: "StepPrograms", key: ProgramKey, function: Callable[..., Any], num_results: int
+    ) -> Lowered:
+        """Trace a function of `Body`. num_results: how many it returns behind the caches, whole on every device."""
+        layout = self.layout(programs, key)
+        arguments = (*programs.step_arguments(layout), *programs.entering(layout))
+        out = (programs.cache_shardings, *[programs.replicated] * num_results)
+        return programs.lower_on_each(function, arguments, out, donate=(1, 2))
+
+    def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
+        runner.run_empty(program, self.layout(runner.shapes, key))
+
+
+class MixedProgram(LayersProgram):
+    """Of tokens of any mix of prompts and decodes; the key's size counts them."""
+
+    def layout(self, programs: "StepPrograms", key: ProgramKey) -> StepLayout:
+        num_rows = programs.buckets.rows_for_tokens(key.size)
+        return mixed_layout(key.size, num_rows, programs.cache.block_size, len(programs.cache.groups))
+
+    def compiler_options(self, programs: "StepPrograms", key: ProgramKey) -> dict[str, str | bool]:
+        # One run of tokens is multiplied while another is added up (`Shards.num_runs`): XLA must look for what it can compute meanwhile.
+        return {"xla_gpu_enable_latency_hiding_scheduler": True} if programs.mesh.size > 1 else {}
+
+
+class DecodeProgram(LayersProgram):
+    """Of as many tokens of each row; the key's size counts rows."""
+
+    def layout(self, programs: "StepPrograms", key: ProgramKey) -> StepLayout:
+        return decode_layout(key.size, programs.num_updates)

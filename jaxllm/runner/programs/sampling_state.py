@@ -1,0 +1,48 @@
+"""`new_state` and `admit`: what full sampling keeps of requests, zeroed, and one request's part of it."""
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.programs.kind import ProgramKind, Wanted
+from jaxllm.runner.split_program import Lowered
+from jaxllm.sampling.state import admit
+
+if TYPE_CHECKING:
+    from jaxllm.runner.step_programs import StepPrograms
+
+
+class _StateProgram(ProgramKind):
+    def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
+        return [ProgramKey(self.name)]
+
+    def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
+        return wanted.has_state
+
+    def is_storable(self, programs: "StepPrograms", key: ProgramKey) -> bool:
+        """Not if a custom logits processor shapes the state."""
+        return not programs.functions.processors
+
+
+class NewState(_StateProgram):
+    """Allocates the state of all rows."""
+
+    name = "new_state"
+
+    def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
+        return jax.jit(programs.make_state, out_shardings=programs.replicated).lower()
+
+
+class Admit(_StateProgram):
+    """See `sampling.state.admit`."""
+
+    name = "admit"
+
+    def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
+        state = programs.sampling_state
+        num_words = sum(math.prod(array.shape[1:]) for array in jax.tree.leaves(state))
+        program = jax.jit(admit, donate_argnums=0, out_shardings=programs.replicated)
+        return program.lower(state, programs.ints(), programs.ints(num_words))
