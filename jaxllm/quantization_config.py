@@ -1,4 +1,4 @@
-"""What a config.json says of quantised weights: plain facts, and a clear word about what is not supported."""
+"""Reads how a config.json describes quantised weights; names what is not supported."""
 
 import functools
 import time
@@ -44,7 +44,7 @@ class StoredFp8:
         return not any(_matches(pattern, module) for pattern in self.ignored)
 
     def faults(self, linears: Iterable[tuple[str, ...]]) -> list[str]:
-        """What of this cannot be computed: a linear layer made of several modules, some of them quantised. `linears` has the modules
+        """Describe what cannot be computed: a linear layer made of several modules, some of them quantised. `linears` has the modules
         of each."""
         deadline = time.process_time() + _MAX_SECONDS
         found = []

@@ -75,7 +75,7 @@ class SchedulerOutput:
     masks, which need their last tokens."""
     num_drafts: int = 0
     """Most drafts of a row, in this step and proposed for the next."""
-    ops: list[AnyDeviceOp] = field(default_factory=list)
+    ops: tuple[AnyDeviceOp, ...] = ()
     """Run in order before the step, after all steps before. A plan may have operations and no rows."""
 
     @property

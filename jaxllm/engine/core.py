@@ -150,9 +150,9 @@ class EngineCore:
 
     def _queue(self, request: EngineCoreRequest) -> None:
         admitted = Request(request)
-        if request.adapter is not None and self.adapters is None:
+        if request.options.adapter is not None and self.adapters is None:
             raise InvalidRequestError(
-                f"adapter {request.adapter!r} is named, but the engine has none: start it with enable_lora", "adapter"
+                f"adapter {request.options.adapter!r} is named, but the engine has none: start it with enable_lora", "adapter"
             )
         for preparation in self.preparations:
             preparation.bind(admitted)

@@ -75,7 +75,7 @@ class OpQueue:
             return self._executor.dispatch(plan)
         entries, self._queued = self._queued, []
         try:
-            pending = self._executor.dispatch(replace(plan, ops=[*(entry.op for entry in entries), *plan.ops]))
+            pending = self._executor.dispatch(replace(plan, ops=(*(entry.op for entry in entries), *plan.ops)))
         except DeviceOpError as error:
             self._queued = entries[error.number + 1 :]
             for entry in entries[: error.number]:

@@ -23,13 +23,14 @@ from jaxllm.runner.all_programs import AllPrograms
 from jaxllm.runner.consumers import Hidden, PendingPart
 from jaxllm.runner.consumers.sampling import PendingTokens
 from jaxllm.runner.expert_ops import ExpertMoves
+from jaxllm.runner.features.drafts.step import Drafts
 from jaxllm.runner.ops import PlanRunner, by_type, run_by
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
+from jaxllm.runner.row_arrays import Caches, Params, RowArrays, Scores
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind
 from jaxllm.runner.runner import work_bytes
-from jaxllm.runner.step import Caches, Params, RowArrays, Scores
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.runner.warm_up import WARM_UP_RUNS
 from jaxllm.runner.weights import Weights, WeightsSource
@@ -199,7 +200,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
             num_rows = self.buckets.fit_decode(max(len(batch.sampled) for batch in batches))
             variant = max(batch.variant for batch in batches)
             wanted.append(ProgramKey("decode", num_rows, variant, width=step.batch.next_width))
-        if self.shapes.functions.drafting is not None:
+        if self.shapes.functions.find(Drafts) is not None:
             wanted.append(self._propose_key(step))
         self.joint.start(wanted)
         for lane, part, work in zip(self.lanes, step.parts, work_of_each, strict=True):

@@ -157,7 +157,7 @@ class Adapters:
 
     def bind(self, request: Request) -> None:
         """See Preparation."""
-        name = request.spec.adapter
+        name = request.options.adapter
         if name is None:
             return
         if self._registry.new:

@@ -112,7 +112,7 @@ def _refused(directory: Path, reader: ConfigReader) -> ModelLoadError:
 
 
 def _mxfp4_faults(config: ModelConfig) -> list[str]:
-    """What of a checkpoint with 4-bit experts cannot be read."""
+    """Describe what of a checkpoint with 4-bit experts cannot be read."""
     if not config.mixtures or not all(part.alternating for part in config.mixtures):
         return ["the weights are quantised with quant_method 'mxfp4', supported for experts as gpt-oss has them"]
     sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.mixtures[0].width}

@@ -9,9 +9,9 @@ from jaxllm.pipeline.crossing import Crossing
 from jaxllm.pipeline.drawn_tokens import TokensThroughHosts
 from jaxllm.pipeline.lost_peers import check_peers
 from jaxllm.pipeline.runner import Stages
-from jaxllm.pipeline.stages import EarlierStage
 from jaxllm.runner.ops import OpsInFlight
 from jaxllm.runner.pending import StepInFlight
+from jaxllm.runner.runner import ModelRunner
 from jaxllm.scheduler_output import NOT_FINITE, SchedulerOutput
 
 
@@ -22,9 +22,7 @@ class EarlierHost(Stages):
     another one comes from the host before.
     """
 
-    last: EarlierStage
-
-    def __init__(self, stages: Sequence[EarlierStage], *, entry: Crossing | None, leave: Crossing, num_stages: int):
+    def __init__(self, stages: Sequence[ModelRunner], *, entry: Crossing | None, leave: Crossing, num_stages: int):
         """entry: from the stages before, which other hosts have; None if the first stage is here. leave: to those behind."""
         *earlier, last = stages
         super().__init__(earlier, last, [leave] if entry is None else [entry, leave], num_stages)

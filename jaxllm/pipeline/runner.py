@@ -11,7 +11,6 @@ from jaxllm.device_ops import DeviceOp
 from jaxllm.pipeline.crossing import Crossing
 from jaxllm.pipeline.drawn_tokens import TokensOnDevices
 from jaxllm.pipeline.lost_peers import LostPeers
-from jaxllm.pipeline.stages import EarlierStage, LastStage
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.runner.all_programs import AllPrograms
@@ -29,7 +28,7 @@ from jaxllm.scheduler_output import SchedulerOutput
 class Stages(PlanRunner):
     """The stages of a pipeline that this process has: an executor's methods, each for all of them."""
 
-    def __init__(self, earlier: Sequence[EarlierStage], last: ModelRunner, crossings: Sequence[Crossing], num_stages: int):
+    def __init__(self, earlier: Sequence[ModelRunner], last: ModelRunner, crossings: Sequence[Crossing], num_stages: int):
         """last: of this process. crossings: those to stages on other hosts, in the order of the stages; num_stages: of all hosts."""
         self._earlier, self.last = tuple(earlier), last
         self.stages = (*self._earlier, last)
@@ -54,7 +53,6 @@ class Stages(PlanRunner):
     def run_earlier(self, batch: Batch, entering: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Start a step on all stages before the last of this process. entering: what enters the first. Returns what enters the last."""
         for stage, following in pairwise(self.stages):
-            assert isinstance(stage, EarlierStage)
             entering = (jax.device_put(stage.pass_on(batch, entering), following.shapes.replicated),)
         return entering
 
@@ -166,16 +164,14 @@ class PipelineRunner(Stages):
     for which requests these have.
     """
 
-    last: LastStage
-
     def __init__(
-        self, earlier: Sequence[EarlierStage], last: LastStage, *, entry: Crossing | None = None, num_stages: int | None = None
+        self, earlier: Sequence[ModelRunner], last: ModelRunner, *, entry: Crossing | None = None, num_stages: int | None = None
     ):
         """entry: from the stages before, if other hosts have these. num_stages: of all hosts, if not those given."""
         super().__init__(earlier, last, [] if entry is None else [entry], num_stages or 1 + len(earlier))
         self._entry = entry
         self._tokens = None
-        last.run_earlier, last.on_drawn = self._enter_last, lambda last_token_N: None
+        last.enter = self._enter_last
         if entry is None:
             self._tokens = TokensOnDevices(self._earlier[0], len(self.stages))
             last.on_drawn = self._tokens.send_back
@@ -187,12 +183,12 @@ class PipelineRunner(Stages):
         """See ModelRunner."""
         return self.last.start_step(plan)
 
-    def _enter_last(self, batch: Batch) -> jax.Array:
-        """Start a step on all stages before the last."""
+    def _enter_last(self, batch: Batch) -> tuple[jax.Array, ...]:
+        """Start a step on all stages before the last. Returns what enters this one."""
         if self._tokens is not None:
             self._tokens.give(batch)
         entering = () if self._entry is None else (self._entry.receive(batch.layout.num_tokens),)
-        return self.run_earlier(batch, entering)[0]
+        return self.run_earlier(batch, entering)
 
     def forget_tokens(self) -> None:
         """See Stages."""

@@ -8,7 +8,7 @@ import numpy as np
 from jaxllm.device_ops import DropStaged, WriteAdapter
 from jaxllm.loaders.layout import delete, zeros
 from jaxllm.parallel.across_hosts import put
-from jaxllm.runner.adaptation import Adapting
+from jaxllm.runner.features.adapters import Adapters
 from jaxllm.runner.step_programs import ProgramKey
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ class AdapterSlots:
         """Packed adapters, by handle."""
 
     @property
-    def _adapting(self) -> Adapting | None:
-        return self._runner.shapes.functions.adapting
+    def _adapting(self) -> Adapters | None:
+        return self._runner.shapes.functions.find(Adapters)
 
     def stage(self, handle: int, data: np.ndarray) -> None:
         """Send a packed adapter, or its bytes, to the devices, as far as it is of this stage; it has arrived when this returns. Any thread

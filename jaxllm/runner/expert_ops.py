@@ -9,6 +9,8 @@ import numpy as np
 from jaxllm.device_ops import MoveExperts, TakeCounts
 from jaxllm.parallel.across_hosts import put
 from jaxllm.runner.expert_placement import ROUNDS
+from jaxllm.runner.features.expert_counts import ExpertCounts
+from jaxllm.runner.features.expert_slots import ExpertSlots
 from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
 from jaxllm.scheduler_output import ModelRunnerOutput
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from jaxllm.runner.runner import ModelRunner
 
 
-class ExpertCounts:
+class CountReader:
     """An OpFeature. Each stage and each rank counts what its own tokens chose."""
 
     ops = (TakeCounts,)
@@ -27,9 +29,7 @@ class ExpertCounts:
         self._runner = runner
 
     def run(self, op: TakeCounts) -> "CountsInFlight":
-        counting = self._runner.shapes.functions.counting
-        assert counting is not None, "tokens of experts are not counted"
-        return CountsInFlight(counting.layers, self._take())
+        return CountsInFlight(self._runner.shapes.functions.get(ExpertCounts).layers, self._take())
 
     def run_on_nothing(self, key: ProgramKey) -> None:
         self._take()
@@ -65,7 +65,7 @@ class Device(Protocol):
 
 
 class ExpertMoves:
-    """An OpFeature, by the program of `Placing.move`. Layers of other stages of a pipeline are left to these."""
+    """An OpFeature, by the program of `ExpertSlots.move`. Layers of other stages of a pipeline are left to these."""
 
     ops = (MoveExperts,)
     program = "move_experts"
@@ -74,8 +74,7 @@ class ExpertMoves:
         self._runner, self._program_of = runner, program_of
 
     def run(self, op: MoveExperts) -> None:
-        placing = self._runner.shapes.functions.placing
-        assert placing is not None, "experts have no slots"
+        placing = self._runner.shapes.functions.get(ExpertSlots)
         if op.layer in placing.leaves:
             changed = self._moved(op.layer, np.array(op.moves, np.int32))
             changed[placing.table_of(op.layer)] = put(np.array(op.table, np.int32), self._runner.shapes.everywhere)
@@ -88,8 +87,7 @@ class ExpertMoves:
     def _moved(self, layer: int, moves_2RN: np.ndarray) -> dict[int, jax.Array]:
         """What replaces which of all weights, by their index. Returns at once."""
         shapes, params = self._runner.shapes, self._runner.params
-        assert shapes.functions.placing is not None
-        where = shapes.functions.placing.leaves[layer]
+        where = shapes.functions.get(ExpertSlots).leaves[layer]
         program, no_moves_2RN = self._program_of(shapes.moving_key(layer)), shapes.no_moves(layer)
         old = new = tuple(params[index] for index in where)
         for first in range(0, moves_2RN.shape[1], ROUNDS):

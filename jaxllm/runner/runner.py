@@ -21,7 +21,7 @@ from jaxllm.parallel.topology import Topology
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner import warm_up
-from jaxllm.runner.adaptation import Adaptation, Adapting
+from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.adapter_slots import AdapterSlots
 from jaxllm.runner.batch import Batch, BatchBuilder
 from jaxllm.runner.buckets import Buckets
@@ -29,12 +29,16 @@ from jaxllm.runner.consumers import Hidden, HiddenConsumer, PendingPart
 from jaxllm.runner.consumers.pooling import Pooling
 from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
 from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
-from jaxllm.runner.draft_step import DraftFunctions
 from jaxllm.runner.drafter import Drafter
-from jaxllm.runner.expert_counts import ExpertCounting
-from jaxllm.runner.expert_ops import ExpertCounts, ExpertMoves
-from jaxllm.runner.expert_placement import Placing, Tables
+from jaxllm.runner.expert_ops import CountReader, ExpertMoves
+from jaxllm.runner.expert_placement import Tables
+from jaxllm.runner.features.adapters import Adapters
+from jaxllm.runner.features.drafts.step import Drafts
+from jaxllm.runner.features.expert_counts import ExpertCounts
+from jaxllm.runner.features.expert_slots import ExpertSlots
+from jaxllm.runner.features.token_split import SplitTokens
 from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.latest_tokens import LatestTokens
 from jaxllm.runner.layout import StepLayout, padded
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.ops import PlanRunner, by_type, run_by
@@ -43,10 +47,12 @@ from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
+from jaxllm.runner.row_arrays import Caches, RowArrays, Scores
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
 from jaxllm.runner.shared_layers import traces_alike_once
 from jaxllm.runner.split_program import CompiledProgram
-from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
+from jaxllm.runner.step import StepFunctions
+from jaxllm.runner.step_feature import StepFeature
 from jaxllm.runner.step_programs import TOKENS_PER_SHOW, UPDATES_PER_WRITE, ProgramKey, StepPrograms
 from jaxllm.runner.token_split import TokenSplit
 from jaxllm.runner.weights import Weights, WeightsSource
@@ -69,7 +75,6 @@ and on a small model longer than the device. With more requests, the two threads
 class ModelRunner(WeightsHolder, PlanRunner):
     """Runs `SchedulerOutput`s on the device, in the order given."""
 
-    functions_type: type[StepFunctions] = StepFunctions
     programs_type: type[StepPrograms] = StepPrograms
 
     def __init__(
@@ -120,6 +125,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             params=self.weights.shapes,
             num_blocks=plan.num_blocks,
             max_blocks=max_blocks,
+            layers=model.layers,
             make_state=self.sampling.new_state,
             full_logprobs=full_logprobs,
             in_pieces=bool(config.compile.share_layers),
@@ -152,7 +158,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             Pooling(self, self.buckets, model_config),
         )
         self.slots = AdapterSlots(self)
-        self.op_features = by_type((self.slots, ExpertCounts(self), ExpertMoves(self, self.program)))
+        self.op_features = by_type((self.slots, CountReader(self), ExpertMoves(self, self.program)))
         self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
@@ -164,6 +170,10 @@ class ModelRunner(WeightsHolder, PlanRunner):
         # On a CPU, launches are too cheap for a thread, but for those in pieces, which wait for each piece.
         self._launcher = WorkerThread("launch") if on_gpu or config.compile.share_layers else None
         self._max_thread_rows = MAX_THREAD_ROWS
+        self.enter: Callable[[Batch], tuple[jax.Array, ...]] = lambda batch: ()
+        """Runs earlier stages of a pipeline. Returns what they leave, on the devices of this one; nothing if there are none."""
+        self.on_drawn: Callable[[jax.Array], Any] = lambda last_token_N: None
+        """Called with the last token of each row, whenever a step has drawn some."""
         self._never_run: list[ProgramKey] = []
         """Common programs that `warm_up` left out."""
         self.launch_seconds = 0.0
@@ -177,9 +187,15 @@ class ModelRunner(WeightsHolder, PlanRunner):
         config, model_config, drafter, last_part = source.config, source.model_config, source.drafter, self.weights.parts[-1]
         max_rows, vocab_size, max_logprobs = config.scheduler.max_num_seqs, model_config.vocab_size, config.model.max_logprobs
         assert max_rows is not None
-        adapting = None if source.adaptation is None else Adapting(source.adaptation, merges[-1], last_part)
-        placing = None if source.tables is None else Placing.of(model_config, source.model, last_part, merges[-1])
-        return self.functions_type(
+        found: list[StepFeature | None] = [
+            None if token_split is None else SplitTokens(token_split),
+            None if source.adaptation is None else Adapters(source.adaptation, merges[-1], last_part, kernels),
+            None if source.tables is None else ExpertSlots.of(model_config, source.model, last_part, merges[-1]),
+            ExpertCounts.of(model_config, source.model.layers) if config.observe.expert_load else None,
+        ]
+        max_len = -(-plan.max_model_len // plan.block_size) * plan.block_size
+        of_drafter = (merges[1:2], model_config.num_layers, max_len, model_config.padded_vocab_size)
+        return StepFunctions(
             merge=merges[0],
             shards=make_shards(source.mesh),
             cache=plan.cache,
@@ -188,11 +204,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
             num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
             logprobs_mode=config.model.logprobs_mode,
             processors=processors,
-            drafting=None if drafter is None else DraftFunctions(drafter, merges[1:2], model_config.num_layers),
-            adapting=adapting,
-            placing=placing,
-            counting=ExpertCounting.of(model_config, source.model.layers) if config.observe.expert_load else None,
-            token_split=token_split,
+            features=tuple(feature for feature in found if feature is not None),
+            latest=LatestTokens() if drafter is None else Drafts(drafter, *of_drafter),
             share_layers=traces_alike_once(config, on_gpu=jax.default_backend() != "cpu"),
         )
 
@@ -439,8 +452,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         step.errors = self.prepare(batch)
         key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=self.is_adapted(batch))
         program = self.program(key)
-        (drawn,) = self.run_step(program, batch.layout, batch.buffer, self.entering(batch))
-        self.note_drawn()
+        (drawn,) = self.run_step(program, batch.layout, batch.buffer, self.enter(batch))
+        self.on_drawn(self.row_arrays.last_token_N)
         parts = [consumer.launch(work, None) for consumer, work in self.select(batch)]
         step.done, step.parts = drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts]
 
@@ -456,16 +469,22 @@ class ModelRunner(WeightsHolder, PlanRunner):
         )
         return results
 
-    def entering(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """What programs forward and decode take of earlier stages of a pipeline."""
-        return ()
-
     def is_adapted(self, batch: Batch) -> bool:
         """Whether a step's adapters change what is computed here."""
         return batch.adapted and self.shapes.has_adapters
 
-    def note_drawn(self) -> None:
-        """Called when the tokens of a step are in `row_arrays`."""
+    def pass_on(self, batch: Batch, entering: tuple[jax.Array, ...]) -> jax.Array:
+        """Start a step on a stage that others follow. Returns what enters the next stage, on the devices of this one."""
+        kind, size = ("decode", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
+        if batch.extra_updates is not None:
+            self._write_blocks(*batch.extra_updates)
+        program = self.program(ProgramKey(kind, size, adapted=self.is_adapted(batch)))
+        (leaving_TD,) = self.run_step(program, batch.layout, batch.buffer, entering)
+        return leaving_TD  # type: ignore[no-any-return]
+
+    def take_tokens(self, last_token_N: jax.Array) -> None:
+        """Set the last token of each row, for the steps that follow."""
+        self.row_arrays = self.row_arrays._replace(last_token_N=last_token_N)
 
     def _forward_and_sample(self, step: StepInFlight) -> None:
         self._forward(step)
@@ -482,7 +501,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             # The next step's program, unless other requests arrive.
             num_rows, width = self.buckets.fit_decode(len(batch.sampled)), batch.next_width
             likely.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self.is_adapted(batch)))
-        if self.shapes.functions.drafting is not None:
+        if self.shapes.functions.find(Drafts) is not None:
             needed.append(self._propose_key(batch))
         reads_drafts = step.mask_TW is not None and batch.width > 1
         if reads_drafts:
@@ -492,7 +511,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             self.read_drafts(step)
         step.errors = self.prepare(batch)
         forward = self.program(forward_key)
-        step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, batch.buffer, self.entering(batch)))
+        step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, batch.buffer, self.enter(batch)))
         step.parts = [consumer.launch(part, hidden) for consumer, part in work]
 
     def _forward_key(self, batch: Batch) -> ProgramKey:
@@ -524,7 +543,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
                 self.sampling.admit(row, step.errors)
         if batch.sampled:
             tokens.append(self.sampling.launch(batch, hidden, step.mask_TW))
-            self.note_drawn()
+            self.on_drawn(self.row_arrays.last_token_N)
         if hidden.for_drafter is not None:
             token_ids_T, features = hidden.for_drafter
             self.caches, self.row_arrays = self.program(self._propose_key(batch))(

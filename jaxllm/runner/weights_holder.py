@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxllm.loaders.layout import delete
 from jaxllm.progress import SILENT, Progress
-from jaxllm.runner.step import Params
+from jaxllm.runner.row_arrays import Params
 from jaxllm.runner.weights import HostCopies, Weights, WeightsSource, host_copies
 from jaxllm.start_times import StartTimes
 

@@ -73,7 +73,7 @@ def add(ops: OpQueue, told: list[str], *slots: int) -> list[WriteAdapter]:
 
 def test_the_next_plan_carries_them_before_its_own_and_results_come_with_its_step(device, ops, told):
     wanted, own = add(ops, told, 1, 2), DropStaged(5)
-    plan = SchedulerOutput([], PLAN.rows, 1, [], [], ops=[own])
+    plan = SchedulerOutput([], PLAN.rows, 1, [], [], ops=(own,))
     first, second = ops.dispatch(plan), ops.dispatch(PLAN)
     assert device.ran == [*wanted, own] and not told and not ops
     ops.take(first)

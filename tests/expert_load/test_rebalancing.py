@@ -19,6 +19,7 @@ from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_parts import MoE
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
+from jaxllm.runner.features.expert_slots import ExpertSlots
 from tests.expert_load.engines_that_count import check, check_greedy, new_core, run
 from tests.helpers import engines, goldens
 from tests.helpers.slow import slow_except
@@ -168,7 +169,7 @@ def test_copies_are_read_like_their_experts(name: str, transform_on_device: bool
 def test_the_memory_of_a_move_is_counted_with_the_weights(core: EngineCore) -> None:
     """Twice more a layer, and an expert from and for each device."""
     runner = core.runner
-    bytes_of = [array.nbytes // 2 for array in (runner.params[i] for i in runner.shapes.functions.placing.leaves[2])]
+    bytes_of = [array.nbytes // 2 for array in (runner.params[i] for i in runner.shapes.functions.get(ExpertSlots).leaves[2])]
     parallel = core.config.parallel
     weights = prepare.weight_bytes(runner._source.model, parallel.tensor_parallel_size, parallel.num_lanes)
     assert core.memory_plan.weight_bytes - weights == sum(2 * n + 2 * 2 * n // 5 for n in bytes_of)

@@ -148,7 +148,7 @@ def test_steps_in_flight_have_the_results_of_all_lanes(on_two_hosts):
 def test_masks_reach_all_lanes_and_counts_are_added_up(on_two_hosts):
     other = FakeExecutor(1)
     core = on_two_hosts(other)
-    first, masked = core.dispatch(replace(plan_of(1), ops=[TakeCounts()])), core.dispatch(plan_of(2, masked=("b",)))
+    first, masked = core.dispatch(replace(plan_of(1), ops=(TakeCounts(),))), core.dispatch(plan_of(2, masked=("b",)))
     with pytest.raises(RuntimeError, match="never drawn"):
         masked.result()
     assert masked.mask_TW is not None
@@ -176,7 +176,7 @@ def test_operations_and_what_they_name_reach_other_hosts(on_two_hosts, monkeypat
     for thread in threads:
         thread.join()
     assert other.staged == {handle: part.tobytes() for handle, part in data.items()}
-    ops = [WriteAdapter(3, 1), DropStaged(2), MoveExperts(4, [[[1, 2]], [[0, 2]]], [[1, 0], [2, 1]])]
+    ops = (WriteAdapter(3, 1), DropStaged(2), MoveExperts(4, [[[1, 2]], [[0, 2]]], [[1, 0], [2, 1]]))
     check(core.dispatch(replace(plan_of(1), ops=ops)), plan_of(1))
     assert other.steps[0].plan.ops == ops
 

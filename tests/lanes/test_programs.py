@@ -12,6 +12,7 @@ from jaxllm.engine.prepare import Prepared
 from jaxllm.lanes.runner import LanesRunner
 from jaxllm.progress import Progress
 from jaxllm.request import Grammar
+from jaxllm.request_options import RequestOptions
 from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
 from tests.helpers.tiny_tokenizers import write_tokenizer
@@ -52,7 +53,9 @@ def requests():
     return [
         *found,
         replace(masked, grammar=Grammar("start: /[a-f]+/")),
-        replace(masked, request_id="masked too", grammar=Grammar("start: /[a-f]+/"), data_parallel_rank=1),
+        replace(
+            masked, request_id="masked too", grammar=Grammar("start: /[a-f]+/"), options=RequestOptions(data_parallel_rank=1)
+        ),
         engines.pooling_request("vector", [5] * 30),
     ]
 

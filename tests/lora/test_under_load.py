@@ -16,6 +16,8 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import AdapterNotFoundError
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
+from jaxllm.request_options import RequestOptions
+from jaxllm.runner.features.adapters import Adapters
 from tests.helpers import engines, goldens, peft_files
 from tests.helpers.engines import Answer
 
@@ -64,7 +66,9 @@ def core(shared_core: EngineCore) -> Iterator[EngineCore]:
 
 
 def request(request_id: str, adapter: str | None, prompt: int = 0, **params: object) -> EngineCoreRequest:
-    return replace(engines.request(request_id, PROMPTS[prompt], max_tokens=NUM_TOKENS, **params), adapter=adapter)
+    return replace(
+        engines.request(request_id, PROMPTS[prompt], max_tokens=NUM_TOKENS, **params), options=RequestOptions(adapter=adapter)
+    )
 
 
 def add(core: EngineCore, name: str, directory: Path, *, replace: bool = False) -> str:
@@ -209,7 +213,7 @@ def test_slots_whose_arrays_were_lost_are_made_anew_and_filled_again(core, weigh
             return run_op(op)
         monkeypatch.setattr(runner, "run_op", run_op)
         last = getattr(runner, "last", runner)
-        for array in last.params[last.shapes.functions.adapting.part]:
+        for array in last.params[last.shapes.functions.get(Adapters).part]:
             array.delete()
         raise RuntimeError("a fault")
 

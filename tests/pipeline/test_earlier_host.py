@@ -86,10 +86,10 @@ def test_a_step_of_several_requests_has_the_latest_token_of_each():
 
 def test_an_adapter_is_written_after_the_steps_before_and_before_those_that_follow():
     earlier, stage = host()
-    earlier.dispatch(SchedulerOutput([], [], 0, [], [], ops=[WriteAdapter(0, 7)]))
+    earlier.dispatch(SchedulerOutput([], [], 0, [], [], ops=(WriteAdapter(0, 7),)))
     for plan in (new("a", 5), decode(a=1)):
         earlier.dispatch(plan)
-    earlier.dispatch(replace(new("b", 6), ops=[WriteAdapter(1, 8)]))
+    earlier.dispatch(replace(new("b", 6), ops=(WriteAdapter(1, 8),)))
     assert stage.tokens == ["7 in 0", [5]]
     earlier.take_tokens([11])
     assert stage.tokens[2:] == [[11], "8 in 1", [6]]
