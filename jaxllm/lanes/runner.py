@@ -1,6 +1,5 @@
 """LanesRunner: runs each step on all lanes at once, in programs that exchange tokens between them."""
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -80,8 +79,6 @@ class LanesRunner(WeightsHolder, PlanRunner):
         """What a program of all lanes has left; None: the lanes have their own."""
         for lane in self.lanes:
             lane.take_rows = self._part_rows
-        self.num_steps = 0
-        self.dispatch_seconds = 0.0
 
     # Steps
 
@@ -99,7 +96,6 @@ class LanesRunner(WeightsHolder, PlanRunner):
     def start_step(self, plan: SchedulerOutput) -> LanesInFlight:
         """See ModelRunner."""
         assert isinstance(plan, LanesPlan), "a plan of one lane"
-        start = time.perf_counter()
         batches = [lane.batch_of(part) for lane, part in zip(self._all_lanes, plan.lanes, strict=True)]
         batches = alike(batches, [lane.batches for lane in self._all_lanes])
         own = slice(self._first_lane, self._first_lane + len(self.lanes))
@@ -111,8 +107,6 @@ class LanesRunner(WeightsHolder, PlanRunner):
                 part.mask_TW = lane.sampling.new_mask(part.batch) if planned.masked_request_ids else None
             step.start_draw, launch = partial(self._start, self._sample), self._forward
         self._start(launch, step)
-        self.num_steps += 1
-        self.dispatch_seconds += time.perf_counter() - start
         return step
 
     def _start(self, launch: Any, step: LanesInFlight) -> None:

@@ -1,5 +1,6 @@
 """Runs the operations of a plan before its step: each kind is one feature's, found by the type of the operation."""
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,16 +63,23 @@ class OpsInFlight:
 class PlanRunner:
     """Runs plans: first their operations, then their step."""
 
+    num_steps = 0
+    dispatch_seconds = 0.0
+    """Total host time of starting all steps, in seconds."""
+
     def dispatch(self, plan: SchedulerOutput) -> Any:
         """See Executor."""
-        if not plan.ops:
-            return self.start_step(plan)
-        self.drain()
-        parts = run_ops(plan.ops, self.run_op)
-        if not plan.rows:
-            return OpsInFlight(parts)
+        parts: list[PendingPart] = []
+        if plan.ops:
+            self.drain()
+            parts = run_ops(plan.ops, self.run_op)
+            if not plan.rows:
+                return OpsInFlight(parts)
+        start = time.perf_counter()
         step = self.start_step(plan)
         step.op_parts = parts
+        self.num_steps += 1
+        self.dispatch_seconds += time.perf_counter() - start
         return step
 
     def drain(self) -> None:

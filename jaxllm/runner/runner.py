@@ -167,11 +167,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """Called with the last token of each row, whenever a step has drawn some."""
         self._never_run: list[ProgramKey] = []
         """Common programs that `warm_up` left out."""
-        self.num_steps = 0
-        self.dispatch_seconds = 0.0
-        """Total host time of all `dispatch` calls, in seconds."""
         self.launch_seconds = 0.0
-        """Total host time of all launches, inside `dispatch` or in the thread, in seconds."""
+        """Total host time of all launches, inside `start_step` or in the thread, in seconds."""
 
     def _new_functions(
         self, plan: MemoryPlan, kernels: Kernels, processors: tuple[Any, ...], token_split: TokenSplit | None
@@ -396,7 +393,6 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
         A plan with masked requests needs the step's `draw`, before the next dispatch, to sample its tokens.
         """
-        start = time.perf_counter()
         batch = self.batch_of(plan)
         step = StepInFlight(batch)
         if plan.masked_request_ids:
@@ -404,8 +400,6 @@ class ModelRunner(WeightsHolder, PlanRunner):
             self.start_launch(self._forward, step)
         else:
             self.start_launch(self._forward_and_sample if batch.samples_apart else self._decode, step)
-        self.num_steps += 1
-        self.dispatch_seconds += time.perf_counter() - start
         return step
 
     def batch_of(self, plan: SchedulerOutput) -> Batch:
