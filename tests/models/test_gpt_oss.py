@@ -171,6 +171,7 @@ def test_experts_that_stay_in_four_bits_are_what_these_stand_for(
                 assert stored.addressable_shards[0].data.size * size == stored.size
 
 
+@pytest.mark.slow
 def test_experts_in_four_bits_are_saved_as_they_were_read(folders: dict[str, Path], tmp_path: Path) -> None:
     config, state = load(folders["mxfp4"], 1, dequantize=False)
     save_safetensors(config, state, tmp_path / "saved", read_config_json(folders["mxfp4"]))
