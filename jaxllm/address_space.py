@@ -11,7 +11,7 @@ from jaxllm.log import logger
 LEAST_BYTES = 1 << 30
 """JAX alone maps more than half of this, with two threads; each of more threads takes 8 MiB for its stack."""
 _SIGNS = ("failed to map segment", "annot allocate memory", "can't start new thread")
-"""Parts of the texts of errors that a full address space causes, beside those of MemoryError."""
+"""Fragments of the errors, other than MemoryError, that a full address space causes."""
 
 
 def limit_bytes() -> int | None:
@@ -21,7 +21,7 @@ def limit_bytes() -> int | None:
 
 
 def left_bytes() -> int | None:
-    """What is left of the limit; None: there is none."""
+    """Bytes left of the limit; None: there is no limit."""
     if (limit := limit_bytes()) is None:
         return None
     try:
@@ -46,7 +46,7 @@ def is_full(error: BaseException) -> bool:
 
 @functools.cache
 def check() -> None:
-    """Warn of a limit, because a process that reaches it may end without an error of its own. Raises ConfigError if JAX cannot start."""
+    """Warn of a limit, because a process that reaches it may end without an error message. Raises ConfigError if JAX cannot start."""
     limit = limit_bytes()
     if limit is None:
         return

@@ -25,9 +25,9 @@ from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.replica_states import replica_states
 from jaxllm.outputs import EngineCoreOutput, PoolingRequestOutput, RequestMetrics, RequestOutput, raise_error
-from jaxllm.placement import placement
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
+from jaxllm.request_options import NO_OPTIONS, RequestOptions, placement
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.text.input_processor import FrontRequest, Prompt
@@ -71,7 +71,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         self.input_processor = front.input_processor
         self.loras = loras_in_a_loop(front.config, self.call_core)
         self._mailboxes: dict[str, Mailbox] = {}
-        """Mailboxes by internal id. Only accessed where the core runs commands, like the front."""
+        """Mailboxes by internal id. Only accessed where the core runs commands, like `EngineFront`."""
         self._searches: dict[str, str] = {}
         """Internal id to the caller's id of each unfinished beam search. Searches aborted between two steps are removed."""
         self.unread_streams: UnreadStreams | None = None
@@ -104,17 +104,9 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         prompt: Prompt,
         sampling_params: SamplingParams | PoolingParams | BeamSearchParams | None,
         request_id: str,
-        *,
-        priority: int = 0,
-        queue_timeout_seconds: float | None = None,
-        timeout_seconds: float | None = None,
-        adapter: str | None = None,
-        data_parallel_rank: int | None = None,
-        session_id: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
     ) -> FrontRequest:
-        """Check and tokenize a prompt for `stream`. Reports every fault of the prompt here. `adapter`: name of a loaded one.
-        `data_parallel_rank`: the replica that is to compute it; None: any. `session_id`: requests of one session go to one replica
-        as long as it takes them at once. Where neither is given, `placement` decides.
+        """Check and tokenize a prompt for `stream`. Reports every fault of the prompt here. The task's `placement` applies.
 
         Raises InvalidRequestError, or OverloadedError if the machine is too busy to check whether a grammar can be used.
         A request that exceeds its queue timeout or its timeout ends with the finish reason "error" and that `error_kind`.
@@ -128,19 +120,8 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         has_tokenizer = self.input_processor.tokenizer is not None
         if has_tokenizer and isinstance(params, SamplingParams) and params.structured_outputs is not None:
             grammar = await asyncio.wrap_future(self._front.grammar_compiler.submit(params.structured_outputs))
-        placed = placement()
-        process = partial(
-            self.input_processor.process,
-            priority=priority if placed.priority is None else placed.priority,
-            queue_timeout_seconds=queue_timeout_seconds,
-            timeout_seconds=timeout_seconds,
-            grammar=grammar,
-            adapter=adapter,
-            data_parallel_rank=placed.data_parallel_rank if data_parallel_rank is None else data_parallel_rank,
-            session_id=session_id or placed.session_id,
-            client=placed.client,
-        )
-        request = await asyncio.to_thread(process, request_id, prompt, params)
+        options = placement().applied_to(options)
+        request = await asyncio.to_thread(self.input_processor.process, request_id, prompt, params, options, grammar=grammar)
         return request if search is None else replace(request, beam_search_params=search)
 
     async def stream(self, request: FrontRequest) -> AsyncGenerator[RequestOutput, None]:
@@ -167,7 +148,9 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
                     runs_again = True  # not a third time: a request that ends its replica would end them all
                     self._forget(mailbox)
                     mailbox = self._mailbox_of(request)
-                    anywhere = [replace(child, data_parallel_rank=None) for child in request.children]
+                    anywhere = [
+                        replace(child, options=replace(child.options, data_parallel_rank=None)) for child in request.children
+                    ]
                     self._send(partial(self._admit, replace(request, children=anywhere), mailbox))
                     continue
                 if mailbox.is_held and self.unread_streams is not None:
@@ -195,15 +178,11 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         """Load the adapter if need be, `prepare` and `stream`. Raises InvalidRequestError, AdapterError, EngineError or
         EngineDeadError.
         """
-        request = await self.prepare(
-            prompt,
-            sampling_params,
-            request_id,
-            priority=priority,
-            adapter=await self.loras.use(lora_request),
-            data_parallel_rank=data_parallel_rank,
-            session_id=session_id,
+        adapter = await self.loras.use(lora_request)
+        options = RequestOptions(
+            priority=priority, adapter=adapter, data_parallel_rank=data_parallel_rank, session_id=session_id
         )
+        request = await self.prepare(prompt, sampling_params, request_id, options)
         async with contextlib.aclosing(self.stream(request)) as outputs:
             async for output in outputs:
                 yield output
@@ -222,7 +201,8 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         Raises InvalidRequestError, EngineError or EngineDeadError. An aborted search returns no answers.
         """
         adapter = await self.loras.use(lora_request)
-        output = await self._search(await self.prepare(prompt, params, request_id, priority=priority, adapter=adapter))
+        options = RequestOptions(priority=priority, adapter=adapter)
+        output = await self._search(await self.prepare(prompt, params, request_id, options))
         raise_error(output)
         return output
 
@@ -276,7 +256,8 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         Raises InvalidRequestError, EngineError or EngineDeadError. An aborted request returns no vectors.
         """
         adapter = await self.loras.use(lora_request)
-        request = await self.prepare(prompt, pooling_params, request_id, priority=priority, adapter=adapter)
+        options = RequestOptions(priority=priority, adapter=adapter)
+        request = await self.prepare(prompt, pooling_params, request_id, options)
         return await self.pool_prepared(request)
 
     async def pool_prepared(self, request: FrontRequest) -> PoolingRequestOutput:
@@ -313,7 +294,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         return self._front.get_default_sampling_params(chat=chat)
 
     async def get_metrics(self) -> list[Metric]:
-        """All metrics now, those of the other fronts too."""
+        """All current metrics, with those of other API servers."""
         check_alive(self._core)
         await self._core.refresh_metrics()
         return self._merged(await self._run(self._front.get_metrics))
@@ -339,7 +320,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         return [metric for source in self._sources for metric in source()]
 
     def add_metrics(self, source: Callable[[], Iterable[Metric]]) -> None:
-        """Include these counters and histograms, summed over all fronts, in `get_metrics` and the exporter."""
+        """Include these counters and histograms, summed over all API servers, in `get_metrics` and the exporter."""
         self._sources.append(source)
 
     async def call_core(self, name: str, *arguments: Any) -> Any:
@@ -470,7 +451,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
 
 
 class _Reports:
-    """What the core reports, to an AsyncLLM."""
+    """Passes the core's reports to an AsyncLLM."""
 
     def __init__(self, llm: AsyncLLM):
         self._llm, self._front = llm, llm._front

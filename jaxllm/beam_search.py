@@ -34,7 +34,7 @@ class BeamSearchSequence:
     """Per token of the answer, the EOS too, its own logprob and those of its rivals."""
     cum_logprob: float = 0.0
     text: str | None = None
-    """Of prompt and answer."""
+    """Token ids of prompt and answer."""
     finish_reason: str | None = None
     stop_reason: int | None = None
     """The EOS id, if it is not the tokenizer's first."""
@@ -266,9 +266,11 @@ def _step_request(search: FrontRequest, step: int, place: int, token_ids: list[i
     """The request for one token of one beam. `search` is, in all but its answers, that of the first beam."""
     now = clock.now()
     (first,) = search.children
-    timeout_seconds = first.timeout_seconds
-    if timeout_seconds is not None:
-        timeout_seconds = max(0.0, timeout_seconds - (now - search.arrival_time))
+    options = first.options
+    if options.timeout_seconds is not None:
+        options = replace(options, timeout_seconds=max(0.0, options.timeout_seconds - (now - search.arrival_time)))
+    if step:
+        options = replace(options, queue_timeout_seconds=None)  # a search that has begun no longer waits
     # The rest of the id is unique among all requests.
     internal_id = f"{step}.{place}_{search.internal_id}"
     child = replace(
@@ -276,8 +278,7 @@ def _step_request(search: FrontRequest, step: int, place: int, token_ids: list[i
         request_id=internal_id,
         prompt_token_ids=token_ids,
         arrival_time=now,
-        queue_timeout_seconds=first.queue_timeout_seconds if step == 0 else None,  # a search that has begun no longer waits
-        timeout_seconds=timeout_seconds,
+        options=options,
     )
     return FrontRequest(search.request_id, internal_id, None, token_ids, child.sampling_params, [child], now)
 

@@ -1,4 +1,4 @@
-"""What an engine publishes about its prefix cache, for fronts that choose among several engines."""
+"""Events of an engine's prefix cache, for balancers that choose among several engines."""
 
 import msgspec
 

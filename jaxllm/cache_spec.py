@@ -1,4 +1,4 @@
-"""What each layer of a model keeps in the KV cache, and how layers share its blocks. Plain numbers, no arrays.
+"""Contents of the KV cache by layer, and the layers that share blocks. Plain numbers, no arrays.
 
     layers    0 1 2 3 4 5 6 7 8      full attention in layers 2, 5 and 8, a sliding window in the others
     groups    [2 5 8] [0 1 3] [4 6 7]    layers of one policy, all groups of the same size
@@ -56,7 +56,7 @@ class StateArray:
 
 
 class CacheSpec(Protocol):
-    """What one layer keeps in blocks."""
+    """Arrays of one layer in blocks."""
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]: ...
@@ -132,7 +132,7 @@ class RowState:
 
 
 def cache_specs(config: ModelConfig, *, disable_windows: bool = False) -> tuple[CacheSpec | RowState, ...]:
-    """What each layer of a model keeps. disable_windows: layers with a sliding window keep all tokens too."""
+    """The spec of each layer of a model. disable_windows: layers with a sliding window keep all tokens too."""
     return tuple(_spec(layer.attention, config, disable_windows) for layer in config.layers)
 
 
@@ -174,7 +174,7 @@ class LayerPlace:
 
 
 _ELSEWHERE = LayerPlace(None, ())
-"""Of a layer of another stage."""
+"""Place of a layer of another stage."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class CacheLayout:
     groups: tuple[CacheGroup, ...]
     arrays: tuple[CacheArray, ...]
     states: tuple[StateArray, ...]
-    """Of layers that keep a state by row."""
+    """Arrays of layers that keep a state by row."""
     places: tuple[LayerPlace, ...]
     """By layer."""
     block_size: int

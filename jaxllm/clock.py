@@ -16,7 +16,7 @@ def wall(moment: float) -> float:
 
 
 def epoch() -> float:
-    """What the clock is by, for `follow`."""
+    """The time that the clock counts from, for `follow`."""
     return _epoch
 
 

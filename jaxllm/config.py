@@ -22,7 +22,7 @@ from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
 SchedulingPolicy = Literal["auto", "fcfs", "fair", "priority"]
 SERVED_QUEUED_REQS = 10_000
 SERVED_QUEUED_TOKENS = 1 << 25
-"""What may wait in a server unless options say otherwise: as many requests as there may be connections, and about 2 GB of token ids."""
+"""Default limits of a server's queue: as many requests as there may be connections, and about 2 GB of token ids."""
 NO_LIMIT = -1
 AUTO_MODEL_LEN = -1
 """`max_model_len=-1`: the largest that the cache can hold for one request."""
@@ -85,7 +85,7 @@ class ModelOptions:
     chat_template: Annotated[str | None, "file or text of a Jinja chat template; default: the tokenizer's own"] = None
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
-        "what the model is for: generate (text, and embeddings beside it) or pooling (embeddings alone: no head is loaded); "
+        "what the model is for: generate (text, and embeddings too) or pooling (embeddings alone: no head is loaded); "
         "auto: pooling for a checkpoint without a head or of sentence-transformers, else generate",
     ] = "auto"
     pooler_config: Annotated[
@@ -148,8 +148,8 @@ class SchedulerOptions:
         "most tokens computed in one step for a prompt with more than max_num_batched_tokens left, while no request decodes; a request "
         "that arrives meanwhile waits for such steps, of which two may be in flight: each takes 0.23 s for 8192 tokens of an 8B model on "
         "an H200, 0.08 s for 3072; default: max_num_batched_tokens where that is set, else 8192 on GPUs with 64 GiB to use if that takes "
-        "at most 5 % of the memory that weights leave, but not with sliding windows, pipelines, lanes, several hosts or devices that "
-        "split tokens",
+        "at most 5 % of the memory that weights leave, but not with sliding windows, pipelines, data-parallel ranks, several hosts or "
+        "devices that split tokens",
     ] = None
     enable_chunked_prefill: Annotated[bool, "let a long prompt be computed over several steps"] = True
     long_prefill_token_threshold: Annotated[
@@ -204,7 +204,7 @@ class ParallelOptions:
     data_parallel_size: Annotated[
         int,
         "number of replicas: engine processes with the same model, each with its own devices, among which requests are balanced; "
-        "with enable_expert_parallel the number of lanes of one engine, which share the experts of a mixture (docs/EXPERTS.md)",
+        "with enable_expert_parallel the data-parallel ranks of one engine, which share the experts of a mixture (docs/EXPERTS.md)",
     ] = 1
     data_parallel_routing: Annotated[
         Literal["cache_aware", "least_loaded", "round_robin"],
@@ -217,7 +217,7 @@ class ParallelOptions:
     ] = 1
     pipeline_parallel_size: Annotated[
         int,
-        "number of stages that the layers are divided among, each with tensor_parallel_size devices of its own (docs/PIPELINES.md)",
+        "number of stages that the layers are divided among, each with its own tensor_parallel_size devices (docs/PIPELINES.md)",
     ] = 1
     pipeline_parallel_layers: Annotated[
         tuple[int, ...] | None,
@@ -225,8 +225,8 @@ class ParallelOptions:
     ] = None
     enable_expert_parallel: Annotated[
         bool,
-        "give each device whole experts of a mixture, instead of a share of each expert; with data_parallel_size each lane of devices "
-        "has requests of its own, and all of them share the experts (docs/EXPERTS.md)",
+        "give each device whole experts of a mixture, instead of a share of each expert; with data_parallel_size each data-parallel "
+        "rank has its own requests, and all of them share the experts (docs/EXPERTS.md)",
     ] = False
     enable_eplb: Annotated[
         bool, "move whole experts between devices, and copy those with the most tokens, by their load (docs/EXPERT_LOAD.md)"
@@ -250,7 +250,7 @@ class ParallelOptions:
 
     @property
     def num_lanes(self) -> int:
-        """Groups of devices of one engine that share the experts of a mixture, each with requests of its own."""
+        """Groups of devices of one engine that share the experts of a mixture, each with its own requests."""
         return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
@@ -418,7 +418,7 @@ def _word_is_near(word: str, other: str) -> bool:
 
 
 def _abbreviates(short: str, long: str) -> bool:
-    """Whether `seqs` is short for `sequences`: its letters in their order, the first one at the front."""
+    """Whether `seqs` is short for `sequences`: its letters in their order, with the same first letter."""
     letters = iter(long)
     return len(short) >= 3 and short[0] == long[0] and all(letter in letters for letter in short)
 
@@ -469,7 +469,7 @@ def flat_options(config: Any) -> dict[str, Any]:
 
 
 def _step_faults(flat: Mapping[str, Any]) -> list[str]:
-    """Describe what is wrong with a limit of its own for steps in which no request decodes."""
+    """Describe what is wrong with the separate limit for steps in which no request decodes."""
     most, usual = flat["max_num_prefill_tokens"], flat["max_num_batched_tokens"]
     if not isinstance(most, int) or most == usual:
         return []
@@ -481,7 +481,9 @@ def _step_faults(flat: Mapping[str, Any]) -> list[str]:
     if flat["enable_chunked_prefill"] is False:
         faults.append(f"{given}, but without chunked prefill each step holds whole prompts; use max_num_batched_tokens alone")
     if flat["enable_expert_parallel"] and flat["data_parallel_size"] != 1:
-        faults.append(f"{given}, but lanes compute steps together, some with decodes; use max_num_batched_tokens alone")
+        faults.append(
+            f"{given}, but data-parallel ranks compute steps together, some with decodes; use max_num_batched_tokens alone"
+        )
     return faults
 
 
@@ -587,8 +589,6 @@ def resolve_platform_defaults(
             options[name] = None
     if compile_.warmup == "auto":
         options["warmup"] = "background" if on_gpu else "lazy"
-    if compile_.attention_implementation == "auto":
-        options["attention_implementation"] = "triton" if on_gpu else "xla"
     if compile_.compile_threads is None:
         options["compile_threads"] = max(1, min(16, os.cpu_count() or 1))
     return config.replace(**options)

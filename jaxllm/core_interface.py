@@ -19,7 +19,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class Core(Protocol):
-    """What a front uses of an engine core, wherever it runs."""
+    """Interface of an engine core, in this or another process."""
 
     config: EngineConfig
     max_model_len: int
@@ -41,7 +41,7 @@ class Core(Protocol):
 
     def stats(self) -> SchedulerStats: ...
     def loads(self) -> list[tuple[SchedulerStats, int]]:
-        """Of each replica: its numbers, and the programs that it compiled after its warm-up."""
+        """Statistics of each replica, and the number of programs that it compiled after its warm-up."""
 
     def shutdown(self) -> None: ...
 
@@ -59,10 +59,10 @@ class SteppedCore(Core, Protocol):
         """Use this to have the loop of steps run a call between two of them, or while it waits for requests. Called by the loop."""
 
     def publish_cache_news(self) -> None:
-        """Collect news of the prefix cache from now on."""
+        """Start to collect events of the prefix cache."""
 
     def take_cache_news(self) -> CacheNews | None:
-        """The news since the last call; None if there are none."""
+        """Events since the last call; None if there are none."""
 
     def cache_snapshot(self) -> CacheNews:
         """All that is in the prefix cache."""

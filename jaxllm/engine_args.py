@@ -68,7 +68,7 @@ class EngineArgs(
         return cls(**{**of_vllm, **own})
 
     def create_engine_config(self) -> EngineConfig:
-        """The same options by group."""
+        """The options as an EngineConfig."""
         return EngineConfig.from_options(**dataclasses.asdict(self))
 
 
@@ -86,5 +86,5 @@ class FromOptions:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """The same from EngineArgs."""
+        """An engine from EngineArgs."""
         return cls(engine_args.create_engine_config())  # type: ignore[call-arg]

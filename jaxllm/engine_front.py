@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Texts:
-    """The files of a model's directory that the front reads."""
+    """The files of a model's directory that text processing reads."""
 
     generation_config: GenerationConfig
     tokenizer: Tokenizer | None
@@ -55,9 +55,9 @@ def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
 
 
 class EngineFront:
-    """A core's texts and the requests that it computes for this front. Everything here runs in one thread, or one event loop.
+    """Text processing of an engine core, and the requests that this process has sent to it. All runs in one thread or event loop.
 
-    If several fronts share a core, each has a `namespace` for the ids of its requests.
+    If several processes share a core, each has a `namespace` for the ids of its requests.
     """
 
     def __init__(self, core: Core, texts: Texts, *, log_stats: bool = True, namespace: str = ""):
@@ -68,7 +68,7 @@ class EngineFront:
         self.model_config = core.model_config
         self.max_model_len = core.max_model_len
         self._metrics: list[EngineMetrics] = []
-        """Of each replica; none with disable_log_stats."""
+        """Metrics of each replica; none with disable_log_stats."""
         self._stat_logger: StatLogger | None = None
         if not self.config.observe.disable_log_stats:
             labels, model_name = cache_labels(self.config.cache), short_name(self.config.model.model)
@@ -193,7 +193,7 @@ class EngineFront:
         return self.snapshot()
 
     def snapshot(self, *, of_engine: bool = True) -> list[Metric]:
-        """The metrics as of the latest step, with or without those that the core counts for all fronts together."""
+        """The metrics as of the latest step, with or without those that the core counts for all API servers together."""
         return merged(metrics.snapshot(of_engine=of_engine) for metrics in self._metrics)
 
     def prometheus_registry(self) -> "CollectorRegistry":

@@ -34,7 +34,7 @@ def read_text(path: str | Path) -> str:
 @contextmanager
 def open_regular(path: str | Path) -> Iterator[BinaryIO]:
     """A regular file, open for reading; links are followed. Never waits. Raises OSError if it is anything else, or cannot be opened."""
-    # O_NONBLOCK: opening a FIFO that nobody writes would wait. It has no effect on regular files.
+    # O_NONBLOCK: opening a FIFO without a writer would wait. It has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):

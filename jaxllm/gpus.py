@@ -23,7 +23,7 @@ class Gpu:
     """As nvidia-smi counts; CUDA_VISIBLE_DEVICES may have made it another number for JAX."""
     name: str
     total_bytes: int
-    """What programs can have of it."""
+    """Bytes that programs can use."""
     free_bytes: int
 
     def __str__(self) -> str:

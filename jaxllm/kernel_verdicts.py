@@ -22,7 +22,7 @@ MAX_VERDICTS = 256
 
 @dataclass(frozen=True)
 class Subject:
-    """What a verdict is about. Values of the mappings are JSON."""
+    """The subject of a verdict. Values of the mappings are JSON."""
 
     op: str
     implementation: str
@@ -38,7 +38,7 @@ class Subject:
 
     @cached_property
     def text(self) -> str:
-        """The same for equal subjects."""
+        """JSON text, equal for equal subjects."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
@@ -56,7 +56,7 @@ class Verdict:
     checked_at: str
     """UTC."""
     format: Literal[2] = 2
-    """Of the file; one of another format is not read."""
+    """Format of the file; others are not read."""
 
 
 @dataclass(frozen=True)

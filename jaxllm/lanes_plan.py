@@ -25,5 +25,6 @@ class LanesPlan(SchedulerOutput):
             step_id=step_id,
             masked_request_ids=tuple(chain.from_iterable(plan.masked_request_ids for plan in lanes)),
             num_drafts=max(plan.num_drafts for plan in lanes),
+            ops=tuple(chain.from_iterable(plan.ops for plan in lanes)),
             lanes=tuple(lanes),
         )

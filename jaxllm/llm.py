@@ -25,6 +25,7 @@ from jaxllm.parallel.topology import Topology
 from jaxllm.pooling_calls import PoolingCalls
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
+from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.text.input_processor import FrontRequest, Prompt, TokensPrompt
 from jaxllm.text.tokenization import PLAIN, Tokenization
@@ -117,7 +118,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
     ) -> list[str]:
         """Submit prompts, and return the ids of their requests without waiting. Arguments and errors: as for `generate`.
 
-        The engine computes them with the next `wait_for_completion`, or beside what another call runs.
+        The engine computes them with the next `wait_for_completion`, or together with the requests of another call.
         """
         kind = RequestOutputKind.FINAL_ONLY
         requests = self._checked(prompts, sampling_params, priority, kind, lora_request, tokenization_kwargs)
@@ -273,7 +274,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         return self.llm_engine.get_default_sampling_params(chat=chat)
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """How many devices the model runs on: those of one replica or lane, times their number with `include_dp`."""
+        """Number of devices of one replica or data-parallel rank, times their number with `include_dp`."""
         parallel = self.llm_engine.config.parallel
         topology = Topology.of(parallel)
         return topology.num_devices // topology.data * (parallel.data_parallel_size if include_dp else 1)
@@ -326,7 +327,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
         tokenization: Tokenization = PLAIN,
     ) -> list[FrontRequest]:
-        """The same, with the parameters of each prompt known."""
+        """Requests for prompts whose parameters are known."""
         priorities = one_each(0 if priority is None else priority, len(all_prompts), "priority")
         adapters = run_now(self.loras.use_each(lora_request, len(all_prompts)))
         processor = self.llm_engine.input_processor
@@ -338,9 +339,8 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
                 str(next(self._request_numbers)),
                 tokenized[place],
                 all_params[place],
+                RequestOptions(priority=priorities[place], adapter=adapters[place]),
                 arrival_time=arrival_time,
-                priority=priorities[place],
-                adapter=adapters[place],
             )
 
         return each(range(len(all_prompts)), request, "prompt")

@@ -23,6 +23,7 @@ from jaxllm.outputs import RequestOutput
 from jaxllm.parallel.topology import Topology
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
+from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.start_times import StartTimes, process_age_seconds
 from jaxllm.text.input_processor import Prompt
@@ -73,8 +74,8 @@ class LLMEngine(FromOptions, LoraCalls, PauseCalls, EngineFront):
         """
         params = self.get_default_sampling_params() if params is None else params
         adapter = run_now(self.loras.use(lora_request))
-        process = self.input_processor.process
-        self.add(process(request_id, prompt, params, arrival_time=arrival_time, priority=priority, adapter=adapter))
+        options = RequestOptions(priority=priority, adapter=adapter)
+        self.add(self.input_processor.process(request_id, prompt, params, options, arrival_time=arrival_time))
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine. Returns the new outputs, possibly none.

@@ -18,7 +18,7 @@ logger = logging.getLogger("jaxllm")
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]|[\ud800-\udfff]")
-"""What could end a line, move the cursor, turn text around or not be written at all."""
+"""Characters that could end a line, move the cursor, reverse text or fail to be encoded."""
 
 
 def set_up(
@@ -114,7 +114,7 @@ def warn_once(message: str) -> None:
 
 @functools.cache
 def info_once(message: str) -> None:
-    """The same for what is no cause for concern."""
+    """Log once at level info."""
     logger.info(message)
 
 

@@ -17,7 +17,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"
 MAX_LAYERS = 4096
 MAX_EXPERTS = 2**18
-"""Of all layers together: checkpoints have a few tensors for each."""
+"""Most experts of all layers together: checkpoints have a few tensors for each."""
 MAX_POSITION = 2**31 - 1
 """Positions are int32."""
 
@@ -110,7 +110,7 @@ class ModelConfig(ServedModel):
         return self.expert_type[0] != self.dtype
 
     def layer_name(self, layer: int) -> str:
-        """What the checkpoint calls a layer."""
+        """The checkpoint's name of a layer."""
         return self.names.layer.format(layer)
 
     def linears(self) -> Iterator[tuple[str, ...]]:

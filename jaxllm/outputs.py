@@ -63,7 +63,7 @@ class RequestMetrics:
     prefill_seconds: float | None = None
     """From that step to its first token."""
     accepted_counts: tuple[int, ...] | None = None
-    """Of a request with one answer: steps that verified drafts, by the number of drafts that they accepted."""
+    """Steps of a request with one answer that verified drafts, by the number of drafts that they accepted."""
     num_draft_tokens: int = 0
     """Drafts that they verified."""
 

@@ -37,12 +37,12 @@ _TYPES_ELSEWHERE = {
 }
 """Other values of vLLM's pooling_type, with the reason."""
 _BIDIRECTIONAL = {"is_causal": False, "use_bidirectional_attention": True, "bidirectional": True}
-"""What config.json says, by key, of a model in which tokens see those after them."""
+"""Values of config.json, by key, for models in which tokens see those after them."""
 
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """Of a model: how one vector comes from the hidden states of a prompt."""
+    """How a model makes one vector of a prompt's hidden states."""
 
     pooling_type: PoolingType = "last"
     """The hidden state of the last token, or the mean over all tokens."""
@@ -57,7 +57,7 @@ class PoolingConfig:
 
 
 def is_embedding_checkpoint(directory: Path) -> bool:
-    """Whether sentence-transformers' files lie beside the weights."""
+    """Whether sentence-transformers' files are next to the weights."""
     return (directory / "modules.json").is_file()
 
 
@@ -74,7 +74,7 @@ def load_pooling_config(directory: Path, raw: Mapping[str, Any], overrides: Mapp
 
 
 def bidirectional_faults(raw: Mapping[str, Any]) -> list[str]:
-    """What config.json says of attention to later tokens, which is not supported."""
+    """The key of config.json that asks for attention to later tokens, which is not supported."""
     return [
         f"{name} is {raw[name]!r}, supported: causal attention only"
         for name, value in _BIDIRECTIONAL.items()

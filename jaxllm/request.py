@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from jaxllm import clock
+from jaxllm.errors import InvalidRequestError
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.request_options import NO_OPTIONS, RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.thinking import ThinkingBudget, ThinkingSection
 
@@ -103,12 +107,33 @@ class RequestAdapter(Protocol):
     """Its slot on the device, while a request that has it is admitted."""
 
 
+class PromptItem(msgspec.Struct, frozen=True):
+    """A part of a prompt that is more than its token ids, e.g. an image. It stands at placeholder tokens of the prompt."""
+
+    kind: str
+    """What computes it: a room of the scheduler that lists this kind."""
+    content_hash: bytes
+    """Equal for items with equal keys and values only: it covers all that shapes them, settings of their processing included."""
+    position: int
+    """Of its first token in the prompt."""
+    num_tokens: int
+    payload: bytes = b""
+    """Its content, in a form that only what computes it reads."""
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.position + self.num_tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineCoreRequest:
     """One validated sequence to generate or to pool, in token ids. The front sends it to the engine core."""
 
     request_id: str
     prompt_token_ids: list[int]
+    items: tuple[PromptItem, ...] = ()
+    """What stands at some of these tokens, in order, without overlap."""
     sampling_params: SamplingParams
     """Here n is 1 (the front makes a request per answer), and max_tokens and the seed are set. Unused with pooling_params."""
     pooling_params: PoolingParams | None = None
@@ -116,24 +141,22 @@ class EngineCoreRequest:
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end the request unless sampling_params.ignore_eos; the first is the tokenizer's EOS."""
     arrival_time: float = field(default_factory=clock.now)
-    priority: int = 0
-    cache_salt: str | None = None
-    queue_timeout_seconds: float | None = None
-    """The request ends with an error if it is not admitted within this many seconds after it was added."""
-    timeout_seconds: float | None = None
-    """The request ends with an error if it is not finished within this many seconds after it was added."""
+    options: RequestOptions = NO_OPTIONS
     grammar: Grammar | None = None
     """The grammar made from sampling_params.structured_outputs, which is not set here."""
     thinking_budget: ThinkingBudget | None = None
     """What sampling_params.thinking_token_budget, which is not set here, means for this prompt."""
-    adapter: str | None = None
-    """Name of the adapter that computes it; None: the model alone."""
-    data_parallel_rank: int | None = None
-    """The replica that computes it; None: the balancer chooses one."""
-    session_id: str | None = None
-    """Requests of one session go to one replica as long as it takes them at once."""
-    client: str = ""
-    """Who sent it, as far as the scheduling policy "fair" tells clients apart."""
+
+    def __post_init__(self) -> None:
+        end = 0
+        for item in self.items:
+            if not end <= item.position < item.end <= len(self.prompt_token_ids):
+                raise InvalidRequestError(
+                    f"prompt has {len(self.prompt_token_ids)} tokens and an item of kind {item.kind!r} at {item.position} to "
+                    f"{item.end}; items must lie inside it in order, without overlap, each with at least 1 token",
+                    "prompt",
+                )
+            end = item.end
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -150,6 +173,7 @@ class Request:
 
     spec: EngineCoreRequest
     request_id: str = field(init=False)
+    options: RequestOptions = field(init=False)
     sampling_params: SamplingParams = field(init=False)
     pooling_params: PoolingParams | None = field(init=False)
     eos_token_id: int | None = field(init=False)
@@ -190,7 +214,7 @@ class Request:
     matcher: OutputMatcher | None = None
     """The matcher of a request with a grammar, once the grammar is compiled. It has consumed all output tokens."""
     adapter: RequestAdapter | None = None
-    """What computes a request whose spec names an adapter."""
+    """What computes a request whose options name an adapter."""
     thinking: ThinkingSection | None = field(init=False)
     """The thinking section of a request with a budget. It has consumed all output tokens."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -200,6 +224,7 @@ class Request:
     def __post_init__(self) -> None:
         spec, params = self.spec, self.spec.sampling_params
         self.request_id = spec.request_id
+        self.options = spec.options
         self.sampling_params = params
         self.pooling_params = pooling = spec.pooling_params
         eos = () if params.ignore_eos else spec.eos_token_ids
@@ -251,4 +276,4 @@ class Request:
 
     def sort_key(self) -> tuple[int, float, str]:
         """Order under the priority policy: lower is sooner."""
-        return (self.spec.priority, self.spec.arrival_time, self.spec.request_id)
+        return (self.options.priority, self.spec.arrival_time, self.spec.request_id)

@@ -1,4 +1,4 @@
-"""What the annotations of SamplingParams say of its fields, for all interfaces that take them, and the checks of values.
+"""Ranges and descriptions of SamplingParams' fields, for all interfaces that take them, and the checks of values.
 
 A field with a help text (the first text of its annotation) is an option of the command line; one with `InRequests` may be
 set by clients, over HTTP and gRPC.

@@ -38,14 +38,14 @@ MAX_LENGTH_PENALTY = 10.0
 MAX_BAD_WORDS = 128
 """Token sequences; a word usually is two of them, with and without the space before it."""
 MAX_BAD_WORD_CHARACTERS = 1024
-"""Of a word. Longer ones would have too many tokens in any vocabulary; tokenizing them would take time."""
+"""Most characters of a word. Longer ones would have too many tokens in any vocabulary; tokenizing them would take time."""
 READS_ITSELF = -1
 """The number of arguments of a logits processor that reads numbers and texts itself."""
 MAX_BAD_WORD_TOKENS = 16
 
 
 class RequestOutputKind(enum.Enum):
-    """What each RequestOutput of a request holds."""
+    """Contents of each RequestOutput of a request."""
 
     CUMULATIVE = 0  # everything so far
     DELTA = 1  # only what is new
@@ -143,7 +143,7 @@ class SamplingParams:
     allowed_token_ids: Annotated[list[int] | None, "the only token ids that may be sampled", InRequests()] = None
     bad_words: Annotated[list[str] | None, "words that may not appear in the output", InRequests(neutral=([],))] = None
     bad_words_token_ids: list[list[int]] | None = field(default=None, repr=False)
-    """Filled by the front, which has the tokenizer."""
+    """Filled by the process that has the tokenizer."""
     extra_args: Annotated[dict[str, Any] | None, InRequests(neutral=({},))] = None
     """Custom logits processors to apply, by name, with their arguments: {name: [floats]}."""
     num_speculative_tokens: Annotated[int | None, Range(0), InRequests(neutral=(0,))] = None

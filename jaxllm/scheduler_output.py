@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
@@ -74,6 +75,8 @@ class SchedulerOutput:
     masks, which need their last tokens."""
     num_drafts: int = 0
     """Most drafts of a row, in this step and proposed for the next."""
+    ops: tuple[AnyDeviceOp, ...] = ()
+    """Run in order before the step, after all steps before. A plan may have operations and no rows."""
 
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:
@@ -111,8 +114,17 @@ class ModelRunnerOutput:
     """Requests that failed alone in this step, with the reason."""
     not_finite: set[str] = field(default_factory=set)
     """Requests for which the model computed logits or vectors that are not finite numbers."""
+    expert_counts: dict[int, np.ndarray] = field(default_factory=dict)
+    """After `TakeCounts`: the tokens of each expert, integers, by layer with a mixture; behind the last expert there may be zeros."""
 
     def add(self, other: "ModelRunnerOutput") -> None:
-        """Add the results of other requests in the same step."""
+        """Add the results of other requests in the same step, or of other devices."""
         for each in fields(self):
-            getattr(self, each.name).update(getattr(other, each.name))
+            if each.name != "expert_counts":
+                getattr(self, each.name).update(getattr(other, each.name))
+        self.add_counts(other.expert_counts)
+
+    def add_counts(self, counts: dict[int, np.ndarray]) -> None:
+        """Add tokens of experts."""
+        for layer, tokens_E in counts.items():
+            self.expert_counts[layer] = self.expert_counts.get(layer, 0) + tokens_E

@@ -23,7 +23,7 @@ class SchedulerStats:
     prefix_cache_hits: int
     """The part of these tokens that was found."""
     resumed_prefix_cache_queries: int
-    """The same for admissions after preemption, counted apart because they find their own blocks."""
+    """Prefix cache queries of admissions after preemption, counted apart because they find their own blocks."""
     resumed_prefix_cache_hits: int
     num_rejected_for_requests: int = 0
     """Requests rejected by --max-num-queued-reqs."""
@@ -50,7 +50,7 @@ class SchedulerStats:
     num_accepted_tokens: int = 0
     """The part of these drafts that was accepted."""
     accepted_per_position: tuple[int, ...] = ()
-    """The same by position among a row's drafts; empty if the engine has no speculative_config."""
+    """Accepted drafts by position among a row's drafts; empty if the engine has no speculative_config."""
     num_speculative_tokens: int = 0
     """Most drafts that a row gets at this moment; 0 where they would cost more than they bring."""
     num_retried_steps: int = 0
@@ -66,7 +66,7 @@ class SchedulerStats:
     waiting_adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters of waiting requests (this and the next two are set by the core)."""
     running_adapters: tuple[str, ...] = ()
-    """The same of running requests."""
+    """Adapters of running requests."""
     max_adapters: int = 0
     """Most adapters in a step; 0 without enable_lora."""
     num_adapter_loads: int = 0
@@ -79,7 +79,7 @@ class SchedulerStats:
     """By layer, tokens that each device would have got if all had got as many, added up over readings; where no device has whole experts,
     those of each expert. 0 for layers without a mixture; empty if they are not counted (this and the next two are set by the core)."""
     busiest_expert_load: tuple[float, ...] = ()
-    """The same of the device, or expert, that got most in a reading."""
+    """Tokens of the device, or expert, that got most in a reading."""
     expert_balance: float = 1.0
     """The quotient of the two, over all layers, in the latest reading."""
     awaited_programs: tuple[int, int] = (0, 0)
@@ -87,11 +87,11 @@ class SchedulerStats:
 
 
 _MOST = ("sleep_level", "num_speculative_tokens", "max_adapters")
-"""Of these a total has the largest value, not the sum."""
+"""Fields whose total is the largest value, not the sum."""
 
 
 _LEAST = ("expert_balance",)
-"""Of these the smallest."""
+"""Fields whose total is the smallest value."""
 
 
 def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:

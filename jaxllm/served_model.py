@@ -1,4 +1,4 @@
-"""What a front knows of a model, whose layers only the engine needs."""
+"""Description of a model for API servers, without its layers."""
 
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
@@ -27,7 +27,7 @@ def read_token_ids(value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The part of a `ModelConfig` that the engine process sends to fronts."""
+    """The part of a `ModelConfig` that the engine process sends to API servers."""
 
     architecture: str
     vocab_size: int
@@ -38,10 +38,10 @@ class ServedModel:
     """Whether it has a head and generates text; otherwise it makes vectors only."""
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     gguf_type: str | None = field(default=None, compare=False)
-    """What the GGUF file that it comes from calls its quantization, e.g. Q4_K_M, or "unknown"; None: it comes from no such file."""
+    """Quantization named by its GGUF file, e.g. Q4_K_M, or "unknown"; None: not from a GGUF file."""
     digest: str = field(default="", compare=False)
-    """Of all fields, those that fronts are not sent too."""
+    """Fields that are not sent to API servers."""
 
     def as_served(self) -> "ServedModel":
-        """Without what fronts do not need."""
+        """Without the fields that API servers do not need."""
         return ServedModel(**{f.name: getattr(self, f.name) for f in fields(ServedModel)})

@@ -9,7 +9,7 @@ from jaxllm.errors import InvalidRequestError
 
 MAX_SPEC_BYTES = 256 * 1024
 MAX_NESTING = 64
-"""Of a JSON schema or structural tag."""
+"""Deepest nesting of a JSON schema or structural tag."""
 MAX_NODES = 10_000
 """Values in a JSON schema or structural tag."""
 MAX_CHOICES = 10_000
@@ -159,7 +159,7 @@ _TOO_DEEP = f"is nested too deeply{{}}: at most {MAX_NESTING} levels are allowed
 
 
 def size_fault(value: Any) -> str | None:
-    """What is wrong with the nesting, the number of values or the texts of a JSON value; None if it is within the limits."""
+    """Describe what is wrong with the nesting, the number of values or the texts of a JSON value; None if it is within the limits."""
     todo: list[tuple[Any, str, int]] = [(value, "", 1)]
     num_nodes, num_characters = 1, 0
     while todo:

@@ -132,7 +132,7 @@ def _check_mode(path: Path, status: os.stat_result, *, may_be_sticky: bool = Fal
 
 
 def _is_private(group: int) -> bool:
-    """Whether nobody but this user and root is in a group: one that has the user's name, or that this machine has no name for and this
+    """Whether only this user and root are in a group: one that has the user's name, or that this machine has no name for and this
     process is in, as that of a Kubernetes volume."""
     user = os.geteuid()
     try:

@@ -24,7 +24,7 @@ def rewritten(arguments: Iterable[str]) -> list[str]:
 
 
 def notes_on_values(arguments: Sequence[str]) -> list[str]:
-    """What the log should say about values of vLLM's that options of ours take as another."""
+    """Log messages about values of vLLM's that options of ours take as another."""
     names = {spelling(name): name for name in VALUES}
     notes = []
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):

@@ -27,7 +27,7 @@ class VllmVariable:
 
     name: str
     text: str
-    """What its value means, why nothing needs to be done, or what to do instead."""
+    """Meaning of its value, why nothing needs to be done, or what to do instead."""
     option: str | None = None
     """The option of ours that it sets."""
     read: Callable[[str], Any] = str
@@ -169,7 +169,7 @@ _HARMLESS = (
         USE_AOT_COMPILE FORCE_AOT_LOAD USE_MEGA_AOT_ARTIFACT USE_BYTECODE_HOOK USE_STANDALONE_COMPILE USE_BREAKABLE_CUDAGRAPH
         USE_LAYERNAME ENABLE_PREGRAD_PASSES ENABLE_INDUCTOR_MAX_AUTOTUNE ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING
         ENABLE_CUDAGRAPH_GC COMPILE_CACHE_SAVE_FORMAT ENABLE_STARTUP_PLAN XLA_USE_SPMD"""),
-    *_harmless("there is one engine, with processes and threads of its own; --api-server-count adds some that speak HTTP", """
+    *_harmless("there is one engine, with its own processes and threads; --api-server-count adds some that speak HTTP", """
         USE_V1 USE_V2_MODEL_RUNNER ENABLE_V1_MULTIPROCESSING WORKER_MULTIPROC_METHOD USE_RUST_FRONTEND USE_RUST_BENCH
         RUST_FRONTEND_PATH USE_RAY_COMPILED_DAG USE_RAY_SPMD_WORKER RPC_BASE_PATH RPC_TIMEOUT ENGINE_READY_TIMEOUT_S
         WORKER_SHUTDOWN_TIMEOUT_SECONDS MQ_MAX_CHUNK_BYTES_MB MSGPACK_ZERO_COPY_THRESHOLD RINGBUFFER_WARNING_INTERVAL
@@ -267,7 +267,7 @@ OLDER = frozenset(PREFIX + name for name in _OLDER.split())
 
 _BY_OPTION = {variable.option: variable for variable in _HONOURED if variable.option is not None}
 _OF_KUBERNETES = re.compile(r"VLLM_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
-"""What Kubernetes sets in each pod beside a service whose name begins with vllm."""
+"""Variables that Kubernetes sets in each pod for a service whose name begins with vllm."""
 
 
 def found_for(option: str, environment: Mapping[str, str]) -> tuple[VllmVariable, Any] | None:

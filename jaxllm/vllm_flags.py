@@ -24,7 +24,7 @@ class VllmFlag:
     kind: Kind
     """How the command line writes it: alone (or with no-), with a value, with or without one, with several, or as a JSON object."""
     text: str
-    """What is made of it, or why it is refused and what to do instead."""
+    """How it is applied, or why it is refused and what to do instead."""
     refused: bool = False
     """Whether it is refused for every value but the harmless ones."""
     harmless: tuple[Any, ...] = ()
@@ -94,7 +94,7 @@ TAKEN_BY_SERVER = _names("""
     enable_log_requests enable_tokenizer_info_endpoint fingerprint_mode shutdown_timeout served_model_name
     otlp_traces_endpoint api_server_count lora_modules enable_scale_out
 """)
-"""The same for `jaxllm serve`."""
+"""Flags of vLLM that `jaxllm serve` takes in addition."""
 OLDER = _names("""
     swap_space disable_log_requests max_seq_len_to_capture task guided_decoding_backend device use_v2_block_manager
     num_scheduler_steps multi_step_stream_outputs disable_frontend_multiprocessing disable_async_output_proc preemption_mode
@@ -215,7 +215,7 @@ _ENGINE = (
     *_flags("only matters for a number of devices that changes, which is refused", values="elastic_ep_max_dp_size"),
     *_flags("experts are loaded in their order; --enable-eplb moves them by their load", values="expert_placement_strategy"),
     *_flags("tokens are gathered or sent by their number and that of the devices (docs/EXPERTS.md)", values="all2all_backend"),
-    *_flags("each device reads the weights of its own experts alone", switches="enable_ep_weight_filter"),
+    *_flags("each device reads only the weights of its experts", switches="enable_ep_weight_filter"),
     *_refused("--distributed-executor-backend ray starts the other hosts", switches="worker_use_ray"),
     *_refused("--profiler-dir has JAX's profiler write traces", switches="ray_workers_use_nsight"),
     *_flags("--distributed-timeout-seconds holds for all devices", values="cpu_distributed_timeout_seconds"),
@@ -256,7 +256,7 @@ _ENGINE = (
     *_flags("each adapter is split over the GPUs as the layers are that it changes", switches="fully_sharded_loras"),
     *_flags("steps without adapters always run programs without them", switches="specialize_active_lora"),
     *_flags("the form of an adapter's experts is read from its files", switches="enable_mixed_moe_lora_format"),
-    *_refused("each expert has matrices of its own", switches="enable_moe_shared_loras"),
+    *_refused("each expert has its own matrices", switches="enable_moe_shared_loras"),
     *_flags("models read text alone and have no other layers", switches="enable_tower_connector_lora"),
     *_flags("no model here has a head for classes", values="max_lora_cls_labels"),
     # Speculative decoding and transfer
@@ -301,7 +301,7 @@ _ENGINE = (
     *_flags("requests are logged only with --enable-log-requests", switches="disable_log_requests"),
 )  # fmt: skip
 _SERVER = (
-    *_refused("--grpc-port N offers gRPC beside HTTP", switches="grpc"),
+    *_refused("--grpc-port N offers gRPC in addition to HTTP", switches="grpc"),
     *_refused("start the server again when its certificate changes", switches="enable_ssl_refresh"),
     *_refused("headers have fixed limits; --max-request-body-bytes limits bodies",
               values="h11_max_incomplete_event_size h11_max_header_count"),
@@ -318,7 +318,7 @@ _SERVER = (
     *_refused("--fingerprint-mode full, hash or none says what system_fingerprint holds", values="fingerprint_value"),
     *_flags("scores of many vectors are not offered", switches="enable_flash_late_interaction"),
     *_flags("there is no API in Cohere's form", switches="cohere_is_reasoning_model", values="cohere_format"),
-    *_flags("HTTP always has processes of its own", switches="disable_frontend_multiprocessing"),
+    *_flags("HTTP always has separate processes", switches="disable_frontend_multiprocessing"),
 )  # fmt: skip
 TABLE: Mapping[str, VllmFlag] = {flag.name: flag for flag in (*_ENGINE, *_SERVER)}
 

@@ -15,9 +15,9 @@ class VllmValue:
     """A value of vLLM that an option here does not have."""
 
     value: Any = None
-    """What is taken instead."""
+    """The value that replaces it."""
     text: str = ""
-    """What the log says about it, or why it is refused and what to do instead; empty: another name of the same."""
+    """Log message about it, or why it is refused and what to do instead; empty: another name of the same value."""
     refused: bool = False
 
 
@@ -45,7 +45,7 @@ VALUES: Mapping[str, Mapping[str, VllmValue]] = {
         **dict(_taken("auto", f"{_MAPPED}; from object storage, download the model first", "runai_streamer")),
         **dict(_refused("give the whole checkpoint, of which each device reads its part", "runai_streamer_sharded sharded_state")),
         **dict(_refused("weights are not passed between processes; give the checkpoint's directory", "ipc_cache modelexpress")),
-        **dict(_refused("give the checkpoint with safetensors, and config.json and tokenizer.json beside them", "tensorizer mistral")),
+        **dict(_refused("give the checkpoint with safetensors, and config.json and tokenizer.json next to them", "tensorizer mistral")),
         **dict(_refused("weights of bitsandbytes are not supported; give the checkpoint they were made of", "bitsandbytes")),
     },
     "quantization": {
@@ -88,7 +88,7 @@ def as_here(name: str, value: Any) -> Any:
 
 
 def told_about(name: str, value: Any, how: str | None = None) -> str | None:
-    """What the log should say about a value of vLLM's that is taken as another. `how` it was written; default: as a keyword."""
+    """Log message about a value of vLLM's that is replaced by another. `how` it was written; default: as a keyword."""
     found = _known(name, value)
     if found is None or found.refused or not found.text:
         return None

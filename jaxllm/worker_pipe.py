@@ -27,7 +27,7 @@ def start_worker(module: str, *, stderr: int) -> "subprocess.Popen[bytes]":
 
 
 def write(pipe: IO[bytes], body: bytes) -> None:
-    """Send a message. Raises OSError if the reader is gone."""
+    """Send a message. Raises OSError if the reader has ended."""
     pipe.write(struct.pack("<I", len(body)) + body)
     pipe.flush()
 

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm import LLM, LoRARequest
 from jaxllm.llm_engine import LLMEngine
+from jaxllm.runner.features.adapters import Adapters
 from jaxllm.scaling.requests import greedy, random_prompts
 from scripts.measuring.engine_option import engine_option
 from scripts.measuring.random_adapters import write_adapter
@@ -155,7 +156,7 @@ def main() -> None:
     engine.finish_compiling()
     print(f"start {time.perf_counter() - began:.1f} s", flush=True)
     core: Any = engine.core
-    targets = core.runner.shapes.functions.adapting.adaptation.targets
+    targets = core.runner.shapes.functions.get(Adapters).adaptation.targets
     with tempfile.TemporaryDirectory() as temporary:
         # Two more than there are slots: their first requests load them, whatever else has run.
         num_files = arguments.adapters + 2

@@ -52,7 +52,7 @@ def page() -> str:
             _lines(f"By all commands that run a model: {_listed(TAKEN)}."),
             _lines(f"By `jaxllm serve`: {_listed(TAKEN_BY_SERVER)}."),
             _lines(f"Under another name: {', '.join(renamed)}. Values: {', '.join(words)}."),
-            "Each Boolean `--enable-x` has the opposite `--disable-x`, and the reverse, beside `--no-enable-x`. A unique beginning of a",
+            "Each Boolean `--enable-x` has the opposites `--disable-x` and `--no-enable-x`, and the reverse. A unique beginning of a",
             "flag's name is taken for it, and the log names the flag. Keys of objects may follow the short name, as in `-cc.mode 3`.",
             "`-q METHOD` is `--quantization METHOD`; `-q` alone is `--quiet`.",
             "`--api-key` and `--served-model-name` take several words; write the model before them.\n",

@@ -9,7 +9,7 @@ from jaxllm.sampling_params import IN_REQUESTS, BeamSearchParams
 from server.errors import ApiError, bad_request
 from server.options import LimitOptions
 from server.protocol.chat import ChatCompletionRequest
-from server.protocol.common import ResponseFormat
+from server.protocol.common import ResponseFormat, SessionFields
 from server.protocol.completions import CompletionRequest
 from server.sampling import check_limits
 
@@ -29,7 +29,7 @@ HONOURED = frozenset(
     # Input
     + ("model", "prompt", "messages", "tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs")
     + ("add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort")
-    + ("truncate_prompt_tokens", "truncation_side", "priority", "request_id", "cache_salt", "session_id", "timeout")
+    + ("truncate_prompt_tokens", "truncation_side", "request_id", *SessionFields.model_fields)
     # What to return
     + ("include_stop_str_in_output", "skip_special_tokens", "logprobs", "top_logprobs", "echo", "include_reasoning")
     + ("parallel_tool_calls", "modalities", "verbosity")

@@ -13,6 +13,7 @@ from typing import Any
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxllm.request_options import NO_OPTIONS, RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.input_processor import FrontRequest
 from server.chat_deltas import ChatDelta, ToolCallDelta, join_into
@@ -66,10 +67,7 @@ class Conversation:
     """The client's name for the field that constrains the answer, for errors."""
     asked_tokens: int | None = None
     """The client's limit of output tokens, which truncate_prompt_tokens -1 leaves room for; None: the client has set none."""
-    cache_salt: str | None = None
-    session_id: str | None = None
-    """Requests of one session go to one replica."""
-    priority: int = 0
+    options: RequestOptions = NO_OPTIONS
     adapter: str | None = None
     """Name of a loaded LoRA adapter."""
     num_bytes: int | None = None
@@ -202,18 +200,12 @@ class ChatService:
         if search is not None:
             assert params.structured_outputs is None, "a search follows no grammar"
             search = dataclasses.replace(search, skip_special_tokens=params.skip_special_tokens)
-        prompt: Any = {"prompt_token_ids": ids}
-        if conversation.cache_salt is not None:
-            prompt["cache_salt"] = conversation.cache_salt
+        options = dataclasses.replace(
+            conversation.options, adapter=conversation.adapter, queue_timeout_seconds=self._queue_timeout_seconds
+        )
         try:
             request = await self._engine.prepare(
-                prompt,
-                params if search is None else search,
-                conversation.request_id,
-                priority=conversation.priority,
-                queue_timeout_seconds=self._queue_timeout_seconds,
-                adapter=conversation.adapter,
-                session_id=conversation.session_id,
+                {"prompt_token_ids": ids}, params if search is None else search, conversation.request_id, options
             )
         except InvalidRequestError as error:
             if error.param == "logprobs":

@@ -87,7 +87,7 @@ class ServerContext:
 
     def name_for(self, request: FrontRequest) -> str:
         """The model name in the reply to a request."""
-        return request.children[0].adapter or self.model_name
+        return request.children[0].options.adapter or self.model_name
 
     async def adapter_of(self, name: str | None) -> str | None:
         """The adapter that a request names by its model; None: the model without one, which null or empty mean too.

@@ -54,7 +54,7 @@ class RequestLog:
         if not self._is_on:
             return
         request_id, num_tokens = safe(request.request_id), len(request.prompt_token_ids)
-        adapter = request.children[0].adapter
+        adapter = request.children[0].options.adapter
         extra = {"request_id": request_id, "num_prompt_tokens": num_tokens, "adapter": adapter}
         logger.info(
             "%s: %d prompt tokens, %s%s",

@@ -27,7 +27,7 @@ class NetworkOptions:
         "127.0.0.1"
     )
     port: Annotated[int, "port to listen on; 0: any free one"] = 8000
-    grpc_port: Annotated[int | None, "port of the gRPC service beside HTTP; 0: any free one; default: no gRPC"] = None
+    grpc_port: Annotated[int | None, "port of the gRPC service in addition to HTTP; 0: any free one; default: no gRPC"] = None
     uds: Annotated[str | None, "path of a Unix socket to listen on instead"] = None
     root_path: Annotated[str, "path under which a proxy serves this server"] = ""
     middleware: Annotated[
@@ -78,7 +78,7 @@ class AccessOptions:
     ] = None
     allowed_hosts: Annotated[
         list[str] | None,
-        "name that clients may call this server by, beside localhost and IP addresses; may be given several times; *.NAME: those below "
+        "name that clients may call this server by, as well as localhost and IP addresses; may be given several times; *.NAME: those below "
         "it; '*': any; default: none where it listens to this machine alone and has no key, else any",
     ] = None
     allowed_methods: Annotated[list[str] | None, "method that such a page may use; default: any"] = None

@@ -5,7 +5,7 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxllm.placement import Placement, reset_placement, set_placement
+from jaxllm.request_options import Placement, reset_placement, set_placement
 from server.error_shapes import shaped
 from server.errors import ApiError, bad_request
 from server.protocol.common import MAX_SESSION_ID

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import InvalidRequestError, RequestFailedError
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.request_options import NO_OPTIONS, RequestOptions
 from jaxllm.text.input_processor import FrontRequest
 from jaxllm.text.tokenization import encode_prompts
 from server.endings import end_of, failure
@@ -46,9 +47,7 @@ class PoolingService:
         request_id: str,
         *,
         add_special_tokens: bool = True,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
     ) -> list[FrontRequest]:
         """Tokenize and check all inputs before any of them runs. Raises ApiError."""
         limit = self._limits.max_prompts_per_request
@@ -57,22 +56,13 @@ class PoolingService:
                 f"{inputs[0].param} has {len(inputs)} inputs, at most {limit} are possible (--max-prompts-per-request)",
                 inputs[0].param,
             )
+        options = replace(options, queue_timeout_seconds=self._queue_timeout_seconds)
         requests = []
         prompts = await self._work.run(self._encode(inputs, add_special_tokens))
         for place, (each, prompt) in enumerate(zip(inputs, prompts, strict=True)):
-            if cache_salt is not None:
-                prompt["cache_salt"] = cache_salt
             own_id = request_id if len(inputs) == 1 else f"{request_id}-{place}"
             try:
-                request = await self._engine.prepare(
-                    prompt,
-                    each.params,
-                    own_id,
-                    priority=priority,
-                    queue_timeout_seconds=self._queue_timeout_seconds,
-                    adapter=adapter,
-                )
-                requests.append(request)
+                requests.append(await self._engine.prepare(prompt, each.params, own_id, options))
             except InvalidRequestError as error:
                 is_of_prompt = error.param in ("prompt", "prompt_token_ids")
                 index = sum(other.param == each.param for other in inputs[:place])

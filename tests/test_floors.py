@@ -19,7 +19,6 @@ FLOORS = {
     "jaxllm.scheduler": 1,
     "jaxllm.text": 1,
     "jaxllm.structured": 1,
-    "jaxllm.multimodal": 1,
     "jaxllm.metrics": 1,
     "jaxllm.expert_load": 1,
     "jaxllm.http_client": 1,
@@ -40,7 +39,6 @@ FLOORS = {
     "jaxllm.runner": 5,
     "jaxllm.pipeline": 5,
     "jaxllm.lanes": 5,
-    "jaxllm.kv_transfer": 5,
     "jaxllm.engine": 6,
     "jaxllm.replicas": 6,
     "jaxllm.speculative": 6,
@@ -108,7 +106,6 @@ WITHOUT_JAX = {
     "jaxllm.scheduler",
     "jaxllm.text",
     "jaxllm.structured",
-    "jaxllm.multimodal",
     "jaxllm.metrics",
     "jaxllm.expert_load",
 }

@@ -44,7 +44,7 @@ def lora_requests(arguments: argparse.Namespace, engine_options: dict[str, Any])
 
 
 def the_lora_request(arguments: argparse.Namespace, engine_options: dict[str, Any]) -> LoRARequest | None:
-    """The same for commands with at most one."""
+    """The adapter of --lora, of commands that take at most one."""
     return next(iter(lora_requests(arguments, engine_options)), None)
 
 

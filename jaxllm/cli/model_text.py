@@ -15,7 +15,7 @@ _NAMES = {"name", "qkv", "out", "gate_up", "down", "router", "correction_bias", 
 
 
 def paragraph(name: str, text: str) -> str:
-    """A name and what is beside it."""
+    """A name, and its text in the column next to it."""
     heading = name.replace("_", " ").ljust(_INDENT)
     return textwrap.fill(
         text, _WIDTH, initial_indent=heading, subsequent_indent=" " * _INDENT, break_long_words=False, break_on_hyphens=False

@@ -32,7 +32,7 @@ class Plan:
 
     @property
     def cache(self) -> "CacheLayout":
-        """Of all layers, of which `memory` has those of one stage."""
+        """Layout of all layers; `memory` has those of one stage."""
         from jaxllm.runner.memory import whole_cache
 
         return whole_cache(self.config, self.model_config)

@@ -28,7 +28,7 @@ def open_llm(options: Mapping[str, Any], progress: Progress) -> "LLM":
 
 
 def open_async_llm(options: Mapping[str, Any], progress: Progress) -> "AsyncLLM":
-    """The same for asyncio."""
+    """Load the model and make the engine for asyncio."""
     from jaxllm.async_llm import AsyncLLM
 
     return _opened(AsyncLLM, options, progress)

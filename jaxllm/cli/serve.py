@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _follow(config: EngineConfig, options: ServerOptions, log_level: str | None) -> int:
-    """Be another host, until host 0 ends: with replicas of its own, or with devices of the one engine. Ctrl-C and SIGTERM end this host, in
+    """Run as another host until host 0 ends, with replicas or with devices of the one engine. Ctrl-C and SIGTERM end this host, in
     the first case once its requests have ended, and in the second with all others."""
     if config.parallel.num_replicas > 1:
         from jaxllm.replicas.hosts.host import serve_replicas

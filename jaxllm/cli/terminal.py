@@ -1,4 +1,4 @@
-"""Terminal output besides a command's result: colours, notes on stderr, the closing line."""
+"""Terminal output other than a command's result: colours, notes on stderr, the closing line."""
 
 import logging
 import os

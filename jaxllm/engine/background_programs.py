@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from jaxllm.log import logger
 
 if TYPE_CHECKING:
-    from jaxllm.engine.executor import Executor
+    from jaxllm.engine.executor import ExecutorPrograms
 
 
 class BackgroundPrograms:
     """Tells when all programs are ready, and has each new one run once between two steps, so that no request waits for its first runs."""
 
-    def __init__(self, executor: "Executor", run_new: Callable[[], object], *, began: float):
+    def __init__(self, programs: "ExecutorPrograms", run_new: Callable[[], object], *, began: float):
         """run_new: runs one new program, in the step loop's thread. began: when the engine's start began, of `time.perf_counter`."""
-        self._executor, self._run_new, self._began = executor, run_new, began
+        self._programs, self._run_new, self._began = programs, run_new, began
         self._lock = threading.Lock()
         self.is_complete = False
         """Whether all programs that the start queued were made."""
@@ -25,8 +25,8 @@ class BackgroundPrograms:
 
     def watch(self) -> None:
         """Begin, once the start has queued its programs."""
-        self.is_complete = not self._executor.num_queued
-        self._executor.listen(self._note)
+        self.is_complete = not self._programs.num_queued
+        self._programs.listen(self._note)
         if not self.is_complete:
             self._tell_if_complete()  # the last may have been made meanwhile
 
@@ -37,8 +37,8 @@ class BackgroundPrograms:
 
     def _tell_if_complete(self) -> None:
         with self._lock:
-            if self.is_complete or self._executor.num_queued:
+            if self.is_complete or self._programs.num_queued:
                 return
             self.is_complete = True
-        num_programs = self._executor.num_compiled + self._executor.num_loaded
+        num_programs = self._programs.num_compiled + self._programs.num_loaded
         logger.info("all %d programs are ready, %.1f s after the start began", num_programs, time.perf_counter() - self._began)

@@ -59,5 +59,5 @@ def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progre
             artifact.load(key)  # verify that it can be read before shipping it
         write_manifest(output, prepared.fingerprint())
     finally:
-        prepared.runner.delete_arrays()
+        prepared.runner.close()
     return Compiled(len(keys), sum(path.stat().st_size for path in output.iterdir()), times)

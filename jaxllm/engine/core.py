@@ -20,6 +20,7 @@ from jaxllm.engine.failures import FailurePolicy
 from jaxllm.engine.features import AdapterManager
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
+from jaxllm.engine.op_queue import OpQueue
 from jaxllm.engine.pause import Pause
 from jaxllm.engine.preparations import Preparation
 from jaxllm.engine.profiler import Profiler
@@ -37,7 +38,7 @@ from jaxllm.errors import (
 )
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
-from jaxllm.progress import SILENT, Progress
+from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.sampling.processors import Processor, check_processors, load_processors, read_arguments
 from jaxllm.scheduler.scheduler import Scheduler
@@ -93,18 +94,19 @@ class EngineCore:
         self.max_model_len = plan.max_model_len
         self.memory_plan = plan
         logger.debug("options: %s", ", ".join(f"{name}={value}" for name, value in self.config.flat().items()))
-        num_following = self.executor.num_queued
+        num_following = self.executor.programs.num_queued
         logger.info(
             "engine ready in %.1f s, %d programs compiled and %d loaded%s (%s; some at the same time)",
             time.perf_counter() - began,
-            self.executor.num_compiled,
-            self.executor.num_loaded,
+            self.executor.programs.num_compiled,
+            self.executor.programs.num_loaded,
             f", {num_following} follow in the background" if num_following else "",
             self.start_times.describe(),
         )
         features = prepared.features
-        self.adapters = None if features.adapters is None else features.adapters.new_manager(self.executor)
-        self._expert_load = None if features.expert_load is None else features.expert_load.new_reader(self.executor)
+        self.ops = OpQueue(self.executor)
+        self.adapters = None if features.adapters is None else features.adapters.new_manager(self.executor, self.ops)
+        self._expert_load = None if features.expert_load is None else features.expert_load.new_reader(self.ops)
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         new_scheduler = partial(
             Scheduler,
@@ -120,14 +122,12 @@ class EngineCore:
         )
         self.scheduler = make_scheduler(self.config.parallel, new_scheduler)
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
-        self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight)
+        self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight, ops=self.ops)
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.executor)
         self._pause = Pause(self.config.scheduler.max_num_queued_reqs)
         self._profiler = Profiler(self.config.observe.profiler_dir)
-        if self.config.compile.warmup == "idle":
-            self.executor.start_programs_when_idle()
-        self._background = BackgroundPrograms(self.executor, self._run_new_program, began=began)
+        self._background = BackgroundPrograms(self.executor.programs, self._run_new_program, began=began)
         self._background.watch()
         self._news: list[EngineCoreOutput] = []
         """Outputs of requests that ended between two steps."""
@@ -150,9 +150,9 @@ class EngineCore:
 
     def _queue(self, request: EngineCoreRequest) -> None:
         admitted = Request(request)
-        if request.adapter is not None and self.adapters is None:
+        if request.options.adapter is not None and self.adapters is None:
             raise InvalidRequestError(
-                f"adapter {request.adapter!r} is named, but the engine has none: start it with enable_lora", "adapter"
+                f"adapter {request.options.adapter!r} is named, but the engine has none: start it with enable_lora", "adapter"
             )
         for preparation in self.preparations:
             preparation.bind(admitted)
@@ -209,8 +209,6 @@ class EngineCore:
             if self._expert_load is not None:
                 self._expert_load.note_step(is_idle=not self.loop.has_work)
         except Exception as error:
-            if self._expert_load is not None:
-                self._expert_load.forget()
             news += self._recover(error)
         else:
             if self._failures.limits_steps:
@@ -382,12 +380,12 @@ class EngineCore:
 
     @property
     def num_compiled_after_warmup(self) -> int:
-        return self.executor.num_compiled_after_warmup
+        return self.executor.programs.num_compiled_after_warmup
 
     @property
     def awaited_programs(self) -> tuple[int, int]:
         """Programs that a step waits for now: how many are ready, and the total. Safe to read from any thread."""
-        return self.executor.awaited_programs
+        return self.executor.programs.awaited
 
     def run_between_steps(self, post: Callable[[Callable[[], object]], None]) -> None:
         """See SteppedCore."""
@@ -396,7 +394,7 @@ class EngineCore:
     def finish_compiling(self) -> None:
         """Wait until the programs that compile in the background are ready."""
         if self.config.compile.warmup in ("background", "idle"):
-            self.executor.wait_for_programs(SILENT, rare=True)
+            self.executor.programs.finish()
             if self._background.post is None:  # this is the thread of the steps
                 while self._run_new_program():
                     pass
@@ -420,7 +418,7 @@ class EngineCore:
             self._profiler.stop()
         for preparation in self.preparations:
             preparation.shutdown()
-        self.executor.delete_arrays()
+        self.executor.close()
 
     def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> "Vocabulary":
         # Imported with the first grammar only: llguidance and tokenizers take a tenth of a second to import.

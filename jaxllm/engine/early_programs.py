@@ -60,7 +60,7 @@ class EarlyPrograms:
         found = self._runners.pop(kernels, None)
         for other in self._runners.values():
             logger.info("the programs made so far are dropped, because other kernels take the place of their own")
-            other.delete_arrays()
+            other.close()
         self._runners.clear()
         return self.make(kernels) if found is None else found
 

@@ -5,7 +5,7 @@ A `ModelRunner` is the executor of one process. Calls after the start take and r
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -47,20 +47,97 @@ class PendingStep(Protocol):
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and return its results. Raises the error of a launch or of a device."""
 
+    def op_results(self) -> ModelRunnerOutput:
+        """Wait for the plan's operations and return their results, which are also among those of the step. Raises as `result`."""
 
-class PendingCounts(Protocol):
-    """Tokens of experts on their way to the host."""
 
-    def is_ready(self) -> bool:
-        """Whether `result` returns at once."""
+class ExecutorPrograms(Protocol):
+    """The programs of an executor. Safe to read from any thread."""
 
-    def result(self) -> np.ndarray:
-        """Int32 [mixtures, experts], in the order of the layers. Waits for the device; raises the error of a step before."""
+    @property
+    def num_queued(self) -> int:
+        """Programs that are compiled or loaded in the background now, or will be."""
+
+    @property
+    def num_compiled(self) -> int: ...
+    @property
+    def num_loaded(self) -> int: ...
+    @property
+    def num_compiled_after_warmup(self) -> int:
+        """Compilations that a request waited for."""
+
+    @property
+    def awaited(self) -> tuple[int, int]:
+        """Programs that a step waits for now: how many are ready, and the total."""
+
+    def listen(self, on_made: Callable[[], None]) -> None:
+        """Call this from now on whenever a program was made, in the thread that made it."""
+
+    def finish(self) -> None:
+        """Wait until all programs that were started are ready. Raises the first error."""
+
+    def shutdown(self) -> None:
+        """Start no more programs and wait for those being made."""
+
+
+MemoryAction = Literal["keep", "drop", "restore"]
+MemoryPart = Literal["weights", "copies", "kv_cache"]
 
 
 class Executor(Protocol):
-    """Holds weights, caches and rows on devices and runs steps on them, in the order of its calls. All calls but
-    `stage_adapter` come from one thread."""
+    """Holds weights, caches and rows on devices and runs steps on them, in the order of its calls. All calls but `stage` come from one
+    thread."""
+
+    @property
+    def programs(self) -> ExecutorPrograms: ...
+
+    def run_new_program(self) -> bool:
+        """Run a common program that was made after the start on empty steps, as `warm_up` does. Returns whether there was one. Called
+        while no step is in flight."""
+
+    def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
+        """Have what the steps of such a request need made next, if programs are compiled ahead and it is missing. Returns at once."""
+
+    def dispatch(self, plan: SchedulerOutput) -> PendingStep:
+        """Run the plan's operations, start its step and return at once. A plan with masked requests needs the step's `draw` before the
+        next dispatch of one with rows. Raises DeviceOpError if an operation fails, before anything else is done.
+        """
+
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """Send data to the devices for an operation of a later plan, which names the handle; it has arrived when this returns. Any thread
+        may call it. After an error some devices may have it: see `DropStaged`."""
+
+    def start_over(self) -> None:
+        """Free all rows and reallocate all arrays that steps change, after a failure that may have lost any of them.
+
+        Raises the device's error if it cannot.
+        """
+
+    def check_idle(self, finished_ids: Iterable[str]) -> None:
+        """Raise AssertionError if any request other than `finished_ids`, whose rows the next step frees, holds a row."""
+
+    def memory(self, action: MemoryAction, part: MemoryPart) -> None:
+        """Keep, drop or restore what takes memory, for sleep; no step may be in flight.
+
+        keep weights: copy them to the host. drop copies: release these. drop weights: release their memory. restore weights: set them from
+        the copies, or from the checkpoints if there are none; raises ModelLoadError. drop kv_cache: free all rows and the arrays that steps
+        change. restore kv_cache: as `start_over`.
+        """
+
+    def close(self) -> None:
+        """End the threads and release all device memory. May be called again."""
+
+
+@runtime_checkable
+class TokenTaker(Protocol):
+    """An executor of a pipeline on a host above 0, whose first stage may wait for tokens that the last one draws on host 0."""
+
+    def take_tokens(self, tokens: Sequence[int]) -> None:
+        """The tokens that the next step drew, in the order of its requests. Called for each step, in order."""
+
+
+class DeviceRunner(Executor, Protocol):
+    """An executor on the devices of this process, while it is made and measured."""
 
     # The start, in this order
 
@@ -83,111 +160,13 @@ class Executor(Protocol):
     def warm_up(self) -> None:
         """Run the programs that a start waits for on empty steps. From then on, compilations that a request waits for are counted."""
 
-    # Programs that follow in the background
-
-    def run_new_program(self) -> bool:
-        """Run a common program that was made after the start on empty steps, as `warm_up` does. Returns whether there was one. Called
-        while no step is in flight."""
-
-    def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
-        """Have what the steps of such a request need made next, if programs are compiled ahead and it is missing. Returns at once."""
-
-    def listen(self, on_made: Callable[[], None]) -> None:
-        """Call this from now on whenever a program was made, in the thread that made it."""
-
-    @property
-    def num_queued(self) -> int:
-        """Number of programs that are compiled or loaded in the background now, or will be."""
-
-    # Steps
-
-    def dispatch(self, plan: SchedulerOutput) -> PendingStep:
-        """Start a step and return at once. A plan with masked requests needs the step's `draw` before the next dispatch."""
-
-    def start_over(self) -> None:
-        """Free all rows and reallocate all arrays that steps change, after a failure that may have lost any of them.
-
-        Raises the device's error if it cannot.
-        """
-
-    def check_idle(self, finished_ids: Iterable[str]) -> None:
-        """Raise AssertionError if any request other than `finished_ids`, whose rows the next step frees, holds a row."""
-
-    # Sleep
-
-    def keep_weights(self) -> None:
-        """Copy the weights to the host, for `restore_weights`."""
-
-    def forget_weights(self) -> None:
-        """Release the copies."""
-
-    def restore_weights(self) -> None:
-        """Set the weights from the copies, or from the checkpoints if there are none. Raises ModelLoadError."""
-
-    def drop_weights(self) -> None:
-        """Release the memory of the weights."""
-
-    def drop_caches(self) -> None:
-        """Free all rows and the arrays that steps change: `start_over` allocates them again."""
-
-    # Adapters
-
-    def stage_adapter(self, packed: np.ndarray) -> Any:
-        """Send a packed adapter to the devices; it has arrived when this returns. May be called in a thread."""
-
-    def write_adapter(self, slot: int, staged: Any) -> None:
-        """Write an adapter that `stage_adapter` sent into a slot, after the steps dispatched so far and before later ones.
-
-        Raises the device's error if it cannot; the slots are then lost.
-        """
-
-    # Load of experts
-
-    def take_expert_tokens(self) -> PendingCounts:
-        """Start to read the tokens that each expert got since the last call, in the steps dispatched so far. Returns at once.
-        Called only if they are counted."""
-
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray) -> None:
-        """Move a layer's experts between devices, after the steps dispatched so far and before later ones. Returns at once. Called only if
-        they can move. In each round R, device n gets what was in the slot moves[0, r, n] before all rounds, counted over all devices,
-        and writes it to its own slot moves[1, r, n]; its number of slots stands for nothing. table_EC: how many copies each expert
-        has then, and the slots of these."""
-
-    # Any time
-
-    @property
-    def num_compiled(self) -> int: ...
-    @property
-    def num_loaded(self) -> int: ...
-    @property
-    def num_compiled_after_warmup(self) -> int: ...
-    @property
-    def awaited_programs(self) -> tuple[int, int]:
-        """Programs that a step waits for now: how many are ready, and the total. Safe to read from any thread."""
-
-    def delete_arrays(self) -> None:
-        """End the threads and release all device memory. May be called again."""
-
-
-@runtime_checkable
-class TokenTaker(Protocol):
-    """An executor of a pipeline on a host above 0, whose first stage may wait for tokens that the last one draws on host 0."""
-
-    def take_tokens(self, tokens: Sequence[int]) -> None:
-        """The tokens that the next step drew, in the order of its requests. Called for each step, in order."""
-
-
-class DeviceRunner(Executor, Protocol):
-    """An executor on the devices of this process, while it is made and measured."""
+    # Measurements
 
     def work_bytes(self) -> int:
         """Temporary and output bytes per device of the largest step, read from its compiled program."""
 
     def take_weights(self, other: Any) -> None:
         """Take over the weights of a runner of the same kind and models, which loses them."""
-
-    def shutdown_programs(self) -> None:
-        """End the threads that compile."""
 
     def wait(self) -> None:
         """Wait until the devices have run all steps dispatched so far."""

@@ -132,7 +132,6 @@ class FailurePolicy:
             if kind is not Failure.OUT_OF_MEMORY:
                 self._count_failure(error)
             self.num_retried_steps += 1
-            told += error.news
             ended, why, message = error.request_ids, ErrorKind.INTERNAL, _message(error.__cause__ or error)
         elif kind is Failure.OUT_OF_MEMORY and not isinstance(error, UpdateError):
             self.num_retried_steps += 1

@@ -40,8 +40,8 @@ PLACES = {
     "add": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.add_request", lambda self, request: request.request_id),
     "grammar": Place("core", "jaxllm.engine.grammars", "Grammars._start", lambda self, request, template: request.request_id),
     "adapter.read": Place("core", "jaxllm.lora.adapters", "Adapters._read", lambda self, adapter, packs: adapter.name),
-    "adapter.stage": Place("core", "jaxllm.lora.adapters", "Adapters._stage", lambda self, adapter, packed: adapter.name),
-    "adapter.write": Place("core", "jaxllm.lora.adapters", "Adapters._write", lambda self, adapter, slot, staged: adapter.name),
+    "adapter.stage": Place("core", "jaxllm.lora.adapters", "Adapters._stage", lambda self, adapter, *args: adapter.name),
+    "op": Place("core", "jaxllm.device_ops", "run_op", lambda op, run: type(op).__name__),
     "mask": Place("core", "jaxllm.structured.matcher", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
     "allocate": Place(

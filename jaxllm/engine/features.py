@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from jaxllm.adapters import AdapterInfo, AdapterState
     from jaxllm.engine.executor import Executor
+    from jaxllm.engine.op_queue import OpQueue
     from jaxllm.layers.decoder import CausalLM
     from jaxllm.model_config import ModelConfig
     from jaxllm.runner.adaptation import Adaptation
@@ -67,7 +68,7 @@ class Adapters(Protocol):
     def described(self) -> Mapping[str, Any]:
         """All that the compiled programs depend on, as JSON values."""
 
-    def new_manager(self, executor: "Executor") -> "AdapterManager":
+    def new_manager(self, executor: "Executor", ops: "OpQueue") -> "AdapterManager":
         """What loads adapters and gives them slots."""
 
 
@@ -87,7 +88,7 @@ class AdapterManager(Preparation, Protocol):
 class ExpertLoad(Protocol):
     """What the package for the load of experts makes of an engine's options."""
 
-    def new_reader(self, executor: "Executor") -> "LoadReader":
+    def new_reader(self, ops: "OpQueue") -> "LoadReader":
         """What fetches the tokens of experts and adds them up."""
 
 
@@ -99,9 +100,6 @@ class LoadReader(Protocol):
 
     def read(self) -> None:
         """Count all steps dispatched so far. Waits for them."""
-
-    def forget(self) -> None:
-        """The counts on the devices are lost."""
 
     def forget_places(self) -> None:
         """The weights are lost; they will be where they are loaded to."""

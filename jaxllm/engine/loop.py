@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxllm.engine import masks
 from jaxllm.engine.mask_pace import MaskPace
+from jaxllm.engine.op_queue import OpQueue
 from jaxllm.engine.work_clock import WorkClock
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler.interface import AnyScheduler
@@ -27,9 +28,11 @@ class StepLoop:
     pipeline compute different steps: each one more takes one more.
     """
 
-    def __init__(self, scheduler: AnyScheduler, executor: "Executor", *, max_in_flight: int):
+    def __init__(self, scheduler: AnyScheduler, executor: "Executor", *, max_in_flight: int, ops: OpQueue | None = None):
+        """ops: what plans carry beside what the scheduler plans."""
         self.scheduler = scheduler
         self.executor = executor
+        self.ops = OpQueue(executor) if ops is None else ops
         self.max_in_flight = max_in_flight
         self._num_stages = scheduler.num_stages
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
@@ -58,9 +61,9 @@ class StepLoop:
         while self._undrawn is None and len(self._in_flight) < self._depth() and self.scheduler.has_requests():
             self.working_on = None
             self.working_on = plan = self.scheduler.schedule(masked_wait=self._mask_pace.is_apart)
-            if plan.num_tokens == 0:
+            if plan.num_tokens == 0 and not plan.ops and not self.ops:
                 break
-            pending = self.executor.dispatch(plan)
+            pending = self.ops.dispatch(plan)
             self._in_flight.append((plan, pending))
             if len(self._in_flight) == 1:
                 self.note_work()
@@ -76,7 +79,8 @@ class StepLoop:
         end = time.perf_counter()
         self.wait_seconds += end - start
         self._in_flight.popleft()  # only now, so that an interrupted wait is repeated
-        if self._last_read_at is not None:
+        self.ops.take(pending)
+        if self._last_read_at is not None and plan.rows:
             self._note_seconds(plan, pending, end - self._last_read_at)
         self._last_read_at = end if self._in_flight else None
         self._news += self.scheduler.update_from_output(plan, result)
@@ -126,6 +130,7 @@ class StepLoop:
             _, pending = self._in_flight.popleft()
             with contextlib.suppress(Exception):
                 pending.result()
+            self.ops.take(pending)
 
     def start_over(self) -> None:
         """Recompute every request up to its latest token, after a failure that may have left inconsistent state.

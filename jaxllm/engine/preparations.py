@@ -18,10 +18,7 @@ class Preparation(AdmissionRoom, Protocol):
         """A request was queued: begin to prepare what it needs."""
 
     def settle(self, scheduler: AnyScheduler) -> list[EngineCoreOutput]:
-        """Take in what is prepared. Called once a step. Returns the outputs of requests that failed.
-
-        Raises LostError if what steps need on the device is lost; the engine must start over.
-        """
+        """Take in what is prepared. Called once a step. Returns the outputs of requests that failed."""
 
     def forget_slots(self) -> None:
         """What the device had of it is lost: its memory was released."""

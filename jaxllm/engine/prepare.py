@@ -40,8 +40,8 @@ from jaxllm.parallel.axes import num_parts
 from jaxllm.parallel.mesh import DATA, TENSOR, meshes_of
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.drafter import Drafter
-from jaxllm.runner.drafts import kept_logits
 from jaxllm.runner.expert_placement import moving_bytes
+from jaxllm.runner.features.drafts.rows import kept_logits
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_store import Fingerprint, ProgramStore, local_store, open_artifact, read_manifest
@@ -158,7 +158,7 @@ class Prepared:
             return replace(self, stages=stages)
         resized = replace(self, stages=stages)
         logger.info("the largest step needs more memory than estimated: %s", resized.plan.describe())
-        self.runner.shutdown_programs()
+        self.runner.programs.shutdown()
         made_of = (self.config, self.model_config, self.meshes, stages, self.kernels, self.processors)
         runner = _runner(*made_of, self.times, self.features)
         runner.take_weights(self.runner)
@@ -310,7 +310,6 @@ def resolve_sizes(
     asked, topology = config, Topology.of(config.parallel)
     if device_bytes is None:
         device_bytes = device_limit(topology.num_devices)[1]
-    attention = config.compile.attention_implementation
     model_config = load_model_config(
         model_dir,
         overrides=config.model.hf_overrides,
@@ -332,7 +331,11 @@ def resolve_sizes(
     model_config = _split(_with_redundant_experts(config, model_config), topology.tensor)
     config = config.replace(
         attention_implementation=attention_implementation(
-            attention, model_config, config.cache.block_size, on_gpu=on_gpu, has_part=topology.context > 1
+            config.compile.attention_implementation,
+            model_config,
+            config.cache.block_size,
+            on_gpu=on_gpu,
+            has_part=topology.context > 1,
         ),
         runner="generate" if model_config.generates else "pooling",
         enable_prefix_caching=_prefix_caching(config, model_config),

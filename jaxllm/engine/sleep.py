@@ -13,10 +13,10 @@ from jaxllm.errors import InvalidRequestError, OutOfMemoryError
 from jaxllm.log import logger
 
 if TYPE_CHECKING:
-    from jaxllm.engine.executor import Executor
+    from jaxllm.engine.executor import Executor, MemoryPart
 
 LEVELS = (1, 2)
-TAGS = ("weights", "kv_cache")
+TAGS: "tuple[MemoryPart, ...]" = ("weights", "kv_cache")
 """Parts that can be woken up separately, in this order."""
 
 
@@ -37,14 +37,14 @@ class Sleep:
             return
         executor = self._executor
         if level == 2:
-            executor.forget_weights()
+            executor.memory("drop", "copies")
             self.level = 2
         elif "weights" in self._awake:
             # Copy all weights before dropping any, so that none is lost if memory runs out.
-            executor.keep_weights()
+            executor.memory("keep", "weights")
             self.level = 1
-        executor.drop_caches()
-        executor.drop_weights()
+        for part in reversed(TAGS):
+            executor.memory("drop", part)
         self._awake = set()
         logger.info("the engine sleeps at level %d", self.level)
 
@@ -61,31 +61,19 @@ class Sleep:
         wanted = [tag for tag in TAGS if tag not in self._awake and (not tags or tag in tags)]
         try:
             for tag in wanted:
-                self._take(tag)
+                self._executor.memory("restore", tag)
         except Exception as error:
             for tag in wanted:
-                self._drop(tag)
+                self._executor.memory("drop", tag)
             if is_out_of_memory(error):
                 raise OutOfMemoryError(f"the engine cannot wake up: {explain(error)}") from error
             raise
         self._awake.update(wanted)
         if "weights" in self._awake:
-            self._executor.forget_weights()
+            self._executor.memory("drop", "copies")
         if len(self._awake) == len(TAGS):
             self.level = 0
             logger.info("the engine is awake again after %.1f s", time.perf_counter() - start)
-
-    def _take(self, tag: str) -> None:
-        if tag == "kv_cache":
-            self._executor.start_over()
-        else:
-            self._executor.restore_weights()
-
-    def _drop(self, tag: str) -> None:
-        if tag == "kv_cache":
-            self._executor.drop_caches()
-        else:
-            self._executor.drop_weights()
 
 
 def check_tags(tags: Sequence[str] | None) -> None:

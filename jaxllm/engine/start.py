@@ -85,9 +85,11 @@ class Started:
                 prepared.runner.allocate_caches()
                 if eager:
                     prepared.runner.warm_up()
+                elif warmup == "idle":
+                    prepared.runner.start_programs_when_idle()
         except BaseException:
             # The error keeps this call's variables alive, but its handler may start a smaller engine in the same memory pool.
-            prepared.runner.delete_arrays()
+            prepared.runner.close()
             raise
         return cls(prepared, model_dir, hosts)
 
@@ -109,7 +111,7 @@ def _agreed(
     config = prepared.config.replace(num_gpu_blocks_override=smallest)  # never smaller, whatever programs turn out to need
     if smallest == num_blocks:
         return replace(prepared, config=config)
-    prepared.runner.delete_arrays()
+    prepared.runner.close()
     return Prepared.of(config, model_dir, processors, times)
 
 

@@ -1,18 +1,13 @@
 """What the options of an engine make of the load of experts."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from jaxllm.config import EngineConfig
 from jaxllm.eplb_options import EplbConfig
 from jaxllm.expert_load.layout import Layout
-from jaxllm.expert_load.reader import Counter, LoadReader
-from jaxllm.expert_load.rebalancer import Mover, Rebalancer
+from jaxllm.expert_load.reader import LoadReader, Ops
+from jaxllm.expert_load.rebalancer import Rebalancer
 from jaxllm.model_config import ModelConfig
-
-
-class Device(Counter, Mover, Protocol):
-    """What this package uses of an executor."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +18,10 @@ class ExpertLoad:
     eplb: EplbConfig | None
     """None: experts do not move."""
 
-    def new_reader(self, device: Device) -> LoadReader:
+    def new_reader(self, ops: Ops) -> LoadReader:
         """See ExpertLoad."""
-        rebalancer = None if self.eplb is None else Rebalancer(device, self.layout, self.eplb)
-        return LoadReader(device, self.layout, rebalancer)
+        rebalancer = None if self.eplb is None else Rebalancer(ops, self.layout, self.eplb)
+        return LoadReader(ops, self.layout, rebalancer)
 
 
 def make_expert_load(config: EngineConfig, model_config: ModelConfig) -> ExpertLoad:

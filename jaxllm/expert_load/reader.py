@@ -1,14 +1,16 @@
 """Fetches the tokens of experts from the devices now and then, and adds them up."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from jaxllm.device_ops import TakeCounts
 from jaxllm.expert_load.layout import Layout, balance_of
-from jaxllm.expert_load.rebalancer import Rebalancer
-from jaxllm.log import logger
+from jaxllm.expert_load.rebalancer import Moves, Rebalancer
+from jaxllm.scheduler_output import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from jaxllm.scheduler_stats import SchedulerStats
@@ -19,38 +21,33 @@ IDLE_SECONDS = 0.1
 """At least so long after a reading at the end of all work there is another."""
 
 
-class PendingCounts(Protocol):
-    """See `jaxllm.engine.executor.PendingCounts`."""
+class Ops(Moves, Protocol):
+    """See `jaxllm.engine.op_queue.OpQueue`."""
 
-    def is_ready(self) -> bool: ...
-    def result(self) -> np.ndarray: ...
-
-
-class Counter(Protocol):
-    """What a reader uses of an executor."""
-
-    def take_expert_tokens(self) -> PendingCounts: ...
+    def add(self, op: Any, *, done: Any = None, failed: Any = None) -> Any: ...
+    def run_now(self) -> None: ...
 
 
 class LoadReader:
-    """Totals since the start. While the engine computes, a reading is on its way during later steps, so neither the host nor the device
-    waits; when all work is done there is nothing to wait for."""
+    """Totals since the start. While the engine computes, counts come with a step's results, so neither the host nor the device waits; when
+    all work is done there is nothing to wait for."""
 
     def __init__(
         self,
-        counter: Counter,
+        ops: Ops,
         layout: Layout,
         rebalancer: Rebalancer | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ):
         """rebalancer: moves experts; None: they stay where they are."""
-        self._counter, self._layout, self._rebalancer, self._clock = counter, layout, rebalancer, clock
+        self._ops, self._layout, self._rebalancer, self._clock = ops, layout, rebalancer, clock
         self._asked: list[Callable[[np.ndarray], None]] = []
         """Called with the totals of the next reading."""
-        self._answers: list[Callable[[np.ndarray], None]] = []
-        """The same of the reading that is on its way."""
-        self._pending: PendingCounts | None = None
+        self._on_way: deque[list[Callable[[np.ndarray], None]]] = deque()
+        """The same of each reading that is on its way."""
+        self._latest: Any = None
+        """The latest reading, as `Ops.add` returned it."""
         self._work_began: float | None = None
         """When the first step ended that no reading has counted."""
         self._idle_read_at = -np.inf
@@ -67,32 +64,25 @@ class LoadReader:
     def note_step(self, *, is_idle: bool) -> None:
         """A step was read; is_idle: there is nothing else to compute."""
         now = self._clock()
-        if self._pending is not None and self._pending.is_ready():
-            self._finish()
         if self._work_began is None:
             self._work_began = now
         if is_idle and now - self._idle_read_at >= IDLE_SECONDS:
             self._idle_read_at = now
             self.read()
-        elif self._pending is None and (self._asked or now - self._work_began >= INTERVAL_SECONDS):
+        elif not self._on_way and (self._asked or now - self._work_began >= INTERVAL_SECONDS):
             self._take()
         if self._rebalancer is not None:
             self._rebalancer.note_step(self)
 
     def read(self) -> None:
         """Count all steps dispatched so far. Waits for them."""
-        self._finish()
-        self._take()
-        self._finish()
+        if not self._on_way or self._latest.is_dispatched:
+            self._take()
+        self._ops.run_now()
 
     def ask(self, answer: Callable[[np.ndarray], None]) -> None:
         """Call `answer` with the totals, as `tokens_LE`, of all steps dispatched so far, once they are here."""
         self._asked.append(answer)
-
-    def forget(self) -> None:
-        """The counts on the devices are lost."""
-        self._pending = self._work_began = None
-        self._asked, self._answers = [*self._answers, *self._asked], []
 
     def forget_places(self) -> None:
         """The weights are lost; they will be where they are loaded to."""
@@ -111,23 +101,24 @@ class LoadReader:
         stats.expert_balance = self.balance
 
     def _take(self) -> None:
-        self._pending, self._work_began = self._counter.take_expert_tokens(), None
-        self._answers, self._asked = self._asked, []
+        self._on_way.append(self._asked)
+        self._asked, self._work_began = [], None
+        self._latest = self._ops.add(TakeCounts(), done=self._arrive)
 
-    def _finish(self) -> None:
-        """Add up the reading that is on its way."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+    def _arrive(self, result: ModelRunnerOutput | None) -> None:
+        """Add up the first reading that is on its way. None: it is lost, with its counts; who asked for it asks for the next."""
+        answers = self._on_way.popleft()
+        if result is None:
+            self._asked = [*answers, *self._asked]
             return
-        try:
-            self._add(pending.result().astype(np.int64))
-        except Exception as error:  # of a step before, whose own results tell it
-            logger.debug("the tokens of experts cannot be read: %s", error)
-        answers, self._answers = self._answers, []
+        self._add(result.expert_counts)
         for answer in answers:
             answer(self.tokens_LE.copy())
 
-    def _add(self, tokens_LE: np.ndarray) -> None:
+    def _add(self, counts: dict[int, np.ndarray]) -> None:
+        tokens_LE = np.zeros_like(self.tokens_LE)
+        for tokens_E, layer, size in zip(tokens_LE, self._layout.layers, self._layout.num_experts, strict=True):
+            tokens_E[:size] = counts[layer][:size]
         if not tokens_LE.any():
             return
         self.tokens_LE += tokens_LE

@@ -2,20 +2,22 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
+from jaxllm.device_ops import MoveExperts
 from jaxllm.eplb_options import EplbConfig
 from jaxllm.expert_load.balancer import device_loads, place, plan_moves, table_of
 from jaxllm.expert_load.layout import Layout, balance_of
 from jaxllm.log import logger
 
 
-class Mover(Protocol):
-    """What a rebalancer uses of an executor."""
+class Moves(Protocol):
+    """See `jaxllm.engine.op_queue.OpQueue`."""
 
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray) -> None: ...
+    def add(self, op: MoveExperts, *, failed: Callable[[Exception], None]) -> Any: ...
 
 
 class Counts(Protocol):
@@ -28,8 +30,8 @@ class Counts(Protocol):
 class Rebalancer:
     """Counts steps. Every `step_interval` it has the tokens of the last `window_size` read, and then moves one layer a step."""
 
-    def __init__(self, mover: Mover, layout: Layout, config: EplbConfig):
-        self._mover, self._layout, self._config = mover, layout, config
+    def __init__(self, ops: Moves, layout: Layout, config: EplbConfig):
+        self._ops, self._layout, self._config = ops, layout, config
         self._num_steps = config.step_interval - config.window_size
         """Since places were last chosen; the first window opens at once."""
         self._is_asked = False
@@ -87,9 +89,14 @@ class Rebalancer:
             return
         moves_2RN = plan_moves(before_P, after_P, num_devices)
         table_EC = table_of(after_P, num_experts, layout.num_copies)
-        self._mover.move_experts(layout.layers[mixture], moves_2RN, table_EC)
+        op = MoveExperts(layout.layers[mixture], moves_2RN.tolist(), table_EC.tolist())
+        self._ops.add(op, failed=partial(self._put_back, mixture, before_P))
         layout.slots[mixture] = after_P
         self._num_moved += int((before_P != after_P).sum())
+
+    def _put_back(self, mixture: int, before_P: np.ndarray, error: Exception) -> None:
+        """The experts did not move."""
+        self._layout.slots[mixture] = before_P
 
     def _report(self) -> None:
         if self._loads:

@@ -24,9 +24,9 @@ class Family:
     architecture: str
     """transformers' name."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Modules of a layer beside those of LAYER."""
+    """Modules of a layer in addition to those of LAYER."""
     norm_offset: float = 0.0
-    """What was added to the weights of norms."""
+    """Constant that the file adds to the weights of norms."""
     is_permuted: bool = False
     """Whether the values of query and key heads that turn together were made neighbours."""
 

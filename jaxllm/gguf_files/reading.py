@@ -22,14 +22,14 @@ _NUMBERS |= {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 MAX_DIMENSIONS = 4
-"""Of a tensor: ggml's own limit."""
+"""Most dimensions of a tensor: ggml's limit."""
 MAX_TENSORS = 2**17
 MAX_VALUES = 3 * 2**20
-"""Of the metadata, those in arrays counted; a vocabulary of 256k tokens with scores, types and merges has 1.3 million."""
+"""Most values of the metadata, those in arrays included; a vocabulary of 256k tokens with scores, types and merges has 1.3 million."""
 MAX_TEXT_BYTES = 64 * 2**20
-"""Of all texts in the metadata together."""
+"""Most bytes of all texts in the metadata together."""
 MAX_DEPTH = 4
-"""Of arrays in arrays."""
+"""Deepest nesting of arrays."""
 MAX_ALIGNMENT = 2**16
 _ARRAY_VALUES = 8
 """Values that an array in an array counts as, because reading it takes as long."""

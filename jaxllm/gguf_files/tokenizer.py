@@ -17,7 +17,7 @@ from jaxllm.gguf_files.splits import BEGINNING, CHARACTERS, COMPOSED, SPLITS, WH
 from jaxllm.rust_failures import failures_as
 
 KINDS = ("gpt2", "gemma4", "llama", "bert", "t5")
-"""What files call the kinds of tokenizers that can be made."""
+"""Names in files of the supported kinds of tokenizers."""
 _USER_DEFINED = 4
 """The type of tokens that are whole in every text, without being special."""
 _NAMES = {
@@ -28,7 +28,7 @@ _NAMES = {
     "pad_token": "padding",
     "mask_token": "mask",
 }
-"""What files call special tokens, as it is spelled there."""
+"""Keys of special tokens as files spell them."""
 _SWITCHES = (
     *("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix", "remove_extra_whitespaces"),
     *("normalizer.lowercase", "normalizer.strip_accents"),
@@ -42,7 +42,7 @@ _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
 MAX_TOKEN_LENGTH = 1024
 """Characters of a token: the longest known have 256, and finding merges costs the square of the length."""
 _MAX_CHARACTERS = 8 * 2**20
-"""Of a vocabulary whose merges are found by trying: those with 256k tokens have 2 million."""
+"""Most characters of a vocabulary whose merges are found by trying: those with 256k tokens have 2 million."""
 _MAX_MERGES = 2**21
 _REMEDY = "pass --tokenizer with the original model's"
 
@@ -233,7 +233,7 @@ _TYPES = msgspec.defstruct(
         *((name.replace(".", "_"), bool | int | None, None) for name in _SWITCHES),
     ],
 )
-"""Of the values under tokenizer.ggml."""
+"""Types of the values under tokenizer.ggml."""
 
 
 def _check_types(file: GgufFile) -> None:

@@ -1,4 +1,4 @@
-"""Makes a model directory of a GGUF file: config.json and the tokenizer's files beside a link to it, in the cache."""
+"""Makes a model directory of a GGUF file: config.json and the tokenizer's files next to a link to it, in the cache."""
 
 import functools
 import hashlib

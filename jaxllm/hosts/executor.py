@@ -2,33 +2,24 @@
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxllm.engine.executor import Executor, PendingCounts, PendingStep
+from jaxllm.engine.executor import Executor, ExecutorPrograms, MemoryAction, MemoryPart, PendingStep
 from jaxllm.errors import EngineDeadError
 from jaxllm.hosts import results
 from jaxllm.hosts.leader import Leader
 from jaxllm.hosts.sent_tokens import SentTokens
-from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, DispatchLanes, Do, Draw, MoveExperts, Piece, TakeExpertTokens, WriteAdapter
+from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, DispatchLanes, Do, Draw, Piece
 from jaxllm.hosts_options import has_lanes_on_hosts, has_stages_on_hosts
 from jaxllm.lanes_plan import LanesPlan
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.worker_thread import WorkerThread
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class _Pending(Protocol[T_co]):
-    """What a device has to finish first."""
-
-    def result(self) -> T_co: ...
 
 
 class HostsExecutor:
@@ -48,11 +39,21 @@ class HostsExecutor:
         """See Executor."""
         is_drawn = not plan.masked_request_ids
         others = self.expect_others() if is_drawn else None
-        self._leader.send(DispatchLanes([*plan.lanes], plan.step_id) if isinstance(plan, LanesPlan) else Dispatch(plan))
+        self._leader.send(_message_of(plan))
         step = self._run(self._own.dispatch, plan)
-        if self._tokens is not None and is_drawn:
+        if self._tokens is not None and is_drawn and plan.rows:
             self._tokens.send(step)
         return _Step(step, self, others)
+
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """See Executor. Each host sends its own part of it to its devices."""
+        sent = data.reshape(-1).view(np.uint8)
+        number, answered = self._leader.new_call()
+        for start in range(0, len(sent), PIECE_BYTES):
+            self._leader.send(Piece(number, handle, len(sent), start, sent[start : start + PIECE_BYTES].tobytes()))
+        self._own.stage(handle, data)
+        self._leader.wait_for(answered)
+        answered.result()
 
     def draw(self, step: PendingStep) -> None:
         """Send the masks of a step and sample."""
@@ -67,9 +68,9 @@ class HostsExecutor:
         """What other hosts send of their lanes, of the call that follows; nothing without lanes there."""
         return self._leader.expect_results() if self._has_lanes_elsewhere else []
 
-    def read(self, pending: "_Pending[T]") -> "Future[T]":
-        """Start to wait for this host's part of a step, or of counts."""
-        return self._reader.submit(pending.result)
+    def read(self, result: Callable[[], T]) -> "Future[T]":
+        """Start to wait for this host's part of a step."""
+        return self._reader.submit(result)
 
     def wait_for(self, reading: "Future[T]") -> T:
         """The results. Raises EngineDeadError if a host is lost, or the step failed."""
@@ -94,141 +95,47 @@ class HostsExecutor:
             self._leader.fail(f"a step failed on host 0: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             raise EngineDeadError(str(self._leader.lost.exception())) from error
 
-    # Sleep
+    def memory(self, action: MemoryAction, part: MemoryPart) -> None:
+        """See Executor."""
+        self._on_all("memory", action, part)
 
-    def keep_weights(self) -> None:
-        """See Executor, as for the next four."""
-        self._on_all("keep_weights")
-
-    def forget_weights(self) -> None:
-        self._on_all("forget_weights")
-
-    def restore_weights(self) -> None:
-        self._on_all("restore_weights")
-
-    def drop_weights(self) -> None:
-        self._on_all("drop_weights")
-
-    def drop_caches(self) -> None:
-        self._on_all("drop_caches")
-
-    def _on_all(self, method: str) -> None:
+    def _on_all(self, method: str, *arguments: str) -> None:
         """Call a method on all hosts and wait for them. Raises the error of the first that fails. No step may be in flight."""
         if self._tokens is not None:
             self._tokens.wait()
         number, answered = self._leader.new_call()
-        self._leader.send(Do(number, method))
+        self._leader.send(Do(number, method, [*arguments]))
         try:
             with self._leader.waiting():
-                getattr(self._own, method)()
+                getattr(self._own, method)(*arguments)
         finally:
             self._leader.wait_for(answered)
         answered.result()
 
-    # Adapters
-
-    def stage_adapter(self, packed: np.ndarray) -> Any:
-        """See Executor. Each host sends its own part of it to its devices."""
-        data = packed.reshape(-1).view(np.uint8)
-        number, answered = self._leader.new_call()
-        for start in range(0, len(data), PIECE_BYTES):
-            self._leader.send(Piece(number, len(data), start, data[start : start + PIECE_BYTES].tobytes()))
-        staged = self._own.stage_adapter(packed)
-        self._leader.wait_for(answered)
-        answered.result()
-        return staged
-
-    def write_adapter(self, slot: int, staged: Any) -> None:
-        """See Executor."""
-        self._leader.send(WriteAdapter(slot))
-        self._run(self._own.write_adapter, slot, staged)
-
-    # Load of experts
-
-    def take_expert_tokens(self) -> PendingCounts:
-        """See Executor."""
-        others = self.expect_others()
-        self._leader.send(TakeExpertTokens())
-        return _Counts(self._run(self._own.take_expert_tokens), self, others)
-
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray) -> None:
-        """See Executor."""
-        self._leader.send(MoveExperts(layer, moves_2RN.tobytes(), moves_2RN.shape[2], table_EC.tobytes(), len(table_EC)))
-        self._run(self._own.move_experts, layer, moves_2RN, table_EC)
-
-    # Programs: each host compiles its own
-
-    def start_programs(self, *, rare_later: bool) -> None:
-        """Every host does so by itself, as for the next four."""
-        self._own.start_programs(rare_later=rare_later)
-
-    def load_weights(self, model_dir: Path, progress: Progress) -> None:
-        self._own.load_weights(model_dir, progress)
-
-    def allocate_caches(self) -> None:
-        self._own.allocate_caches()
-
-    def warm_up(self) -> None:
-        self._own.warm_up()
-
-    def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
-        self._own.wait_for_programs(progress, rare=rare)
-
-    def start_programs_when_idle(self) -> None:
-        self._on_all("start_programs_when_idle")
+    @property
+    def programs(self) -> ExecutorPrograms:
+        """See Executor. Each host compiles its own."""
+        return self._own.programs
 
     def run_new_program(self) -> bool:
+        """See Executor, as for the next one."""
         return self._own.run_new_program()  # never one: all hosts run the same programs, at the start
 
     def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
         self._own.foresee(params, pooling, is_masked=is_masked)
 
-    def listen(self, on_made: Callable[[], None]) -> None:
-        self._own.listen(on_made)
-
-    @property
-    def num_queued(self) -> int:
-        return self._own.num_queued
-
-    @property
-    def num_compiled(self) -> int:
-        return self._own.num_compiled
-
-    @property
-    def num_loaded(self) -> int:
-        return self._own.num_loaded
-
-    @property
-    def num_compiled_after_warmup(self) -> int:
-        return self._own.num_compiled_after_warmup
-
-    @property
-    def awaited_programs(self) -> tuple[int, int]:
-        return self._own.awaited_programs
-
-    def delete_arrays(self) -> None:
+    def close(self) -> None:
         """End the engine on all hosts."""
         self._reader.abandon()
         if self._tokens is not None:
             self._tokens.shutdown()
         self._leader.end()
         if not self._leader.lost.done():  # else a device may wait for ever
-            self._own.delete_arrays()
+            self._own.close()
 
 
-class _Counts:
-    """Tokens of experts on their way to host 0."""
-
-    def __init__(self, own: PendingCounts, executor: HostsExecutor, others: "list[Future[bytes]]"):
-        """others: of lanes that other hosts have."""
-        self._own, self._executor, self._others = own, executor, others
-
-    def is_ready(self) -> bool:
-        return self._own.is_ready() and all(other.done() for other in self._others)
-
-    def result(self) -> np.ndarray:
-        found = self._executor.wait_for(self._executor.read(self._own))
-        return sum((results.counts_of(self._executor.wait_for(other)) for other in self._others), start=found)
+def _message_of(plan: SchedulerOutput) -> Dispatch | DispatchLanes:
+    return DispatchLanes([*plan.lanes], plan.step_id, [*plan.ops]) if isinstance(plan, LanesPlan) else Dispatch(plan)
 
 
 class _Step:
@@ -266,8 +173,17 @@ class _Step:
         if self._others is None:
             raise RuntimeError("the step was never drawn")  # which is no failure
         if self._reading is None:
-            self._reading = self._executor.read(self._own)
-        found = self._executor.wait_for(self._reading)
-        for other in self._others:
-            found.add(results.step_of(self._executor.wait_for(other)))
+            self._reading = self._executor.read(self._own.result)
+        return self._with_others(self._executor.wait_for(self._reading), self._others)
+
+    def op_results(self) -> ModelRunnerOutput:
+        if self._others is None:
+            raise RuntimeError("the step was never drawn")
+        return self._with_others(self._executor.wait_for(self._executor.read(self._own.op_results)), self._others)
+
+    def _with_others(self, own: ModelRunnerOutput, others: "list[Future[bytes]]") -> ModelRunnerOutput:
+        """A new result, because an interrupted wait is repeated."""
+        found = ModelRunnerOutput({})
+        for each in (own, *(results.step_of(self._executor.wait_for(other)) for other in others)):
+            found.add(each)
         return found

@@ -9,14 +9,15 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from jaxllm import framing
 from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
-from jaxllm.engine.executor import Executor, PendingCounts, PendingStep, TokenTaker
+from jaxllm.engine.executor import Executor, PendingStep, TokenTaker
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.framing import WireError
 from jaxllm.hosts import identity, process_group, wire
@@ -38,29 +39,17 @@ from jaxllm.hosts.wire import (
     Facts,
     Failed,
     Hello,
-    MoveExperts,
     Piece,
     Refused,
-    TakeExpertTokens,
     Welcome,
-    WriteAdapter,
 )
 from jaxllm.hosts_options import has_lanes_on_hosts
 from jaxllm.lanes_plan import LanesPlan
 from jaxllm.log import logger
 from jaxllm.scheduler_output import SchedulerOutput
 
-R = TypeVar("R", PendingStep, PendingCounts)
-CALLS = (
-    "start_over",
-    "keep_weights",
-    "forget_weights",
-    "restore_weights",
-    "drop_weights",
-    "drop_caches",
-    "start_programs_when_idle",
-)
-"""Methods of an executor without arguments that host 0 may call."""
+CALLS = ("start_over", "memory")
+"""Methods of an executor that host 0 may call."""
 _RETRY_SECONDS = 0.5
 _MAX_IN_FLIGHT = 3
 """More than host 0 has, but for one more for each stage."""
@@ -203,9 +192,8 @@ class Follower:
         """Steps that were drawn, or what sends their results."""
         self._most_in_flight = _MAX_IN_FLIGHT + options.pipeline_parallel_size
         self._undrawn: PendingStep | None = None
-        self._packed = np.zeros(0, np.uint8)
-        """The adapter that arrives in pieces."""
-        self._staging: Staging | None = None
+        self._arriving: dict[int, np.ndarray] = {}
+        """What arrives in pieces, by handle."""
 
     def run(self) -> None:
         """Until host 0 ends the engine."""
@@ -224,7 +212,7 @@ class Follower:
         if isinstance(message, Dispatch):
             self._dispatch(message.plan)
         elif isinstance(message, DispatchLanes):
-            self._dispatch(LanesPlan.of(message.lanes, message.step_id))
+            self._dispatch(replace(LanesPlan.of(message.lanes, message.step_id), ops=tuple(message.ops)))
         elif isinstance(message, Draw):
             self._draw(message)
         elif isinstance(message, Drawn):
@@ -234,16 +222,6 @@ class Follower:
             self._call(message)
         elif isinstance(message, Piece):
             self._take(message)
-        elif isinstance(message, WriteAdapter):
-            assert self._staging is not None, "no adapter was sent"
-            self._executor.write_adapter(message.slot, self._staging.result())
-            self._staging = None
-        elif isinstance(message, TakeExpertTokens):
-            self._read(self._executor.take_expert_tokens())
-        elif isinstance(message, MoveExperts):
-            moves = np.frombuffer(message.moves, np.int32).reshape(2, -1, message.num_devices)
-            table = np.frombuffer(message.table, np.int32).reshape(message.num_experts, -1)
-            self._executor.move_experts(message.layer, moves, table)
 
     def _dispatch(self, plan: SchedulerOutput) -> None:
         for new in plan.new_requests:
@@ -268,7 +246,7 @@ class Follower:
         step.draw()
         self._in_flight.append(self._read(step))
 
-    def _read(self, pending: R) -> "R | Future[None]":
+    def _read(self, pending: PendingStep) -> "PendingStep | Future[None]":
         """Have it read for host 0, if that lacks it: it has its own lanes' results, and those that all hosts have."""
         return pending if self._results is None else self._results.send(pending)
 
@@ -277,7 +255,7 @@ class Follower:
         fault = None
         try:
             assert message.method in CALLS, "host 0 may not call this"
-            getattr(self._executor, message.method)()
+            getattr(self._executor, message.method)(*message.arguments)
         except Exception as error:
             logger.exception("%s failed", message.method)
             fault = messages.fault_of(error)
@@ -291,35 +269,22 @@ class Follower:
 
     def _take(self, piece: Piece) -> None:
         if piece.start == 0:
-            self._packed = np.zeros(piece.size, np.uint8)
-        self._packed[piece.start : piece.start + len(piece.data)] = np.frombuffer(piece.data, np.uint8)
+            self._arriving[piece.handle] = np.zeros(piece.size, np.uint8)
+        data = self._arriving[piece.handle]
+        data[piece.start : piece.start + len(piece.data)] = np.frombuffer(piece.data, np.uint8)
         if piece.start + len(piece.data) == piece.size:
-            packed, self._packed = self._packed, np.zeros(0, np.uint8)
-            self._staging = Staging(self._executor, packed, piece.number, self._member)
+            del self._arriving[piece.handle]
+            # In a thread, so that steps need not wait for it. Host 0 names the handle in a plan once this was answered.
+            threading.Thread(target=self._stage, args=(piece, data), name="stage", daemon=True).start()
 
-
-class Staging:
-    """Sends an adapter to this host's devices, in a thread, so that steps need not wait for it."""
-
-    def __init__(self, executor: Executor, packed: np.ndarray, number: int, member: Member):
-        self._executor, self._packed, self._number, self._member = executor, packed, number, member
-        self._staged: Any = None
-        self._thread = threading.Thread(target=self._run, name="stage-adapter", daemon=True)
-        self._thread.start()
-
-    def result(self) -> Any:
-        """What `stage_adapter` returned. Host 0 asks for it only after it was answered that it is there."""
-        self._thread.join()
-        return self._staged
-
-    def _run(self) -> None:
+    def _stage(self, piece: Piece, data: np.ndarray) -> None:
         fault = None
         try:
-            self._staged = self._executor.stage_adapter(self._packed)
+            self._executor.stage(piece.handle, data)
         except Exception as error:
-            logger.exception("an adapter cannot be sent to the device")
+            logger.exception("what host 0 stages cannot be sent to the device")
             fault = messages.fault_of(error)
-        self._member.send(Done(self._number, fault))
+        self._member.send(Done(piece.number, fault))
 
 
 def follow(config: EngineConfig) -> None:
@@ -338,7 +303,7 @@ def follow(config: EngineConfig) -> None:
     assert isinstance(member, Member), "host 0 does not follow"
     logger.info("host %d of %d is ready", config.parallel.node_rank, config.parallel.nnodes)
     Follower(started.executor, member).run()
-    started.executor.delete_arrays()
+    started.executor.close()
     member.end()
 
 

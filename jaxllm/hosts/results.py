@@ -8,10 +8,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from jaxllm.engine import messages
-from jaxllm.engine.executor import PendingCounts, PendingStep
+from jaxllm.engine.executor import PendingStep
 from jaxllm.hosts.wire import PIECE_BYTES, Result
 from jaxllm.scheduler_output import ModelRunnerOutput
 
@@ -20,8 +19,6 @@ step_of: Callable[[bytes], ModelRunnerOutput] = msgspec.msgpack.Decoder(
     ModelRunnerOutput, dec_hook=messages.decode_other
 ).decode
 """The result of a step that a host sent."""
-counts_of: Callable[[bytes], np.ndarray] = msgspec.msgpack.Decoder(np.ndarray, dec_hook=messages.decode_other).decode
-"""The tokens of experts that a host sent."""
 
 
 class ExpectedResults:
@@ -52,10 +49,10 @@ class SentResults:
     def __init__(self, send: Callable[[Any], None], fail: Callable[[Exception], None]):
         """fail: called in the thread with the error of a step, after which nothing more is sent."""
         self._send, self._fail = send, fail
-        self._queue: queue.SimpleQueue[tuple[PendingStep | PendingCounts, Future[None]]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[PendingStep, Future[None]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="send-results", daemon=True).start()
 
-    def send(self, pending: PendingStep | PendingCounts) -> "Future[None]":
+    def send(self, pending: PendingStep) -> "Future[None]":
         """Send a result once the devices have computed it, after those before. Returns at once."""
         sent: Future[None] = Future()
         self._queue.put((pending, sent))

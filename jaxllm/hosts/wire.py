@@ -15,16 +15,17 @@ from typing import Any
 import msgspec
 
 from jaxllm import framing
+from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.engine.messages import Fault
 from jaxllm.framing import ClosedError
 from jaxllm.framing import Message as _Message
 from jaxllm.scheduler_output import SchedulerOutput
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 64 << 20
 """A longer message ends its connection. The plan of a step with long new prompts is the longest."""
 PIECE_BYTES = 4 << 20
-"""Adapters are sent in pieces of this size, so that steps and heartbeats need not wait for a whole one."""
+"""Staged data is sent in pieces of this size, so that steps and heartbeats need not wait for a whole one."""
 _PART_BYTES = 1 << 20
 _POLL_SECONDS = 0.25
 
@@ -57,8 +58,7 @@ class Done(_Message, tag="done"):
 
 
 class Result(_Message, tag="result"):
-    """What the lanes of this host computed of the next call that has a result: a step that was drawn, or tokens of experts. Long ones come
-    in pieces."""
+    """What the lanes of this host computed of the next step that was drawn. Long ones come in pieces."""
 
     data: bytes
     is_last: bool
@@ -103,6 +103,7 @@ class DispatchLanes(_Message, tag="dispatch_lanes"):
 
     lanes: list[SchedulerOutput]
     step_id: int
+    ops: list[AnyDeviceOp]
 
 
 class Draw(_Message, tag="draw"):
@@ -119,32 +120,13 @@ class Drawn(_Message, tag="drawn"):
 
 
 class Piece(_Message, tag="piece"):
-    """A part of a packed adapter of `size` bytes, from the byte `start` on. The last one is answered by Done."""
+    """A part of what is staged under a handle, `size` bytes in all, from the byte `start` on. The last one is answered by Done."""
 
     number: int
+    handle: int
     size: int
     start: int
     data: bytes
-
-
-class WriteAdapter(_Message, tag="write_adapter"):
-    """Write the latest adapter that came in pieces into a slot."""
-
-    slot: int
-
-
-class TakeExpertTokens(_Message, tag="take_expert_tokens"):
-    """Read the tokens of experts."""
-
-
-class MoveExperts(_Message, tag="move_experts"):
-    """Move a layer's experts. moves: int32[2, R, N] for N devices; table: int32[E, C] for E experts, both row by row."""
-
-    layer: int
-    moves: bytes
-    num_devices: int
-    table: bytes
-    num_experts: int
 
 
 class Do(_Message, tag="do"):
@@ -152,6 +134,7 @@ class Do(_Message, tag="do"):
 
     number: int
     method: str
+    arguments: list[str] = []
 
 
 class End(_Message, tag="end"):
@@ -168,7 +151,7 @@ class Beat(_Message, tag="beat"):
 
 
 FromFollower = Hello | Facts | Done | Result | Failed | Beat
-_Call = Dispatch | DispatchLanes | Draw | Drawn | Piece | WriteAdapter | TakeExpertTokens | MoveExperts | Do
+_Call = Dispatch | DispatchLanes | Draw | Drawn | Piece | Do
 FromHost0 = Welcome | Refused | AllFacts | _Call | End | Beat
 
 of_follower: Any = msgspec.msgpack.Decoder(FromFollower)  # type: ignore[arg-type]

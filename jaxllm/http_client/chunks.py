@@ -19,7 +19,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What is new in a chat message."""
+    """New text of a chat message."""
 
     content: str | None = None
     reasoning: str | None = None

@@ -91,7 +91,7 @@ class ServerClient:
         return [card["id"] for card in await self.model_cards()]
 
     async def model_cards(self) -> list[dict[str, Any]]:
-        """What the server says of each model. Raises ServerError."""
+        """The server's description of each model. Raises ServerError."""
         found = await self.get_json("/v1/models")
         entries = found.get("data") if isinstance(found, dict) else None
         return [entry for entry in entries or [] if isinstance(entry, dict) and isinstance(entry.get("id"), str)]

@@ -17,7 +17,7 @@ SMALLEST_VOCABULARY = 1000
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")
 MAX_ATTEMPTS = 10
 _MAX_BYTES = 2**33
-"""Of a file of requests: ShareGPT's has 0.7 GB."""
+"""Most bytes of a file of requests; ShareGPT's has 0.7 GB."""
 DEFAULT_OUTPUT_TOKENS = 256
 
 

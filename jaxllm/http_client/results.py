@@ -80,7 +80,7 @@ def summary(
 
 
 def _kinds(errors: Sequence[str]) -> dict[str, int]:
-    """How often the most frequent errors came, each as it was told first: those of a full queue differ in their numbers alone."""
+    """Counts of the most frequent errors, each with its first text: those of a full queue differ in their numbers alone."""
     as_told: dict[str, str] = {}
     for error in errors:
         as_told.setdefault(_NUMBER.sub("0", error), error)

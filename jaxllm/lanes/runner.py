@@ -1,13 +1,14 @@
 """LanesRunner: runs each step on all lanes at once, in programs that exchange tokens between them."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxllm.device_ops import DeviceOp
 from jaxllm.lanes.arrays import joined, parts_of
 from jaxllm.lanes.batches import alike
 from jaxllm.lanes.far_lane import FarLane
@@ -19,16 +20,18 @@ from jaxllm.loaders.layout import delete
 from jaxllm.parallel.across_hosts import put
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
-from jaxllm.runner.consumers import Hidden
+from jaxllm.runner.all_programs import AllPrograms
+from jaxllm.runner.consumers import Hidden, PendingPart
 from jaxllm.runner.consumers.sampling import PendingTokens
-from jaxllm.runner.expert_counts import CountsInFlight
-from jaxllm.runner.expert_moves import moved_experts
+from jaxllm.runner.expert_ops import ExpertMoves
+from jaxllm.runner.features.drafts.step import Drafts
+from jaxllm.runner.ops import PlanRunner, by_type, run_by
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
+from jaxllm.runner.row_arrays import Caches, Params, RowArrays, Scores
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind
 from jaxllm.runner.runner import work_bytes
-from jaxllm.runner.step import Caches, Params, RowArrays, Scores
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.runner.warm_up import WARM_UP_RUNS
 from jaxllm.runner.weights import Weights, WeightsSource
@@ -39,22 +42,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import SchedulerOutput
 
 
-class CountsOfLanes:
-    """The tokens of experts on their way to the host."""
-
-    def __init__(self, lanes: Sequence[CountsInFlight]):
-        self._lanes = lanes
-
-    def is_ready(self) -> bool:
-        """Whether `result` returns at once."""
-        return all(lane.is_ready() for lane in self._lanes)
-
-    def result(self) -> np.ndarray:
-        """Integers [mixtures, experts]: of all lanes together."""
-        return np.stack([lane.result() for lane in self._lanes]).sum(axis=0)  # type: ignore[no-any-return]
-
-
-class LanesRunner(WeightsHolder):
+class LanesRunner(WeightsHolder, PlanRunner):
     """An executor over lanes: `ModelRunner`'s methods, each for all of them.
 
     It has the weights and caches of all lanes, and the programs `forward`, `decode` and `propose`, which all lanes run together: a step
@@ -79,9 +67,12 @@ class LanesRunner(WeightsHolder):
         super().__init__(weights, source, first.times)
         self._first_lane = lanes.index(first)
         self.buckets = first.buckets
-        self.programs = Programs(
+        self.joint = Programs(
             shapes.lower, threads=threads, compiler_options=shapes.compiler_options, store=store, times=self.times
         )
+        """Of all lanes together."""
+        self.programs = AllPrograms([self.joint, *(lane.programs for lane in self.lanes)])
+        self._moves = ExpertMoves(self, self.joint.get)
         self._joint_place, self._lane_places = shapes.replicated, [lane.shapes.replicated for lane in self.lanes]
         self.caches: Caches = ()
         self._rows: RowArrays | None = None
@@ -93,7 +84,18 @@ class LanesRunner(WeightsHolder):
 
     # Steps
 
-    def dispatch(self, plan: SchedulerOutput) -> LanesInFlight:
+    def run_op(self, op: DeviceOp) -> list[PendingPart]:
+        """See PlanRunner. Experts move between the devices of all lanes; each lane counts what its own tokens chose, and with several hosts
+        the counts are those of this one's lanes."""
+        if type(op) in self._moves.ops:
+            return run_by(by_type([self._moves]), op)
+        return [part for lane in self.lanes for part in lane.run_op(op)]
+
+    def drain(self) -> None:
+        """See PlanRunner."""
+        self.lanes[0].drain()
+
+    def start_step(self, plan: SchedulerOutput) -> LanesInFlight:
         """See ModelRunner."""
         assert isinstance(plan, LanesPlan), "a plan of one lane"
         start = time.perf_counter()
@@ -169,7 +171,7 @@ class LanesRunner(WeightsHolder):
 
     def _run(self, key: ProgramKey, *arguments: Any) -> list[Any]:
         """Start a program of all lanes that changes their rows. Returns its results behind caches and rows."""
-        program = self.programs.get(key)
+        program = self.joint.get(key)
         self.caches, rows, *results = program(self.params, self.caches, self._join_rows(), *arguments, None)
         self._rows = rows
         for lane in self.lanes:
@@ -194,7 +196,7 @@ class LanesRunner(WeightsHolder):
 
     def _expect(self, key: ProgramKey, step: LanesInFlight, work_of_each: Sequence[Any]) -> None:
         """Before the warm-up is over, make the programs of a step and those of the next at the same time."""
-        if self.programs.is_warm or key in self.programs:
+        if self.joint.is_warm or key in self.joint:
             return
         batches = step.batches
         wanted = [key]
@@ -204,12 +206,12 @@ class LanesRunner(WeightsHolder):
             num_rows = self.buckets.fit_decode(max(len(batch.sampled) for batch in batches))
             variant = max(batch.variant for batch in batches)
             wanted.append(ProgramKey("decode", num_rows, variant, width=step.batch.next_width))
-        if self.shapes.functions.drafting is not None:
+        if self.shapes.functions.find(Drafts) is not None:
             wanted.append(self._propose_key(step))
-        self.programs.start(wanted)
+        self.joint.start(wanted)
         for lane, part, work in zip(self.lanes, step.parts, work_of_each, strict=True):
             lane.programs.start(lane.keys_after(part.batch, work))
-        self.programs.expect(wanted)
+        self.joint.expect(wanted)
 
     def start_over(self) -> None:
         """See ModelRunner."""
@@ -239,22 +241,22 @@ class LanesRunner(WeightsHolder):
 
     def start_programs(self, *, rare_later: bool) -> None:
         """See ModelRunner, as for the methods that follow."""
-        self.programs.start(self.shapes.start_keys())
+        self.joint.start(self.shapes.start_keys())
         for lane in self.lanes:
             lane.start_programs(rare_later=rare_later)
 
     def start_programs_when_idle(self) -> None:
-        self.programs.start((), [*self.shapes.keys_by_use(), ProgramKey("new_caches")])
+        self.joint.start((), [*self.shapes.keys_by_use(), ProgramKey("new_caches")])
         for lane in self.lanes:
             lane.start_programs_when_idle()
 
     def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
-        self.programs.wait(self.shapes.start_keys(), progress)
+        self.joint.wait(self.shapes.start_keys(), progress)
         for lane in self.lanes:
             lane.wait_for_programs(progress, rare=rare)
 
     def work_bytes(self) -> int:
-        return work_bytes(self.programs, ProgramKey("forward", self.buckets.tokens[-1]))
+        return work_bytes(self.joint, ProgramKey("forward", self.buckets.tokens[-1]))
 
     def set_params(self, params: Params) -> None:
         """Have programs take these, those of each lane its part of them."""
@@ -263,12 +265,19 @@ class LanesRunner(WeightsHolder):
         for number, lane in enumerate(self.lanes):
             lane.set_params(tuple(of_lanes[number] for of_lanes in parts))
 
+    def replace_params(self, changed: Mapping[int, jax.Array]) -> None:
+        """See WeightsHolder. The same for the parts of each lane."""
+        super().replace_params(changed)
+        parts = {index: self._parts_of_weight(index, joint) for index, joint in changed.items()}
+        for number, lane in enumerate(self.lanes):
+            lane.replace_params({index: of_lanes[number] for index, of_lanes in parts.items()})
+
     def _parts_of_weight(self, index: int, joint: jax.Array) -> list[jax.Array]:
         shapes = [lane.weights.shapes[index] for lane in self.lanes]
         return parts_of(joint, [shape.sharding for shape in shapes], shapes[0].shape)
 
     def allocate_caches(self) -> None:
-        program = self.programs.get(ProgramKey("new_caches"))
+        program = self.joint.get(ProgramKey("new_caches"))
         with self.times.part("cache"):
             self.caches = program()
             jax.block_until_ready(self.caches)  # raises if a device cannot allocate its part
@@ -279,8 +288,8 @@ class LanesRunner(WeightsHolder):
         for number in range(1, WARM_UP_RUNS + 1):
             with self.times.part(f"warm-up run {number}"):
                 for key in self.shapes.common_keys():
-                    if key.kind == "move_experts":
-                        self.move_experts(key.size, self.shapes.no_moves(key.size), None)
+                    if key.kind == self._moves.program:
+                        self._moves.run_on_nothing(key)
                         continue
                     if key.kind == "propose":
                         nothing = self.shapes.nothing_to_propose(key)
@@ -289,7 +298,7 @@ class LanesRunner(WeightsHolder):
                     layout = self.shapes.layout(key)
                     self._run_buffers(key, [lane.batches.empty(layout) for lane in self._all_lanes])
                 jax.block_until_ready((self._rows, self.caches))
-        self.programs.is_warm = True
+        self.joint.is_warm = True
         for lane in self.lanes:
             lane.warm_up()
 
@@ -304,29 +313,10 @@ class LanesRunner(WeightsHolder):
         delete(self.caches)
         self.caches = ()
 
-    # Adapters, which lanes have none of
-
-    def stage_adapter(self, packed: np.ndarray) -> Any:
-        raise AssertionError("lanes have no adapters")
-
-    def write_adapter(self, slot: int, staged: Any) -> None:
-        raise AssertionError("lanes have no adapters")
-
-    # Load of experts
-
-    def take_expert_tokens(self) -> CountsOfLanes:
-        """See ModelRunner. Each lane counts what its own tokens chose; with several hosts these are the counts of this one's lanes."""
-        self.lanes[0].drain()
-        return CountsOfLanes([lane.take_expert_tokens() for lane in self.lanes])
-
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray | None) -> None:
-        """See ModelRunner. Experts move between the devices of all lanes."""
-        self.lanes[0].drain()
-        changed = moved_experts(self.shapes, self.programs.get, self.params, layer, moves_2RN, table_EC)
-        self.params = tuple(changed.get(index, array) for index, array in enumerate(self.params))
-        parts = {index: self._parts_of_weight(index, joint) for index, joint in changed.items()}
-        for number, lane in enumerate(self.lanes):
-            lane.params = tuple(parts[index][number] if index in parts else array for index, array in enumerate(lane.params))
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """See Executor."""
+        for lane in self.lanes:
+            lane.stage(handle, data)
 
     # Any time
 
@@ -335,48 +325,15 @@ class LanesRunner(WeightsHolder):
         return self.lanes[0].launch_seconds
 
     def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
-        """See ModelRunner, as for the methods that follow. Any lane may get the request."""
+        """See ModelRunner. Any lane may get the request."""
         for lane in self.lanes:
             lane.foresee(params, pooling, is_masked=is_masked)
 
-    def listen(self, on_made: Callable[[], None]) -> None:
-        self.programs.on_made = lambda key: on_made()
-        for lane in self.lanes:
-            lane.listen(on_made)
-
-    @property
-    def num_queued(self) -> int:
-        return self.programs.num_queued + sum(lane.num_queued for lane in self.lanes)
-
-    @property
-    def num_compiled(self) -> int:
-        return self.programs.num_compiled + sum(lane.num_compiled for lane in self.lanes)
-
-    @property
-    def num_loaded(self) -> int:
-        return self.programs.num_loaded + sum(lane.num_loaded for lane in self.lanes)
-
-    @property
-    def num_compiled_after_warmup(self) -> int:
-        return self.programs.num_compiled_after_warmup + sum(lane.num_compiled_after_warmup for lane in self.lanes)
-
-    @property
-    def awaited_programs(self) -> tuple[int, int]:
-        found = [self.programs.awaited, *(lane.awaited_programs for lane in self.lanes)]
-        ready, total = zip(*found, strict=True)
-        return sum(ready), sum(total)
-
-    def shutdown_programs(self) -> None:
-        """End the threads that compile."""
+    def close(self) -> None:
         self.programs.shutdown()
-        for lane in self.lanes:
-            lane.shutdown_programs()
-
-    def delete_arrays(self) -> None:
-        self.shutdown_programs()
         for lane in self.lanes:  # the first ends the launches of all
-            lane.delete_arrays()
+            lane.close()
         self._forget_rows()
         delete((self.params, self.caches))
-        self.forget_weights()
+        self.memory("drop", "copies")
         self.caches = ()

@@ -87,8 +87,8 @@ class LanesScheduler:
             request.request_id,
             request.num_prompt_tokens,
             cached,
-            request.spec.data_parallel_rank,
-            request.spec.session_id,
+            request.options.data_parallel_rank,
+            request.options.session_id,
         )
         self._balancer.ended(request.request_id)  # from here on the lane itself reports it
         self.lanes[index].add_request(request)
@@ -223,7 +223,7 @@ def _first_to_move(lane: Scheduler, other: Scheduler) -> Request | None:
     if not lane.num_left_waiting:
         return None
     first = islice(lane.waiting, MAX_LOOKED_AT)
-    waiting = (request for request in first if request.spec.data_parallel_rank is None)
+    waiting = (request for request in first if request.options.data_parallel_rank is None)
     return next((each for each in waiting if each.status is RequestStatus.WAITING and other.has_room_for(each)), None)
 
 

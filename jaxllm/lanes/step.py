@@ -10,6 +10,8 @@ import jax
 import numpy as np
 
 from jaxllm.runner.batch import Batch
+from jaxllm.runner.consumers import PendingPart
+from jaxllm.runner.ops import collected
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.scheduler_output import ModelRunnerOutput
 
@@ -29,6 +31,8 @@ class LanesInFlight:
     """Of each lane of this process."""
     launches: "list[Future[None]]" = field(default_factory=list)
     """Those in the thread, in order."""
+    op_parts: Sequence[PendingPart] = ()
+    """Of the plan's operations."""
     for_drafter: tuple[Any, ...] | None = None
     """What `propose` takes of the forward pass, of all lanes; None without a drafter, and once it was launched."""
     mask_TW: np.ndarray | None = None
@@ -92,6 +96,10 @@ class LanesInFlight:
         for launched in self.launches:
             launched.result()
         first, *others = [part.read() for part in self.parts]
-        for other in others:
+        for other in (*others, self.op_results()):
             first.add(other)
         return first
+
+    def op_results(self) -> ModelRunnerOutput:
+        """See PendingStep. Of this process's lanes."""
+        return collected(self.op_parts)

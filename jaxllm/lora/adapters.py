@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxllm.adapters import AdapterInfo, AdapterState
+from jaxllm.device_ops import AnyDeviceOp, DropStaged, WriteAdapter
 from jaxllm.errors import InvalidRequestError, JaxLLMError
 from jaxllm.log import logger
 from jaxllm.lora.adapter import Adapter
@@ -30,7 +31,7 @@ MAX_WAIT_SECONDS = 0.02
 """Longest time that one step waits for an adapter when there is no other work."""
 
 
-class SlotWriter(Protocol):
+class AdapterDevice(Protocol):
     """The slots of adapters on the device."""
 
     num_slots: int
@@ -40,14 +41,15 @@ class SlotWriter(Protocol):
     def pack(self, files: AdapterFiles) -> np.ndarray:
         """An adapter as `stage` takes it. Called in a thread."""
 
-    def stage(self, packed: np.ndarray) -> Any:
-        """Send a packed adapter to the device; it has arrived when this returns. Called in a thread."""
+    def stage(self, handle: int, packed: np.ndarray) -> None:
+        """See Executor. Called in a thread."""
 
-    def write(self, slot: int, staged: Any) -> None:
-        """Write a staged adapter into a slot, after all steps dispatched so far and before later ones; does not wait for it.
 
-        After an error the contents of all slots are lost, and zeros when the engine has started over.
-        """
+class Ops(Protocol):
+    """See `jaxllm.engine.op_queue.OpQueue`."""
+
+    def new_handle(self) -> int: ...
+    def add(self, op: AnyDeviceOp, *, failed: Callable[[Exception], None] | None = None) -> object: ...
 
 
 class Adapters:
@@ -60,7 +62,8 @@ class Adapters:
 
     def __init__(
         self,
-        writer: SlotWriter,
+        device: AdapterDevice,
+        ops: Ops,
         reader: Reader,
         *,
         max_host: int | None = None,
@@ -68,9 +71,9 @@ class Adapters:
         clock: Callable[[], float] = time.monotonic,
     ):
         """max_host: adapters in host memory; None: as many as slots."""
-        self._writer, self._reader, self._clock = writer, reader, clock
-        self._slots = SlotTable(writer.num_slots)
-        self._host = HostMemory(max(max_host or 0, writer.num_slots))
+        self._device, self._ops, self._reader, self._clock = device, ops, reader, clock
+        self._slots = SlotTable(device.num_slots)
+        self._host = HostMemory(max(max_host or 0, device.num_slots))
         self._lanes = lanes or Lanes()
         self._registry = Registry()
         self._num_pinned = 0
@@ -80,8 +83,8 @@ class Adapters:
         """Those that should have a slot and have none, with the time since when."""
         self._reads: dict[Adapter, Future[Reading]] = {}
         """Those that are being read."""
-        self._staging: tuple[Adapter, Future[Any]] | None = None
-        """The one on its way to the device, in the reserved slot."""
+        self._staging: tuple[Adapter, int, Future[None]] | None = None
+        """The one on its way to the device, for the reserved slot, with its handle."""
         self._num_loads = 0
         self._load_seconds = 0.0
 
@@ -122,7 +125,7 @@ class Adapters:
                 name=adapter.name,
                 path=adapter.path,
                 rank=adapter.rank,
-                num_bytes=self._writer.num_bytes,
+                num_bytes=self._device.num_bytes,
                 is_pinned=adapter.is_pinned,
                 where="device" if adapter.slot != NO_ADAPTER else "host" if adapter in self._host.packed else "disk",
                 cache_key=adapter.cache_key,
@@ -140,7 +143,7 @@ class Adapters:
 
     def _why_not_pinned(self, adapter: Adapter) -> str:
         """Empty if it can be: requests of other adapters still get a slot."""
-        num_slots = self._writer.num_slots
+        num_slots = self._device.num_slots
         if adapter.is_pinned or self._num_pinned + 1 < num_slots:
             return ""
         if self._num_pinned == num_slots:
@@ -154,15 +157,15 @@ class Adapters:
 
     def bind(self, request: Request) -> None:
         """See Preparation."""
-        name = request.spec.adapter
+        name = request.options.adapter
         if name is None:
             return
         if self._registry.new:
             self._take_in_read()
         adapter = self._registry.find(name, "adapter")
-        if self._num_pinned == self._writer.num_slots and not adapter.is_pinned:
+        if self._num_pinned == self._device.num_slots and not adapter.is_pinned:
             raise InvalidRequestError(
-                f"adapter {name!r} gets no slot: all {self._writer.num_slots} have pinned adapters; remove one, or raise --max-loras",
+                f"adapter {name!r} gets no slot: all {self._device.num_slots} have pinned adapters; remove one, or raise --max-loras",
                 "adapter",
             )
         request.adapter = adapter
@@ -213,15 +216,12 @@ class Adapters:
         self._note(adapter)
 
     def settle(self, scheduler: Scheduler) -> list[EngineCoreOutput]:
-        """See Preparation. Waits up to MAX_WAIT_SECONDS if every request waits for its adapter.
-
-        Raises LostError if a slot could not be written.
-        """
+        """See Preparation. Waits up to MAX_WAIT_SECONDS if every request waits for its adapter."""
         if not (self._wanting or self._reads or self._staging) or not scheduler.requests:
             return []
         self._wait_if_idle(scheduler)
         news = self._take_in_read(scheduler)
-        news += self._take_in_staged(scheduler, news)
+        news += self._take_in_staged(scheduler)
         in_turn = sorted(self._wanting, key=lambda adapter: adapter.order)
         self._start_staging(in_turn)
         self._close_slots(in_turn)
@@ -232,12 +232,12 @@ class Adapters:
         return news
 
     def forget_slots(self) -> None:
-        """See Preparation. Adapters that are needed get a slot again, from host memory or from their files."""
+        """See Preparation. Adapters that are needed get a slot again, from host memory or from their files. One that is on its way to the
+        device is not lost."""
         for adapter in self._slots.contents:
             if adapter is not None:
                 self._slots.clear(adapter)
                 self._note(adapter)
-        self._staging = self._slots.reserved = None
         self._slots.closed = frozenset()
 
     def shutdown(self) -> None:
@@ -246,7 +246,7 @@ class Adapters:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Set what the stats tell of adapters."""
-        stats.max_adapters = self._writer.num_slots
+        stats.max_adapters = self._device.num_slots
         stats.waiting_adapters = tuple(dict.fromkeys(adapter.name for adapter in self._used if len(adapter.waiting)))
         stats.running_adapters = tuple(dict.fromkeys(adapter.name for adapter in self._used if adapter.running))
         stats.num_adapter_loads, stats.num_adapter_evictions = self._num_loads, self._slots.num_evictions
@@ -273,7 +273,7 @@ class Adapters:
         assert len(self._host.packed) + len(self._host.expected) <= self._host.capacity, "too many adapters are in host memory"
         assert self._host.expected <= set(self._reads), "a place in host memory is kept for nothing"
         assert set(self._registry.new.values()) <= set(self._reads)
-        assert self._num_pinned == sum(adapter.is_pinned for adapter in known) <= self._writer.num_slots
+        assert self._num_pinned == sum(adapter.is_pinned for adapter in known) <= self._device.num_slots
 
     # Adapters come and go
 
@@ -365,12 +365,14 @@ class Adapters:
         if evicted is not None:
             self._note(evicted)
         self._host.touch(adapter)
-        self._staging = adapter, self._lanes.submit("stage", partial(self._stage, adapter, self._host.packed[adapter]))
+        handle = self._ops.new_handle()
+        job = self._lanes.submit("stage", partial(self._stage, adapter, handle, self._host.packed[adapter]))
+        self._staging = adapter, handle, job
 
     def _close_slots(self, in_turn: list[Adapter]) -> None:
         """Keep slots from further requests for the adapters that waited long: a quarter of the slots at most."""
         latest = self._clock() - CLAIM_SECONDS
-        most = max(1, self._writer.num_slots // 4)
+        most = max(1, self._device.num_slots // 4)
         waited = [adapter for adapter in in_turn if adapter.is_pinned or self._wanting[adapter] <= latest]
         waited = [adapter for adapter in waited if adapter in self._host.packed and not self._is_staging(adapter)]
         if waited or self._slots.closed:
@@ -379,31 +381,23 @@ class Adapters:
     def _is_staging(self, adapter: Adapter) -> bool:
         return self._staging is not None and self._staging[0] is adapter
 
-    def _take_in_staged(self, scheduler: Scheduler, news: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        """Write the adapter that arrived at the device into its slot. Returns the outputs of requests that failed.
-
-        news: of requests that failed before, for the LostError that it may raise.
-        """
-        if self._staging is None or not self._staging[1].done():
+    def _take_in_staged(self, scheduler: Scheduler) -> list[EngineCoreOutput]:
+        """Have the next plan write the adapter that arrived at the device into its slot. Returns the outputs of requests that failed."""
+        if self._staging is None or not self._staging[2].done():
             return []
-        (adapter, job), slot = self._staging, self._slots.reserved
+        (adapter, handle, job), slot = self._staging, self._slots.reserved
         assert slot is not None
         self._staging = None
-        try:
-            staged = job.result()
-        except Exception as error:
-            logger.exception("adapter %r cannot be sent to the device", adapter.name)
+        error = job.exception()
+        if error is not None or adapter.is_retired and not adapter.has_requests:
             self._slots.reserved = None
+            self._ops.add(DropStaged(handle))
+            if error is None:
+                return []
+            logger.error("adapter %r cannot be sent to the device", adapter.name, exc_info=error)
             message = f"adapter {adapter.name!r} cannot be sent to the device ({type(error).__name__}); try again"
             return self._fail(scheduler, adapter, message)
-        if adapter.is_retired and not adapter.has_requests:
-            self._slots.reserved = None
-            return []
-        try:
-            self._write(adapter, slot, staged)
-        except Exception as error:
-            self.forget_slots()
-            raise LostError([request.request_id for request in adapter.waiting], news) from error
+        self._ops.add(WriteAdapter(slot, handle), failed=partial(self._lose_slots, adapter, handle))
         self._slots.put(slot, adapter)
         seconds = self._clock() - self._wanting.get(adapter, self._clock())
         logger.debug("adapter %r has slot %d after %.3f s", adapter.name, slot, seconds)
@@ -411,6 +405,12 @@ class Adapters:
         self._load_seconds += seconds
         self._note(adapter)
         return []
+
+    def _lose_slots(self, adapter: Adapter, handle: int, error: Exception) -> None:
+        """Writing an adapter failed, and the contents of all slots are lost. Raises LostError."""
+        self._ops.add(DropStaged(handle))
+        self.forget_slots()
+        raise LostError([request.request_id for request in (*adapter.waiting, *adapter.running)]) from error
 
     def _fail(self, scheduler: Scheduler, adapter: Adapter, message: str) -> list[EngineCoreOutput]:
         """End the requests that wait for an adapter. The next one tries again."""
@@ -421,7 +421,7 @@ class Adapters:
 
     def _wait_if_idle(self, scheduler: Scheduler) -> None:
         jobs: list[Future[Any]] = (
-            [*self._reads.values()] if self._staging is None else [self._staging[1], *self._reads.values()]
+            [*self._reads.values()] if self._staging is None else [self._staging[2], *self._reads.values()]
         )
         if jobs and sum(len(adapter.waiting) for adapter in self._wanting) == len(scheduler.requests):
             self._lanes.wait(jobs, MAX_WAIT_SECONDS)
@@ -429,13 +429,10 @@ class Adapters:
     # In threads, or where faults are injected
 
     def _read(self, adapter: Adapter, packs: bool) -> Reading:
-        return read(adapter, self._reader, self._writer.pack if packs else None)
+        return read(adapter, self._reader, self._device.pack if packs else None)
 
-    def _stage(self, adapter: Adapter, packed: np.ndarray) -> Any:
-        return self._writer.stage(packed)
-
-    def _write(self, adapter: Adapter, slot: int, staged: Any) -> None:
-        self._writer.write(slot, staged)
+    def _stage(self, adapter: Adapter, handle: int, packed: np.ndarray) -> None:
+        self._device.stage(handle, packed)
 
 
 def _adapter_of(request: Request) -> Adapter | None:

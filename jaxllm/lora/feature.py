@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.lora.adapters import Adapters
+from jaxllm.lora.adapters import Adapters, Ops
 from jaxllm.lora.checkpoint import read_adapter
 from jaxllm.lora.device import DeviceSlots
 from jaxllm.lora.host_memory import AdapterFiles
@@ -21,11 +21,10 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import tensor_size
 
 
-class Device(Protocol):
-    """What a Writer uses of the executor."""
+class Executor(Protocol):
+    """What this package uses of an executor."""
 
-    def stage_adapter(self, packed: np.ndarray) -> Any: ...
-    def write_adapter(self, slot: int, staged: Any) -> None: ...
+    def stage(self, handle: int, data: np.ndarray) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class LoRA:
         slots = self.adaptation
         return {"slots": slots.num_slots, "rank": slots.rank, "dtype": slots.dtype, "modules": sorted(slots.names)}
 
-    def new_manager(self, device: Device) -> Adapters:
+    def new_manager(self, executor: Executor, ops: Ops) -> Adapters:
         """See Adapters."""
         slots, options = self.adaptation, self.config.lora
         reader = partial(
@@ -68,25 +67,21 @@ class LoRA:
             left_out=slots.left_out,
             model=self.config.model.model,
         )
-        return Adapters(Writer(slots, device), reader, max_host=self.config.lora.max_cpu_loras)
+        return Adapters(Device(slots, executor), ops, reader, max_host=self.config.lora.max_cpu_loras)
 
 
-class Writer:
-    """A SlotWriter for the slots of an executor's device."""
+class Device:
+    """An AdapterDevice: the slots of an executor's devices."""
 
-    def __init__(self, slots: DeviceSlots, device: Device):
-        self._slots, self._device = slots, device
+    def __init__(self, slots: DeviceSlots, executor: Executor):
+        self._slots, self._executor = slots, executor
         self.num_slots = slots.num_slots
         self.num_bytes = slots.packed_size * tensor_size(slots.mesh) * jnp.dtype(slots.dtype).itemsize
 
     def pack(self, files: AdapterFiles) -> np.ndarray:
-        """See SlotWriter."""
+        """See AdapterDevice."""
         return self._slots.pack(files.tensor)
 
-    def stage(self, packed: np.ndarray) -> Any:
-        """See SlotWriter."""
-        return self._device.stage_adapter(packed)
-
-    def write(self, slot: int, staged: Any) -> None:
-        """See SlotWriter."""
-        self._device.write_adapter(slot, staged)
+    def stage(self, handle: int, packed: np.ndarray) -> None:
+        """See AdapterDevice."""
+        self._executor.stage(handle, packed)

@@ -12,7 +12,7 @@ HTTP_ALL_SECONDS = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5),
     *(7.5, 10, 30, 60),
 )
-"""Those of prometheus-fastapi-instrumentator, for requests of all routes together."""
+"""Buckets of prometheus-fastapi-instrumentator, for requests of all routes together."""
 SLEEP_SECONDS = (0.01, 0.1, 1, 10, 30, 60, 120, 300, 600)
 HTTP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 ANSWERS = (1, 2, 5, 10, 20)

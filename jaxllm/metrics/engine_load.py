@@ -1,4 +1,4 @@
-"""The engine core's statistics as metrics. Every front of an engine reports the same numbers."""
+"""The engine core's statistics as metrics. Every API server of an engine reports the same numbers."""
 
 import time
 

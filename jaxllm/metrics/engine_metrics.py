@@ -23,7 +23,7 @@ def cache_labels(options: CacheOptions) -> dict[str, str]:
 
 
 class EngineMetrics:
-    """The counters of one engine, or of one front's part of it. Times are in seconds of the caller's clock."""
+    """The counters of one engine, or of one API server's part of it. Times are in seconds of the caller's clock."""
 
     def __init__(
         self, model_name: str, max_model_len: int, *, engine: str = "0", cache_config: Mapping[str, str] | None = None
@@ -119,7 +119,7 @@ class EngineMetrics:
         self._longest_generation_tokens.add(num_longest_tokens)
 
     def snapshot(self, *, of_engine: bool = True) -> list[Metric]:
-        """The current value of every metric, with or without those that the engine core counts for all fronts together."""
+        """The current value of every metric, with or without those that the engine core counts for all API servers together."""
         found = Collected(self._labels)
         if of_engine:
             self._add_engine(found)

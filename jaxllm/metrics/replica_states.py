@@ -1,4 +1,4 @@
-"""Which replicas of the engine serve, as metrics of a front."""
+"""Which replicas of the engine serve, as metrics of an API server."""
 
 from collections.abc import Iterable, Sequence
 

@@ -68,11 +68,6 @@ class Attention:
         return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
 
     @property
-    def cache_arrays(self) -> tuple[tuple[int, int], ...]:
-        """(heads, width) of keys and of values in the cache, over all devices."""
-        return ((self.num_kv_heads, self.head_dim),) * 2
-
-    @property
     def flops_per_pair(self) -> float:
         """Operations for each query token and token that it sees, over all heads."""
         return 4.0 * self.num_heads * self.head_dim
@@ -133,11 +128,6 @@ class LatentAttention:
     def window(self) -> int | None:
         """Keys that a token sees, as `Attention.window`: all before it."""
         return None
-
-    @property
-    def cache_arrays(self) -> tuple[tuple[int, int], ...]:
-        """(heads, width) of the latents with the rotated keys behind them, over all devices: a head for each copy."""
-        return ((self.copies, self.latent_dim + self.rotated_dim),)
 
     @property
     def flops_per_pair(self) -> float:
@@ -206,11 +196,6 @@ class GatedDeltaNet:
     def window(self) -> int | None:
         """Keys that a token sees, as `Attention.window`: all before it."""
         return None
-
-    @property
-    def cache_arrays(self) -> tuple[tuple[int, int], ...]:
-        """(heads, width) of what the cache has of each token: nothing."""
-        return ()
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -18,7 +18,7 @@ ORIGINAL = {
     "use_gated_activation": True,
     "use_parallel_block": True,
 }
-"""What Cohere's own files say of the model beside transformers' keys."""
+"""Keys of Cohere's files that transformers has not."""
 
 
 def read(c: ConfigReader) -> ModelConfig:

@@ -130,7 +130,7 @@ class ConfigReader:
         return self._reader(value)
 
     def with_defaults(self, **values: Any) -> "ConfigReader":
-        """The same with values for absent keys, which are those that transformers takes."""
+        """A reader with values for absent keys, the defaults of transformers."""
         return self._reader({**values, **self.raw})
 
     def _reader(self, raw: Mapping[str, Any]) -> "ConfigReader":
@@ -371,12 +371,12 @@ class ConfigReader:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """What yarn multiplies queries and keys with. Sources: arXiv:2309.00071, section 3.4; the scale is DeepSeek's."""
+    """Yarn's factor of queries and keys. Sources: arXiv:2309.00071, section 3.4; the scale is DeepSeek's."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
-    """Of cosine and sine."""
+    """Factor of cosine and sine."""
     mscale, mscale_all_dim = given.get("mscale"), given.get("mscale_all_dim")
     if isinstance(mscale, (int, float)) and isinstance(mscale_all_dim, (int, float)) and mscale and mscale_all_dim:
         return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)

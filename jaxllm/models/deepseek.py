@@ -36,7 +36,7 @@ DEFAULTS_V3 = {
     "first_k_dense_replace": 3,
 }
 LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever rms_norm_eps is."""
+"""Epsilon of the norms of latents, whatever rms_norm_eps is."""
 
 
 def read_v2(c: ConfigReader) -> ModelConfig:

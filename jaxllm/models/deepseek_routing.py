@@ -5,7 +5,7 @@ from jaxllm.models.config_reader import ConfigReader
 
 
 def sigmoid_moe(c: ConfigReader) -> MoE:
-    """Experts chosen by sigmoids with a correction bias within groups, beside shared experts."""
+    """Experts chosen by sigmoids with a correction bias within groups, in addition to shared experts."""
     width = c.integer("moe_intermediate_size")
     num_experts, num_groups = c.integer("num_local_experts", c.integer("n_routed_experts")), c.integer("n_group")
     if num_experts % num_groups:

@@ -38,7 +38,7 @@ CHUNKED = {"chunked_attention": True, "full_attention": False}
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    """The text model, of a checkpoint of its own or of one that sees images."""
+    """The text model of a checkpoint with or without a vision encoder."""
     c, names, norm = c.text_part("vision_model.", "multi_modal_projector.")
     c = c.with_defaults(**DEFAULTS)
     rope, max_position = c.positions(interleaved=True)

@@ -92,7 +92,7 @@ def find(raw: Mapping[str, Any], source: object, model_class: str | None = None)
 
 
 def _known(name: str, model_type: str) -> str:
-    """What can be loaded instead: the families with a name like an unknown one's, and the way to add one."""
+    """Suggestions for an unknown family: the families with a name like an unknown one's, and the way to add one."""
     likeness = {
         known: max(_likeness(_stem(name), _stem(known)), _likeness(model_type, FAMILIES.get(known, ("",))[0]))
         for known in architectures()

@@ -1,6 +1,5 @@
 """The way of hidden states from a stage to the next one on other hosts: a program that the devices of both stages run together."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -59,7 +58,7 @@ class Crossing:
         self._mesh = Mesh(np.stack(sides), (SIDE, *axes), axis_types=(AxisType.Auto,) * (1 + len(axes)))
         self._own = NamedSharding(before if before.local_devices else after, PartitionSpec())
         self._both = NamedSharding(self._mesh, PartitionSpec(SIDE))
-        self._programs = Programs(self._lower, threads=1, compiler_options=self._compiler_options)
+        self.programs = Programs(self._lower, threads=1, compiler_options=self._compiler_options)
 
     def send(self, leaving_TD: jax.Array) -> jax.Array:
         """Start to send what a stage leaves, whose memory is taken. Returns a small array that is ready when it was sent."""
@@ -74,13 +73,13 @@ class Crossing:
 
     def _nothing(self, num_tokens: int) -> jax.Array:
         """Zeros of this side: a program takes as much of both."""
-        return self._programs.get(CrossingKey("nothing", num_tokens))()  # type: ignore[no-any-return]
+        return self.programs.get(CrossingKey("nothing", num_tokens))()  # type: ignore[no-any-return]
 
     def _cross(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
         num_tokens, width = x_TD.shape
         parts = [shard.data for shard in x_TD.addressable_shards]
         both = jax.make_array_from_single_device_arrays((2 * num_tokens, width), self._both, parts)
-        return self._programs.get(CrossingKey("cross", num_tokens))(both)  # type: ignore[no-any-return]
+        return self.programs.get(CrossingKey("cross", num_tokens))(both)  # type: ignore[no-any-return]
 
     # Programs
 
@@ -115,46 +114,20 @@ class Crossing:
 
     def start_programs(self, *, rare_later: bool) -> None:
         """See ModelRunner, as for the methods that follow."""
-        self._programs.start(self._keys())
+        self.programs.start(self._keys())
 
     def start_programs_when_idle(self) -> None:
-        self._programs.start((), self._keys())
+        self.programs.start((), self._keys())
 
     def wait_for_programs(self, progress: Progress, *, rare: bool) -> None:
-        self._programs.wait(self._keys(), progress)
+        self.programs.wait(self._keys(), progress)
 
     def warm_up(self) -> None:
         """Send zeros, and wait until they are there. The other side must do so at the same time."""
         for _ in range(WARM_UP_RUNS):
             for num_tokens in self._sizes.num_tokens:
                 jax.block_until_ready(self._cross(self._nothing(num_tokens)))
-        self._programs.is_warm = True
+        self.programs.is_warm = True
 
     def _keys(self) -> list[CrossingKey]:
         return [CrossingKey(kind, size) for kind in ("nothing", "cross") for size in self._sizes.num_tokens]
-
-    def listen(self, on_made: Callable[[], None]) -> None:
-        self._programs.on_made = lambda key: on_made()
-
-    @property
-    def num_queued(self) -> int:
-        return self._programs.num_queued
-
-    @property
-    def num_compiled(self) -> int:
-        return self._programs.num_compiled
-
-    @property
-    def num_loaded(self) -> int:
-        return self._programs.num_loaded
-
-    @property
-    def num_compiled_after_warmup(self) -> int:
-        return self._programs.num_compiled_after_warmup
-
-    @property
-    def awaited_programs(self) -> tuple[int, int]:
-        return self._programs.awaited
-
-    def shutdown_programs(self) -> None:
-        self._programs.shutdown()

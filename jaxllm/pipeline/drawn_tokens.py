@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxllm.pipeline.stages import EarlierStage
 from jaxllm.runner.batch import Batch
 from jaxllm.runner.layout import FROM_ROW, Column
+from jaxllm.runner.runner import ModelRunner
 
 _MOST_IN_FLIGHT = 4
 """More steps than are in flight, for each stage."""
@@ -17,7 +17,7 @@ _MOST_IN_FLIGHT = 4
 class TokensOnDevices:
     """Tokens that the devices of one process give to each other. The host does not wait for them."""
 
-    def __init__(self, first: EarlierStage, num_stages: int):
+    def __init__(self, first: ModelRunner, num_stages: int):
         self._first, self._num_stages = first, num_stages
         self._num_launched = 0
         self._trash = first.rows.trash

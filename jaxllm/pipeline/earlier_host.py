@@ -4,14 +4,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import jax
-
+from jaxllm.device_ops import run_ops
 from jaxllm.pipeline.crossing import Crossing
 from jaxllm.pipeline.drawn_tokens import TokensThroughHosts
 from jaxllm.pipeline.lost_peers import check_peers
 from jaxllm.pipeline.runner import Stages
-from jaxllm.pipeline.stages import EarlierStage
+from jaxllm.runner.ops import OpsInFlight
 from jaxllm.runner.pending import StepInFlight
+from jaxllm.runner.runner import ModelRunner
 from jaxllm.scheduler_output import NOT_FINITE, SchedulerOutput
 
 
@@ -22,29 +22,28 @@ class EarlierHost(Stages):
     another one comes from the host before.
     """
 
-    last: EarlierStage
-
-    def __init__(self, stages: Sequence[EarlierStage], *, entry: Crossing | None, leave: Crossing, num_stages: int):
+    def __init__(self, stages: Sequence[ModelRunner], *, entry: Crossing | None, leave: Crossing, num_stages: int):
         """entry: from the stages before, which other hosts have; None if the first stage is here. leave: to those behind."""
         *earlier, last = stages
         super().__init__(earlier, last, [leave] if entry is None else [entry, leave], num_stages)
         self._entry, self._leave = entry, leave
         self._tokens = TokensThroughHosts(last.rows.trash + 1) if entry is None else None
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        """What launches steps, each with the number of steps whose tokens must be known, and writes adapters between them."""
+        self._waiting: deque[tuple[int, Callable[[], object]]] = deque()
+        """What launches steps and operations, each with the number of steps whose tokens must be known."""
 
-    def dispatch(self, plan: SchedulerOutput) -> StepInFlight:
-        """Start a step, as soon as its tokens are known. Its result is empty, and there once the devices of this host have run it."""
+    def dispatch(self, plan: SchedulerOutput) -> StepInFlight | OpsInFlight:
+        """Start a step, as soon as its tokens are known, behind the plan's operations. Its result is empty, and there once the devices of
+        this host have run it."""
+        if plan.ops:
+            self._waiting.append((0, partial(run_ops, plan.ops, self.run_op)))  # what they return is of no use here
+        if not plan.rows:
+            self._launch_known()
+            return OpsInFlight(())
         batch = self.last.batch_of(plan)
         step = StepInFlight(batch)
         self._waiting.append((0 if self._tokens is None else self._tokens.note(batch), partial(self._launch, step)))
         self._launch_known()
         return step
-
-    def write_adapter(self, slot: int, staged: Sequence[jax.Array]) -> None:
-        """See ModelRunner. A write waits with the steps before it."""
-        self._waiting.append((0, partial(super().write_adapter, slot, staged)))
-        self._launch_known()
 
     def take_tokens(self, tokens: Sequence[int]) -> None:
         """See TokenTaker. Raises RuntimeError if a device here lost what they were drawn of."""

@@ -11,7 +11,6 @@ from jaxllm.pipeline.crossing import Crossing, Sizes
 from jaxllm.pipeline.earlier_host import EarlierHost
 from jaxllm.pipeline.runner import PipelineRunner
 from jaxllm.pipeline.split import layers_of_stages
-from jaxllm.pipeline.stages import EarlierStage, LastStage, MiddleStage
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.runner.stage import RunnerParts, Stage
@@ -41,18 +40,14 @@ def pipeline_runner(parts: RunnerParts) -> ModelRunner | PipelineRunner | Earlie
     if len(stages) == 1:
         return parts.make(ModelRunner, stages[0], meshes[0])
     own = [number for number, mesh in enumerate(meshes) if mesh.local_devices]
-    earlier: list[EarlierStage] = [
-        parts.make(MiddleStage if number else EarlierStage, stages[number], meshes[number])
-        for number in own
-        if number < len(stages) - 1
-    ]
-    last = parts.make(LastStage, stages[-1], meshes[-1]) if own[-1] == len(stages) - 1 else None
+    runners = [parts.make(ModelRunner, stages[number], meshes[number]) for number in own]
+    has_last = own[-1] == len(stages) - 1
 
     def crossing_to(number: int) -> Crossing:
-        sizes = Sizes.of(parts.model_config, (last or earlier[0]).buckets)
+        sizes = Sizes.of(parts.model_config, runners[0].buckets)
         return Crossing(meshes[number - 1], meshes[number], sizes)
 
     entry = crossing_to(own[0]) if own[0] else None
-    if last is not None:
-        return PipelineRunner(earlier, last, entry=entry, num_stages=len(stages))
-    return EarlierHost(earlier, entry=entry, leave=crossing_to(own[-1] + 1), num_stages=len(stages))
+    if has_last:
+        return PipelineRunner(runners[:-1], runners[-1], entry=entry, num_stages=len(stages))
+    return EarlierHost(runners, entry=entry, leave=crossing_to(own[-1] + 1), num_stages=len(stages))

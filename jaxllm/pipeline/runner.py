@@ -1,21 +1,23 @@
 """PipelineRunner: runs each step through the stages of a pipeline, one after the other, without waiting for any of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from jaxllm.device_ops import DeviceOp
 from jaxllm.pipeline.crossing import Crossing
 from jaxllm.pipeline.drawn_tokens import TokensOnDevices
 from jaxllm.pipeline.lost_peers import LostPeers
-from jaxllm.pipeline.stages import EarlierStage, LastStage
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
+from jaxllm.runner.all_programs import AllPrograms
 from jaxllm.runner.batch import Batch
-from jaxllm.runner.expert_counts import CountsInFlight
+from jaxllm.runner.consumers import PendingPart
 from jaxllm.runner.memory import entering_bytes
+from jaxllm.runner.ops import PlanRunner
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.rows import Rows
 from jaxllm.runner.runner import ModelRunner
@@ -23,21 +25,34 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import SchedulerOutput
 
 
-class Stages:
+class Stages(PlanRunner):
     """The stages of a pipeline that this process has: an executor's methods, each for all of them."""
 
-    def __init__(self, earlier: Sequence[EarlierStage], last: ModelRunner, crossings: Sequence[Crossing], num_stages: int):
+    def __init__(self, earlier: Sequence[ModelRunner], last: ModelRunner, crossings: Sequence[Crossing], num_stages: int):
         """last: of this process. crossings: those to stages on other hosts, in the order of the stages; num_stages: of all hosts."""
         self._earlier, self.last = tuple(earlier), last
         self.stages = (*self._earlier, last)
         self._crossings, self._num_stages = tuple(crossings), num_stages
+        self.programs = AllPrograms([part.programs for part in self._parts])
 
     # Steps
+
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """See Executor. Each stage takes what is its own."""
+        for stage in self.stages:
+            stage.stage(handle, data)
+
+    def run_op(self, op: DeviceOp) -> list[PendingPart]:
+        """See PlanRunner. Each stage does what is its own."""
+        return [part for stage in self.stages for part in stage.run_op(op)]
+
+    def drain(self) -> None:
+        """See PlanRunner."""
+        self.last.drain()  # it launches the steps of all stages
 
     def run_earlier(self, batch: Batch, entering: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Start a step on all stages before the last of this process. entering: what enters the first. Returns what enters the last."""
         for stage, following in pairwise(self.stages):
-            assert isinstance(stage, EarlierStage)
             entering = (jax.device_put(stage.pass_on(batch, entering), following.shapes.replicated),)
         return entering
 
@@ -104,58 +119,12 @@ class Stages:
         """There is none: the programs of all stages run at the start."""
         return False
 
-    # Sleep
-
-    def keep_weights(self) -> None:
-        for stage in self.stages:
-            stage.keep_weights()
-
-    def forget_weights(self) -> None:
-        for stage in self.stages:
-            stage.forget_weights()
-
-    def restore_weights(self) -> None:
-        for stage in self.stages:
-            stage.restore_weights()
-
-    def drop_weights(self) -> None:
-        for stage in self.stages:
-            stage.drop_weights()
-
-    def drop_caches(self) -> None:
-        for stage in self.stages:
-            stage.drop_caches()
-        self.forget_tokens()
-
-    # Adapters
-
-    def stage_adapter(self, packed: np.ndarray) -> list[jax.Array]:
-        """See ModelRunner. Returns the part of each stage that adapters change."""
-        return [stage.stage_adapter(packed) for stage in self._adapted]
-
-    def write_adapter(self, slot: int, staged: Sequence[jax.Array]) -> None:
-        """See ModelRunner."""
-        self.last.drain()  # it launches the steps of all stages
-        for stage, own in zip(self._adapted, staged, strict=True):
-            stage.write_adapter(slot, own)
-
-    @property
-    def _adapted(self) -> tuple[ModelRunner, ...]:
-        """The stages that adapters change."""
-        return tuple(stage for stage in self.stages if stage.shapes.has_adapters)
-
-    # Experts
-
-    def take_expert_tokens(self) -> CountsInFlight:
-        """See ModelRunner."""
-        found = [stage.take_expert_tokens() for stage in reversed(self.stages)]  # the last drains the launches of all
-        return CountsInFlight.joined(reversed(found))
-
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray | None) -> None:
-        """See ModelRunner."""
-        self.last.drain()  # it launches the steps of all stages
-        stage = next(stage for stage in self.stages if layer in stage.layers)
-        stage.move_experts(layer, moves_2RN, table_EC)
+    def memory(self, action: str, part: str) -> None:
+        """See Executor."""
+        for stage in reversed(self.stages):  # the last drains the launches of all
+            stage.memory(action, part)
+        if part == "kv_cache":
+            self.forget_tokens()
 
     # Any time
 
@@ -188,40 +157,10 @@ class Stages:
     def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
         self.last.foresee(params, pooling, is_masked=is_masked)
 
-    def listen(self, on_made: Callable[[], None]) -> None:
-        for part in self._parts:
-            part.listen(on_made)
-
-    @property
-    def num_queued(self) -> int:
-        return sum(part.num_queued for part in self._parts)
-
-    @property
-    def num_compiled(self) -> int:
-        return sum(part.num_compiled for part in self._parts)
-
-    @property
-    def num_loaded(self) -> int:
-        return sum(part.num_loaded for part in self._parts)
-
-    @property
-    def num_compiled_after_warmup(self) -> int:
-        return sum(part.num_compiled_after_warmup for part in self._parts)
-
-    @property
-    def awaited_programs(self) -> tuple[int, int]:
-        ready, total = zip(*(part.awaited_programs for part in self._parts), strict=True)
-        return sum(ready), sum(total)
-
-    def shutdown_programs(self) -> None:
-        """End the threads that compile."""
-        for part in self._parts:
-            part.shutdown_programs()
-
-    def delete_arrays(self) -> None:
+    def close(self) -> None:
         self.forget_tokens()
         for stage in reversed(self.stages):  # the last ends the launches of all
-            stage.delete_arrays()
+            stage.close()
 
 
 class PipelineRunner(Stages):
@@ -233,16 +172,14 @@ class PipelineRunner(Stages):
     for which requests these have.
     """
 
-    last: LastStage
-
     def __init__(
-        self, earlier: Sequence[EarlierStage], last: LastStage, *, entry: Crossing | None = None, num_stages: int | None = None
+        self, earlier: Sequence[ModelRunner], last: ModelRunner, *, entry: Crossing | None = None, num_stages: int | None = None
     ):
         """entry: from the stages before, if other hosts have these. num_stages: of all hosts, if not those given."""
         super().__init__(earlier, last, [] if entry is None else [entry], num_stages or 1 + len(earlier))
         self._entry = entry
         self._tokens = None
-        last.run_earlier, last.on_drawn = self._enter_last, lambda last_token_N: None
+        last.enter = self._enter_last
         if entry is None:
             self._tokens = TokensOnDevices(self._earlier[0], len(self.stages))
             last.on_drawn = self._tokens.send_back
@@ -250,16 +187,16 @@ class PipelineRunner(Stages):
             last.launch_in_thread()
         last.consumers = (*last.consumers, LostPeers(self._earlier))
 
-    def dispatch(self, plan: SchedulerOutput) -> StepInFlight:
+    def start_step(self, plan: SchedulerOutput) -> StepInFlight:
         """See ModelRunner."""
-        return self.last.dispatch(plan)
+        return self.last.start_step(plan)
 
-    def _enter_last(self, batch: Batch) -> jax.Array:
-        """Start a step on all stages before the last."""
+    def _enter_last(self, batch: Batch) -> tuple[jax.Array, ...]:
+        """Start a step on all stages before the last. Returns what enters this one."""
         if self._tokens is not None:
             self._tokens.give(batch)
         entering = () if self._entry is None else (self._entry.receive(batch.layout.num_tokens),)
-        return self.run_earlier(batch, entering)[0]
+        return self.run_earlier(batch, entering)
 
     def forget_tokens(self) -> None:
         """See Stages."""

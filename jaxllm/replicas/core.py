@@ -181,8 +181,9 @@ class Replicas:
         """Send a request to the replica that the balancer chooses."""
         rank = self.balancer.choose(request, self._wanted_rank(request))
         self._last_prompt, self._last_rank = request.prompt_token_ids, rank
-        if request.adapter is not None and request.adapter not in self._known_adapters:
-            self._known_adapters.add(request.adapter)
+        adapter = request.options.adapter
+        if adapter is not None and adapter not in self._known_adapters:
+            self._known_adapters.add(adapter)
             self._spawn(self._note_adapters())
         try:
             self.clients[rank].add(request)
@@ -192,9 +193,9 @@ class Replicas:
 
     def _wanted_rank(self, request: EngineCoreRequest) -> int | None:
         """The replica that the caller names, or for another answer to the latest prompt, which is in no cache yet, that of the first."""
-        if request.data_parallel_rank is None and request.prompt_token_ids is self._last_prompt:
+        if request.options.data_parallel_rank is None and request.prompt_token_ids is self._last_prompt:
             return self._last_rank if self.balancer.has_seat(self._last_rank) else None
-        return request.data_parallel_rank
+        return request.options.data_parallel_rank
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests."""

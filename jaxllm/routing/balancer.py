@@ -11,7 +11,7 @@ from jaxllm.errors import EngineDeadError, InvalidRequestError
 from jaxllm.request import EngineCoreRequest
 from jaxllm.routing.loads import QUEUE_TOKENS, Loads
 from jaxllm.routing.prefix_index import PrefixIndex, keys_of
-from jaxllm.scheduler.block_hash import HashAlgorithm, first_keys, hashes_of
+from jaxllm.scheduler.block_hash import HashAlgorithm, extra_keys_of, hashes_of
 from jaxllm.scheduler_stats import SchedulerStats
 
 RoutingPolicy = Literal["cache_aware", "least_loaded", "round_robin"]
@@ -55,10 +55,6 @@ class Balancer:
         self._last = -1
 
     # Replicas come and go
-
-    @property
-    def num_up(self) -> int:
-        return int(self.loads.is_up.sum())
 
     def is_up(self, replica: int) -> bool:
         """Whether a replica has requests, or may have."""
@@ -118,7 +114,7 @@ class Balancer:
         """
         cached = self._cached_tokens(request) if self._reads_caches else None
         num_tokens = len(request.prompt_token_ids)
-        return self._choose(request.request_id, num_tokens, cached, request.adapter, rank, request.session_id)
+        return self._choose(request.request_id, num_tokens, cached, request.options.adapter, rank, request.options.session_id)
 
     def choose_by_keys(self, request_id: str, num_tokens: int, keys: Iterable[int], rank: int | None = None) -> int:
         """The same for a prompt of `num_tokens` tokens whose blocks have these keys."""
@@ -158,10 +154,11 @@ class Balancer:
         """Tokens of a prompt that each replica has in its prefix cache."""
         if not request.reads_prefix_cache:
             return None
-        if request.adapter is None:
+        adapter = request.options.adapter
+        if adapter is None:
             return self.index.prefixes(self._keys(request, None)) * self._block_size
         cached = np.zeros(self.num_replicas, np.int64)
-        adapter_keys = [keys.get(request.adapter) for keys in self._adapter_keys]
+        adapter_keys = [keys.get(adapter) for keys in self._adapter_keys]
         for adapter_key in {key for key in adapter_keys if key is not None}:
             found = self.index.prefixes(self._keys(request, adapter_key))
             has_key = np.array([key == adapter_key for key in adapter_keys])
@@ -169,7 +166,7 @@ class Balancer:
         return cached * self._block_size
 
     def _keys(self, request: EngineCoreRequest, adapter_key: str | None) -> Iterable[int]:
-        extra_keys = first_keys(request.cache_salt, adapter_key)
+        extra_keys = extra_keys_of(request, adapter_key, self._block_size)
         return keys_of(hashes_of(request.prompt_token_ids, self._block_size, self._hash_algorithm, extra_keys))
 
     def _choose(

@@ -1,81 +1,9 @@
-"""Counts on the device how many tokens each expert of each mixture computes."""
-
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+"""Which layers of a model have a mixture of experts."""
 
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
 
 
-@dataclass(frozen=True)
-class ExpertCounting:
-    """The mixtures that are counted, in the order of their layers, as a part of the step's programs.
-
-    A step counts all of them at its end, because a kernel for each of them would cost more than what it does.
-    """
-
-    names: tuple[str, ...]
-    """What the layers call their mixtures."""
-    num_experts: int
-    """Of the largest."""
-
-    @classmethod
-    def of(cls, config: ModelConfig, layers: Collection[int]) -> "ExpertCounting":
-        """Of these layers of a model."""
-        found = [(layer, config.layers[layer].mlp) for layer in mixture_layers(config) if layer in layers]
-        names = tuple(f"{config.layer_name(layer)}.{part.name}" for layer, part in found)
-        most = max((part.routing.num_experts for _, part in found if isinstance(part, MoE)), default=0)
-        return cls(names, most)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the counts."""
-        return len(self.names), self.num_experts
-
-    def add(self, counts_LE: jax.Array, chosen: Sequence[tuple[str, jax.Array]]) -> jax.Array:
-        """The counts with those of a step. chosen: mixtures by name with the experts of some tokens, int32 [T, k], -1 for padding."""
-        if not chosen:
-            return counts_LE
-        numbers = {name: number for number, name in enumerate(self.names)}
-        assert numbers.keys() >= {name for name, _ in chosen}, "a mixture that is not counted"
-        none = counts_LE.size
-        index = [
-            jnp.where(expert_Tk < 0, none, numbers[name] * self.num_experts + expert_Tk).reshape(-1)
-            for name, expert_Tk in chosen
-        ]
-        return counts_LE.reshape(-1).at[jnp.concatenate(index)].add(1, mode="drop").reshape(counts_LE.shape)
-
-
 def mixture_layers(config: ModelConfig) -> tuple[int, ...]:
     """The layers of a model that have a mixture of experts."""
     return tuple(i for i, layer in enumerate(config.layers) if isinstance(layer.mlp, MoE))
-
-
-class CountsInFlight:
-    """Counts on their way to the host: of each stage of a pipeline, or of the one engine."""
-
-    def __init__(self, parts: Sequence[jax.Array]):
-        self._parts = parts
-        for part in parts:
-            part.copy_to_host_async()
-
-    @classmethod
-    def joined(cls, stages: Iterable["CountsInFlight"]) -> "CountsInFlight":
-        """The counts of several stages, in their order."""
-        return cls([part for stage in stages for part in stage._parts])
-
-    def is_ready(self) -> bool:
-        """Whether `result` returns at once."""
-        return all(part.is_ready() for part in self._parts)  # type: ignore[attr-defined]
-
-    def result(self) -> np.ndarray:
-        """Int32 [mixtures, experts]. Waits for the device, and raises the error of a step before."""
-        parts = [np.asarray(part) for part in self._parts if len(part)]
-        most = max((part.shape[1] for part in parts), default=0)
-        return np.concatenate(
-            [np.pad(part, ((0, 0), (0, most - part.shape[1]))) for part in parts or [np.zeros((0, 0), np.int32)]]
-        )

@@ -12,6 +12,7 @@ from jaxllm.runner.batch import Batch
 from jaxllm.runner.consumers import Hidden, PendingPart
 from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.runner.layout import Column
+from jaxllm.runner.ops import collected
 from jaxllm.scheduler_output import ModelRunnerOutput
 
 
@@ -28,6 +29,8 @@ class StepInFlight:
     hidden: Hidden | None = None
     """Between the forward pass and sampling."""
     parts: Sequence[PendingPart] = ()
+    op_parts: Sequence[PendingPart] = ()
+    """Of the plan's operations."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that failed alone, with the reason."""
     done: jax.Array | None = None
@@ -105,6 +108,10 @@ class StepInFlight:
             raise RuntimeError("the step was never drawn")
         np.asarray(self.done)
         output = ModelRunnerOutput({}, errors=self.errors)
-        for part in self.parts:
+        for part in (*self.parts, *self.op_parts):
             part.collect(output)
         return output
+
+    def op_results(self) -> ModelRunnerOutput:
+        """See PendingStep."""
+        return collected(self.op_parts)

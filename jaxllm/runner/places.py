@@ -12,12 +12,10 @@ from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.step import Step, call_layer, choose_experts, compute_experts, gated_delta
 from jaxllm.parallel.exchange import LaneExchange
 from jaxllm.parallel.shards import Shards
-from jaxllm.runner.drafts import DraftRows
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import FROM_ROW, Column
 from jaxllm.runner.paged_context import GroupTable, PagedContext
 from jaxllm.runner.shared_layers import SharedLayers
-from jaxllm.runner.token_split import TokenSplit
 
 
 class Places(NamedTuple):
@@ -121,19 +119,20 @@ def at_positions(
     )
 
 
-def device_tokens(last_token_N: jax.Array, drafts: DraftRows | None, known_T: jax.Array, places: Places) -> jax.Array:
-    """The ids of a step's tokens, those that the host does not know from their rows: the last drawn token, then the drafts."""
-    token_T = last_token_N[places.row_T]
-    if drafts is not None:
-        draft_T = drafts.draft_NK[places.row_T, jnp.clip(places.offset_T - 1, 0, drafts.draft_NK.shape[1] - 1)]
-        token_T = jnp.where(places.offset_T == 0, token_T, jnp.maximum(draft_T, 0))
-    return jnp.where(known_T == FROM_ROW, token_T, known_T)
+def latest_or_known(latest_T: jax.Array, known_T: jax.Array) -> jax.Array:
+    """The ids of a step's tokens: those that the host knows, and in place of FROM_ROW what rows have."""
+    return jnp.where(known_T == FROM_ROW, latest_T, known_T)
 
 
 def first_of_each(known_R: jax.Array, width: int) -> jax.Array:
     """Ids that the host knows, of the first token of each row, for all tokens: FROM_ROW for the others."""
     others_RW = jnp.full((known_R.shape[0], width - 1), FROM_ROW, known_R.dtype)
     return jnp.concatenate([known_R[:, None], others_RW], axis=1).reshape(-1)
+
+
+def next_position(columns_RC: jax.Array) -> jax.Array:
+    """int32[R]: the position behind the tokens of each row."""
+    return columns_RC[:, Column.START] + columns_RC[:, Column.NUM_TOKENS]
 
 
 def each_draw(columns_RC: jax.Array, width: int) -> jax.Array:
@@ -155,38 +154,29 @@ def make_step(
     layers: Sequence[LayerPlace],
     kernels: Kernels,
     shards: Shards,
-    wanted_features: Sequence[int] = (),
     entering_TD: jax.Array | None = None,
-    devices: TokenSplit | None = None,
     exchange: LaneExchange | None = None,
     share_layers: bool = False,
 ) -> Step:
     """What a model with these layers runs on. It replaces the arrays in `caches`.
 
-    devices: those that split tokens, of which the step has this one's share. exchange: between lanes. share_layers: whether layers that
-    are alike become calls of one function."""
-    tables, position_T, is_real_T = places.tables, places.position_T, places.is_real_T
-    if devices is not None:
-        page_size = caches[0].shape[2]
-        tables = tuple(table._replace(slot_T=devices.own_slots(table.slot_T, page_size)) for table in tables)
-        token_ids_T, position_T, is_real_T = devices.share((token_ids_T, position_T, is_real_T))
+    exchange: between lanes. share_layers: whether layers that are alike become calls of one function."""
     context = PagedContext(
         caches=caches,
         places=layers,
-        tables=tables,
+        tables=places.tables,
         query_start_R1=places.query_start_R1,
         kv_length_R=places.kv_length_R,
         rows=places.rows,
         num_queries=places.num_queries,
         kernels=kernels,
-        devices=devices,
     )
     return Step(
         token_ids_T,
-        position_T,
+        places.position_T,
         context,
         shards,
-        is_real_T,
+        places.is_real_T,
         choose_experts=partial(choose_experts, implementation=kernels.expert_choice, interpret=kernels.interpret),
         experts=partial(compute_experts, implementation=kernels.grouped_matmul, interpret=kernels.interpret),
         attend_to_latents=context.attend_to_latents,
@@ -194,8 +184,6 @@ def make_step(
         gated_delta=partial(gated_delta, implementation=kernels.gated_delta, interpret=kernels.interpret),
         entering_TD=entering_TD,
         exchange=exchange,
-        attended_positions_T=None if devices is None else places.position_T,
-        wanted_features=wanted_features,
         call_layer=SharedLayers(context) if share_layers else call_layer,
     )
 

@@ -180,6 +180,16 @@ class Programs(Generic[Key]):
             if key not in self._compiled:
                 self._wait_for(key)  # retries a failed program, and raises its error
 
+    def finish(self) -> None:
+        """Wait until all programs that were passed to `start` or `hurry` are ready. Raises the first error."""
+        with self._lock:
+            keys = list(self._jobs)
+        self.wait(keys)
+
+    def listen(self, on_made: Callable[[], None]) -> None:
+        """Call this from now on whenever a program was made, in the thread that made it."""
+        self.on_made = lambda key: on_made()
+
     def compile_all(self, keys: Sequence[Key], progress: Progress) -> None:
         """Make the missing programs of `keys` in parallel, and wait for them."""
         missing = [key for key in keys if key not in self._compiled]

@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
+from jaxllm.device_ops import DeviceOp
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.loaders.layout import delete, zeros
+from jaxllm.loaders.layout import delete
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put, spans_hosts
 from jaxllm.parallel.shards import make_shards
@@ -20,30 +21,38 @@ from jaxllm.parallel.topology import Topology
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner import warm_up
-from jaxllm.runner.adaptation import Adaptation, Adapting
+from jaxllm.runner.adaptation import Adaptation
+from jaxllm.runner.adapter_slots import AdapterSlots
 from jaxllm.runner.batch import Batch, BatchBuilder
 from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.consumers import Hidden, HiddenConsumer
+from jaxllm.runner.consumers import Hidden, HiddenConsumer, PendingPart
 from jaxllm.runner.consumers.pooling import Pooling
 from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs
 from jaxllm.runner.consumers.sampling import PendingTokens, Sampling
-from jaxllm.runner.draft_step import DraftFunctions
 from jaxllm.runner.drafter import Drafter
-from jaxllm.runner.expert_counts import CountsInFlight, ExpertCounting
-from jaxllm.runner.expert_moves import moved_experts
-from jaxllm.runner.expert_placement import Placing, Tables
+from jaxllm.runner.expert_ops import CountReader, ExpertMoves
+from jaxllm.runner.expert_placement import Tables
+from jaxllm.runner.features.adapters import Adapters
+from jaxllm.runner.features.drafts.step import Drafts
+from jaxllm.runner.features.expert_counts import ExpertCounts
+from jaxllm.runner.features.expert_slots import ExpertSlots
+from jaxllm.runner.features.token_split import SplitTokens
 from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.latest_tokens import LatestTokens
 from jaxllm.runner.layout import StepLayout, padded
 from jaxllm.runner.memory import MemoryPlan
+from jaxllm.runner.ops import PlanRunner, by_type, run_by
 from jaxllm.runner.peers import Peers
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import Programs
+from jaxllm.runner.row_arrays import Caches, RowArrays, Scores
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Row, Rows
 from jaxllm.runner.shared_layers import traces_alike_once
 from jaxllm.runner.split_program import CompiledProgram
-from jaxllm.runner.step import Caches, RowArrays, Scores, StepFunctions
+from jaxllm.runner.step import StepFunctions
+from jaxllm.runner.step_feature import StepFeature
 from jaxllm.runner.step_programs import TOKENS_PER_SHOW, UPDATES_PER_WRITE, ProgramKey, StepPrograms
 from jaxllm.runner.token_split import TokenSplit
 from jaxllm.runner.weights import Weights, WeightsSource
@@ -63,10 +72,9 @@ MAX_THREAD_ROWS = 64
 and on a small model longer than the device. With more requests, the two threads would contend for the interpreter."""
 
 
-class ModelRunner(WeightsHolder):
+class ModelRunner(WeightsHolder, PlanRunner):
     """Runs `SchedulerOutput`s on the device, in the order given."""
 
-    functions_type: type[StepFunctions] = StepFunctions
     programs_type: type[StepPrograms] = StepPrograms
 
     def __init__(
@@ -117,6 +125,7 @@ class ModelRunner(WeightsHolder):
             params=self.weights.shapes,
             num_blocks=plan.num_blocks,
             max_blocks=max_blocks,
+            layers=model.layers,
             make_state=self.sampling.new_state,
             full_logprobs=full_logprobs,
             in_pieces=bool(config.compile.share_layers),
@@ -148,6 +157,8 @@ class ModelRunner(WeightsHolder):
             PromptLogprobs(self, self.buckets),
             Pooling(self, self.buckets, model_config),
         )
+        self.slots = AdapterSlots(self)
+        self.op_features = by_type((self.slots, CountReader(self), ExpertMoves(self, self.program)))
         self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
@@ -159,6 +170,10 @@ class ModelRunner(WeightsHolder):
         # On a CPU, launches are too cheap for a thread, but for those in pieces, which wait for each piece.
         self._launcher = WorkerThread("launch") if on_gpu or config.compile.share_layers else None
         self._max_thread_rows = MAX_THREAD_ROWS
+        self.enter: Callable[[Batch], tuple[jax.Array, ...]] = lambda batch: ()
+        """Runs earlier stages of a pipeline. Returns what they leave, on the devices of this one; nothing if there are none."""
+        self.on_drawn: Callable[[jax.Array], Any] = lambda last_token_N: None
+        """Called with the last token of each row, whenever a step has drawn some."""
         self._never_run: list[ProgramKey] = []
         """Common programs that `warm_up` left out."""
         self.num_steps = 0
@@ -175,9 +190,15 @@ class ModelRunner(WeightsHolder):
         config, model_config, drafter, last_part = source.config, source.model_config, source.drafter, self.weights.parts[-1]
         max_rows, vocab_size, max_logprobs = config.scheduler.max_num_seqs, model_config.vocab_size, config.model.max_logprobs
         assert max_rows is not None
-        adapting = None if source.adaptation is None else Adapting(source.adaptation, merges[-1], last_part)
-        placing = None if source.tables is None else Placing.of(model_config, source.model, last_part, merges[-1])
-        return self.functions_type(
+        found: list[StepFeature | None] = [
+            None if token_split is None else SplitTokens(token_split),
+            None if source.adaptation is None else Adapters(source.adaptation, merges[-1], last_part, kernels),
+            None if source.tables is None else ExpertSlots.of(model_config, source.model, last_part, merges[-1]),
+            ExpertCounts.of(model_config, source.model.layers) if config.observe.expert_load else None,
+        ]
+        max_len = -(-plan.max_model_len // plan.block_size) * plan.block_size
+        of_drafter = (merges[1:2], model_config.num_layers, max_len, model_config.padded_vocab_size)
+        return StepFunctions(
             merge=merges[0],
             shards=make_shards(source.mesh),
             cache=plan.cache,
@@ -186,11 +207,8 @@ class ModelRunner(WeightsHolder):
             num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
             logprobs_mode=config.model.logprobs_mode,
             processors=processors,
-            drafting=None if drafter is None else DraftFunctions(drafter, merges[1:2], model_config.num_layers),
-            adapting=adapting,
-            placing=placing,
-            counting=ExpertCounting.of(model_config, source.model.layers) if config.observe.expert_load else None,
-            token_split=token_split,
+            features=tuple(feature for feature in found if feature is not None),
+            latest=LatestTokens() if drafter is None else Drafts(drafter, *of_drafter),
             share_layers=traces_alike_once(config, on_gpu=jax.default_backend() != "cpu"),
         )
 
@@ -251,45 +269,13 @@ class ModelRunner(WeightsHolder):
         largest = ProgramKey("forward", self.buckets.tokens[-1], adapted=self.shapes.has_adapters)
         return work_bytes(self.programs, largest)
 
-    def stage_adapter(self, packed: np.ndarray) -> jax.Array:
-        """Send a packed adapter, or its bytes, to the devices, as far as it is of this stage; it has arrived when this returns. May be
-        called in a thread."""
-        wanted, adapting = self.shapes.packed_adapter, self.shapes.functions.adapting
-        assert adapting is not None, "the engine has no adapters"
-        own = adapting.adaptation.own(packed.view(wanted.dtype).reshape(wanted.shape[0], -1))
-        return jax.block_until_ready(put(own, wanted.sharding))  # type: ignore[no-any-return]
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """See Executor."""
+        self.slots.stage(handle, data)
 
-    def write_adapter(self, slot: int, packed: jax.Array) -> None:
-        """Write an adapter (`StepPrograms.packed_adapter`) into a slot, after the steps dispatched so far and before later ones.
-
-        Takes the array. Raises the device's error if it cannot; the slots are then lost.
-        """
-        adapting = self.shapes.functions.adapting
-        assert adapting is not None, "the engine has no adapters"
-        self.drain()
-        arrays = self.program(ProgramKey("write_adapter"))(self.params[adapting.part], packed, self.put(np.int32(slot)))
-        self.params = (*self.params[: adapting.part.start], *arrays)
-
-    def take_expert_tokens(self) -> CountsInFlight:
-        """Start to read the tokens that each expert got since the last call, in the steps dispatched so far. Returns at once."""
-        self.drain()
-        self.row_arrays, counts = self.program(ProgramKey("take_expert_tokens"))(self.row_arrays)
-        return CountsInFlight([counts])
-
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray | None) -> None:
-        """See Executor; without a table the layer's own stays."""
-        self.drain()
-        changed = moved_experts(self.shapes, self.program, self.params, layer, moves_2RN, table_EC)
-        self.params = tuple(changed.get(index, array) for index, array in enumerate(self.params))
-
-    def _replace_lost_slots(self) -> None:
-        """Empty slots in place of arrays that a failed `write_adapter` took."""
-        adapting = self.shapes.functions.adapting
-        if adapting is None or not any(array.is_deleted() for array in self.params[adapting.part]):
-            return
-        delete(self.params[adapting.part])
-        empty = jax.tree.leaves(zeros(adapting.adaptation.model, self.shapes.mesh))
-        self.params = (*self.params[: adapting.part.start], *empty)
+    def run_op(self, op: DeviceOp) -> list[PendingPart]:
+        """See PlanRunner."""
+        return run_by(self.op_features, op)
 
     def allocate_caches(self) -> None:
         """Allocate the KV cache, zeroed: a NaN in a masked slot would still make a sum NaN."""
@@ -332,7 +318,7 @@ class ModelRunner(WeightsHolder):
                 jax.block_until_ready((self.row_arrays, self.caches))
             self.peers.reset()
         self.drop_caches()
-        self._replace_lost_slots()
+        self.slots.replace_lost()
         self.row_arrays = self._new_row_arrays()
         self.allocate_caches()
         jax.block_until_ready((self.row_arrays, self.caches))
@@ -375,32 +361,6 @@ class ModelRunner(WeightsHolder):
             warm_up.run_on_nothing(self, [key])
         return True
 
-    def listen(self, on_made: Callable[[], None]) -> None:
-        """Call this from now on whenever a program was made, in the thread that made it."""
-        self.programs.on_made = lambda key: on_made()
-
-    @property
-    def num_queued(self) -> int:
-        """Number of programs that are compiled or loaded in the background now, or will be."""
-        return self.programs.num_queued
-
-    @property
-    def num_compiled(self) -> int:
-        return self.programs.num_compiled
-
-    @property
-    def num_loaded(self) -> int:
-        return self.programs.num_loaded
-
-    @property
-    def num_compiled_after_warmup(self) -> int:
-        return self.programs.num_compiled_after_warmup
-
-    @property
-    def awaited_programs(self) -> tuple[int, int]:
-        """Programs that a step waits for now: how many are ready, and the total. Safe to read from any thread."""
-        return self.programs.awaited
-
     @property
     def adapts_logits(self) -> bool:
         return self.shapes.adapts_logits
@@ -419,23 +379,20 @@ class ModelRunner(WeightsHolder):
             self.peers.note([key])
         return program
 
-    def shutdown_programs(self) -> None:
-        """End the threads that compile."""
-        self.programs.shutdown()
-
-    def delete_arrays(self) -> None:
+    def close(self) -> None:
         """Release all device memory, after the last program has been compiled."""
-        self.shutdown_programs()
+        self.programs.shutdown()
         if self._launcher is not None:
             self._launcher.shutdown()
         self.drop_caches()
         delete((self.params, self._spacers))
-        self.forget_weights()
+        self.slots.delete_arrays()
+        self.memory("drop", "copies")
         if self.peers is not None:
             self.peers.delete_arrays()
             self.peers = None
 
-    def dispatch(self, plan: SchedulerOutput) -> StepInFlight:
+    def start_step(self, plan: SchedulerOutput) -> StepInFlight:
         """Start a step and return at once. The device runs dispatched steps in order.
 
         A plan with masked requests needs the step's `draw`, before the next dispatch, to sample its tokens.
@@ -501,8 +458,8 @@ class ModelRunner(WeightsHolder):
         step.errors = self.prepare(batch)
         key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=self.is_adapted(batch))
         program = self.program(key)
-        (drawn,) = self.run_step(program, batch.layout, batch.buffer, self.entering(batch))
-        self.note_drawn()
+        (drawn,) = self.run_step(program, batch.layout, batch.buffer, self.enter(batch))
+        self.on_drawn(self.row_arrays.last_token_N)
         parts = [consumer.launch(work, None) for consumer, work in self.select(batch)]
         step.done, step.parts = drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts]
 
@@ -518,16 +475,22 @@ class ModelRunner(WeightsHolder):
         )
         return results
 
-    def entering(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """What programs forward and decode take of earlier stages of a pipeline."""
-        return ()
-
     def is_adapted(self, batch: Batch) -> bool:
         """Whether a step's adapters change what is computed here."""
         return batch.adapted and self.shapes.has_adapters
 
-    def note_drawn(self) -> None:
-        """Called when the tokens of a step are in `row_arrays`."""
+    def pass_on(self, batch: Batch, entering: tuple[jax.Array, ...]) -> jax.Array:
+        """Start a step on a stage that others follow. Returns what enters the next stage, on the devices of this one."""
+        kind, size = ("decode", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
+        if batch.extra_updates is not None:
+            self._write_blocks(*batch.extra_updates)
+        program = self.program(ProgramKey(kind, size, adapted=self.is_adapted(batch)))
+        (leaving_TD,) = self.run_step(program, batch.layout, batch.buffer, entering)
+        return leaving_TD  # type: ignore[no-any-return]
+
+    def take_tokens(self, last_token_N: jax.Array) -> None:
+        """Set the last token of each row, for the steps that follow."""
+        self.row_arrays = self.row_arrays._replace(last_token_N=last_token_N)
 
     def _forward_and_sample(self, step: StepInFlight) -> None:
         self._forward(step)
@@ -544,7 +507,7 @@ class ModelRunner(WeightsHolder):
             # The next step's program, unless other requests arrive.
             num_rows, width = self.buckets.fit_decode(len(batch.sampled)), batch.next_width
             likely.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self.is_adapted(batch)))
-        if self.shapes.functions.drafting is not None:
+        if self.shapes.functions.find(Drafts) is not None:
             needed.append(self._propose_key(batch))
         reads_drafts = step.mask_TW is not None and batch.width > 1
         if reads_drafts:
@@ -554,7 +517,7 @@ class ModelRunner(WeightsHolder):
             self.read_drafts(step)
         step.errors = self.prepare(batch)
         forward = self.program(forward_key)
-        step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, batch.buffer, self.entering(batch)))
+        step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, batch.buffer, self.enter(batch)))
         step.parts = [consumer.launch(part, hidden) for consumer, part in work]
 
     def _forward_key(self, batch: Batch) -> ProgramKey:
@@ -586,7 +549,7 @@ class ModelRunner(WeightsHolder):
                 self.sampling.admit(row, step.errors)
         if batch.sampled:
             tokens.append(self.sampling.launch(batch, hidden, step.mask_TW))
-            self.note_drawn()
+            self.on_drawn(self.row_arrays.last_token_N)
         if hidden.for_drafter is not None:
             token_ids_T, features = hidden.for_drafter
             self.caches, self.row_arrays = self.program(self._propose_key(batch))(

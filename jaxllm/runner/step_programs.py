@@ -18,13 +18,17 @@ from jaxllm.parallel.axes import num_parts
 from jaxllm.parallel.mesh import CONTEXT, TENSOR, context_size, tensor_size
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.drafts import DraftRows, kept_logits
 from jaxllm.runner.expert_placement import ROUNDS
+from jaxllm.runner.features.adapters import Adapters
+from jaxllm.runner.features.drafts.step import Drafts
+from jaxllm.runner.features.expert_counts import ExpertCounts
+from jaxllm.runner.features.expert_slots import ExpertSlots
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.pooling_step import POOL_COLUMNS, add_up, pool
+from jaxllm.runner.row_arrays import Caches, RowArrays
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, sampled_by
 from jaxllm.runner.split_program import Lowered, Pieces, split
-from jaxllm.runner.step import Caches, RowArrays, StepFunctions
+from jaxllm.runner.step import StepFunctions
 from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState, admit
 from jaxllm.sampling.variants import Variant, needs_state
@@ -71,6 +75,8 @@ class StepPrograms:
     num_blocks: int
     max_blocks: int
     """Per request and group of layers."""
+    layers: range
+    """Those that are computed here: all, or those of a stage of a pipeline."""
     make_state: Callable[[], SamplingState]
     full_logprobs: bool
     """Whether full sampling alone reports logprobs."""
@@ -86,9 +92,22 @@ class StepPrograms:
     @property
     def num_updates(self) -> int:
         """Most new blocks of a row in a decode, in all groups of layers."""
-        drafting = self.functions.drafting
-        most_tokens = 1 if drafting is None else drafting.width + drafting.drafter.num_lookahead
+        most_tokens = self.functions.latest.width + self.functions.latest.num_lookahead
         return len(self.cache.groups) * -(-most_tokens // self.cache.block_size)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no stage of a pipeline comes before."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no stage follows: tokens are sampled here, and vectors pooled."""
+        return self.layers.stop == self.model.num_layers
+
+    @property
+    def _drafts(self) -> Drafts | None:
+        return self.functions.find(Drafts)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -171,6 +190,9 @@ class StepPrograms:
             *([ProgramKey("write_adapter")] if self.has_adapters else []),
             *self.experts_keys(),
         ]
+        if not self.is_last:
+            decode_rows = reversed(buckets.decode_rows if self.model.generates else ())
+            return [*forward, *(ProgramKey("decode", size, adapted=has) for size in decode_rows for has in adapted), *writes]
         if not self.model.generates:
             return [*forward, *self._pooling_keys(), *writes]
         return [
@@ -194,7 +216,7 @@ class StepPrograms:
                 for size in reversed(buckets.tokens)
                 for variant in simple
                 for width in buckets.widths
-                if self.functions.drafting is not None
+                if self._drafts is not None
             ),
             *([ProgramKey("show")] if self.shows_history else []),
             *writes,
@@ -202,14 +224,13 @@ class StepPrograms:
 
     def experts_keys(self) -> list[ProgramKey]:
         """What reads the tokens of experts, if they are counted, and what moves experts, if they move."""
-        takes = [] if self.functions.counting is None else [ProgramKey("take_expert_tokens")]
-        placing = self.functions.placing
+        takes = [] if self.functions.find(ExpertCounts) is None else [ProgramKey("take_expert_tokens")]
+        placing = self.functions.find(ExpertSlots)
         return takes if placing is None else [*takes, *dict.fromkeys(map(self.moving_key, placing.leaves))]
 
     def moving_key(self, layer: int) -> ProgramKey:
         """The program that moves a layer's experts: its size is the first layer with arrays of these shapes."""
-        placing = self.functions.placing
-        assert placing is not None, "experts do not move"
+        placing = self.functions.get(ExpertSlots)
         shapes = {
             i: [(self.params[leaf].shape, self.params[leaf].dtype) for leaf in leaves] for i, leaves in placing.leaves.items()
         }
@@ -218,13 +239,13 @@ class StepPrograms:
     @property
     def shows_history(self) -> bool:
         """Whether the drafter must be shown the tokens of cached prefixes."""
-        drafting = self.functions.drafting
+        drafting = self._drafts
         return drafting is not None and drafting.drafter.needs_history
 
     def rare_keys(self) -> list[ProgramKey]:
         """What only some requests ask for: grammars, the full sampler, logprobs, vectors."""
         buckets, adapted_heads = self.buckets, self._adapted_heads
-        if not self.model.generates:
+        if not self.model.generates or not self.is_last:
             return []
         return [
             *(ProgramKey("forward_rows", size, adapted=has) for size in buckets.rows_apart for has in self.adapted_steps),
@@ -243,7 +264,7 @@ class StepPrograms:
                 for has in adapted_heads
                 if not self.full_logprobs
             ),
-            *([] if self.functions.drafting is None else [ProgramKey("drafts")]),
+            *([] if self._drafts is None else [ProgramKey("drafts")]),
             *self._pooling_keys(),
             ProgramKey("new_state"),
             ProgramKey("admit"),
@@ -260,7 +281,7 @@ class StepPrograms:
     @property
     def has_adapters(self) -> bool:
         """Whether adapters may change what is computed here."""
-        return self.functions.adapting is not None
+        return self.functions.find(Adapters) is not None
 
     @property
     def adapted_steps(self) -> tuple[bool, ...]:
@@ -270,7 +291,8 @@ class StepPrograms:
     @property
     def adapts_logits(self) -> bool:
         """Whether adapters change logits not only by the hidden states."""
-        return self.functions.adapting is not None and self.functions.adapting.adaptation.changes_logits
+        adapters = self.functions.find(Adapters)
+        return adapters is not None and adapters.changes_logits
 
     @property
     def _adapted_heads(self) -> tuple[bool, ...]:
@@ -305,9 +327,9 @@ class StepPrograms:
 
     def nothing_to_propose(self, key: ProgramKey) -> tuple[Any, ...]:
         """What `propose` takes of a step without requests."""
-        assert self.functions.drafting is not None
+        assert self._drafts is not None
         hidden_TD = np.zeros((key.size, self.model.hidden_size), jnp.dtype(self.model.dtype))
-        features = (hidden_TD,) * len(self.functions.drafting.drafter.feature_layers)
+        features = (hidden_TD,) * len(self._drafts.drafter.feature_layers)
         return hidden_TD, self.nothing_to_sample()[1], np.zeros(key.size, np.int32), features
 
     @property
@@ -374,13 +396,21 @@ class StepPrograms:
         return self.params, self._caches, self.rows, self._buffer(layout), self.workspace
 
     def entering(self, layout: StepLayout) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What they take besides: nothing, where one program computes all layers."""
-        return ()
+        """What they take besides: of a later stage the sum of embedding and all earlier layers, [T, D]."""
+        return () if self.is_first else (self._shape((layout.num_tokens, self.model.hidden_size), self.model.dtype),)
+
+    def _lower_pass_on(self, key: ProgramKey) -> Lowered:
+        layout, width = self.layout(key), 1 if key.kind == "decode" else None
+        arguments = (*self.step_arguments(layout), *self.entering(layout))
+        out = (self._cache_shardings, self.replicated, self.replicated)
+        return self._lower_on_each(partial(self.functions.pass_on, layout, width, key.adapted), arguments, out, donate=(1, 2))
 
     def _lower_forward(self, key: ProgramKey) -> Lowered:
+        if not self.is_last:
+            return self._lower_pass_on(key)
         layout, same = self.layout(key), self.replicated
         arguments = (*self.step_arguments(layout), *self.entering(layout))
-        out = (self._cache_shardings, same, same, same, same, *([same] if self.functions.drafting is not None else []))
+        out = (self._cache_shardings, same, same, same, same, *([same] if self._drafts is not None else []))
         return self._lower_on_each(partial(self.functions.forward, layout, key.adapted), arguments, out, donate=(1, 2))
 
     def _lower_forward_rows(self, key: ProgramKey) -> Lowered:
@@ -390,6 +420,8 @@ class StepPrograms:
         return self._lower_on_each(partial(self.functions.forward_rows, layout, key.adapted), arguments, out, donate=(1, 2))
 
     def _lower_decode(self, key: ProgramKey) -> Lowered:
+        if not self.is_last:
+            return self._lower_pass_on(key)
         layout, same = self.layout(key), self.replicated
         arguments = (*self.step_arguments(layout), *self.entering(layout))
         out = (self._cache_shardings, same, same)
@@ -411,13 +443,13 @@ class StepPrograms:
         return self._lower_on_each(function, arguments, self.replicated, donate=(1, 4))
 
     def _lower_propose(self, key: ProgramKey) -> Lowered:
-        assert self.functions.drafting is not None
+        assert self._drafts is not None
         hidden_TD = self._shape((key.size, self.model.hidden_size), self.model.dtype)
-        features = (hidden_TD,) * len(self.functions.drafting.drafter.feature_layers)
+        features = (hidden_TD,) * len(self._drafts.drafter.feature_layers)
         columns_NC = self._ints(self.buckets.max_rows, NUM_ROW_COLUMNS)
         step = (hidden_TD, columns_NC, self._ints(key.size), features)
         arguments = (self.params, self._caches, self.rows, *step, self.workspace)
-        function = partial(self.functions.propose, key.size, key.variant, key.width)
+        function = partial(self._drafts.propose_apart, self.functions, key.size, key.variant, key.width)
         return self._lower_on_each(function, arguments, (self._cache_shardings, self.replicated), donate=(1, 2))
 
     def _lower_prompt_logprobs(self, key: ProgramKey) -> Lowered:
@@ -443,12 +475,11 @@ class StepPrograms:
         return program.lower(self.rows, self._ints(2, UPDATES_PER_WRITE))
 
     def _lower_take_expert_tokens(self, key: ProgramKey) -> jax.stages.Lowered:
-        program = jax.jit(self.functions.take_expert_tokens, donate_argnums=0, out_shardings=self.replicated)
+        program = jax.jit(self.functions.get(ExpertCounts).take, donate_argnums=0, out_shardings=self.replicated)
         return program.lower(self.rows)
 
     def _lower_move_experts(self, key: ProgramKey) -> Lowered:
-        placing = self.functions.placing
-        assert placing is not None
+        placing = self.functions.get(ExpertSlots)
         arrays = tuple(self.params[leaf] for leaf in placing.leaves[key.size])
         out = tuple(array.sharding for array in arrays)
         moves = jax.ShapeDtypeStruct(self.no_moves(key.size).shape, jnp.int32, sharding=self.everywhere)
@@ -457,31 +488,28 @@ class StepPrograms:
 
     def no_moves(self, layer: int) -> np.ndarray:
         """The plan of as many rounds of moves as one run of the program has, in which a layer's experts stay where they are."""
-        placing, num_devices = self.functions.placing, num_parts(("split_experts",), self.mesh.shape)
-        assert placing is not None, "experts do not move"
+        placing, num_devices = self.functions.get(ExpertSlots), num_parts(("split_experts",), self.mesh.shape)
         moves_2RN = np.zeros((2, ROUNDS, num_devices), np.int32)
         moves_2RN[1] = self.params[placing.leaves[layer][0]].shape[0] // num_devices
         return moves_2RN
 
     def _lower_write_adapter(self, key: ProgramKey) -> Lowered:
-        adapting = self.functions.adapting
-        assert adapting is not None
+        adapting = self.functions.get(Adapters)
         arrays = self.params[adapting.part]
         out = tuple(array.sharding for array in arrays)
-        return self._lower_on_each(self.functions.write_adapter, (arrays, self.packed_adapter, self._ints()), out, donate=(0,))
+        return self._lower_on_each(adapting.write, (arrays, self.packed_adapter, self._ints()), out, donate=(0,))
 
     @property
     def packed_adapter(self) -> jax.ShapeDtypeStruct:
         """One adapter: each device's part of its arrays, one after the other."""
-        assert self.functions.adapting is not None
-        adaptation = self.functions.adapting.adaptation
+        adaptation = self.functions.get(Adapters).adaptation
         by_device = NamedSharding(self.mesh, PartitionSpec(TENSOR))
         return jax.ShapeDtypeStruct(
             (tensor_size(self.mesh), adaptation.packed_size), jnp.dtype(adaptation.dtype), sharding=by_device
         )
 
     def _lower_show(self, key: ProgramKey) -> jax.stages.Lowered:
-        drafting = self.functions.drafting
+        drafting = self._drafts
         assert drafting is not None
         program = jax.jit(drafting.show, donate_argnums=0, out_shardings=self.replicated)
         return program.lower(self.rows, self._ints(2), self._ints(TOKENS_PER_SHOW))
@@ -539,19 +567,11 @@ class StepPrograms:
     def rows(self) -> Any:
         num_rows = self.buckets.max_rows + 1
         table = self._ints(num_rows, len(self.cache.groups) * self.max_blocks)
-        drafts = None
-        if (drafting := self.functions.drafting) is not None:
-            state = jax.eval_shape(partial(drafting.drafter.new_state, num_rows, self.max_blocks * self.cache.block_size))
-            logits = kept_logits(drafting.drafter, num_rows, self.model.padded_vocab_size)
-            drafts = DraftRows(
-                self._ints(num_rows),  # type: ignore[arg-type]
-                self._ints(num_rows, drafting.drafter.num_drafts),  # type: ignore[arg-type]
-                self._ints(num_rows, drafting.width),  # type: ignore[arg-type]
-                *jax.tree.map(lambda x: self._shape(x.shape, x.dtype), (state, logits)),
-            )
-        counting = self.functions.counting
-        counts = None if counting is None else self._ints(*counting.shape)
-        return RowArrays(self._ints(num_rows), table, drafts, counts)  # type: ignore[arg-type]
+        parts: dict[str, Any] = {}
+        for feature in (self.functions.latest, *self.functions.features):
+            parts |= feature.row_arrays(num_rows)
+        parts = jax.tree.map(lambda x: self._shape(x.shape, x.dtype), parts)
+        return RowArrays(self._ints(num_rows), table, **parts)  # type: ignore[arg-type]
 
     def _buffer(self, layout: StepLayout) -> jax.ShapeDtypeStruct:
         """A step's buffer; of devices that exchange through their memory the first has it, and gives it to the others."""

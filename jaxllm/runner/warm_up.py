@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxllm.parallel.across_hosts import put
 from jaxllm.runner.layout import StepLayout
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.variants import Variant
@@ -49,13 +48,9 @@ def run_on_nothing(runner: "ModelRunner", keys: Sequence[ProgramKey]) -> None:
             runner.caches, runner.row_arrays = program(
                 runner.params, runner.caches, runner.row_arrays, *runner.put(shapes.nothing_to_propose(key)), workspace
             )
-        if key.kind == "take_expert_tokens":
-            runner.take_expert_tokens()
-        if key.kind == "move_experts":
-            runner.move_experts(key.size, shapes.no_moves(key.size), None)
-        if key.kind == "write_adapter":
-            wanted = shapes.packed_adapter
-            runner.write_adapter(0, put(np.zeros(wanted.shape, wanted.dtype), wanted.sharding))
+        for feature in {*runner.op_features.values()}:
+            if feature.program == key.kind:
+                feature.run_on_nothing(key)
     jax.block_until_ready((runner.row_arrays, runner.caches))
 
 

@@ -20,7 +20,7 @@ from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.expert_placement import Tables
-from jaxllm.runner.step import Params
+from jaxllm.runner.row_arrays import Params
 
 
 class Weights:

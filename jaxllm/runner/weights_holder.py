@@ -1,13 +1,15 @@
 """The weights of an executor on its devices: how they come, stay on the host while the engine sleeps, and go."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
+import jax
 from flax import nnx
 
 from jaxllm.loaders.layout import delete
 from jaxllm.progress import SILENT, Progress
-from jaxllm.runner.step import Params
+from jaxllm.runner.row_arrays import Params
 from jaxllm.runner.weights import HostCopies, Weights, WeightsSource, host_copies
 from jaxllm.start_times import StartTimes
 
@@ -26,6 +28,10 @@ class WeightsHolder:
     def set_params(self, params: Params) -> None:
         """Have programs take these from now on."""
         self.params = params
+
+    def replace_params(self, changed: Mapping[int, jax.Array]) -> None:
+        """Have programs take these in place of some, by their index."""
+        self.params = tuple(changed.get(index, array) for index, array in enumerate(self.params))
 
     def set_weights(self, *weights: nnx.State) -> None:
         """Set the weights of the model, of its drafter, the slots of adapters and the places of experts, as far as there are any, with the
@@ -50,22 +56,38 @@ class WeightsHolder:
         self.set_params(other.params)
         other.set_params(())
 
-    def keep_weights(self) -> None:
-        """Copy the weights to the host, for `restore_weights`."""
+    def memory(self, action: str, part: str) -> None:
+        """See Executor."""
+        call: Callable[[], None] = {
+            ("keep", "weights"): self._keep_weights,
+            ("restore", "weights"): self._restore_weights,
+            ("drop", "weights"): self._drop_weights,
+            ("drop", "copies"): self._drop_copies,
+            ("restore", "kv_cache"): self.start_over,
+            ("drop", "kv_cache"): self.drop_caches,
+        }[action, part]
+        call()
+
+    def start_over(self) -> None:
+        """See Executor."""
+        raise NotImplementedError
+
+    def drop_caches(self) -> None:
+        """Free all rows and the arrays that steps change."""
+        raise NotImplementedError
+
+    def _keep_weights(self) -> None:
         self._kept = host_copies(self.params)
 
-    def forget_weights(self) -> None:
-        """Release the copies."""
+    def _drop_copies(self) -> None:
         self._kept = None
 
-    def restore_weights(self) -> None:
-        """Set the weights from the copies, or from the checkpoints if there are none. Raises ModelLoadError."""
+    def _restore_weights(self) -> None:
         if self._kept is None:
             self.load_weights(self._model_dir, SILENT)
         else:
             self.set_params(self.weights.place(self._kept))
 
-    def drop_weights(self) -> None:
-        """Release the memory of the weights."""
+    def _drop_weights(self) -> None:
         delete(self.params)
         self.set_params(())

@@ -1,4 +1,4 @@
-"""Logprobs to report: of a token itself and of the likeliest or of named tokens beside it. Serves outputs and prompts alike.
+"""Logprobs to report: of a token, and of the likeliest or of named tokens. Serves outputs and prompts alike.
 
 Given the model's logits, masked where an output has a grammar, they are raw_logprobs, given `sample_full`'s processed logits
 processed_logprobs; with `normalize=False` the same two as logits.

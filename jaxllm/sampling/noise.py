@@ -13,7 +13,7 @@ from pallas_kernels.sampling.noise import gumbel_bits, gumbel_of_bits, uniform_o
 
 
 class Stream(enum.IntEnum):
-    """What noise is for; that of one is independent of that of the others."""
+    """Purposes of noise; the noise of each is independent of the others'."""
 
     TARGET = 0
     """The model's own draw."""

@@ -78,7 +78,7 @@ def mask_below_sigmas(logits_RV: jax.Array, columns: SamplingColumns, rows: Samp
         counts_RV = logits_RV > -jnp.inf
         deviation_R1 = jnp.std(logits_RV, axis=1, keepdims=True, where=counts_RV)
         lowest_R1 = jnp.max(logits_RV, axis=1, keepdims=True) - columns.top_n_sigma[:, None] * deviation_R1
-        # A NaN is kept, and so is everything beside it: the row is reported as not finite.
+        # A NaN is kept, and so is the rest of its row: the row is reported as not finite.
         return jnp.where((columns.top_n_sigma[:, None] > 0) & (logits_RV < lowest_R1), -jnp.inf, logits_RV)
 
     return jax.lax.cond(jnp.any(columns.top_n_sigma > 0), mask, lambda logits: logits, logits_RV)
@@ -133,7 +133,7 @@ def filter_top_k(logits_RV: jax.Array, columns: SamplingColumns, threshold_R: ja
 
 
 def filter_top_p(logits_RV: jax.Array, columns: SamplingColumns, threshold_R: jax.Array) -> jax.Array:
-    """Of the tokens kept so far, keep the likeliest that together reach top_p, and those tied with the last of them."""
+    """Keep the likeliest tokens, among those kept so far, that together reach top_p, and those tied with the last of them."""
     found_R = top_p_threshold(logits_RV, columns.top_p, threshold_R)
     return jnp.where(columns.top_p < 1, jnp.maximum(threshold_R, found_R), threshold_R)
 

@@ -19,7 +19,7 @@ class Variant(enum.IntEnum):
 
 
 class StateUse(enum.IntEnum):
-    """What a request asks of the SamplingState; each includes the lower ones."""
+    """Demands of a request on the SamplingState; each includes the lower ones."""
 
     NONE = 0
     PENALTIES = 1
@@ -41,7 +41,7 @@ def needs_state(params: SamplingParams) -> bool:
 
 
 def state_use(params: SamplingParams) -> StateUse:
-    """What a request asks of the SamplingState."""
+    """The demands of a request on the SamplingState."""
     if (
         params.min_tokens > 0
         or params.logit_bias

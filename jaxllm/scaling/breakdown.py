@@ -1,12 +1,12 @@
 """Breaks down the time of a step: the kernels of a trace, divided into products, attention, communication and others."""
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.scaling.rows import CPU_THUNKS, GPU_KERNELS, PARTS, Breakdown
-from jaxllm.scaling.trace import Kernel, Trace, class_of, most
+from jaxllm.scaling.trace import Kernel, Trace, class_of
 
 NUM_TOP = 12
 _PART_OF_CLASS = {"GEMM": "products", "attention": "attention", "communication": "communication"}
@@ -38,17 +38,14 @@ def break_down(
     if not spans:
         return None
     name_part = part_of if on_gpu else part_of_thunk
-    by_device: dict[str, list[Kernel]] = defaultdict(list)
-    for span in spans:
-        by_device[span.device].append(span)
-    devices = [time_by_part((s.start, s.end, name_part(s.name)) for s in by_device[device]) for device in sorted(by_device)]
+    by_device = [[span for span in spans if span.device == device] for device in sorted({span.device for span in spans})]
+    devices = [time_by_part((span.start, span.end, name_part(span.name)) for span in its) for its in by_device]
     per_step = 1e-3 / len(devices) / num_steps
     parts: dict[str, float | None] = {part: sum(times[part] for times, _ in devices) * per_step for part in PARTS}
     busy = sum(sum(times.values()) for times, _ in devices) * per_step
     if not on_gpu:
         parts["attention"] = None
-    talks = [[s for s in by_device[device] if name_part(s.name) == "communication"] for device in sorted(by_device)]
-    waiting = waiting_time(talks) if on_gpu else None
+    waiting = waiting_time([[s for s in its if name_part(s.name) == "communication"] for its in by_device]) if on_gpu else None
     return Breakdown(
         tensor_parallel_size=tensor_parallel_size,
         work=work,
@@ -62,12 +59,12 @@ def break_down(
         launches=len(spans) / len(devices) / num_steps,
         traced_ms=trace.wall * 1e-3 / num_steps,
         step_ms=step_seconds * 1e3,
-        top=_longest(by_device[min(by_device)], name_part, num_steps),
+        top=_longest(by_device[0], name_part, num_steps),
     )
 
 
 def time_by_part(spans: Iterable[tuple[float, float, str]]) -> tuple[Mapping[str, float], float]:
-    """The time of one device by part, each moment counted once, and how long communication ran beside other kernels."""
+    """The time of one device by part, each moment counted once, and how long communication ran while other kernels did."""
     edges = sorted(edge for start, end, part in spans for edge in ((start, 1, part), (end, -1, part)))
     running: Counter[str] = Counter()
     times = dict.fromkeys(PARTS, 0.0)
@@ -100,9 +97,10 @@ def waiting_time(devices: Sequence[Sequence[Kernel]]) -> float | None:
 
 
 def _longest(kernels: Sequence[Kernel], name_part: Callable[[str], str], num_steps: int) -> list[list[Any]]:
-    total: defaultdict[str, float] = defaultdict(float)
-    count: Counter[str] = Counter()
+    total: Counter[str] = Counter()
     for kernel in kernels:
-        total[kernel.name] += kernel.end - kernel.start
-        count[kernel.name] += 1
-    return [[name, name_part(name), time * 1e-3 / num_steps, count[name] / num_steps] for name, time in most(total)[:NUM_TOP]]
+        total[kernel.name] += kernel.end - kernel.start  # type: ignore[assignment]
+    count = Counter(kernel.name for kernel in kernels)
+    return [
+        [name, name_part(name), time * 1e-3 / num_steps, count[name] / num_steps] for name, time in total.most_common(NUM_TOP)
+    ]

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from typing import IO, Any
+from collections.abc import Callable
+from typing import Any
 
 from jaxllm.scaling.plan import Plan
 from jaxllm.scaling.rows import to_json
@@ -22,40 +23,26 @@ def main() -> int:
     # Output of libraries must not mix with the lines.
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    teller = Teller(lines)
+
+    def send(kind: str, value: Any) -> None:
+        lines.write(json.dumps({"kind": kind, "value": value}) + "\n")
+        lines.flush()
+
     asked = json.loads(sys.stdin.readline())
     if asked.get("find_devices"):
-        teller.tell("devices", find_devices())
+        send("devices", find_devices())
         return 0
     threading.Thread(target=_end_with_input, daemon=True).start()
     try:
-        measure_size(Plan.from_json(asked["plan"]), asked["tensor_parallel_size"], asked["log_level"], teller)
+        measure_size(Plan.from_json(asked["plan"]), asked["tensor_parallel_size"], asked["log_level"], send)
     except BaseException as error:
         from jaxllm.scaling.measure import one_line
 
         traceback.print_exc()
-        teller.tell("failed", one_line(error))
+        send("failed", one_line(error))
         return 1
-    teller.tell("done", None)
+    send("done", None)
     return 0
-
-
-class Teller:
-    """Writes the lines of output."""
-
-    def __init__(self, lines: IO[str]):
-        self._lines = lines
-
-    def __call__(self, value: Any) -> None:
-        """A result, or a text about what is done now."""
-        if isinstance(value, str):
-            self.tell("doing", value)
-        else:
-            self.tell(type(value).__name__, to_json(value))
-
-    def tell(self, kind: str, value: Any) -> None:
-        self._lines.write(json.dumps({"kind": kind, "value": value}) + "\n")
-        self._lines.flush()
 
 
 def find_devices() -> dict[str, Any]:
@@ -66,7 +53,7 @@ def find_devices() -> dict[str, Any]:
     return {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
 
 
-def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
+def measure_size(plan: Plan, size: int, log_level: str, send: Callable[[str, Any], None]) -> None:
     """Start an engine and measure the plan's work. Raises errors that prevent measuring."""
     import jax
 
@@ -81,9 +68,12 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
     from jaxllm.scaling.measure import Measurer
     from jaxllm.text.model_files import text_files
 
+    def tell(value: Any) -> None:
+        send("doing", value) if isinstance(value, str) else send(type(value).__name__, to_json(value))
+
     log.set_up(log_level)
     asked = EngineConfig.from_options(**{"model": plan.model, **plan.options, "tensor_parallel_size": size})
-    teller("starting the device")
+    send("doing", "starting the device")
     reserve_device_memory(asked.cache.gpu_memory_utilization, Topology.of(asked.parallel))
     on_gpu = jax.default_backend() != "cpu"
     directory = text_files(asked.model.model, revision=asked.model.revision, download_dir=asked.model.download_dir)
@@ -105,19 +95,19 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
     )
     # Report an impossible engine before anything is measured.
     described.for_tensor_parallel(size)
-    teller("measuring the device's limits")
+    send("doing", "measuring the device's limits")
     ceilings = measure_ceilings(tiny=not on_gpu, dtype="bfloat16" if on_gpu else "float32")
-    teller.tell("limits", to_json(ceilings))
-    teller("starting the engine")
+    send("limits", to_json(ceilings))
+    send("doing", "starting the engine")
     start = time.perf_counter()
     llm = LLM.from_config(EngineConfig.from_options(**options))
     core: Any = llm.llm_engine.core
     if core.config.compile.warmup == "background":
         # Rare programs are not needed here; compiling and tuning them would disturb the measurements.
-        core.runner.shutdown_programs()
-    measurer = Measurer(plan, llm, ceilings, teller)
+        core.runner.programs.shutdown()
+    measurer = Measurer(plan, llm, ceilings, tell)
     devices = jax.devices()
-    teller.tell(
+    send(
         "engine",
         {
             "device": devices[0].device_kind,
@@ -138,7 +128,7 @@ def measure_size(plan: Plan, size: int, log_level: str, teller: Teller) -> None:
         },
     )
     measurer.measure_all()
-    teller("ending the engine")
+    send("doing", "ending the engine")
     llm.shutdown()
 
 

@@ -16,21 +16,27 @@ TIMES = 32
 """Number of all-reduces in one program, to make its launch negligible."""
 XLA, PEER = "xla", "peer"
 """"xla": XLA (NCCL on GPUs); "peer": kernels that write into each other's memory (`pallas_kernels.collectives`)."""
-_SPEC = PartitionSpec(TENSOR)
 
 
 def time_all_reduces(mesh: Mesh, sizes: Sequence[int], width: int, dtype: str) -> Iterator[tuple[str, int, float]]:
-    """(implementation, rows, seconds) of sums of [rows, width] for each of these numbers of rows, those by XLA first."""
+    """(implementation, rows, seconds) of sums of [rows, width] for each of these numbers of rows, those by XLA first.
+
+    Those by PEER follow for the shapes that have a kernel, if the devices can access each other's memory. No other program may run
+    meanwhile. Raises RuntimeError if a device gave up waiting for the others.
+    """
     for rows in sizes:
         yield XLA, rows, time_all_reduce(mesh, rows, width, dtype)
-    taken = [rows for rows in sizes if PeerAllReduces.takes(mesh, rows, width, dtype)]
-    if taken and PeerAllReduces.can_run(mesh):
-        peer = PeerAllReduces(mesh)
+    n = tensor_size(mesh)
+    taken = [
+        rows for rows in sizes if collectives.supports(PEER, "all_reduce", shape=(rows, width), dtype=dtype, num_devices=n)
+    ]
+    if taken and collectives.peers_can_access(list(mesh.devices.ravel())):
+        communicator = collectives.Communicator(mesh)
         try:
             for rows in taken:
-                yield PEER, rows, peer.time(rows, width, dtype)
+                yield PEER, rows, _time_by_peers(communicator, mesh, rows, width, dtype)
         finally:
-            peer.close()
+            communicator.close()
 
 
 def time_all_reduce(mesh: Mesh, rows: int, width: int, dtype: str) -> float:
@@ -43,54 +49,29 @@ def time_all_reduce(mesh: Mesh, rows: int, width: int, dtype: str) -> float:
     return median_seconds(program, x, repeats=5) / TIMES
 
 
-class PeerAllReduces:
-    """The same sums through the peers' memory. No other program may run meanwhile.
+def _time_by_peers(communicator: collectives.Communicator, mesh: Mesh, rows: int, width: int, dtype: str) -> float:
+    workspace = communicator.workspace
 
-    Raises ValueError if the devices of the mesh cannot access each other's memory.
-    """
+    def sums(x_RD: jax.Array, workspace: jax.Array) -> jax.Array:
+        for _ in range(TIMES):  # not in a loop of XLA, which may copy the workspace
+            x_RD = collectives.all_reduce(x_RD, axis=TENSOR, implementation=PEER, workspace=workspace)
+        return x_RD
 
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
-        self._communicator = collectives.Communicator(mesh)
-
-    @staticmethod
-    def can_run(mesh: Mesh) -> bool:
-        """Whether the devices can access each other's memory."""
-        return collectives.peers_can_access(list(mesh.devices.ravel()))
-
-    @staticmethod
-    def takes(mesh: Mesh, rows: int, width: int, dtype: str) -> bool:
-        """Whether there is a kernel for this shape on this kind of device."""
-        return collectives.supports(PEER, "all_reduce", shape=(rows, width), dtype=dtype, num_devices=tensor_size(mesh))
-
-    def time(self, rows: int, width: int, dtype: str) -> float:
-        """Seconds of one sum. Raises RuntimeError if a device gave up waiting for the others."""
-        workspace = self._communicator.workspace
-
-        def sums(x_RD: jax.Array, workspace: jax.Array) -> jax.Array:
-            for _ in range(TIMES):  # not in a loop of XLA, which may copy the workspace
-                x_RD = collectives.all_reduce(x_RD, axis=TENSOR, implementation=PEER, workspace=workspace)
-            return x_RD
-
-        program, x = _compiled(sums, self.mesh, rows, width, dtype, workspace)
-        self._communicator.first_runs(lambda: program(x, workspace))
-        seconds = median_seconds(program, x, workspace, repeats=5) / TIMES
-        if self._communicator.failed():
-            raise RuntimeError("a device gave up waiting for the others")
-        return seconds
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._communicator.close()
+    program, x = _compiled(sums, mesh, rows, width, dtype, workspace)
+    communicator.first_runs(lambda: program(x, workspace))
+    seconds = median_seconds(program, x, workspace, repeats=5) / TIMES
+    if communicator.failed():
+        raise RuntimeError("a device gave up waiting for the others")
+    return seconds
 
 
 def _compiled(
     sums: Callable[..., jax.Array], mesh: Mesh, rows: int, width: int, dtype: str, *others: jax.Array
 ) -> tuple[Callable[..., Any], jax.Array]:
     """The program, and an array for it. Zeros stay zeros, so that nothing but the sums has to run."""
-    x = jax.device_put(jnp.zeros((tensor_size(mesh) * rows, width), dtype), NamedSharding(mesh, _SPEC))
-    specs = (_SPEC,) * (1 + len(others))
-    program = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=_SPEC, check_vma=False))
+    spec = PartitionSpec(TENSOR)
+    x = jax.device_put(jnp.zeros((tensor_size(mesh) * rows, width), dtype), NamedSharding(mesh, spec))
+    program = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=(spec,) * (1 + len(others)), out_specs=spec, check_vma=False))
     options: dict[str, str | bool] = {}
     if mesh.devices.flat[0].platform != "cpu" and jax.__version_info__ >= (0, 11):
         options["xla_gpu_experimental_use_collective_kernels"] = ""  # as the engine has it

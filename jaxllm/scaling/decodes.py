@@ -27,7 +27,7 @@ class DecodeTimes:
     """Tokens of each request in the cache before the first of these steps."""
     details: dict[str, float]
     impurity: str | None
-    """What else happened in the stretch; None if every step was a decode of all requests."""
+    """Other work in the stretch; None if every step was a decode of all requests."""
     step_seconds: list[float]
     """From the tokens of one step to those of the next: `num_steps` of them, `seconds` together."""
 
@@ -50,26 +50,23 @@ def time_decodes(
     for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(f"decode {i}", prompt, its)
     num_rows = len(prompts)
+    have_token: set[str] = set()
+
+    def step() -> bool:
+        """Whether it gave each request one token."""
+        outputs: list[EngineCoreOutput] = core.step()
+        engine.take(outputs)
+        for output in outputs:
+            if output.error_kind is not None:
+                raise RequestFailedError(f"{output.request_id} failed: {output.stop_reason}", output.error_kind)
+        have_token.update(output.request_id for output in outputs if output.new_token_ids)
+        return len(outputs) == num_rows and all(len(output.new_token_ids) == 1 for output in outputs)
+
     try:
-        have_token: set[str] = set()
-
-        def take_step() -> list[EngineCoreOutput]:
-            news: list[EngineCoreOutput] = core.step()
-            engine.take(news)
-            for item in news:
-                if item.error_kind is not None:
-                    raise RequestFailedError(f"{item.request_id} failed: {item.stop_reason}", item.error_kind)
-            return news
-
-        def step() -> bool:
-            """Whether it gave each request one token."""
-            news = take_step()
-            return len(news) == num_rows and all(len(item.new_token_ids) == 1 for item in news)
-
         while len(have_token) < num_rows or core.scheduler.waiting:
             if engine.get_num_unfinished_requests() < num_rows:
                 return None
-            have_token.update(item.request_id for item in take_step() if item.new_token_ids)
+            step()
         for _ in range(SETTLING_STEPS):
             step()
         if len(core.scheduler.running) < num_rows:

@@ -11,7 +11,7 @@ from jaxllm.scaling.rows import DECODE, MIXED, PREFILL
 SMALLEST_GPU_BUCKET = 8
 """On a GPU decodes of fewer rows run in a program of 8, which is faster (`runner/buckets.py`)."""
 SPARE_STEPS = 16
-"""Steps beside the counted ones: those in flight when the clock starts and when a trace begins."""
+"""Steps in addition to the counted ones: those in flight when the clock starts and when a trace begins."""
 
 
 def engine_options(
@@ -56,7 +56,7 @@ def engine_options(
 
 
 def _token_buckets(plan: Plan, usual: Buckets) -> tuple[int, ...]:
-    """Those of the usual sizes that the planned work needs: one prompt, whole steps, and the last step of a prefill."""
+    """The usual sizes that the planned work needs: one prompt, whole steps, and the last step of a prefill."""
     largest = usual.tokens[-1]
     found = {usual.fit_tokens(min(plan.input_len, largest)), largest}
     if rest := plan.prefill_prompts * plan.input_len % largest:

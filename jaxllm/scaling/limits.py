@@ -22,7 +22,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of one device, measured."""
+    """Measured limits of one device."""
 
     copy_bytes_per_second: float
     """Read and written together."""
@@ -94,7 +94,7 @@ class ModelCost:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """What a decode reads for each token of its context in all layers, over all devices, until windows are full."""
+        """Bytes that a decode reads for each token of its context in all layers, over all devices, until windows are full."""
         return sum(self._layer_cache_bytes())
 
     def _layer_cache_bytes(self) -> list[int]:

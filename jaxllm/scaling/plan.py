@@ -42,36 +42,23 @@ class Plan:
         """Batch sizes to measure at a size, for strong and for weak scaling, in ascending order."""
         if DECODE not in self.works:
             return []
-        found: set[int] = set()
-        if STRONG in self.scalings:
-            found |= set(self.batch_sizes)
-        if WEAK in self.scalings:
-            found |= {batch * tensor_parallel_size for batch in self.batch_sizes}
-        return sorted(found)
+        factors = [1] * (STRONG in self.scalings) + [tensor_parallel_size] * (WEAK in self.scalings)
+        return sorted({batch * factor for batch in self.batch_sizes for factor in factors})
 
     def largest_batch(self) -> int:
-        """Of decode, over all sizes; 1 without decode."""
+        """The largest batch of decode over all sizes; 1 without decode."""
         return max((batch for size in self.tensor_parallel_sizes for batch in self.decode_batches(size)), default=1)
-
-    def differences(self, other: "Plan") -> list[str]:
-        """Why the results of two plans cannot share a report; empty if they can."""
-        found = []
-        for name in SAME_IN_ALL:
-            mine, its = getattr(self, name), getattr(other, name)
-            if name == "requests" and not (MIXED in self.works and MIXED in other.works):
-                continue
-            if mine != its:
-                found.append(f"{name} is {_short(mine)} here and {_short(its)} there")
-        return found
 
     def joined(self, other: "Plan") -> "Plan":
         """Merge two plans. Raises ConfigError if their results cannot share a report."""
-        if differences := self.differences(other):
-            raise ConfigError(f"the earlier results are of another experiment: {'; '.join(differences)}")
+        compared = [name for name in SAME_IN_ALL if name != "requests" or (MIXED in self.works and MIXED in other.works)]
+        values = [(name, getattr(self, name), getattr(other, name)) for name in compared]
+        if found := [f"{name} is {mine!s:.120} here and {its!s:.120} there" for name, mine, its in values if mine != its]:
+            raise ConfigError(f"the earlier results are of another experiment: {'; '.join(found)}")
         return dataclasses.replace(
             self,
-            tensor_parallel_sizes=_union(self.tensor_parallel_sizes, other.tensor_parallel_sizes),
-            batch_sizes=_union(self.batch_sizes, other.batch_sizes),
+            tensor_parallel_sizes=tuple(sorted({*self.tensor_parallel_sizes, *other.tensor_parallel_sizes})),
+            batch_sizes=tuple(sorted({*self.batch_sizes, *other.batch_sizes})),
             works=tuple(work for work in WORKS if work in self.works or work in other.works),
             scalings=tuple(name for name in SCALINGS if name in self.scalings or name in other.scalings),
             requests=self.requests if MIXED in self.works else other.requests,
@@ -109,12 +96,3 @@ def mixed_requests(count: int, input_len: int, output_len: int) -> tuple[tuple[i
         return rng.randint(max(1, middle // 4), max(1, middle * 2))
 
     return tuple((length(input_len), length(output_len)) for _ in range(count))
-
-
-def _union(some: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted({*some, *others}))
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 120 else f"{text[:117]}…"

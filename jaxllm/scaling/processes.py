@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.scaling.plan import Plan
@@ -22,49 +21,48 @@ MODULE = "jaxllm.scaling.child"
 PROBE_SECONDS = 300.0
 END_SECONDS = 10.0
 """Seconds between asking a process to end and killing it."""
-_RESULTS: Mapping[str, tuple[str, type]] = {
-    "Row": ("rows", Row),
-    "Breakdown": ("breakdowns", Breakdown),
-    "AllReduce": ("all_reduces", AllReduce),
-    "Skipped": ("skipped", Skipped),
-}
-"""Kinds of lines, the list of a SizeResult that they go to, and their class."""
+_LISTS: Mapping[type, str] = {Row: "rows", Breakdown: "breakdowns", AllReduce: "all_reduces", Skipped: "skipped"}
+"""Classes of results, whose names are kinds of lines, and the list of a SizeResult for each."""
 
 Hear = Callable[[Any], None]
-"""Takes each result, and a str that names the current activity."""
+"""Receives each result, and a str that names the current activity."""
 
 
 def environment_of(num_cpu_devices: int | None) -> dict[str, str]:
     """The environment of a process that measures; with `num_cpu_devices` so many devices that share this machine's CPU."""
     variables = dict(os.environ)
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables["PYTHONPATH"] = os.pathsep.join(paths)
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     flags = [variables.get("XLA_FLAGS", ""), COMMAND_BUFFERS_WHILE_PROFILING]
     if num_cpu_devices is not None:
         variables["JAX_PLATFORMS"] = "cpu"
-        variables.pop("JAX_NUM_CPU_DEVICES", None)  # JAX refuses it beside the flag
+        variables.pop("JAX_NUM_CPU_DEVICES", None)  # JAX refuses it together with the flag
         flags.append(f"--xla_force_host_platform_device_count={num_cpu_devices}")
     variables["XLA_FLAGS"] = " ".join(filter(None, flags))
     return variables
 
 
 def find_devices(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Platform, kind and count of the devices that JAX finds, asked of a process that ends at once. Raises ConfigError."""
-    # It must not take the devices' memory: another may be at work on them.
+    """Platform, kind and count of the devices that JAX finds in a process that ends at once. Raises ConfigError."""
+    # It must not reserve the devices' memory: another process may be using them.
     variables = {**variables, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with _started({"find_devices": True}, variables, stderr=subprocess.PIPE) as process:
         try:
             out, err = process.communicate(timeout=PROBE_SECONDS)
         except subprocess.TimeoutExpired:
-            raise ConfigError(
-                f"JAX has not told its devices after {PROBE_SECONDS:.0f} s; `jaxllm env` asks it directly"
-            ) from None
-    for line in out.splitlines():
-        told = json.loads(line)
-        if told["kind"] == "devices":
-            return dict(told["value"])
+            raise ConfigError(f"JAX finds no devices within {PROBE_SECONDS:.0f} s; `jaxllm env` asks it directly") from None
+    for line in map(json.loads, out.splitlines()):
+        if line["kind"] == "devices":
+            return dict(line["value"])
     reason = err.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
     raise ConfigError(f"JAX finds no devices ({reason[0]}); `jaxllm env` tells what is there")
+
+
+class Interrupted(KeyboardInterrupt):
+    """A Ctrl-C while a size was measured. `result` is the partial result."""
+
+    def __init__(self, result: SizeResult):
+        super().__init__()
+        self.result = result
 
 
 def measure_size(
@@ -79,15 +77,31 @@ def measure_size(
 ) -> SizeResult:
     """Measure one tensor-parallel size in a separate process, whose stderr goes to `log_path`.
 
-    A process that fails, is killed or times out leaves the results reported so far, and a `failure`. A KeyboardInterrupt
-    ends the process; its `result` attribute has the results so far.
+    A process that fails, is killed or times out leaves the results reported so far, and a `failure`. Raises Interrupted for a
+    KeyboardInterrupt, after which the process has ended.
     """
     result = SizeResult(size)
-    asked = {"plan": to_json(plan), "tensor_parallel_size": size, "log_level": log_level}
+    task = {"plan": to_json(plan), "tensor_parallel_size": size, "log_level": log_level}
     start = time.monotonic()
+    is_late = threading.Event()
+
+    def stop() -> None:
+        is_late.set()
+        _end(process)
+
     try:
-        with log_path.open("wb") as log, _started(asked, variables, stderr=log) as process:
-            is_done = _listen(process, result, start, timeout_seconds, hear)
+        with log_path.open("wb") as log, _started(task, variables, stderr=log) as process:
+            timer = threading.Timer(timeout_seconds or threading.TIMEOUT_MAX, stop)
+            timer.daemon = True
+            timer.start()
+            try:
+                is_done = _listen(process, result, hear)
+            finally:
+                timer.cancel()
+            if is_late.is_set() and not is_done:
+                result.failure = f"stopped after {timeout_seconds:g} s (--timeout)"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
         if not is_done and process.returncode != 0 and result.failure is None:
             result.failure = f"the process ended {_ending(process.returncode)}{_last_line(log_path)}"
     except KeyboardInterrupt as interrupt:
@@ -98,62 +112,29 @@ def measure_size(
     return result
 
 
-class Interrupted(KeyboardInterrupt):
-    """A Ctrl-C while a size was measured. `result` is the partial result."""
-
-    def __init__(self, result: SizeResult):
-        super().__init__()
-        self.result = result
-
-
-def _listen(
-    process: "subprocess.Popen[bytes]", result: SizeResult, start: float, timeout_seconds: float | None, hear: Hear
-) -> bool:
-    """Read a process's lines into `result` to the end. Returns whether it reported that it is done."""
-    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+def _listen(process: "subprocess.Popen[bytes]", result: SizeResult, hear: Hear) -> bool:
+    """Read a process's lines into `result` until it is done, or to the end. Returns whether it reported that it is done."""
     assert process.stdout is not None
-    threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True).start()
-    is_done = False
-    while True:
-        left = None if timeout_seconds is None else start + timeout_seconds - time.monotonic()
-        if is_done:
-            left = END_SECONDS
-        try:
-            line = lines.get(timeout=None if left is None else max(0.0, left))
-        except queue.Empty:
-            if not is_done:
-                result.failure = f"stopped after {timeout_seconds:g} s (--timeout)"
-            return is_done
-        if line is None:
-            if not is_done:
-                process.wait()
-            return is_done
-        told = json.loads(line)
-        kind, value = told["kind"], told["value"]
+    for line in map(json.loads, process.stdout):
+        kind, value = line["kind"], line["value"]
+        if kind == "done":
+            return True
         if kind == "doing":
             hear(value)
         elif kind == "failed":
             result.failure = value
-        elif kind == "done":
-            is_done = True  # the end of its output is still to be read
         elif kind in ("engine", "limits"):
             setattr(result, kind, value)
         else:
-            name, of_kind = _RESULTS[kind]
+            of_kind = next(each for each in _LISTS if each.__name__ == kind)
             found: Any = from_json(of_kind, value)
-            getattr(result, name).append(found)
+            getattr(result, _LISTS[of_kind]).append(found)
             hear(found)
-
-
-def _read_lines(pipe: IO[bytes], lines: "queue.SimpleQueue[bytes | None]") -> None:
-    with contextlib.suppress(ValueError, OSError):  # the pipe was closed
-        for line in pipe:
-            lines.put(line)
-    lines.put(None)
+    return False
 
 
 @contextlib.contextmanager
-def _started(asked: Mapping[str, Any], variables: Mapping[str, str], *, stderr: Any) -> "Iterator[subprocess.Popen[bytes]]":
+def _started(task: Mapping[str, Any], variables: Mapping[str, str], *, stderr: Any) -> "Iterator[subprocess.Popen[bytes]]":
     """A process of MODULE with its task sent; it has ended when the context exits."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", MODULE],
@@ -166,11 +147,15 @@ def _started(asked: Mapping[str, Any], variables: Mapping[str, str], *, stderr: 
     try:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it ended at once; the exit code gives the reason
-            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            process.stdin.write(json.dumps(task).encode() + b"\n")
             process.stdin.flush()
         yield process
     finally:
         _end(process)
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -182,24 +167,18 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
 
 
 def _ending(code: int) -> str:
     if code >= 0:
         return f"with exit code {code}"
-    try:
+    with contextlib.suppress(ValueError):
         return f"by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"by signal {-code}"
+    return f"by signal {-code}"
 
 
 def _last_line(log_path: Path) -> str:
     with contextlib.suppress(OSError):
-        lines = log_path.read_bytes()[-20_000:].decode(errors="replace").strip().splitlines()
-        if lines:
+        if lines := log_path.read_bytes()[-20_000:].decode(errors="replace").strip().splitlines():
             return f"; its last line was: {lines[-1].strip()[:300]}"
     return ""

@@ -9,9 +9,9 @@ from jaxllm.errors import ConfigError
 T = TypeVar("T")
 DECODE, PREFILL, MIXED = WORKS = ("decode", "prefill", "mixed")
 PARTS = ("products", "attention", "communication", "other")
-"""Into which a step's time on the device is divided."""
+"""Parts of a step's time on the device."""
 GPU_KERNELS, CPU_THUNKS = "gpu kernels", "cpu thunks"
-"""What a breakdown adds up. Thunks are what XLA runs on a CPU."""
+"""Sources of a breakdown. A thunk is an operation that XLA runs on a CPU."""
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,19 +23,19 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_requests: int
     """At once for decode, in all for prefill and mixed."""
     num_tokens: int
-    """Of each run: output tokens of decode and mixed, prompt tokens of prefill."""
+    """In each run: output tokens of decode and mixed, prompt tokens of prefill."""
     num_steps: int
-    """Of the fastest run."""
+    """In the fastest run."""
     run_seconds: list[float]
-    """Of every run that counts; the fastest is the result."""
+    """Each run that counts; the fastest is the result."""
     least_seconds: float
     """Least time for the run's bytes and operations at the device's measured limits; excludes communication."""
     num_prompt_tokens: int
-    """Of all requests."""
+    """In all requests."""
     mean_context: float | None = None
     """Tokens in the cache of a request, mean over requests and steps of a decode."""
     step_seconds: list[float] = []
-    """Of each step of the fastest decode."""
+    """Each step of the fastest decode."""
     host_ms: dict[str, float] = {}
     """Per step: planning and launching (`dispatch`), launching alone (`launch`), waiting for the device (`wait`)."""
     note: str | None = None
@@ -75,11 +75,10 @@ class Breakdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     """GPU_KERNELS or CPU_THUNKS."""
     parts_ms: dict[str, float | None]
-    """By PARTS. Time in which kernels of several parts run counts for the first of products, attention, other, communication.
-    None: cannot be determined.
-    """
+    """By PARTS; None: cannot be determined. Time in which kernels of several parts run counts for the first of products, attention,
+    other, communication."""
     hidden_communication_ms: float
-    """Time of communication beside other kernels; it is in the parts of those."""
+    """Communication while other kernels run, whose parts have that time."""
     waiting_ms: float | None
     """Communication time spent waiting for the last device; None if the devices' kernels do not match, or on a CPU."""
     gaps_ms: float | None
@@ -87,9 +86,9 @@ class Breakdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launches: float
     """Kernels per step and device."""
     traced_ms: float
-    """Of a traced step; the profiler slows the host."""
+    """A traced step; the profiler slows the host."""
     step_ms: float
-    """Of an untraced step."""
+    """An untraced step."""
     top: list[list[Any]] = []
     """The longest kernels of the first device: [name, part, ms per step, launches per step]."""
 
@@ -110,7 +109,7 @@ class AllReduce(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bus_bytes_per_second(self) -> float:
-        """What each device sends and receives, by the algorithm of a ring."""
+        """Bytes that each device sends and receives per second, by the algorithm of a ring."""
         n = self.tensor_parallel_size
         return self.num_bytes * 2 * (n - 1) / n / self.seconds
 
@@ -123,17 +122,20 @@ class Skipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_requests: int
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.work}{f' of {self.num_requests}' if self.num_requests else ''}"
+
 
 class SizeResult(msgspec.Struct, forbid_unknown_fields=True):
     """All results of one tensor-parallel size. `failure` is the error that ended it early; earlier results are valid."""
 
     tensor_parallel_size: int
     seconds: float = 0.0
-    """Of the process, from start to end."""
+    """Duration of the process."""
     engine: dict[str, Any] = {}
     """The process's report of device, versions, memory plan and start."""
     limits: dict[str, Any] = {}
-    """Of one device, measured: copy_bytes_per_second, gemm_flops_per_second, gemm_dtype."""
+    """Measured on one device: copy_bytes_per_second, gemm_flops_per_second, gemm_dtype."""
     rows: list[Row] = []
     breakdowns: list[Breakdown] = []
     all_reduces: list[AllReduce] = []

@@ -11,20 +11,17 @@ import gzip
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-Key = TypeVar("Key")
 STRETCH = "measured stretch"
 """Name of the host's annotation that marks the stretch."""
 
+_COLLECTIVES = r"nccl|all[-_]?reduce|all[-_]?gather|all[-_]?to[-_]?all|reduce[-_]?scatter|collective|multimem"
 CLASSES = (
-    (
-        "communication",
-        r"nccl|all[-_]?reduce|all[-_]?gather|all[-_]?to[-_]?all|reduce[-_]?scatter|collective|multimem|\bp(sum|max|min|permute)",
-    ),
+    ("communication", _COLLECTIVES + r"|\bp(sum|max|min|permute)"),
     ("attention", r"attention|paged|decode_combine|prefill|flash|fmha"),
     ("cache write, rope", r"write_cache|cache_write|rope"),
     ("sampling", r"argmax|sample|gumbel|top_?k|logprob|threshold|sort"),
@@ -58,30 +55,15 @@ class Trace:
     """What XLA ran on CPU devices."""
 
     @property
-    def devices(self) -> list[str]:
-        return sorted({kernel.device for kernel in self.kernels})
-
-    @property
     def wall(self) -> float:
         return self.end - self.start
-
-    def busy(self) -> float:
-        """Time in which a kernel ran, mean over the devices."""
-        if not self.kernels:
-            return 0.0
-        spans = [[(k.start, k.end) for k in self.kernels if k.device == device] for device in self.devices]
-        return sum(end - start for span in spans for start, end in merged(span)) / len(spans)
-
-    def idle_share(self) -> float:
-        """Share of the stretch in which the device ran no kernel."""
-        return 1 - self.busy() / self.wall
 
 
 @dataclass
 class Recording:
     """Filled when the `record` it comes from ends."""
 
-    trace: Trace | None = field(default=None)
+    trace: Trace | None = None
 
 
 @contextlib.contextmanager
@@ -95,6 +77,11 @@ def record() -> Iterator[tuple[Recording, Any]]:
     """
     import jax
 
+    @contextlib.contextmanager
+    def marked() -> Iterator[None]:
+        with jax.profiler.TraceAnnotation(STRETCH):  # it begins when it is created, not when it is entered
+            yield
+
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would slow the host and leave the device idle
     options.host_tracer_level = 1
@@ -102,19 +89,10 @@ def record() -> Iterator[tuple[Recording, Any]]:
     with tempfile.TemporaryDirectory() as directory:
         jax.profiler.start_trace(directory, profiler_options=options)
         try:
-            yield recording, _marked()
+            yield recording, marked()
         finally:
             jax.profiler.stop_trace()
         recording.trace = read_trace(Path(directory))
-
-
-@contextlib.contextmanager
-def _marked() -> Iterator[None]:
-    """JAX's own annotation begins when it is created, not when it is entered."""
-    import jax
-
-    with jax.profiler.TraceAnnotation(STRETCH):
-        yield
 
 
 def read_trace(directory: Path) -> Trace:
@@ -135,9 +113,7 @@ def parse(events: Iterable[dict[str, Any]]) -> Trace:
         raise ValueError("the trace does not hold the measured stretch; it may have been cut off for its size")
     start = min(e["ts"] for e in marks)
     end = max(e["ts"] + e["dur"] for e in marks)
-    kernels: list[Kernel] = []
-    transfers: list[Kernel] = []
-    thunks: list[Kernel] = []
+    kernels, transfers, thunks = spans = [], [], []  # type: tuple[list[Kernel], list[Kernel], list[Kernel]]
     for event in events:
         if event.get("ph") != "X":
             continue
@@ -150,27 +126,9 @@ def parse(events: Iterable[dict[str, Any]]) -> Trace:
             (transfers if is_transfer else kernels).append(Kernel(event["name"], first, last, process))
         elif "GPU" not in process and "hlo_op" in (about := event.get("args") or {}):
             thunks.append(Kernel(event["name"], first, last, f"CPU:{about.get('device_ordinal', 0)}"))
-    for spans in (kernels, thunks):
-        spans.sort(key=lambda span: (span.start, span.end))
-    return Trace(start, end, kernels, transfers, thunks)
-
-
-def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of spans as spans that do not touch, in order."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
+    return Trace(start, end, *(sorted(found, key=lambda span: (span.start, span.end)) for found in spans))
 
 
 def class_of(name: str) -> str:
     """Which of CLASSES a kernel belongs to."""
     return next((kind for kind, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
-
-
-def most(times: Mapping[Key, float]) -> list[tuple[Key, float]]:
-    """The longest first."""
-    return sorted(times.items(), key=lambda item: -item[1])

@@ -1,9 +1,10 @@
 """What a waiting request must find room in before it runs."""
 
 import enum
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Collection, Iterable
+from typing import Protocol, runtime_checkable
 
+from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.request import Request
 
 
@@ -33,6 +34,42 @@ class AdmissionRoom(Protocol):
     def release(self, request: Request) -> None:
         """The request ended, was preempted or starts over, as its status says. It may hold nothing. Steps in flight may still compute
         it, but all of them before any step that is planned from now on."""
+
+
+@runtime_checkable
+class ChunkRoom(AdmissionRoom, Protocol):
+    """A room that is also asked for each part of a prompt that a step is about to compute, e.g. because a step encodes few images.
+
+    It belongs to one scheduler. What `limit` grants is taken for this step; it becomes final with `ops`, when the plan is complete.
+    """
+
+    item_kinds: Collection[str]
+    """The kinds of items of prompts that it computes."""
+
+    def begin_step(self) -> None:
+        """A step is about to be planned. What `limit` granted before and `ops` did not take is free."""
+
+    def limit(self, request: Request, start: int, count: int) -> int:
+        """How many of the `count` tokens from position `start` on the step may compute: none, some or all. Asked at most once for a
+        request in a step, in the order in which requests may take what is there. With 0 the request waits for a later step, and others
+        may overtake it. A request that is alone must get on: one that never can is refused when it is added.
+
+        A request that then finds no blocks is preempted (see `release`), or asks again in a later step.
+        """
+
+    def ops(self, request: Request, start: int, count: int) -> list[AnyDeviceOp]:
+        """What devices must do before the step that computes these tokens, at most those that `limit` allowed."""
+
+    def forget(self) -> None:
+        """What devices computed for it is lost, or of other weights. All requests were released."""
+
+
+def limit_all(rooms: Iterable[ChunkRoom], request: Request, start: int, count: int) -> int:
+    """How many tokens of a chunk all rooms allow."""
+    for room in rooms:
+        if count:
+            count = room.limit(request, start, count)
+    return count
 
 
 def fit_all(rooms: Iterable[AdmissionRoom], request: Request) -> Fit:

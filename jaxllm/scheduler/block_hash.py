@@ -5,13 +5,17 @@ Equal names mean equal cache content, in every process and on every machine.
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
-from jaxllm.request import Request
+from jaxllm.request import EngineCoreRequest, Request
 
 HashAlgorithm = Literal["sha256", "sha256_cbor"]
-ExtraKey = tuple[str | int, ...]
+ExtraKey = tuple[str | int | bytes, ...]
+BlockKeys = Mapping[int, tuple[ExtraKey, ...]]
+"""Extra keys by the index of a block in its sequence."""
+NO_KEYS: BlockKeys = MappingProxyType({})
 
 HASH_BYTES = 32
 NO_PARENT = hashlib.sha256(b"the beginning of a sequence").digest()
@@ -35,24 +39,26 @@ def hashes_of(
     token_ids: Sequence[int],
     block_size: int,
     algorithm: HashAlgorithm = "sha256",
-    extra_keys: tuple[ExtraKey, ...] = (),
+    extra_keys: BlockKeys = NO_KEYS,
     parent: bytes = NO_PARENT,
+    first_block: int = 0,
 ) -> Iterator[bytes]:
-    """The names of the full blocks of `token_ids`, each computed when it is asked for. extra_keys: of the first block; its chain
-    of parents carries them on."""
+    """The names of the full blocks of `token_ids`, each computed when it is asked for. extra_keys: by the index of a block in its
+    sequence, where `token_ids` begin with `first_block`; the chain of parents carries them on."""
     num_tokens = len(token_ids) // block_size * block_size
     if algorithm == "sha256_cbor":
-        for start in range(0, num_tokens, block_size):
-            parent = hash_block(parent, token_ids[start : start + block_size], () if start else extra_keys, algorithm)
+        for index, start in enumerate(range(0, num_tokens, block_size), first_block):
+            parent = hash_block(parent, token_ids[start : start + block_size], extra_keys.get(index, ()), algorithm)
             yield parent
         return
-    if extra_keys and num_tokens:
-        parent = hash_block(parent, token_ids[:block_size], extra_keys)
-        yield parent
-        token_ids, num_tokens = token_ids[block_size:], num_tokens - block_size
     # The same as hash_block in half the time.
     packed, size, sha256 = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens]), 4 * block_size, hashlib.sha256
-    for start in range(0, len(packed), size):
+    num_keyed = max(extra_keys, default=-1) + 1 - first_block
+    for index, start in enumerate(range(0, min(num_keyed * size, len(packed)), size), first_block):
+        keys = extra_keys.get(index)
+        parent = sha256(parent + packed[start : start + size] + (cbor(keys) if keys else b"")).digest()
+        yield parent
+    for start in range(max(0, num_keyed * size), len(packed), size):
         parent = sha256(parent + packed[start : start + size]).digest()
         yield parent
 
@@ -65,20 +71,29 @@ def block_hasher(block_size: int, algorithm: HashAlgorithm) -> Callable[[Request
         num_hashed = len(hashes) * block_size
         if len(token_ids) - num_hashed < block_size:
             return
-        if hashes:
-            hashes += hashes_of(token_ids[num_hashed:], block_size, algorithm, parent=hashes[-1])
-        else:
-            adapter = request.adapter
-            keys = first_keys(request.spec.cache_salt, None if adapter is None else adapter.cache_key)
-            hashes += hashes_of(token_ids, block_size, algorithm, keys)
+        adapter_key = None if request.adapter is None else request.adapter.cache_key
+        keys = extra_keys_of(request.spec, adapter_key, block_size, len(hashes))
+        parent = hashes[-1] if hashes else NO_PARENT
+        hashes += hashes_of(token_ids[num_hashed:], block_size, algorithm, keys, parent, len(hashes))
 
     return extend_hashes
 
 
-def first_keys(cache_salt: str | None, adapter_key: str | None) -> tuple[ExtraKey, ...]:
-    """What shapes the keys and values of a request beside its tokens: its salt, and the `cache_key` of its adapter."""
-    keys: tuple[ExtraKey, ...] = () if cache_salt is None else (("cache_salt", cache_salt),)
-    return keys if adapter_key is None else (*keys, ("adapter", adapter_key))
+def extra_keys_of(spec: EngineCoreRequest, adapter_key: str | None, block_size: int, first_block: int = 0) -> BlockKeys:
+    """What shapes the keys and values of a request beside its tokens, from block `first_block` on: in the first block its salt and the
+    `cache_key` of its adapter, in each block that an item overlaps the item and where it begins, counted from the block's first token.
+    """
+    found: dict[int, tuple[ExtraKey, ...]] = {}
+    if first_block == 0:
+        salt = () if spec.options.cache_salt is None else (("cache_salt", spec.options.cache_salt),)
+        first: tuple[ExtraKey, ...] = salt if adapter_key is None else (*salt, ("adapter", adapter_key))
+        if first:
+            found[0] = first
+    for item in spec.items:
+        for index in range(max(first_block, item.position // block_size), -(-item.end // block_size)):
+            key = ("item", item.kind, item.content_hash, item.position - index * block_size)
+            found[index] = (*found.get(index, ()), key)
+    return found
 
 
 def cbor(value: object) -> bytes:

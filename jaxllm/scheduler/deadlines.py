@@ -20,9 +20,9 @@ class Deadlines:
 
     def add(self, request: Request, now: float) -> None:
         """Record the deadlines of a request that was added now."""
-        spec = request.spec
-        self._push(request, now, ErrorKind.QUEUE_TIMEOUT, spec.queue_timeout_seconds)
-        self._push(request, now, ErrorKind.TIMEOUT, spec.timeout_seconds)
+        options = request.options
+        self._push(request, now, ErrorKind.QUEUE_TIMEOUT, options.queue_timeout_seconds)
+        self._push(request, now, ErrorKind.TIMEOUT, options.timeout_seconds)
 
     def _push(self, request: Request, now: float, kind: ErrorKind, seconds: float | None) -> None:
         if seconds is not None:
@@ -54,12 +54,10 @@ def _applies(kind: ErrorKind, request: Request) -> bool:
 
 def describe_expiry(request: Request, kind: ErrorKind) -> str:
     """The message for a request that exceeded a deadline."""
-    spec = request.spec
+    options = request.options
     if kind is ErrorKind.QUEUE_TIMEOUT:
-        return (
-            f"the request waited {spec.queue_timeout_seconds:g} s for a place in the batch, its queue timeout; try again later"
-        )
+        return f"the request waited {options.queue_timeout_seconds:g} s for a place in the batch, its queue timeout; try again later"
     return (
-        f"the request was not done after {spec.timeout_seconds:g} s, its timeout, with {request.num_output_tokens} tokens; "
+        f"the request was not done after {options.timeout_seconds:g} s, its timeout, with {request.num_output_tokens} tokens; "
         "raise it or ask for fewer tokens"
     )

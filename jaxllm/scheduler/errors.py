@@ -23,9 +23,7 @@ class UpdateError(Exception):
 class LostError(Exception):
     """Something on the device that steps use was lost, but not the requests. The original error is the cause."""
 
-    def __init__(self, request_ids: list[str], news: list[EngineCoreOutput]):
+    def __init__(self, request_ids: list[str]):
         super().__init__("what steps need on the device was lost")
         self.request_ids = request_ids
         """Requests that end with it."""
-        self.news = news
-        """Outputs of the requests that ended before."""

@@ -16,7 +16,7 @@ MAX_REMEMBERED = 10_000
 
 
 class FairQueue(WaitingQueue):
-    """First come, first served within a client, `EngineCoreRequest.client`. A request that is put back is its client's first again,
+    """First come, first served within a client, `RequestOptions.client`. A request that is put back is its client's first again,
     and is not charged."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class FairQueue(WaitingQueue):
         return request
 
     def add(self, request: Request) -> None:
-        client = request.spec.client
+        client = request.options.client
         if not self._requests:  # nobody has waited: whoever comes now is served alike
             self._clocks.clear()
             self._heap.clear()
@@ -58,21 +58,21 @@ class FairQueue(WaitingQueue):
             self._set(client, clock)
 
     def put_back(self, request: Request) -> None:
-        client = request.spec.client
+        client = request.options.client
         clock = self._clocks.get(client, self._least_clock())
         self._append(request, first=True)
         self._set(client, clock - request.num_prompt_tokens, first=True)
 
     def give_way(self, request: Request) -> None:
         """Return a request whose place goes to the next client: its client's first again, but charged, and behind that client."""
-        client = request.spec.client
+        client = request.options.client
         clock = max(self._clocks.get(client, 0), self._least_clock())
         self._append(request, first=True)
         self._set(client, clock)
 
     def remove(self, request: Request) -> None:
         super().remove(request)
-        client = request.spec.client
+        client = request.options.client
         line = self._lines[client]
         del line[request.request_id]
         if not line:
@@ -80,7 +80,7 @@ class FairQueue(WaitingQueue):
             self._prune()
 
     def note_output(self, request: Request) -> None:
-        client, num_tokens = request.spec.client, request.num_output_tokens
+        client, num_tokens = request.options.client, request.num_output_tokens
         num_new = num_tokens - self._num_charged.get(request.request_id, num_tokens)
         self._num_charged[request.request_id] = num_tokens
         if self._requests and num_new:
@@ -95,12 +95,12 @@ class FairQueue(WaitingQueue):
         lines = {name: request for line in self._lines.values() for name, request in line.items()}
         assert lines == self._requests and all(self._lines.values()), "a request is in no line, or in two"
         for client, line in self._lines.items():
-            assert all(request.spec.client == client for request in line.values()), "a request is in another client's line"
+            assert all(request.options.client == client for request in line.values()), "a request is in another client's line"
             assert (self._clocks[client], self._numbers[client], client) in self._heap, "a client gets no turn"
 
     def _append(self, request: Request, *, first: bool = False) -> None:
         super().add(request)
-        line = self._lines.setdefault(request.spec.client, OrderedDict())
+        line = self._lines.setdefault(request.options.client, OrderedDict())
         line[request.request_id] = request
         if first:
             line.move_to_end(request.request_id, last=False)

@@ -1,10 +1,12 @@
 """Rejects requests that can never be scheduled, or not soon, with the numbers, instead of letting them wait for ever."""
 
 import time
+from collections.abc import Iterable
 
 from jaxllm.config import SchedulerOptions
 from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
 from jaxllm.request import Request
+from jaxllm.scheduler.admission import ChunkRoom
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.waiting_queue import WaitingQueue
 
@@ -27,6 +29,18 @@ def check_options(options: SchedulerOptions, max_model_len: int) -> None:
             f"long_prefill_token_threshold is {options.long_prefill_token_threshold}, but enable_chunked_prefill is off: "
             "the threshold cuts prompts into chunks"
         )
+
+
+def check_items(request: Request, rooms: Iterable[ChunkRoom]) -> None:
+    """Raise InvalidRequestError if the prompt has an item of a kind that no room computes."""
+    known = sorted({kind for room in rooms for kind in room.item_kinds})
+    for item in request.spec.items:
+        if item.kind not in known:
+            raise InvalidRequestError(
+                f"prompt has an item of kind {item.kind!r} at position {item.position}; this engine computes "
+                f"{' and '.join(known) or 'text alone'}",
+                "prompt",
+            )
 
 
 def check_servable(request: Request, manager: KVCacheManager, max_model_len: int) -> None:

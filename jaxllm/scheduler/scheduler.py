@@ -16,10 +16,11 @@ from functools import partial
 from jaxllm.cache_news import CacheNews
 from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
-from jaxllm.errors import InvalidRequestError, OverloadedError
+from jaxllm.device_ops import AnyDeviceOp
+from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
-from jaxllm.scheduler.admission import AdmissionRoom, Fit, fit_all
+from jaxllm.scheduler.admission import AdmissionRoom, ChunkRoom, Fit, fit_all, limit_all
 from jaxllm.scheduler.block_hash import block_hasher
 from jaxllm.scheduler.cache_news import NewsCollector, keys_of
 from jaxllm.scheduler.deadlines import Deadlines, describe_expiry
@@ -28,7 +29,7 @@ from jaxllm.scheduler.errors import PlanError, UpdateError
 from jaxllm.scheduler.fair_queue import FairQueue
 from jaxllm.scheduler.integrity import check_integrity
 from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
-from jaxllm.scheduler.limits import check_options, check_room, check_servable
+from jaxllm.scheduler.limits import check_items, check_options, check_room, check_servable
 from jaxllm.scheduler.refusal import Refusal
 from jaxllm.scheduler.results import Share, last_news, take_in
 from jaxllm.scheduler.scheduling_policies import Turns, choose_victim, make_waiting_queue
@@ -67,6 +68,9 @@ class Scheduler:
         self.max_num_prefill_tokens = options.max_step_tokens
         self.drafts = drafts
         self.rooms = rooms
+        self._chunk_rooms = tuple(room for room in rooms if isinstance(room, ChunkRoom))
+        if self._chunk_rooms and not options.enable_chunked_prefill:
+            raise ConfigError("enable_chunked_prefill is off, but prompts with items are computed in chunks; leave it on")
         self.num_stages = num_stages
         self._new_cache_manager = partial(
             KVCacheManager,
@@ -111,6 +115,8 @@ class Scheduler:
         if request.request_id in self.requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
         check_servable(request, self.cache_manager, self.max_model_len)
+        if request.spec.items:
+            check_items(request, self._chunk_rooms)
         # Requests added since the latest step can still get a seat, if that step left no request waiting.
         num_seats = 0 if min(self._num_left_waiting, len(self.waiting)) else self.max_num_seqs - len(self.running)
         try:
@@ -262,6 +268,8 @@ class Scheduler:
                 cap = max(cap, self.max_num_batched_tokens // num_unfinished)
         if self._turns is not None and self.num_left_waiting:
             self._give_way(self._turns)
+        for room in self._chunk_rooms:
+            room.begin_step()
         num_preemptions = self._totals.num_preemptions
         if most_drafts is None:
             most_drafts = 0 if self.drafts is None else self.drafts.most(self.num_contenders)
@@ -277,7 +285,7 @@ class Scheduler:
     def _schedule_running(self, cap: int, most_drafts: int, *, masked_wait: bool) -> tuple[list[Share], int]:
         """Returns the shares of the running requests, none above `cap` tokens or `most_drafts` drafts, and the rest of the token budget."""
         budget = self.max_num_batched_tokens
-        allocate_slots, running = self.cache_manager.allocate_slots, self.running
+        allocate_slots, running, chunk_rooms = self.cache_manager.allocate_slots, self.running, self._chunk_rooms
         run_ahead, latest_step = self.options.async_scheduling, self._step_id + 1 - self.num_stages
         num_decodes, most_decodes = 0, -(-len(running) // self.num_stages)
         shares: list[Share] = []
@@ -306,6 +314,10 @@ class Scheduler:
                     num_tokens = num_wanted = 1 + num_drafts
                 else:
                     num_tokens = 1
+                if chunk_rooms and (start := request.num_computed_tokens) < request.num_prompt_tokens:
+                    num_tokens = limit_all(chunk_rooms, request, start, num_tokens)
+                    if not num_tokens:
+                        continue
                 while (new_block_ids := allocate_slots(request, num_tokens)) is None:
                     if num_drafts:
                         num_drafts, num_tokens, num_wanted = 0, 1, 1
@@ -408,6 +420,11 @@ class Scheduler:
                 if num_tokens > budget and not self.options.enable_chunked_prefill:
                     break
                 num_tokens = min(num_tokens, budget)
+                if self._chunk_rooms and prefix.num_computed_tokens < request.num_prompt_tokens:
+                    num_tokens = limit_all(self._chunk_rooms, request, prefix.num_computed_tokens, num_tokens)
+                    if not num_tokens:
+                        skipped.append(self.waiting.pop())
+                        continue
                 new_block_ids = manager.allocate_slots(
                     request, num_tokens, prefix, num_reserved_blocks=num_reserved, whole_sequence_must_fit=whole
                 )
@@ -495,6 +512,7 @@ class Scheduler:
             step_id=self._step_id,
             masked_request_ids=tuple(masked_ids),
             num_drafts=most_drafts,
+            ops=self._ops(shares) if self._chunk_rooms else (),
         )
         if shares:
             self._totals.step_tokens.add(num_step_tokens)
@@ -503,6 +521,16 @@ class Scheduler:
             self._finished_ids.clear()
             self._preempted_ids.clear()
         return plan
+
+    def _ops(self, shares: list[Share]) -> tuple[AnyDeviceOp, ...]:
+        """What the rooms let devices do before the step."""
+        return tuple(
+            op
+            for request, _, row in shares
+            if row.start < request.num_prompt_tokens
+            for room in self._chunk_rooms
+            for op in room.ops(request, row.start, row.num_tokens)
+        )
 
     def tokens_are_known(self, plan: SchedulerOutput) -> bool:
         """Whether a step in flight is the only one that samples tokens for any of its masked requests."""
@@ -558,7 +586,10 @@ class Scheduler:
             self._prompt_tokens_of.clear()
             for request in (*self.waiting, *self.held.values()):
                 request.num_output_placeholders = request.num_drafts_in_flight = 0
-        return self.cache_manager.reset_prefix_cache()
+        was_reset = self.cache_manager.reset_prefix_cache()
+        for room in self._chunk_rooms if was_reset else ():
+            room.forget()
+        return was_reset
 
     # What fronts that choose among several engines know of this one's prefix cache
 
@@ -602,6 +633,8 @@ class Scheduler:
             self._release(request)
             if request.request_id not in self.held:
                 self.waiting.add(request)
+        for room in self._chunk_rooms:
+            room.forget()
 
     def limit_steps(self, divisor: int) -> None:
         """Divide the step sizes of the options by `divisor`, from the next step on. Without chunked prefill only the number of

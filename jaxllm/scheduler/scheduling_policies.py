@@ -26,7 +26,7 @@ def choose_victim(policy: SchedulingPolicy, running: Sequence[Request]) -> int:
         return max(range(len(running)), key=lambda index: running[index].sort_key())
     if policy != "fair":
         return latest
-    num_requests = Counter(request.spec.client for request in running)
+    num_requests = Counter(request.options.client for request in running)
     num_tokens = _totals(running, lambda request: request.num_tokens)
     several = [client for client in num_tokens if num_requests[client] > 1]
     return _latest_of(max(several, key=lambda client: num_tokens[client]), running) if several else latest
@@ -60,7 +60,7 @@ class Turns:
         def size(request: Request) -> int:
             return 1 if by_rows else request.num_tokens
 
-        client = request.spec.client
+        client = request.options.client
         totals = _totals(running, size)
         own = totals.pop(client, 0)
         if not totals:
@@ -74,10 +74,10 @@ def _totals(running: Sequence[Request], size: Callable[[Request], int]) -> dict[
     """The sum of the sizes of each client's requests."""
     found: dict[str, int] = {}
     for request in running:
-        client = request.spec.client
+        client = request.options.client
         found[client] = found.get(client, 0) + size(request)
     return found
 
 
 def _latest_of(client: str, running: Sequence[Request]) -> int:
-    return next(index for index in reversed(range(len(running))) if running[index].spec.client == client)
+    return next(index for index in reversed(range(len(running))) if running[index].options.client == client)

@@ -60,7 +60,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._process: WorkerProcess | None = None
         self._jobs: dict[int, _Job] = {}
-        """Those without an answer."""
+        """Jobs without an answer."""
         self._by_params: dict[StructuredOutputsParams, _Job] = {}
         self._answers: OrderedDict[StructuredOutputsParams, _Answer] = OrderedDict()
         self._num_cached_bytes = 0

@@ -52,7 +52,7 @@ def kinds_of(node: dict[str, Any]) -> tuple[str, ...]:
 
 
 def any_of(options: Iterable[Any]) -> Any:
-    """What matches any of some schemas."""
+    """A schema that matches any of these schemas."""
     left = [option for option in options if option is not False]
     if not left or True in left:
         return bool(left)
@@ -60,7 +60,7 @@ def any_of(options: Iterable[Any]) -> Any:
 
 
 def all_of(parts: Iterable[Any]) -> Any:
-    """What matches all of some schemas."""
+    """A schema that matches all of these schemas."""
     left = [part for part in parts if part is not True]
     if not left or False in left:
         return not left
@@ -69,7 +69,7 @@ def all_of(parts: Iterable[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Complements:
-    """Of parts of a schema."""
+    """Complements of parts of a schema."""
 
     root: Any
     rewrite: Callable[[Any, str], Any]
@@ -91,7 +91,7 @@ class Complements:
     def _options(
         self, node: dict[str, Any], key: str, value: Any, pointer: str, kinds: tuple[str, ...], followed: frozenset[str]
     ) -> Iterator[Any]:
-        """What does not match one keyword of a schema; nothing for keywords that say nothing of values of these types."""
+        """Schemas of what does not match one keyword; nothing for keywords that say nothing of values of these types."""
         kind = next((kind for kind in kinds if _plain(kind) == _KIND_OF.get(key)), None)
         if key == "type":
             yield _without_types([value] if isinstance(value, str) else value, pointer, kinds)

@@ -7,7 +7,7 @@ from jaxllm import worker_pipe
 
 
 def write(pipe: IO[bytes], message: dict[str, Any]) -> None:
-    """Send a message. Raises OSError if the reader is gone."""
+    """Send a message. Raises OSError if the reader has ended."""
     worker_pipe.write(pipe, json.dumps(message).encode())
 
 

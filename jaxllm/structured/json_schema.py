@@ -142,7 +142,7 @@ def resolve(root: Any, reference: str, pointer: str) -> Any:
 
 
 _OPEN = object()
-"""Of a schema whose satisfiability is being asked already: a value within itself, which none that ends can have."""
+"""Recursive schema under evaluation: a value within itself, which none that ends can have."""
 
 
 def _is_satisfiable(root: Any, node: Any, known: dict[int, Any]) -> bool:

@@ -25,7 +25,7 @@ class Template:
 
     matcher: LLMatcher
     num_tokens: int
-    """Of llguidance's masks."""
+    """Tokens in llguidance's masks."""
     num_bytes: int
 
     @classmethod

@@ -53,7 +53,7 @@ def supported(schema: Any) -> Any:
         return any(f"{reference}/".startswith(f"{place}/") for reference in references)
 
     def parts_of(node: dict[str, Any], pointer: str) -> list[Any]:
-        """What rewritten keywords of a schema say."""
+        """Schemas that replace rewritten keywords of a node."""
         parts = []
         if "not" in node:
             parts.append(complements.of(node["not"], f"{pointer}/not", kinds_of(node)))

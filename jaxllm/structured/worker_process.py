@@ -1,4 +1,4 @@
-"""The front's end of the process that compiles structured outputs on trial: starts it, writes to it, reads its answers."""
+"""The parent's end of the process that compiles structured outputs on trial: starts it, writes to it, reads its answers."""
 
 import contextlib
 import queue
@@ -16,7 +16,7 @@ _END_SECONDS = 2.0
 
 
 class WorkerProcess:
-    """One such process. `on_answer` and, once, `on_end` are called in a thread of its own."""
+    """One such process. `on_answer` and, once, `on_end` are called in a separate thread."""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.log import info_once
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, Grammar
+from jaxllm.request_options import NO_OPTIONS, RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.served_model import ServedModel
 from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
@@ -39,9 +40,6 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str
 
 
-_MAX_SALT_LENGTH, _NOT_IN_SALT = 128, frozenset("@/\\\0")
-_MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
-
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _NOTHING_SAMPLED = SamplingParams(
@@ -57,7 +55,7 @@ class FrontRequest:
     request_id: str
     """The caller's own; several requests may share it."""
     internal_id: str
-    """Unique in the engine, because it contains the namespace of its front."""
+    """Unique in the engine, because it contains the namespace of its process."""
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -121,23 +119,15 @@ class InputProcessor:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
+        options: RequestOptions = NO_OPTIONS,
         *,
         arrival_time: float | None = None,
-        priority: int = 0,
-        queue_timeout_seconds: float | None = None,
-        timeout_seconds: float | None = None,
         grammar: Grammar | None = None,
-        adapter: str | None = None,
-        data_parallel_rank: int | None = None,
-        session_id: str | None = None,
-        client: str = "",
     ) -> FrontRequest:
         """Check a prompt and complete its parameters. Raises InvalidRequestError, or TypeError for a request id that is no string.
 
-        The request ends with an error if it exceeds its queue timeout or its timeout. `grammar`: the compiled structured
-        output of `params`; None: compile it here, and wait for it. `adapter`: the name of a loaded LoRA adapter. `data_parallel_rank`:
-        the replica that is to compute it; None: any. `session_id`: of requests that are best computed by one replica. `client`: who
-        asks.
+        A cache salt in the prompt replaces that of the options. `grammar`: the compiled structured output of `params`; None: compile
+        it here, and wait for it.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id is a {type(request_id).__name__}, must be a str")
@@ -145,21 +135,9 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"sampling_params is a {type(params).__name__}, must be SamplingParams", "sampling_params"
             )
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError(f"priority is {priority!r}, must be an integer", "priority")
-        if not -(2**63) <= priority < 2**63:
-            raise InvalidRequestError(f"priority is {priority}, must fit 64 bits", "priority")
-        if priority != 0 and self._policy != "priority":
-            info_once(
-                f"priority of requests has no effect under the scheduling policy {self._policy} (--scheduling-policy priority "
-                "changes that)"
-            )
-            priority = 0
-        _check_rank(data_parallel_rank, self._num_replicas)
-        for name, seconds in (("queue_timeout_seconds", queue_timeout_seconds), ("timeout_seconds", timeout_seconds)):
-            _check_timeout(name, seconds)
         arrival_time = clock.now() if arrival_time is None else arrival_time
-        text, token_ids, cache_salt = self._read_prompt(prompt)
+        text, token_ids, salt = self._read_prompt(prompt)
+        options = self._checked_options(options if salt is None else replace(options, cache_salt=salt))
         self._check_token_ids(token_ids)
         internal_id = f"{request_id}-{self._namespace}{next(self._numbers):x}"
         if isinstance(params, PoolingParams):
@@ -170,14 +148,7 @@ class InputProcessor:
                 sampling_params=_NOTHING_SAMPLED,
                 pooling_params=self._completed_pooling(params, len(token_ids)),
                 arrival_time=arrival_time,
-                priority=priority,
-                cache_salt=cache_salt,
-                queue_timeout_seconds=queue_timeout_seconds,
-                timeout_seconds=timeout_seconds,
-                adapter=adapter,
-                data_parallel_rank=data_parallel_rank,
-                session_id=session_id,
-                client=client,
+                options=options,
             )
             sampling, pooling = request.sampling_params, request.pooling_params
             return FrontRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)
@@ -198,20 +169,28 @@ class InputProcessor:
                 sampling_params=self._child_params(params, index),
                 eos_token_ids=self.eos_token_ids,
                 arrival_time=arrival_time,
-                priority=priority,
-                cache_salt=cache_salt,
-                queue_timeout_seconds=queue_timeout_seconds,
-                timeout_seconds=timeout_seconds,
+                options=options,
                 grammar=grammar,
                 thinking_budget=thinking_budget,
-                adapter=adapter,
-                data_parallel_rank=data_parallel_rank,
-                session_id=session_id,
-                client=client,
             )
             for index in range(params.n)
         ]
         return FrontRequest(request_id, internal_id, text, token_ids, params, children, arrival_time)
+
+    def _checked_options(self, options: RequestOptions) -> RequestOptions:
+        """The options without what has no effect in this engine. Raises InvalidRequestError."""
+        options.check()
+        rank, num_replicas = options.data_parallel_rank, self._num_replicas
+        if rank is not None and (type(rank) is not int or not 0 <= rank < num_replicas):
+            most = f"0 to {num_replicas - 1}" if num_replicas > 1 else "0, as there is one engine"
+            raise InvalidRequestError(f"data_parallel_rank is {rank!r}, must be {most}", "data_parallel_rank")
+        if options.priority != 0 and self._policy != "priority":
+            info_once(
+                f"priority of requests has no effect under the scheduling policy {self._policy} (--scheduling-policy priority "
+                "changes that)"
+            )
+            return replace(options, priority=0)
+        return options
 
     def grammar_of(self, form: StructuredOutputsParams) -> Grammar:
         """Compile a structured output, and wait for it. Raises InvalidRequestError."""
@@ -265,8 +244,6 @@ class InputProcessor:
             text, token_ids, salt = (prompt.get(key) for key in _PROMPT_KEYS)
             if text is not None and not isinstance(text, str):
                 raise InvalidRequestError(f"prompt is a {type(text).__name__}, must be a string", "prompt")
-            if salt is not None:
-                _check_salt(salt)
             if token_ids is not None:
                 return text, _read_token_ids(token_ids), salt
             if text is not None:
@@ -372,7 +349,7 @@ class InputProcessor:
         )
 
     def _child_params(self, params: SamplingParams, index: int) -> SamplingParams:
-        """The parameters of one of the n answers: each has a seed of its own."""
+        """The parameters of one of the n answers: each has its own seed."""
         child = copy.copy(params)
         child.n = 1
         child.structured_outputs = child.thinking_token_budget = None  # the request says it
@@ -393,34 +370,6 @@ def _untokenized(prompt: Any) -> str | None:
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
     return prompt if isinstance(prompt, str) else None
-
-
-def _check_salt(salt: Any) -> None:
-    """Raise InvalidRequestError unless a cache salt is a text that other tools take too."""
-    if not isinstance(salt, str) or not salt:
-        given = "empty" if isinstance(salt, str) else f"a {type(salt).__name__}"
-        raise InvalidRequestError(f"cache_salt is {given}, must be a text that is not empty", "cache_salt")
-    if len(salt) > _MAX_SALT_LENGTH:
-        raise InvalidRequestError(f"cache_salt has {len(salt)} characters, may have {_MAX_SALT_LENGTH}", "cache_salt")
-    if found := sorted(_NOT_IN_SALT & set(salt)):
-        raise InvalidRequestError(
-            f"cache_salt has the character {found[0]!r}, must not have '@', '/', '\\' or NUL", "cache_salt"
-        )
-
-
-def _check_rank(rank: int | None, num_replicas: int) -> None:
-    if rank is not None and (type(rank) is not int or not 0 <= rank < num_replicas):
-        most = f"0 to {num_replicas - 1}" if num_replicas > 1 else "0, as there is one engine"
-        raise InvalidRequestError(f"data_parallel_rank is {rank!r}, must be {most}", "data_parallel_rank")
-
-
-def _check_timeout(name: str, seconds: Any) -> None:
-    if seconds is None:
-        return
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= _MAX_TIMEOUT_SECONDS:
-        raise InvalidRequestError(
-            f"{name} is {seconds!r}, must be seconds above 0 and at most {_MAX_TIMEOUT_SECONDS:.0f}", name
-        )
 
 
 def _read_token_ids(token_ids: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""Finds the small files of a model that the front reads (tokenizer, chat template, generation config), without its weights."""
+"""Finds the small files of a model that text processing reads (tokenizer, chat template, generation config), without its weights."""
 
 from pathlib import Path
 from typing import Any

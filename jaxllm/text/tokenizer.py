@@ -208,7 +208,7 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[int, str]:
-        """Tokens beside the trained vocabulary, special ones and others, by id."""
+        """Tokens in addition to the trained vocabulary, special ones and others, by id."""
         return {id: token.content for id, token in self._backend.get_added_tokens_decoder().items()}
 
     @cached_property

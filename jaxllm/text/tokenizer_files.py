@@ -17,9 +17,9 @@ from jaxllm.text.model_files import read_json
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_TOKENIZER_BYTES = 128 * 2**20
-"""Of tokenizer.json; those of the largest vocabularies have 35 MB."""
+"""Most bytes of tokenizer.json; those of the largest vocabularies have 35 MB."""
 MAX_TEMPLATE_BYTES = 2**20
-"""Of a chat template; the longest known have 30 KB."""
+"""Most bytes of a chat template; the longest known have 30 KB."""
 MAX_TOKEN_LENGTH = 1024
 """Characters of an added or special token."""
 MAX_GROWTH = 64
@@ -54,7 +54,7 @@ _Fields = msgspec.defstruct(
         ("chat_template", str | dict[str, str] | list[_Template] | None, None),
     ],
 )
-"""What is read of tokenizer_config.json."""
+"""Fields read from tokenizer_config.json."""
 
 
 def read_backend(file: Path) -> tokenizers.Tokenizer:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxllm import LLM, LoRARequest, SamplingParams
+from jaxllm.runner.features.adapters import Adapters
 from scripts.gpu_checks import Outcome, skip
 from scripts.gpu_checks.tensor_parallel_traffic import full_precision
 from scripts.gpu_checks.tokens import TEXT
@@ -85,7 +86,7 @@ def _answers(directory: Path, kernels: str, options: dict[str, Any], *, tiny: bo
         paths = [directory / str(i) for i in range(NUM_ADAPTERS)]
         if not paths[0].exists():
             core: Any = llm.llm_engine.core
-            targets = core.runner.shapes.functions.adapting.adaptation.targets
+            targets = core.runner.shapes.functions.get(Adapters).adaptation.targets
             for i, path in enumerate(paths):
                 write_adapter(path, targets, RANK, seed=i, scale=SCALE)
         requests = [None, *(LoRARequest(f"adapter-{i}", i + 1, str(path)) for i, path in enumerate(paths))]

@@ -3,7 +3,8 @@
 import collections
 from collections.abc import Iterable
 
-from jaxllm.scaling.trace import Kernel, Trace, class_of, most
+from jaxllm.scaling.trace import Kernel, Trace, class_of
+from scripts.measuring.idle import busy, devices, idle_share
 
 
 def gaps(kernels: Iterable[Kernel]) -> list[tuple[str, str, float]]:
@@ -22,15 +23,16 @@ def describe(trace: Trace, *, num_steps: int, num_layers: int, top: int = 20) ->
     """Time of each step: busy and idle, classes, kernels, gaps by neighbours (first device)."""
     if not trace.kernels:
         return "  the trace holds no GPU kernels"
-    kernels = [kernel for kernel in trace.kernels if kernel.device == trace.devices[0]]
-    total: collections.defaultdict[str, float] = collections.defaultdict(float)
+    first = devices(trace)[0]
+    kernels = [kernel for kernel in trace.kernels if kernel.device == first]
+    total: collections.Counter[str] = collections.Counter()
     count: collections.Counter[str] = collections.Counter()
-    by_class: collections.defaultdict[str, float] = collections.defaultdict(float)
+    by_class: collections.Counter[str] = collections.Counter()
     for kernel in kernels:
         total[kernel.name] += kernel.end - kernel.start
         count[kernel.name] += 1
         by_class[class_of(kernel.name)] += kernel.end - kernel.start
-    pauses: collections.defaultdict[tuple[str, str], float] = collections.defaultdict(float)
+    pauses: collections.Counter[tuple[str, str]] = collections.Counter()
     num_pauses: collections.Counter[tuple[str, str]] = collections.Counter()
     for before, after, length in gaps(kernels):
         pauses[before, after] += length
@@ -39,17 +41,17 @@ def describe(trace: Trace, *, num_steps: int, num_layers: int, top: int = 20) ->
     launches = len(kernels) / num_steps
     moved = sum(transfer.end - transfer.start for transfer in trace.transfers)
     lines = [
-        f"  per step: wall {trace.wall / num_steps:.0f} us, a kernel running {trace.busy() / num_steps:.0f}, "
-        f"none {(trace.wall - trace.busy()) / num_steps:.0f} ({trace.idle_share():.1%}); sum of kernels {in_kernels / num_steps:.0f} in "
+        f"  per step: wall {trace.wall / num_steps:.0f} us, a kernel running {busy(trace) / num_steps:.0f}, "
+        f"none {(trace.wall - busy(trace)) / num_steps:.0f} ({idle_share(trace):.1%}); sum of kernels {in_kernels / num_steps:.0f} in "
         f"{launches:.1f} launches, {launches / num_layers:.1f} a layer; transfers {moved / num_steps:.0f}",
-        "  " + ", ".join(f"{kind} {time / in_kernels:.1%}" for kind, time in most(by_class)),
+        "  " + ", ".join(f"{kind} {time / in_kernels:.1%}" for kind, time in by_class.most_common()),
     ]
-    for name, time in most(total)[:top]:
+    for name, time in total.most_common(top):
         lines.append(f"  {time / num_steps:9.1f} us x{count[name] / num_steps:6.1f}  {class_of(name):18} {name[:100]}")
     lines.append(
         f"  gaps between kernels: {sum(pauses.values()) / num_steps:.1f} us in {sum(num_pauses.values()) / num_steps:.1f}"
     )
-    for (before, after), length in most(pauses)[: max(1, top // 2)]:
+    for (before, after), length in pauses.most_common(max(1, top // 2)):
         times = num_pauses[before, after]
         lines.append(f"  {length / num_steps:9.1f} us x{times / num_steps:6.1f}  {before[:50]} -> {after[:50]}")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """The share of a row's time in which the device runs no kernel, from a trace of such work."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxllm.llm_engine import LLMEngine
@@ -8,6 +8,33 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.scaling import trace
 from jaxllm.scaling.requests import end_all
 from scripts.measuring.rows import Row
+
+
+def devices(found: trace.Trace) -> list[str]:
+    """The devices that ran kernels, by name."""
+    return sorted({kernel.device for kernel in found.kernels})
+
+
+def busy(found: trace.Trace) -> float:
+    """Time in which a kernel ran, mean over the devices."""
+    spans = [[(k.start, k.end) for k in found.kernels if k.device == device] for device in devices(found)]
+    return sum(end - start for span in spans for start, end in merged(span)) / max(1, len(spans))
+
+
+def idle_share(found: trace.Trace) -> float:
+    """Share of the stretch in which the device ran no kernel."""
+    return 1 - busy(found) / found.wall
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of spans as spans that do not touch, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
 
 
 def trace_idle_share(
@@ -43,7 +70,7 @@ def trace_idle_share(
                 run(num_steps)
         found = recording.trace
         if found is not None and found.kernels:
-            row.idle = traced = found.idle_share()
+            row.idle = traced = idle_share(found)
             untraced = None
             if skip is None:
                 untraced = min(row.seconds)

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxllm.request_options import OPTION_NAMES
 from server.errors import as_api_error
 from server.grpc import jaxllm_pb2 as pb
 from server.protocol.common import SamplingFields
@@ -16,9 +17,7 @@ def sampling_fields(request: pb.GenerateRequest) -> SamplingFields:
 
     Excludes `max_tokens` and `logprobs`, which differ between HTTP endpoints.
     """
-    values: dict[str, Any] = {"stream": not request.final_only, "priority": request.priority}
-    if request.HasField("cache_salt"):
-        values["cache_salt"] = request.cache_salt
+    values: dict[str, Any] = {"stream": not request.final_only, **option_values(request)}
     for field, value in request.sampling.ListFields():
         if field.name in ("max_tokens", "logprobs"):
             continue
@@ -32,6 +31,11 @@ def sampling_fields(request: pb.GenerateRequest) -> SamplingFields:
         return SamplingFields.model_validate(values)
     except ValidationError as error:
         raise as_api_error(error) from None
+
+
+def option_values(request: pb.GenerateRequest) -> dict[str, Any]:
+    """The options of RequestOptions that a request sets."""
+    return {field.name: value for field, value in request.ListFields() if field.name in OPTION_NAMES}
 
 
 def _structured_outputs(given: pb.StructuredOutputs) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from jaxllm import __version__
-from jaxllm.placement import Placement, set_placement
+from jaxllm.request_options import Placement, RequestOptions, set_placement
 from jaxllm.sampling_params import SamplingParams
 from server.context import ServerContext
 from server.endings import failure
 from server.errors import ApiError, bad_request
 from server.grpc import jaxllm_pb2 as pb
 from server.grpc.interceptor import authorization_of, key_in
-from server.grpc.messages import response_of, sampling_fields
+from server.grpc.messages import option_values, response_of, sampling_fields
 from server.owner import owner_of_key
 from server.prompts import check_length, check_max_tokens, check_text_length, encode_prompt, tokenizer_of
 from server.sampling import sampling_params
@@ -51,14 +51,10 @@ class Inference:
                 ORIGIN.set(Origin(_owner(call), request.ByteSize()))
                 params = await self._context.work.unless_small(in_one_piece(self._params, request))
                 prompt = await self._context.work.run(self._prompt(request))
-                prepared = await self._engine.prepare(
-                    prompt,
-                    params,
-                    engine_id,
-                    priority=request.priority,
-                    queue_timeout_seconds=self._context.queue_timeout_seconds,
-                    adapter=adapter,
+                options = RequestOptions(
+                    queue_timeout_seconds=self._context.queue_timeout_seconds, adapter=adapter, **option_values(request)
                 )
+                prepared = await self._engine.prepare(prompt, params, engine_id, options)
                 is_first = True
                 async with contextlib.aclosing(self._engine.stream(prepared)) as outputs:
                     async for output in outputs:
@@ -127,8 +123,6 @@ class Inference:
         num_tokens = len(prompt["prompt_token_ids"])
         check_length(num_tokens, max_model_len)
         check_max_tokens(request.sampling.max_tokens, max_model_len)
-        if request.HasField("cache_salt"):
-            prompt["cache_salt"] = request.cache_salt
         return prompt
 
     def _params(self, request: pb.GenerateRequest) -> SamplingParams:

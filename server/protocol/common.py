@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema
 
+from jaxllm.request_options import OPTION_NAMES, RequestOptions
 from jaxllm.sampling_params import FIELDS, IN_REQUESTS, MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 from server.errors import bad_request
 from server.ignored import log_once
@@ -176,7 +177,27 @@ def _body_field(name: str) -> Any:
     return _JSON_TYPES.get(name, described.type) | None, None
 
 
-_Sampling = create_model("_Sampling", __base__=RequestModel, **{name: _body_field(name) for name in IN_REQUESTS})
+class EngineFields(RequestModel):
+    """What every request may say about its computation; those that are named as in RequestOptions reach the engine as they are."""
+
+    priority: Int64 = 0
+    cache_salt: CacheSalt | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+
+class SessionFields(EngineFields):
+    """Of requests that generate."""
+
+    session_id: Annotated[str, Field(max_length=MAX_SESSION_ID)] | None = None
+    """Requests of one session go to one replica; empty: none. The header X-Session-ID serves where a body has none."""
+
+
+def engine_options(body: RequestModel, **others: Any) -> RequestOptions:
+    """The options that a body has, and others."""
+    return RequestOptions(**{name: getattr(body, name) for name in OPTION_NAMES if name in type(body).model_fields}, **others)
+
+
+_Sampling = create_model("_Sampling", __base__=SessionFields, **{name: _body_field(name) for name in IN_REQUESTS})
 
 
 class SamplingFields(_Sampling):  # type: ignore[misc, valid-type]
@@ -199,12 +220,7 @@ class SamplingFields(_Sampling):  # type: ignore[misc, valid-type]
     return_tokens_as_token_ids: bool | None = None
     include_timings: bool = False
 
-    priority: Int64 = 0
     request_id: RequestId | None = None
-    cache_salt: CacheSalt | None = None
-    session_id: Annotated[str, Field(max_length=MAX_SESSION_ID)] | None = None
-    """Requests of one session go to one replica; empty: none. The header X-Session-ID serves where a body has none."""
-    timeout: Annotated[float, Field(gt=0)] | None = None
 
     user: ShortText | None = None
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], ShortText], Field(max_length=MAX_LABELS)] | None = None

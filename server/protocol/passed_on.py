@@ -7,7 +7,7 @@ from pydantic import create_model
 
 from jaxllm.sampling_params import IN_REQUESTS
 from server.protocol.chat import ChatCompletionRequest
-from server.protocol.common import RequestModel
+from server.protocol.common import RequestModel, SessionFields
 
 NAMES = (
     *(name for name, where in IN_REQUESTS.items() if where.passed_on),
@@ -17,11 +17,8 @@ NAMES = (
     "chat_template",
     "chat_template_kwargs",
     "documents",
-    "priority",
+    *SessionFields.model_fields,
     "request_id",
-    "cache_salt",
-    "session_id",
-    "timeout",
 )
 """These fields mean the same as in a chat request, whose model checks them."""
 

@@ -6,14 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field
 
 from server.protocol.chat import Message
-from server.protocol.common import CacheSalt, Int64, Items, RequestId, RequestModel, ShortText
+from server.protocol.common import EngineFields, Items, RequestId, RequestModel, ShortText
 from server.protocol.completions import Ids, Lists, Texts
 
 EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 Endianness = Literal["native", "little", "big"]
 
 
-class PoolingFields(RequestModel):
+class PoolingFields(EngineFields):
     """What all of these requests have in common. Ranges are checked by PoolingParams."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
@@ -27,10 +27,7 @@ class PoolingFields(RequestModel):
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
 
-    priority: Int64 = 0
     request_id: RequestId | None = None
-    cache_salt: CacheSalt | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
     user: ShortText | None = None
 
 

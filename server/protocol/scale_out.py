@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from server.protocol.chat import MAX_TOOLS, NamedToolChoice, Tool
-from server.protocol.common import MAX_SESSION_ID, CacheSalt, Int64, Items, RequestModel, StreamOptions
+from server.protocol.common import Items, RequestModel, SessionFields, StreamOptions
 
 TokenId = Annotated[int, Field(ge=0)]
 RenderedId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9._:@/+=-]+$")]
@@ -26,7 +26,7 @@ class ParseContext(RequestModel):
     """Only reported: ids of calls are random."""
 
 
-class GenerateRequest(RequestModel):
+class GenerateRequest(SessionFields):
     """A prompt and sampling parameters, both complete."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
@@ -51,10 +51,6 @@ class GenerateRequest(RequestModel):
     parse_context: ParseContext | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: CacheSalt | None = None
-    priority: Int64 = 0
-    session_id: Annotated[str, Field(max_length=MAX_SESSION_ID)] | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
 
 
 class AbortRequests(RequestModel):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.log import logger
-from jaxllm.placement import placement
+from jaxllm.request_options import placement
 from server.chat_deltas import ChatDelta
 from server.chat_service import Conversation, PreparedChat
 from server.context import ServerContext

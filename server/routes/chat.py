@@ -25,6 +25,7 @@ from server.openapi import json_body
 from server.options import ChatOptions
 from server.prompts import check_max_tokens
 from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
+from server.protocol.common import engine_options
 from server.sampling import check_xargs, constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
 from server.usage import per_request_metrics, timings
@@ -107,9 +108,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         truncation_side=body.truncation_side,
         constraint_param=constraint_param(body),
         asked_tokens=asked,
-        cache_salt=body.cache_salt,
-        session_id=body.session_id,
-        priority=body.priority,
+        options=engine_options(body),
     )
 
 

@@ -35,6 +35,7 @@ from server.prompts import (
     tokenizer_of,
     truncated,
 )
+from server.protocol.common import engine_options
 from server.protocol.completions import CompletionRequest
 from server.sampling import check_copies, check_xargs, constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
@@ -81,24 +82,13 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
     prompts = _prompts(body, context, params.n)
     engine = context.engine
     encoded = await context.work.run(_encode_all(prompts, body, context))
+    options = engine_options(body, queue_timeout_seconds=context.queue_timeout_seconds, adapter=adapter)
     requests = []
     for number, (text, ids) in enumerate(encoded):
         prompt: Any = {"prompt_token_ids": ids} if text is None else {"prompt_token_ids": ids, "prompt": text}
-        if body.cache_salt is not None:
-            prompt["cache_salt"] = body.cache_salt
         own_id = request_id if len(encoded) == 1 else f"{request_id}-{number}"
         try:
-            requests.append(
-                await engine.prepare(
-                    prompt,
-                    params,
-                    own_id,
-                    priority=body.priority,
-                    queue_timeout_seconds=context.queue_timeout_seconds,
-                    adapter=adapter,
-                    session_id=body.session_id,
-                )
-            )
+            requests.append(await engine.prepare(prompt, params, own_id, options))
         except InvalidRequestError as error:
             if error.param == "prompt_token_ids":
                 raise bad_request(str(error), "prompt") from None

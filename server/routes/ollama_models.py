@@ -14,6 +14,7 @@ from starlette.responses import Response
 from jaxllm import __version__
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.request_options import RequestOptions
 from server.body import read_body
 from server.context import ServerContext, context_of, request_id_of
 from server.deadline import Deadline
@@ -129,7 +130,9 @@ async def _vectors(
             task="embed", use_activation=True, dimensions=dimensions, truncate_prompt_tokens=-1 if truncate else None
         )
         inputs = [Input(text, param, params) for text in texts]
-        requests = await service.prepare(inputs, f"ollama-{request_id_of(request, None)}", adapter=adapter)
+        requests = await service.prepare(
+            inputs, f"ollama-{request_id_of(request, None)}", options=RequestOptions(adapter=adapter)
+        )
     for each in requests:
         context.request_log.write(each)
     async with limit:

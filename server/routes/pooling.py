@@ -22,6 +22,7 @@ from server.deadline import Deadline
 from server.errors import bad_request
 from server.openapi import json_body
 from server.pooling_service import Input, PoolingService, usage_of
+from server.protocol.common import engine_options
 from server.protocol.pooling import (
     EmbeddingRequest,
     PoolingFields,
@@ -218,9 +219,7 @@ async def _pool(
             inputs,
             request_id,
             add_special_tokens=True if special is None else special,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            adapter=adapter,
+            options=engine_options(body, adapter=adapter),
         )
     for each in requests:
         context.request_log.write(each)

@@ -18,6 +18,7 @@ from server.endings import end_of
 from server.errors import bad_request, constraint_error
 from server.logprobs import LogprobWriter, finite
 from server.prompts import check_length, tokenizer_of
+from server.protocol.common import engine_options
 from server.protocol.scale_out import GenerateRequest, ParseContext
 from server.scale_out.derender import NO_REQUEST, TokenAnswer, derendered_chat
 from server.scale_out.sampling import params_of
@@ -54,19 +55,9 @@ async def prepare(body: GenerateRequest, context: ServerContext, request_id: str
         raise bad_request(f"output_mode {body.output_mode} needs sampling_params.detokenize to be true", "sampling_params")
     check_length(len(body.token_ids), engine.max_model_len, "token_ids")
     params = _constrained(params, body, context)
-    prompt: Any = {"prompt_token_ids": body.token_ids}
-    if body.cache_salt is not None:
-        prompt["cache_salt"] = body.cache_salt
+    options = engine_options(body, queue_timeout_seconds=context.queue_timeout_seconds, adapter=adapter)
     try:
-        request = await engine.prepare(
-            prompt,
-            params,
-            request_id,
-            priority=body.priority,
-            queue_timeout_seconds=context.queue_timeout_seconds,
-            adapter=adapter,
-            session_id=body.session_id,
-        )
+        request = await engine.prepare({"prompt_token_ids": body.token_ids}, params, request_id, options)
     except InvalidRequestError as error:
         if error.param in ("prompt_token_ids", "prompt"):
             raise bad_request(str(error), "token_ids") from None

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from jaxllm.request_options import OPTION_NAMES
 from jaxllm.text.input_processor import FrontRequest
 from server.chat_service import Conversation
 from server.errors import bad_request
 from server.protocol.common import SamplingFields
+from server.protocol.scale_out import GenerateRequest
 from server.scale_out.sampling import as_json
 
 
@@ -29,9 +31,7 @@ def generate_body(
         "stream": bool(body.stream),
         "stream_options": options.model_dump() if isinstance(body, SamplingFields) and options is not None else None,
         "return_token_ids": getattr(body, "return_token_ids", None),
-        "cache_salt": child.cache_salt,
-        "priority": child.priority,
-        "session_id": child.session_id,
+        **{name: getattr(child.options, name) for name in GenerateRequest.model_fields if name in OPTION_NAMES},
     }
     if conversation is not None:
         found["parse_context"] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.cli.main import command_parser, main
-from jaxllm.scaling import processes, report, tables
+from jaxllm.scaling import charts, processes, report, tables
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def test_the_demo_model_on_one_and_two_cpu_devices(tmp_path: Path) -> None:
     assert (output / "results.csv").read_text() == report.as_csv(plan, results)
     printed = [line.split() for line in done.stdout.splitlines()]
     assert all(" ".join(line).split() in printed for line in main_table.lines)
-    assert "share its cores" in markdown and len(list(root.iter("{http://www.w3.org/2000/svg}svg"))) >= 6
+    assert "share its cores" in markdown and (report.NO_CHARTS in markdown) == (not charts.can_draw())
     assert all((output / "logs" / f"tp{size}.log").stat().st_size for size in (1, 2))
 
 

@@ -100,7 +100,7 @@ def test_nothing_is_compiled_late_and_every_donation_is_used():
         core = engines.make_core("qwen3", prefill_context_parallel_size=2, warmup="background")
         core.finish_compiling()
         check("qwen3", core)
-    assert core.runner.num_compiled_after_warmup == 0
+    assert core.runner.programs.num_compiled_after_warmup == 0
     core.shutdown()
 
 

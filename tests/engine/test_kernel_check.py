@@ -378,7 +378,7 @@ def test_programs_are_made_while_their_kernels_are_checked(implementations, monk
     prepared = start.prepare()
     assert start.runners == [prepared.runner]
     start.gate.set()
-    prepared.runner.delete_arrays()
+    prepared.runner.close()
 
 
 def test_programs_of_a_kernel_that_fails_the_check_are_dropped(implementations, monkeypatch, tmp_path):
@@ -400,7 +400,7 @@ def test_programs_of_a_kernel_that_fails_the_check_are_dropped(implementations, 
     runner.start_programs(rare_later=True)
     runner.programs.wait(runner.shapes.start_keys())
     assert set(start.made[num_made:]) == {"triton"}
-    runner.delete_arrays()
+    runner.close()
 
 
 def test_a_start_that_is_given_up_waits_for_no_program(implementations, monkeypatch, tmp_path):
@@ -419,7 +419,7 @@ def test_a_start_that_is_given_up_waits_for_no_program(implementations, monkeypa
 @pytest.mark.parametrize("options", [{"warmup": "lazy"}, {"tensor_parallel_size": 2}])
 def test_programs_wait_for_the_verdict_where_they_must(implementations, monkeypatch, tmp_path, options):
     start = Start(monkeypatch, tmp_path, implementations(mosaic=numpy_attention()))
-    start.prepare(**options).runner.delete_arrays()
+    start.prepare(**options).runner.close()
     assert not start.runners
 
 

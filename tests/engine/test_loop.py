@@ -43,12 +43,12 @@ class FakePending:
         return ModelRunnerOutput(self.sampled)
 
 
-def make_loop(max_in_flight):
+def make_loop(max_in_flight, runner=None):
     config = EngineConfig.from_options(
         max_num_seqs=4, max_num_batched_tokens=32, async_scheduling=max_in_flight > 1, enable_prefix_caching=False
     )
     scheduler = Scheduler(config.scheduler, config.cache, num_blocks=20, max_model_len=64)
-    return StepLoop(scheduler, FakeRunner(), max_in_flight=max_in_flight)
+    return StepLoop(scheduler, runner or FakeRunner(), max_in_flight=max_in_flight)
 
 
 def run(loop, num_tokens, max_steps=100):
@@ -161,8 +161,7 @@ class AnyToken:
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])
 def test_a_masked_step_is_drawn_when_the_tokens_before_it_are_known_and_none_follows_it_before(max_in_flight):
-    loop = make_loop(max_in_flight)
-    loop.executor = runner = MaskingRunner()
+    loop = make_loop(max_in_flight, runner := MaskingRunner())
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     for name in ("masked", "plain"):
         request = Request(EngineCoreRequest(request_id=name, prompt_token_ids=[1, 2, 3], sampling_params=params))
@@ -182,8 +181,7 @@ def test_a_masked_step_is_drawn_when_the_tokens_before_it_are_known_and_none_fol
 
 
 def test_a_masked_step_that_was_never_drawn_can_be_forgotten():
-    loop = make_loop(2)
-    loop.executor = MaskingRunner()
+    loop = make_loop(2, MaskingRunner())
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     request = Request(EngineCoreRequest(request_id="a", prompt_token_ids=[1], sampling_params=params))
     request.matcher = AnyToken([])

@@ -13,12 +13,20 @@ from jaxllm.adapters import AdapterInfo, AdapterState
 from jaxllm.engine import messages
 from jaxllm.engine.messages import MessageError, Reply
 from jaxllm.errors import AdapterNotFoundError
-from jaxllm.request import EngineCoreRequest
+from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.sampling_params import SamplingParams
 
 TAGS = ["hello", "add", "abort", "call", "status", "ready", "outputs", "refused", "failed", "reply", "dead", "sleep"]
 ADD = messages.encode(
-    messages.Add("a", EngineCoreRequest(request_id="x", prompt_token_ids=[1, 2, 3], sampling_params=SamplingParams(seed=1)))
+    messages.Add(
+        "a",
+        EngineCoreRequest(
+            request_id="x",
+            prompt_token_ids=[1, 2, 3],
+            items=(PromptItem("image", b"dog", position=1, num_tokens=2, payload=b"pixels"),),
+            sampling_params=SamplingParams(seed=1),
+        ),
+    )
 )
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=4) | st.binary(max_size=4),

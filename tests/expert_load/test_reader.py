@@ -3,52 +3,83 @@
 import numpy as np
 import pytest
 
+from jaxllm.device_ops import TakeCounts
+from jaxllm.engine.op_queue import OpQueue
 from jaxllm.expert_load.layout import Layout, balance_of
 from jaxllm.expert_load.reader import IDLE_SECONDS, INTERVAL_SECONDS, LoadReader
 from jaxllm.replicas.calls import COMBINE
+from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
 class Device:
-    """Hands out what a list says, one after the other, once it is allowed to be ready."""
+    """A loop and its device: hands out what a list says, one after the other, when a step was read."""
 
     def __init__(self, *counts: list[list[int]] | Exception):
         self.counts = list(counts)
-        self.num_taken, self.ready = 0, True
+        self.num_taken = 0
+        self.ops = OpQueue(self)  # type: ignore[arg-type]
+        self.in_flight: list[Device] = []
 
-    def take_expert_tokens(self) -> "Device":
-        self.num_taken += 1
+    def dispatch(self, plan: SchedulerOutput) -> "Device":
+        self.num_taken += plan.ops.count(TakeCounts())
         return self
 
-    def is_ready(self) -> bool:
-        return self.ready
+    def step(self) -> None:
+        """Dispatch a plan."""
+        self.in_flight.append(self.ops.dispatch(SchedulerOutput([], [], 1, [], [])))  # type: ignore[arg-type]
 
-    def result(self) -> np.ndarray:
+    def read(self) -> None:
+        """Read a step."""
+        self.ops.take(self.in_flight.pop(0))  # type: ignore[arg-type]
+
+    def result(self) -> ModelRunnerOutput:
         found = self.counts.pop(0) if self.counts else [[0] * 4] * 2
         if isinstance(found, Exception):
             raise found
-        return np.array(found, np.int32)
+        return ModelRunnerOutput({}, expert_counts=dict(zip((1, 3), np.array(found, np.int32), strict=True)))
+
+    op_results = result
 
 
 def new(device: Device, *, num_devices: int = 2) -> tuple[LoadReader, list[float]]:
     now = [100.0]
     layout = Layout(layers=(1, 3), num_experts=(4, 2), num_layers=4, num_devices=num_devices)
-    return LoadReader(device, layout, clock=lambda: now[0]), now
+    return LoadReader(device.ops, layout, clock=lambda: now[0]), now
 
 
 def test_a_busy_engine_is_asked_at_intervals_and_never_waited_for() -> None:
     device = Device([[1, 2, 3, 4], [5, 1, 0, 0]])
     reader, now = new(device)
-    device.ready = False
     for _ in range(3):
+        device.step()
         reader.note_step(is_idle=False)
         now[0] += INTERVAL_SECONDS / 2
+    device.step()
     assert device.num_taken == 1
     now[0] += 5 * INTERVAL_SECONDS
     reader.note_step(is_idle=False)
-    assert device.num_taken == 1 and not reader.tokens_LE.any(), "one reading at a time, taken in when it is there"
-    device.ready = True
-    reader.note_step(is_idle=False)
+    device.step()
+    assert device.num_taken == 1 and not reader.tokens_LE.any(), "one reading at a time, taken in with its step"
+    while device.in_flight:
+        device.read()
     assert reader.tokens_LE.tolist() == [[1, 2, 3, 4], [5, 1, 0, 0]]
+
+
+def test_a_reading_that_is_on_its_way_is_waited_for_by_who_wants_to_know_now() -> None:
+    """It counts earlier steps. One that no plan carries yet is the one that is wanted."""
+    device = Device([[1, 0, 0, 0], [0] * 4], [[2, 0, 0, 0], [0] * 4])
+    reader, now = new(device)
+    reader.note_step(is_idle=False)
+    now[0] += INTERVAL_SECONDS
+    reader.note_step(is_idle=False)
+    device.step()
+    assert reader.table()["tokens"][0] == [3, 0, 0, 0] and device.num_taken == 2
+    now[0] += INTERVAL_SECONDS
+    reader.note_step(is_idle=False)
+    now[0] += INTERVAL_SECONDS
+    reader.note_step(is_idle=False)
+    reader.read()
+    assert device.num_taken == 3
 
 
 def test_an_engine_that_has_become_idle_is_asked_at_once_but_not_after_each_of_many_short_requests() -> None:

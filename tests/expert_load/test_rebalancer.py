@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from jaxllm.device_ops import MoveExperts
 from jaxllm.eplb_options import EplbConfig
 from jaxllm.expert_load.layout import Layout
 from jaxllm.expert_load.rebalancer import Rebalancer
@@ -27,9 +28,10 @@ class Engine:
     def ask(self, answer: Callable[[np.ndarray], None]) -> None:
         self._answers.append(answer)
 
-    def move_experts(self, layer: int, moves_2RN: np.ndarray, table_EC: np.ndarray) -> None:
-        self.moved.append((self.num_steps, layer))
-        assert moves_2RN.shape[::2] == (2, 2) and table_EC[:, 0].tolist() == [1] * 4
+    def add(self, op: MoveExperts, *, failed: Callable[[Exception], None]) -> None:
+        self.moved.append((self.num_steps, op.layer))
+        self.failed = failed
+        assert np.array(op.moves).shape[::2] == (2, 2) and [row[0] for row in op.table] == [1] * 4
 
     def step(self, tokens: list[int], count: int = 1) -> None:
         """Readings arrive with the next step."""
@@ -52,6 +54,14 @@ def test_a_layer_moves_in_each_step_after_the_window() -> None:
     assert all(set(slots[:2].tolist()) not in ({0, 1}, {2, 3}) for slots in engine.layout.slots)
     engine.step(FIRST_TWO, 60)
     assert len(engine.moved) == 2, "the load is as before, and even now"
+
+
+def test_experts_whose_move_failed_are_where_they_were() -> None:
+    engine = Engine(step_interval=20, window_size=10)
+    engine.step(FIRST_TWO, 11)
+    assert engine.moved == [(11, 0)] and engine.layout.slots[0].tolist() != [0, 1, 2, 3]
+    engine.failed(RuntimeError("the device is broken"))
+    assert engine.layout.slots[0].tolist() == [0, 1, 2, 3]
 
 
 def test_tokens_before_the_window_do_not_matter() -> None:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.device_ops import MoveExperts
 from jaxllm.engine import prepare
 from jaxllm.engine.core import EngineCore
 from jaxllm.eplb_options import EplbConfig, tell_unused_keys
@@ -18,6 +19,7 @@ from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_parts import MoE
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
+from jaxllm.runner.features.expert_slots import ExpertSlots
 from tests.expert_load.engines_that_count import check, check_greedy, new_core, run
 from tests.helpers import engines, goldens
 from tests.helpers.slow import slow_except
@@ -59,6 +61,7 @@ def test_tokens_are_those_of_one_device_while_experts_move(core: EngineCore, exp
 
 def test_moves_are_exact_to_the_bit(core: EngineCore) -> None:
     """Random placements, with copies next to each other: each slot then has its expert's weights, in all arrays."""
+    core.ops.run_now()
     runner, found = core.runner, layout(core)
     paths = [(path, variable) for path, variable in parameters(runner._source.model)]
     split = [i for i, (path, variable) in enumerate(paths) if "split_experts" in axes_of(variable) and path[1] == 2]
@@ -71,7 +74,8 @@ def test_moves_are_exact_to_the_bit(core: EngineCore) -> None:
     for _ in range(4):
         after_P = rng.permutation(np.concatenate([np.arange(8), rng.choice(8, 2, replace=False)]))
         moves = plan_moves(found.slots[mixture], after_P, 2)
-        core.executor.move_experts(2, moves, table_of(after_P, 8, 2))
+        core.ops.add(MoveExperts(2, moves.tolist(), table_of(after_P, 8, 2).tolist()))
+        core.ops.run_now()
         found.slots[mixture] = after_P
         for i in split:
             np.testing.assert_array_equal(np.asarray(runner.params[i]), [experts[i, expert] for expert in after_P.tolist()])
@@ -165,7 +169,7 @@ def test_copies_are_read_like_their_experts(name: str, transform_on_device: bool
 def test_the_memory_of_a_move_is_counted_with_the_weights(core: EngineCore) -> None:
     """Twice more a layer, and an expert from and for each device."""
     runner = core.runner
-    bytes_of = [array.nbytes // 2 for array in (runner.params[i] for i in runner.shapes.functions.placing.leaves[2])]
+    bytes_of = [array.nbytes // 2 for array in (runner.params[i] for i in runner.shapes.functions.get(ExpertSlots).leaves[2])]
     parallel = core.config.parallel
     weights = prepare.weight_bytes(runner._source.model, parallel.tensor_parallel_size, parallel.num_lanes)
     assert core.memory_plan.weight_bytes - weights == sum(2 * n + 2 * 2 * n // 5 for n in bytes_of)

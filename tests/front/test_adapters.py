@@ -44,7 +44,7 @@ def adds(core: FakeEngineCore) -> list[Any]:
 
 def test_an_adapter_is_loaded_once_and_every_call_can_name_it(llm: LLM, core: FakeEngineCore, sql: LoRARequest) -> None:
     llm.generate(["a", "b"], SHORT, use_tqdm=False, lora_request=[sql, None])
-    assert [request.adapter for request in core.requests] == ["sql", None]
+    assert [request.options.adapter for request in core.requests] == ["sql", None]
     core.requests.clear()
     llm.generate("a", SamplingParams(max_tokens=2, n=2), use_tqdm=False, lora_request=sql)
     llm.chat(
@@ -54,11 +54,11 @@ def test_an_adapter_is_loaded_once_and_every_call_can_name_it(llm: LLM, core: Fa
     llm.beam_search("a", BeamSearchParams(beam_width=2, max_tokens=2), lora_request=sql)
     llm.embed("a", use_tqdm=False, lora_request=sql)
     llm.score("a", "b", use_tqdm=False, lora_request=sql)
-    assert len(core.requests) >= 9 and {request.adapter for request in core.requests} == {"sql"}
+    assert len(core.requests) >= 9 and {request.options.adapter for request in core.requests} == {"sql"}
     assert adds(core) == [("sql", sql.lora_path, False)]
     engine = llm.llm_engine
     engine.add_request("x", "a", SHORT, lora_request=sql)
-    assert core.requests[-1].adapter == "sql"
+    assert core.requests[-1].options.adapter == "sql"
 
 
 def test_calls_with_names_of_vllm(llm: LLM, core: FakeEngineCore, sql: LoRARequest, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_many_tasks_load_an_adapter_once(core: FakeEngineCore, sql: LoRARequest)
             await answer(0)
             assert await asyncio.gather(*(answer(number) for number in range(1, 4))) == ["one two"] * 3
             assert (await llm.beam_search("a", BeamSearchParams(beam_width=1, max_tokens=1), "b", sql)).finished
-            assert {request.adapter for request in core.requests} == {"sql"} and len(adds(core)) == 1
+            assert {request.options.adapter for request in core.requests} == {"sql"} and len(adds(core)) == 1
             assert await llm.list_loras() == {1} and await llm.remove_lora(1) and await llm.list_loras() == set()
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -16,6 +16,7 @@ from jaxllm.errors import InvalidRequestError, OverloadedError, RequestFailedErr
 from jaxllm.llm import LLM
 from jaxllm.outputs import CompletionOutput, EngineCoreOutput, Logprob, RequestOutput
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
+from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.fake_front import fake_core, guessing_core
@@ -320,16 +321,16 @@ def test_its_time_is_that_of_all_steps_and_only_the_first_waits_in_the_queue(
     async def main() -> None:
         params = BeamSearchParams(2, 3, ignore_eos=True)
         prompt = {"prompt": "hi", "cache_salt": "s"}
-        request = await engine.prepare(prompt, params, "r", queue_timeout_seconds=30.0, timeout_seconds=60.0)
+        request = await engine.prepare(prompt, params, "r", RequestOptions(queue_timeout_seconds=30.0, timeout_seconds=60.0))
         async for _ in engine.stream(request):
             pass
 
     run_async(main())
     first, *others = core.requests
-    assert (first.queue_timeout_seconds, {other.queue_timeout_seconds for other in others}) == (30.0, {None})
-    times = [request.timeout_seconds for request in core.requests]
+    assert (first.options.queue_timeout_seconds, {other.options.queue_timeout_seconds for other in others}) == (30.0, {None})
+    times = [request.options.timeout_seconds for request in core.requests]
     assert times == sorted(times, reverse=True) and times[0] <= 60.0 and times[-1] > 30.0
-    assert {request.cache_salt for request in core.requests} == {"s"}
+    assert {request.options.cache_salt for request in core.requests} == {"s"}
 
 
 def test_what_cannot_be_searched_is_refused_before_anything_runs(engine: AsyncLLM, core: FakeEngineCore) -> None:

@@ -63,7 +63,7 @@ def test_lists_of_params_and_priorities_must_match(model_directory: Path) -> Non
         ["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)], use_tqdm=False, priority=[3, 1]
     )
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2]
-    assert [request.priority for request in core_of(llm).requests] == [3, 1]
+    assert [request.options.priority for request in core_of(llm).requests] == [3, 1]
     with pytest.raises(InvalidRequestError, match="sampling_params has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], [LONG], use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="priority has 3 entries for 2 prompts"):

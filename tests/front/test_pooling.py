@@ -15,6 +15,7 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_config import PoolingConfig
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, FinishReason
+from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.vllm_flags import as_options
 from tests.helpers.fake_engine_core import WIDTH, FakeEngineCore
@@ -88,8 +89,10 @@ def test_what_a_request_leaves_open_is_the_models_affair(model_directory: Path) 
 
 def test_time_limits_reach_the_engine_core(model_directory: Path) -> None:
     processor = llm_of(model_directory).llm_engine.input_processor
-    request = processor.process("r", [5], PoolingParams(), queue_timeout_seconds=3.0, timeout_seconds=4.0).children[0]
-    assert (request.queue_timeout_seconds, request.timeout_seconds) == (3.0, 4.0)
+    request = processor.process(
+        "r", [5], PoolingParams(), RequestOptions(queue_timeout_seconds=3.0, timeout_seconds=4.0)
+    ).children[0]
+    assert (request.options.queue_timeout_seconds, request.options.timeout_seconds) == (3.0, 4.0)
 
 
 def test_hidden_states_of_all_tokens_cannot_come_from_the_cache(model_directory: Path) -> None:

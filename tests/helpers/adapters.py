@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.engine.op_queue import OpQueue
 from jaxllm.errors import AdapterError, JaxLLMError
 from jaxllm.lora.adapters import Adapters
 from jaxllm.outputs import EngineCoreOutput
@@ -95,8 +96,8 @@ def read_number(path: str) -> Number:
         raise AdapterError(f"{path}: {error}") from error
 
 
-class NumberWriter:
-    """Writes numbers into the slots of a FakeRunner."""
+class NumberDevice:
+    """Stages numbers for the slots of a FakeRunner."""
 
     num_bytes = 8
 
@@ -106,11 +107,18 @@ class NumberWriter:
     def pack(self, files: Number) -> np.ndarray:
         return np.array(files.value)
 
-    def stage(self, packed: np.ndarray) -> int:
-        return int(packed)
+    def stage(self, handle: int, packed: np.ndarray) -> None:
+        self._runner().stage(handle, packed)
 
-    def write(self, slot: int, staged: int) -> None:
-        self._runner().slots[slot] = staged
+
+class LateOps:
+    """The operations of an engine that is made later."""
+
+    def __init__(self, ops: Callable[[], OpQueue]):
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops(), name)
 
 
 class AdapterEngine:
@@ -130,7 +138,8 @@ class AdapterEngine:
         self.lanes = VirtualLanes(self.clock, seconds or {"read": 0.1, "stage": 0.01})
         self.step_seconds = step_seconds
         self.adapters = Adapters(
-            NumberWriter(num_slots, lambda: self.engine.runner),  # type: ignore[arg-type]
+            NumberDevice(num_slots, lambda: self.engine.runner),  # type: ignore[arg-type]
+            LateOps(lambda: self.engine.ops),
             read_number,
             max_host=max_host,
             lanes=self.lanes,  # type: ignore[arg-type]
@@ -181,13 +190,12 @@ class AdapterEngine:
     def step(self) -> list[str]:
         """What EngineCore.step does, with the time that it takes. Returns the requests that it admitted."""
         num_plans = len(self.engine.plans)
-        try:
-            self._take(self.adapters.settle(self.scheduler))
-        except LostError as error:
-            self._take(error.news)
-            self.start_over(error.request_ids, lost=True)
+        self._take(self.adapters.settle(self.scheduler))
         self.check()
-        self.engine.dispatch()
+        try:
+            self.engine.dispatch()
+        except LostError as error:
+            self.start_over(error.request_ids, lost=True)
         admitted = [data.request_id for plan in self.engine.plans[num_plans:] for data in plan.new_requests]
         for request_id in admitted:
             self.admitted_at.setdefault(request_id, self.clock.now)
@@ -226,6 +234,8 @@ class AdapterEngine:
             assert self.engine.collect() == []
         self.check()
         self.adapters.check_integrity()
+        on_way = int(self.adapters._staging is not None) + len(self.engine.ops)
+        assert len(self.engine.runner.staged) <= on_way, "what was staged is used by nobody"
         pool = self.scheduler.cache_manager.pool
         assert pool.num_free_blocks == pool.num_usable_blocks
 

@@ -49,7 +49,7 @@ class Workout:
 
     def __init__(self, core: EngineCore):
         self.core = core
-        drafter = core.runner.shapes.functions.drafting.drafter
+        drafter = core.runner.shapes.functions.latest.drafter
         self.drafts = RandomDrafts(random.Random(1), num_drafts=drafter.num_drafts, num_lookahead=drafter.num_lookahead)
 
     def reschedule(self, *, has_drafts: bool = True, **options) -> None:

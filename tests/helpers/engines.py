@@ -47,7 +47,7 @@ def make_core(name: str, *, processors: tuple[Processor, ...] = (), **options: A
         largest = [ProgramKey("forward", buckets.tokens[-1])]
         if core.model_config.generates and core.scheduler.drafts is None:  # with drafts, steps have as many widths as tests use
             largest.append(ProgramKey("decode", buckets.decode_rows[-1]))
-        runner.programs.compile_all(largest, Progress())  # at the same time
+        getattr(runner, "joint", runner.programs).compile_all(largest, Progress())  # at the same time
     return core
 
 
@@ -76,7 +76,8 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         block_size=core.memory_plan.block_size,
     )
     core.scheduler = make_scheduler(config.parallel, new_scheduler)
-    core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=max_in_flight if config.scheduler.async_scheduling else 1)
+    depth = max_in_flight if config.scheduler.async_scheduling else 1
+    core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=depth, ops=core.ops)
     return core
 
 

@@ -187,8 +187,8 @@ class FakeEngineCore(FakeAdapters):
         if self._sleeps:
             raise EngineSleepingError("the engine sleeps")
         assert request.request_id not in self.running
-        if request.adapter is not None and request.adapter not in self.adapters:
-            raise AdapterNotFoundError(f"there is no adapter {request.adapter!r}; add it first", "adapter")
+        if request.options.adapter is not None and request.options.adapter not in self.adapters:
+            raise AdapterNotFoundError(f"there is no adapter {request.options.adapter!r}; add it first", "adapter")
         self.requests.append(request)
         self.running[request.request_id] = _Running(request, list(self._script(request)))
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxllm.cache_policy import CachePolicy, WindowPolicy
+from jaxllm.device_ops import DeviceOp, DropStaged, WriteAdapter, run_ops
+from jaxllm.engine.op_queue import OpQueue
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import Request
 from jaxllm.scheduler.draft_counts import DraftCounts
 from jaxllm.scheduler.results import Share
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
+from tests.helpers.fake_items import FakeDevice, ItemToken
 
 _MASK = (1 << 61) - 1
 NOTHING = (-1, -1)
@@ -103,6 +106,8 @@ class _Row:
     adapter: int = 0
     """What its digests start from."""
     adapter_slot: int = NO_ADAPTER
+    item_at: dict[int, ItemToken] = field(default_factory=dict)
+    """By position, where items stand. In `token_ids` their embeddings stand for the placeholder tokens."""
 
     def digest_at(self, position: int) -> int:
         while len(self.digests) <= position:
@@ -125,6 +130,7 @@ class FakeRunner:
         policies: Sequence[CachePolicy],
         drafts: RandomDrafts | None = None,
     ):
+        self.device = FakeDevice()
         self.drafts = drafts
         self.block_size, self.vocab_size, self.policies = block_size, vocab_size, policies
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
@@ -133,9 +139,28 @@ class FakeRunner:
         self.num_computed_tokens = 0
         self.slots: list[int] = []
         """What the adapter in each slot lets digests start from."""
+        self.staged: dict[int, int] = {}
+        """The same of adapters on their way into a slot."""
+
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """See Executor. The data is what digests start from."""
+        self.staged[handle] = int(data)
+
+    def _run_op(self, op: DeviceOp) -> list[None]:
+        if isinstance(op, WriteAdapter):
+            self.slots[op.slot] = self.staged.pop(op.staged)
+        elif isinstance(op, DropStaged):
+            self.staged.pop(op.staged, None)
+        else:
+            self.device.run(op, self.memory)
+        return []
 
     def dispatch(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a step."""
+        """Run operations and a step."""
+        self.device.places.clear()
+        run_ops(plan.ops, self._run_op)
+        if plan.ops and not plan.rows:
+            return ModelRunnerOutput({})
         for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
             self.rows.pop(request_id, None)
         for data in plan.new_requests:
@@ -147,7 +172,8 @@ class FakeRunner:
             assert row.num_computed == planned.start or self.drafts is not None and row.num_computed < planned.start
         assert [planned.request_id for planned in plan.rows[num_known:]] == [data.request_id for data in plan.new_requests]
         assert len(plan.num_scheduled_tokens) == len(plan.rows)
-        assert 0 < plan.num_tokens == sum(planned.num_tokens for planned in plan.rows) <= self.max_tokens
+        assert plan.num_tokens or plan.ops
+        assert plan.num_tokens == sum(planned.num_tokens for planned in plan.rows) <= self.max_tokens
         assert len(self.rows) <= self.max_num_seqs
         for planned in plan.rows:
             row = self.rows[planned.request_id]
@@ -210,6 +236,7 @@ class FakeRunner:
     def start_over(self) -> None:
         """Drop rows and memory."""
         self.rows.clear()
+        self.device.start_over()
         self.memory = [[NOTHING] * self.block_size for _ in self.memory]
 
     def _admit(self, data: NewRequestData) -> None:
@@ -223,6 +250,7 @@ class FakeRunner:
         if data.adapter_slot != NO_ADAPTER:
             row.adapter = self.slots[data.adapter_slot]
         self.rows[data.request_id] = row
+        row.item_at = self.device.items_of(data.request_id, row.token_ids)
 
     def _extend(self, row: _Row, new_ids: list[int]) -> None:
         """Add the new blocks, as many for each group, group by group."""
@@ -239,6 +267,9 @@ class FakeRunner:
     def _write(self, row: _Row, count: int, num_wrong: int) -> None:
         assert count > 0 and row.num_computed + count <= len(row.token_ids)
         end = row.num_computed + count
+        for position in range(row.num_computed, end) if row.item_at else ():
+            if position in row.item_at:
+                self.device.check_embedding(row.item_at[position], row.token_ids[position])
         for group in range(len(self.policies)):
             for position in range(max(row.num_computed, row.num_cached), end + num_wrong):
                 block, offset = self._slot(row, group, position)
@@ -267,6 +298,7 @@ class FakeEngine:
             policies=scheduler.cache_manager.policies,
             drafts=scheduler.drafts,
         )
+        self.ops = OpQueue(self.runner)  # type: ignore[arg-type]
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.plans: list[SchedulerOutput] = []
 
@@ -275,10 +307,10 @@ class FakeEngine:
         while len(self.in_flight) < self.depth:
             plan = self.scheduler.schedule()
             self.scheduler.check_integrity()
-            if plan.num_tokens == 0:
+            if plan.num_tokens == 0 and not plan.ops and not self.ops:
                 break
             self.plans.append(plan)
-            self.in_flight.append((plan, self.runner.dispatch(plan)))
+            self.in_flight.append((plan, self.ops.dispatch(plan)))  # type: ignore[arg-type]
             if self.scheduler.drafts is not None:
                 self._check_published()
 

@@ -11,6 +11,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import EngineDeadError
 from jaxllm.request import Grammar
+from jaxllm.request_options import RequestOptions
 from tests.helpers import engines, goldens
 
 NAME = "llama_gqa"
@@ -48,7 +49,7 @@ def answers(core: EngineCore, directory: Path) -> list[list[int]]:
         requests[1] = engines.request(f"{level}-1", PROMPTS[1], max_tokens=8, temperature=1.0, seed=7)
         requests[2] = replace(requests[2], grammar=Grammar("start: /[a-c]{20}/"))
         for i in (3, 4, 5):
-            requests[i] = replace(requests[i], adapter=ADAPTERS[i % 2])
+            requests[i] = replace(requests[i], options=RequestOptions(adapter=ADAPTERS[i % 2]))
         done = engines.run(core, requests)
         found += [done[request.request_id].tokens for request in requests]
     return found

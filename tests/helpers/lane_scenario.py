@@ -12,6 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.fault_points import injected
 from jaxllm.request import EngineCoreRequest, FinishReason, Grammar
+from jaxllm.request_options import RequestOptions
 from tests.helpers import engines, every_kind, goldens
 from tests.helpers.stage_scenario import numbers
 
@@ -48,7 +49,7 @@ def answers(core: EngineCore) -> list[dict[str, list[float]]]:
     """To the same requests: wherever they go; all in the last lane, which another host has; after sleep in the midst of steps; and while
     the plan of a step with others fails, so that steps in flight are forgotten."""
     last = core.config.parallel.num_lanes - 1
-    in_last = [replace(each, data_parallel_rank=last) for each in requests()]
+    in_last = [replace(each, options=RequestOptions(data_parallel_rank=last)) for each in requests()]
     found = [engines.run(core, requests())]
     before = np.sum(core.expert_load()["tokens"])
     found.append(engines.run(core, in_last))

@@ -7,7 +7,8 @@ from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.request import EngineCoreRequest, Request
+from jaxllm.request import EngineCoreRequest, PromptItem, Request
+from jaxllm.request_options import OPTION_NAMES, RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.admission import AdmissionRoom
 from jaxllm.scheduler.draft_control import DraftControl
@@ -56,31 +57,24 @@ def make_request(
     *,
     eos: tuple[int, ...] = (EOS,),
     arrival: float = 0.0,
-    priority: int = 0,
-    cache_salt: str | None = None,
     pooling: PoolingParams | None = None,
-    queue_timeout_seconds: float | None = None,
-    timeout_seconds: float | None = None,
-    adapter: str | None = None,
-    client: str = "",
-    **params: Any,
+    items: tuple[PromptItem, ...] = (),
+    **others: Any,
 ) -> Request:
-    """A request with the given prompt, or with one of that length that shares no beginning with another id's."""
+    """A request with the given prompt, or with one of that length that shares no beginning with another id's. others: fields of
+    RequestOptions and SamplingParams."""
+    options = {name: others.pop(name) for name in OPTION_NAMES if name in others}
     if isinstance(prompt, int):
         prompt = [sum(request_id.encode()) * 7 % 997] * prompt
     spec = EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
-        sampling_params=SamplingParams(**{"max_tokens": 16, **params}),
+        items=items,
+        sampling_params=SamplingParams(**{"max_tokens": 16, **others}),
         eos_token_ids=eos,
         arrival_time=arrival,
-        priority=priority,
-        cache_salt=cache_salt,
+        options=RequestOptions(**options),
         pooling_params=pooling,
-        queue_timeout_seconds=queue_timeout_seconds,
-        timeout_seconds=timeout_seconds,
-        adapter=adapter,
-        client=client,
     )
     return Request(spec)
 

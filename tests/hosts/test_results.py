@@ -3,15 +3,16 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxllm.device_ops import DropStaged, MoveExperts, TakeCounts, WriteAdapter
 from jaxllm.engine.executor import PendingStep
 from jaxllm.errors import EngineDeadError
-from jaxllm.hosts import follower, results
+from jaxllm.hosts import executor, follower, results
 from jaxllm.hosts.executor import HostsExecutor
 from jaxllm.hosts.follower import Follower
 from jaxllm.lanes_plan import LanesPlan
@@ -64,18 +65,13 @@ class FakeStep:
         time.sleep(0.01 * (self.plan.step_id % 2) * self.lane)
         if self.fails:
             raise RuntimeError("the device is broken")
-        return result_of(self.plan, self.lane)
+        found = result_of(self.plan, self.lane)
+        found.add(self.op_results())
+        return found
 
-
-@dataclass
-class FakeCounts:
-    counts: np.ndarray
-
-    def is_ready(self) -> bool:
-        return True
-
-    def result(self) -> np.ndarray:
-        return self.counts
+    def op_results(self) -> ModelRunnerOutput:
+        counts = {2: np.full(3, 1 + 9 * self.lane, np.int32)} if TakeCounts() in self.plan.ops else {}
+        return ModelRunnerOutput({}, expert_counts=counts)
 
 
 @dataclass
@@ -86,6 +82,7 @@ class FakeExecutor:
     failing_step: int = -1
     steps: list[FakeStep] = field(default_factory=list)
     num_started_over: int = 0
+    staged: dict[int, bytes] = field(default_factory=dict)
 
     def dispatch(self, plan: SchedulerOutput) -> FakeStep:
         assert isinstance(plan, LanesPlan)
@@ -94,13 +91,13 @@ class FakeExecutor:
         self.steps.append(step)
         return step
 
-    def take_expert_tokens(self) -> FakeCounts:
-        return FakeCounts(np.full((2, 3), 1 + 9 * self.lane, np.int32))
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        self.staged[handle] = data.tobytes()
 
     def start_over(self) -> None:
         self.num_started_over += 1
 
-    def delete_arrays(self) -> None:
+    def close(self) -> None:
         """Nothing is held."""
 
 
@@ -118,7 +115,7 @@ def on_two_hosts(together, monkeypatch) -> Iterator[Callable[[FakeExecutor], Hos
         return made[0]
 
     yield make
-    made[0].delete_arrays()
+    made[0].close()
 
 
 def check(step: PendingStep, plan: LanesPlan) -> None:
@@ -151,21 +148,37 @@ def test_steps_in_flight_have_the_results_of_all_lanes(on_two_hosts):
 def test_masks_reach_all_lanes_and_counts_are_added_up(on_two_hosts):
     other = FakeExecutor(1)
     core = on_two_hosts(other)
-    first, masked = core.dispatch(plan_of(1)), core.dispatch(plan_of(2, masked=("b",)))
-    counts = core.take_expert_tokens()
+    first, masked = core.dispatch(replace(plan_of(1), ops=(TakeCounts(),))), core.dispatch(plan_of(2, masked=("b",)))
     with pytest.raises(RuntimeError, match="never drawn"):
         masked.result()
     assert masked.mask_TW is not None
     masked.mask_TW[1] = 5
     masked.draw()
     check(masked, plan_of(2))
-    check(first, plan_of(1))
-    assert counts.result().tolist() == [[11] * 3] * 2 and counts.is_ready()
+    for _ in range(2):
+        assert first.op_results().expert_counts[2].tolist() == first.result().expert_counts[2].tolist() == [11] * 3
     np.testing.assert_array_equal(other.steps[1].mask_TW, [[-1] * 4, [5] * 4])
     core.dispatch(plan_of(3, masked=("a",)))  # never drawn
     core.start_over()
     assert other.num_started_over == 1
     check(core.dispatch(plan_of(4)), plan_of(4))
+
+
+def test_operations_and_what_they_name_reach_other_hosts(on_two_hosts, monkeypatch):
+    """Pieces of what is staged in several threads may come in turn."""
+    monkeypatch.setattr(executor, "PIECE_BYTES", 3)
+    other = FakeExecutor(1)
+    core = on_two_hosts(other)
+    data = {handle: np.arange(handle, 5 * handle, dtype=np.int32) for handle in (1, 2, 3)}
+    threads = [threading.Thread(target=core.stage, args=item) for item in data.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert other.staged == {handle: part.tobytes() for handle, part in data.items()}
+    ops = (WriteAdapter(3, 1), DropStaged(2), MoveExperts(4, [[[1, 2]], [[0, 2]]], [[1, 0], [2, 1]]))
+    check(core.dispatch(replace(plan_of(1), ops=ops)), plan_of(1))
+    assert other.steps[0].plan.ops == ops
 
 
 def test_a_step_that_fails_on_another_host_ends_the_engine(on_two_hosts):

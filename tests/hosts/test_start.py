@@ -150,8 +150,8 @@ def test_calls_are_answered_or_raise_the_error_of_a_host(together):
     leader, member = (future.result(10) for future in together((1, FOUND)))
     for fault in (None, messages.fault_of(ModelLoadError("gone"))):
         number, answered = leader.new_call()
-        leader.send(wire.Do(number, "restore_weights"))
-        assert member.calls.get(timeout=10) == wire.Do(number, "restore_weights")
+        leader.send(wire.Do(number, "memory", ["restore", "weights"]))
+        assert member.calls.get(timeout=10) == wire.Do(number, "memory", ["restore", "weights"])
         member.send(wire.Done(number, fault))
         leader.wait_for(answered)
         assert (fault is None) == (answered.exception() is None)

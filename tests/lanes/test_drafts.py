@@ -119,7 +119,7 @@ def test_a_layer_for_multi_token_prediction_shares_its_experts_between_lanes(tmp
     prompts = [result.prompt for result in results]
     check(engines.run(core, hot(prompts, None)), engines.run(core, hot(prompts, 0)))
     assert core.stats().num_accepted_tokens > 20
-    weights, drafter = core.runner.weights, core.runner.shapes.functions.drafting.drafter
+    weights, drafter = core.runner.weights, core.runner.shapes.functions.latest.drafter
     assert drafter.config.layers[0].mlp.num_redundant == 0
     shared = [shape for shape in weights.shapes[weights.parts[1]] if DATA in str(shape.sharding.spec)]
     assert [shape.sharding.shard_shape(shape.shape)[0] for shape in shared] == [2, 2]

@@ -12,7 +12,7 @@ from jaxllm.layers.step import Step
 from jaxllm.parallel.exchange import LaneExchange, make_exchange
 from jaxllm.parallel.mesh import DATA, TENSOR, meshes_of
 from jaxllm.parallel.topology import Topology
-from jaxllm.runner.expert_placement import slots_of
+from jaxllm.runner.features.expert_slots import slots_of
 from pallas_kernels.grouped_matmul import experts
 from tests.helpers.slow import slow_except
 

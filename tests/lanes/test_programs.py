@@ -12,6 +12,7 @@ from jaxllm.engine.prepare import Prepared
 from jaxllm.lanes.runner import LanesRunner
 from jaxllm.progress import Progress
 from jaxllm.request import Grammar
+from jaxllm.request_options import RequestOptions
 from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
 from tests.helpers.tiny_tokenizers import write_tokenizer
@@ -52,7 +53,9 @@ def requests():
     return [
         *found,
         replace(masked, grammar=Grammar("start: /[a-f]+/")),
-        replace(masked, request_id="masked too", grammar=Grammar("start: /[a-f]+/"), data_parallel_rank=1),
+        replace(
+            masked, request_id="masked too", grammar=Grammar("start: /[a-f]+/"), options=RequestOptions(data_parallel_rank=1)
+        ),
         engines.pooling_request("vector", [5] * 30),
     ]
 
@@ -84,13 +87,13 @@ def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(
     assert core.num_compiled_after_warmup == 0
     assert core._expert_load._layout.slots[0].tolist() != [*range(8), 0, 1], "no expert moved"
     assert len(_COMPILED) == num_compiled, "something compiled that is not one of the engine's programs"
-    num_programs = core.runner.num_compiled
+    num_programs = core.runner.programs.num_compiled
     core.check_integrity()
     core.shutdown()
 
     again = engines.make_core(NAME, **options)
     again.finish_compiling()
-    assert (again.runner.num_compiled, again.runner.num_loaded) == (0, num_programs)
+    assert (again.runner.programs.num_compiled, again.runner.programs.num_loaded) == (0, num_programs)
     found = engines.run(again, requests())
     assert {name: answer.tokens for name, answer in found.items()} == {name: answer.tokens for name, answer in answers.items()}
     again.shutdown()
@@ -118,7 +121,7 @@ def test_a_smaller_cache_after_compiling_keeps_the_weights(monkeypatch):
     assert all(lane.params for lane in second.runner.lanes) and not any(lane.params for lane in first.runner.lanes)
     second.runner.allocate_caches()
     assert {cache.shape[0] for cache in second.runner.caches} == {2 * second.plan.num_blocks}
-    second.runner.delete_arrays()
+    second.runner.close()
     assert all(array.is_deleted() for array in weights)
 
 

@@ -9,6 +9,7 @@ import pytest
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import InvalidRequestError
 from jaxllm.request import FinishReason
+from jaxllm.request_options import RequestOptions
 from tests.helpers import engines, every_kind, goldens
 from tests.helpers.every_kind import check
 from tests.lanes.conftest import NAME
@@ -26,7 +27,7 @@ def requests():
 
 
 def pinned(request, lane):
-    return replace(request, data_parallel_rank=lane)
+    return replace(request, options=RequestOptions(data_parallel_rank=lane))
 
 
 @pytest.fixture(scope="module")

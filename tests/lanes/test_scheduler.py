@@ -9,6 +9,7 @@ from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.errors import InvalidRequestError, OverloadedError
 from jaxllm.lanes.scheduler import LanesScheduler
 from jaxllm.request import ErrorKind, Request, RequestStatus
+from jaxllm.request_options import RequestOptions
 from jaxllm.scheduler.errors import UpdateError
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput
@@ -26,7 +27,9 @@ def new_lanes(*, num_blocks=40, drafts=None, **options):
 
 
 def add(scheduler, name, prompt, *, max_tokens=4, lane=None, **fields):
-    spec = replace(engines.request(name, list(prompt), max_tokens=max_tokens), data_parallel_rank=lane, **fields)
+    spec = replace(
+        engines.request(name, list(prompt), max_tokens=max_tokens), options=RequestOptions(data_parallel_rank=lane, **fields)
+    )
     scheduler.add_request(Request(spec))
 
 

@@ -177,15 +177,15 @@ def test_an_adapter_that_left_the_disk_lives_in_memory_and_fails_its_requests_al
     assert mended not in engine.errors and engine.values[engine.requests[mended][0].adapter.number] == 8
 
 
-@pytest.mark.parametrize("place", ["adapter.read", "adapter.stage", "adapter.write"])
-def test_a_failure_on_the_way_ends_those_that_wait_and_the_next_request_tries_again(place):
+@pytest.mark.parametrize("fault", ["adapter.read:id=b:error", "adapter.stage:id=b:error", "op:1:error"])
+def test_a_failure_on_the_way_ends_those_that_wait_and_the_next_request_tries_again(fault):
     engine = make(2, "a", "b")
     engine.ask("a")
     engine.run()
     engine.adapters._host.packed.clear()
     running, plain = engine.ask("a", max_tokens=60), engine.ask(None, max_tokens=60)
     engine.step()
-    with injected(f"{place}:id=b:error"):
+    with injected(fault):
         failed = [engine.ask("b"), engine.ask("b")]
         for _ in range(30):
             engine.step()
@@ -198,7 +198,7 @@ def test_a_failure_on_the_way_ends_those_that_wait_and_the_next_request_tries_ag
 def test_requests_whose_adapters_fail_in_the_same_step_all_end():
     engine = make(2, "b", "c")
     engine.adapters._host.packed.popitem()
-    with injected("adapter.write:1:error,adapter.read:1:error"):
+    with injected("op:1:error,adapter.read:1:error"):
         plain, *asked = engine.ask(None, max_tokens=60), engine.ask("b"), engine.ask("c")
         engine.step()
         engine.tick(0.1)

@@ -13,6 +13,7 @@ import pytest
 from jaxllm import LLM, LoRARequest, SamplingParams
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import AdapterError
+from jaxllm.request_options import RequestOptions
 from tests.helpers import engines, goldens, peft_files
 
 NUM_TOKENS = 16
@@ -103,7 +104,7 @@ def run(core: EngineCore, names: Sequence[str | None], **params: Any) -> Answers
     """Every prompt with every adapter, all at once."""
     params = {"max_tokens": NUM_TOKENS, "logprobs": 0, **params}
     requests = [
-        dataclasses.replace(engines.request(f"{name} {i}", prompt, **params), adapter=name)
+        dataclasses.replace(engines.request(f"{name} {i}", prompt, **params), options=RequestOptions(adapter=name))
         for i, prompt in enumerate(PROMPTS)
         for name in names
     ]

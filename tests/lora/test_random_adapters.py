@@ -53,7 +53,7 @@ class _Load:
         elif kind < 0.5:
             engine.tick(rng.choice([0.05, 3.0]))
         elif kind < 0.56:
-            with injected(f"adapter.{rng.choice(['read', 'stage', 'write'])}:1-:error"):
+            with injected(f"{rng.choice(['adapter.read:1-', 'adapter.stage:1-', 'op:id=WriteAdapter'])}:error"):
                 engine.tick(0.15)
                 engine.step()
         else:

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from jaxllm.device_ops import DeviceOp, WriteAdapter
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import AdapterNotFoundError
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
+from jaxllm.request_options import RequestOptions
+from jaxllm.runner.features.adapters import Adapters
 from tests.helpers import engines, goldens, peft_files
 from tests.helpers.engines import Answer
 
@@ -63,7 +66,9 @@ def core(shared_core: EngineCore) -> Iterator[EngineCore]:
 
 
 def request(request_id: str, adapter: str | None, prompt: int = 0, **params: object) -> EngineCoreRequest:
-    return replace(engines.request(request_id, PROMPTS[prompt], max_tokens=NUM_TOKENS, **params), adapter=adapter)
+    return replace(
+        engines.request(request_id, PROMPTS[prompt], max_tokens=NUM_TOKENS, **params), options=RequestOptions(adapter=adapter)
+    )
 
 
 def add(core: EngineCore, name: str, directory: Path, *, replace: bool = False) -> str:
@@ -165,11 +170,11 @@ class _Load:
         (1, ""),
         (
             2,
-            "adapter.read:5:error,adapter.read:9-10:error,adapter.stage:3:error,adapter.stage:7:oom,adapter.write:4:error,adapter.write:9:oom",
+            "adapter.read:5:error,adapter.read:9-10:error,adapter.stage:3:error,adapter.stage:7:oom,op:4:error,op:9:oom",
         ),
         (
             3,
-            "adapter.read:4-5:hang=0.05,adapter.stage:2-4:hang=0.02,adapter.write:6:oom,step:20:oom,result:60:error,launch:90:oom",
+            "adapter.read:4-5:hang=0.05,adapter.stage:2-4:hang=0.02,op:6:oom,step:20:oom,result:60:error,launch:90:oom",
         ),
     ],
     ids=["no faults", "faults of loading", "slow loading and failed steps"],
@@ -201,16 +206,18 @@ def test_adapters_come_and_go_under_load(core, weights, alone, seed, faults):
 def test_slots_whose_arrays_were_lost_are_made_anew_and_filled_again(core, weights, alone, monkeypatch):
     assert add(core, "a", weights[0]) == "" == add(core, "b", weights[1])
     assert engines.run(core, [request("a", "a")])["a"].tokens == alone[0, 0]
-    write, runner = core.runner.write_adapter, core.runner
+    run_op, runner = core.runner.run_op, core.runner
 
-    def lose(slot: int, packed: Any) -> None:
-        monkeypatch.setattr(runner, "write_adapter", write)
+    def lose(op: DeviceOp) -> Any:
+        if not isinstance(op, WriteAdapter):
+            return run_op(op)
+        monkeypatch.setattr(runner, "run_op", run_op)
         last = getattr(runner, "last", runner)
-        for array in last.params[last.shapes.functions.adapting.part]:
+        for array in last.params[last.shapes.functions.get(Adapters).part]:
             array.delete()
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(runner, "write_adapter", lose)
+    monkeypatch.setattr(runner, "run_op", lose)
     answers = engines.run(core, [request("a", "a", 1), request("b", "b"), request("plain", None)])
     assert answers["b"].error_kind is ErrorKind.INTERNAL
     assert (answers["a"].tokens, answers["plain"].tokens) == (alone[0, 1], alone[None, 0])

@@ -1,9 +1,11 @@
 """A host without the last stage launches a step as soon as the tokens that it computes are known, and no later. No programs run."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 
+from jaxllm.device_ops import WriteAdapter
 from jaxllm.pipeline.earlier_host import EarlierHost
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
@@ -17,7 +19,7 @@ BUCKETS = Buckets(decode_rows=(1, 2, 4), tokens=(16,), sample_rows=(4,), max_row
 class FakeStage:
     """Notes the tokens of each step that it is given, and adapters that are written between steps."""
 
-    peers = None
+    peers = programs = None
     shapes = SimpleNamespace(has_adapters=True)
 
     def __init__(self):
@@ -36,8 +38,9 @@ class FakeStage:
     def drain(self):
         """Launches nothing in a thread."""
 
-    def write_adapter(self, slot, staged):
-        self.tokens.append(f"{staged} in {slot}")
+    def run_op(self, op):
+        self.tokens.append(f"{op.staged} in {op.slot}")
+        return []
 
 
 def new(name, *tokens):
@@ -51,7 +54,7 @@ def decode(**starts):
 
 def host():
     stage = FakeStage()
-    leave = SimpleNamespace(send=lambda leaving: np.zeros(1))
+    leave = SimpleNamespace(send=lambda leaving: np.zeros(1), programs=None)
     return EarlierHost([stage], entry=None, leave=leave, num_stages=2), stage
 
 
@@ -83,14 +86,13 @@ def test_a_step_of_several_requests_has_the_latest_token_of_each():
 
 def test_an_adapter_is_written_after_the_steps_before_and_before_those_that_follow():
     earlier, stage = host()
-    earlier.write_adapter(0, ["x"])
+    earlier.dispatch(SchedulerOutput([], [], 0, [], [], ops=(WriteAdapter(0, 7),)))
     for plan in (new("a", 5), decode(a=1)):
         earlier.dispatch(plan)
-    earlier.write_adapter(1, ["y"])
-    earlier.dispatch(new("b", 6))
-    assert stage.tokens == ["x in 0", [5]]
+    earlier.dispatch(replace(new("b", 6), ops=(WriteAdapter(1, 8),)))
+    assert stage.tokens == ["7 in 0", [5]]
     earlier.take_tokens([11])
-    assert stage.tokens[2:] == [[11], "y in 1", [6]]
+    assert stage.tokens[2:] == [[11], "8 in 1", [6]]
 
 
 def test_tokens_of_before_are_forgotten_with_the_steps():

@@ -9,7 +9,8 @@ from jaxllm.cache_news import KEY_BYTES, CacheNews
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 from jaxllm.lora.adapter import Adapter
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.request import EngineCoreRequest, Request
+from jaxllm.request import EngineCoreRequest, PromptItem, Request
+from jaxllm.request_options import RequestOptions
 from jaxllm.routing.balancer import Balancer
 from jaxllm.routing.loads import LOAD_TOKENS, ROW_TOKENS
 from jaxllm.sampling_params import SamplingParams
@@ -32,9 +33,16 @@ def stats(**fields) -> SchedulerStats:
     return SchedulerStats(**zeros | {"num_cache_blocks": 1000} | fields)
 
 
-def make_request(name, prompt, *, prompt_logprobs=None, **fields) -> EngineCoreRequest:
+def make_request(name, prompt, *, prompt_logprobs=None, items=(), pooling_params=None, **options) -> EngineCoreRequest:
     params = SamplingParams(max_tokens=4, prompt_logprobs=prompt_logprobs)
-    return EngineCoreRequest(request_id=str(name), prompt_token_ids=prompt, sampling_params=params, **fields)
+    return EngineCoreRequest(
+        request_id=str(name),
+        prompt_token_ids=prompt,
+        items=items,
+        pooling_params=pooling_params,
+        sampling_params=params,
+        options=RequestOptions(**options),
+    )
 
 
 def news_of(spec: EngineCoreRequest, algorithm="sha256", adapter: Adapter | None = None) -> CacheNews:
@@ -163,7 +171,7 @@ def test_replicas_go_down_and_come_up():
     assert balancer.choose(chat) == 1 and balancer.replica_of("chat") == 1
     assert balancer.choose(make_request("other", [7] * 10), rank=1) == 1
     assert sorted(balancer.set_down(1)) == ["chat", "other"] and balancer.replica_of("chat") is None
-    assert balancer.num_up == 2 and not balancer.is_up(1)
+    assert [balancer.is_up(replica) for replica in range(3)] == [True, False, True]
     balancer.note_news(1, news_of(chat))  # a late message
     balancer.note_load(1, stats())
     assert {balancer.choose(make_request(i, chat.prompt_token_ids)) for i in range(6)} == {0, 2}
@@ -289,3 +297,11 @@ def test_the_latest_sessions_are_remembered(monkeypatch):
     balancer = make_balancer(policy="round_robin")
     assert [balancer.choose(make_request(name, [1], session_id=name)) for name in "abac"] == [0, 1, 0, 1]
     assert list(balancer._sessions) == ["a", "c"]
+
+
+def test_a_prompt_with_an_item_goes_to_the_replica_that_has_that_item_cached():
+    balancer = make_balancer()
+    dog, cat = (make_request(name, [7] * 80, items=(PromptItem("image", name.encode(), 8, 60),)) for name in ("dog", "cat"))
+    balancer.note_news(1, news_of(dog))
+    balancer.note_news(2, news_of(cat))
+    assert [balancer.choose(each) for each in (dog, cat)] == [1, 2]

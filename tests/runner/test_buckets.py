@@ -44,7 +44,7 @@ def test_steps_of_long_prompts_have_sizes_of_their_own_above_those_beside_decode
         ({"max_num_batched_tokens": 500, "enable_chunked_prefill": False}, "without chunked prefill each step holds whole"),
         (
             {"max_num_batched_tokens": 500, "enable_expert_parallel": True, "data_parallel_size": 2},
-            "lanes compute steps together",
+            "data-parallel ranks compute steps together",
         ),
     ],
 )

@@ -7,9 +7,11 @@ import pytest
 
 from jaxllm.cache_spec import FullCache, WindowCache, cache_layout
 from jaxllm.runner.drafter import NO_DRAFT
-from jaxllm.runner.drafts import DraftRows, accept, continues, note_computed, resolve_starts
+from jaxllm.runner.features.drafts.rows import DraftRows, accept, continues, latest_and_drafts, note_computed, resolve_starts
+from jaxllm.runner.latest_tokens import LatestTokens
 from jaxllm.runner.layout import FROM_ROW, NUM_ROW_COLUMNS, Column
-from jaxllm.runner.places import Places, at_positions, device_tokens, each_draw, first_of_each, locate, locate_decode
+from jaxllm.runner.places import Places, at_positions, each_draw, first_of_each, latest_or_known, locate, locate_decode
+from jaxllm.runner.row_arrays import RowArrays
 from jaxllm.scheduler_output import NOT_FINITE
 
 NUM_ROWS, NUM_DRAFTS, BLOCK_SIZE, MAX_BLOCKS = 6, 3, 4, 8
@@ -112,7 +114,7 @@ def test_ids_that_the_host_does_not_know_are_the_last_drawn_and_the_drafts():
     last_N, drafts = jnp.arange(NUM_ROWS + 1, dtype=jnp.int32), draft_rows(draft_NK)
     known = first_of_each(jnp.array([FROM_ROW, FROM_ROW, 77, FROM_ROW, 0], jnp.int32), WIDTH)
     places = locate_decode(jnp.asarray(TABLE), jnp.asarray(DECODE), WIDTH, CACHE)
-    found = np.asarray(device_tokens(last_N, drafts, known, places)).reshape(-1, WIDTH)
+    found = np.asarray(latest_or_known(latest_and_drafts(drafts, last_N, places), known)).reshape(-1, WIDTH)
     assert found[0].tolist() == [4, *draft_NK[4]]
     assert found[1, :2].tolist() == [0, draft_NK[0, 0]]
     assert found[2, 0] == 77
@@ -120,8 +122,16 @@ def test_ids_that_the_host_does_not_know_are_the_last_drawn_and_the_drafts():
     assert (found >= 0).all()
     known_T = jnp.array([FROM_ROW] * 4 + [*range(50, 55)] + [*range(60, 66)] + [0], jnp.int32)
     places = locate(jnp.asarray(TABLE), jnp.asarray(MIXED), 16, CACHE)
-    assert device_tokens(last_N, drafts, known_T, places).tolist() == [4, *draft_NK[4], *range(50, 55), *range(60, 66), 0]
-    assert device_tokens(last_N, None, known_T, places).tolist()[3:5] == [4, 50]
+    found = latest_or_known(latest_and_drafts(drafts, last_N, places), known_T)
+    assert found.tolist() == [
+        4,
+        *draft_NK[4],
+        *range(50, 55),
+        *range(60, 66),
+        0,
+    ]
+    rows = RowArrays(last_N, None)
+    assert LatestTokens().token_ids(rows, known_T, places).tolist()[3:5] == [4, 50]
 
 
 def test_positions_that_only_the_device_knows():
@@ -131,7 +141,7 @@ def test_positions_that_only_the_device_knows():
     resolved = resolve_starts(drafts, jnp.asarray(step))
     assert resolved[:3, Column.START].tolist() == [40, 0, 4]
     np.testing.assert_array_equal(np.delete(resolved, Column.START, 1), np.delete(step, Column.START, 1))
-    assert resolve_starts(None, step) is step
+    assert LatestTokens().resolved(None, step) is step
     counted = note_computed(drafts, resolved).num_computed_N
     assert counted[:6].tolist() == [0, 5, 20, 10, 44, 50]
 

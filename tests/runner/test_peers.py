@@ -17,7 +17,7 @@ from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.shards import PEERS_LOST
 from jaxllm.runner import peers as peers_module
 from jaxllm.runner.consumers.sampling import PendingTokens
-from jaxllm.runner.step import Scores
+from jaxllm.runner.row_arrays import Scores
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.scheduler_output import ModelRunnerOutput
 from pallas_kernels import collectives

@@ -15,8 +15,8 @@ from jaxllm.env import cache_bytes
 from jaxllm.errors import ConfigError
 from jaxllm.runner.program_store import ProgramStore, local_store, new_artifact, open_artifact, write_manifest
 from jaxllm.runner.programs import use_persistent_cache
+from jaxllm.runner.row_arrays import RowArrays
 from jaxllm.runner.split_program import Pieces, split
-from jaxllm.runner.step import RowArrays
 from jaxllm.runner.step_programs import ProgramKey
 
 KEY = ProgramKey("decode", 4)

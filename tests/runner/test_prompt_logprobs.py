@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.consumers.prompt_logprobs import PromptLogprobs, Targets
-from jaxllm.runner.step import Logprobs
+from jaxllm.runner.row_arrays import Logprobs
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput
 
 HIDDEN = SimpleNamespace(hidden_TD=np.zeros((1024, 2)))

@@ -12,8 +12,9 @@ import pytest
 from jaxllm.parallel.shards import ONE_DEVICE
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column
+from jaxllm.runner.row_arrays import RowArrays
 from jaxllm.runner.rows import LogprobsKind
-from jaxllm.runner.step import RowArrays, StepFunctions
+from jaxllm.runner.step import StepFunctions
 from jaxllm.sampling.columns import pack_columns
 from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState

@@ -8,11 +8,17 @@ import pytest
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.parallel.mesh import TENSOR
+from jaxllm.parallel.shards import ONE_DEVICE
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.features.adapters import Adapters
+from jaxllm.runner.features.drafts.step import Drafts
+from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.latest_tokens import LatestTokens
 from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.rows import LogprobsKind
+from jaxllm.runner.step import StepFunctions
 from jaxllm.runner.step_programs import ProgramKey, StepPrograms
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import SamplingParams
@@ -50,19 +56,22 @@ def engine_programs(
     config = resolve_platform_defaults(
         EngineConfig.from_options(max_num_seqs=max_rows, max_num_batched_tokens=512), on_gpu=True
     )
-    drafter = SimpleNamespace(num_lookahead=num_lookahead, needs_history=True)
-    drafting = SimpleNamespace(width=1 + num_drafts, drafter=drafter) if num_drafts else None
-    adapting = SimpleNamespace(adaptation=SimpleNamespace(changes_logits=True)) if has_adapters else None
+    drafter = SimpleNamespace(num_drafts=num_drafts, num_lookahead=num_lookahead, needs_history=True)
+    adapters = Adapters(SimpleNamespace(changes_logits=True), None, slice(0), Kernels())
     programs = object.__new__(StepPrograms)
-    functions = SimpleNamespace(
-        drafting=drafting,
-        adapting=adapting,
-        counting=None,
-        placing=None,
+    functions = StepFunctions(
+        merge=None,
+        shards=ONE_DEVICE,
         cache=SimpleNamespace(groups=[None] * num_groups, block_size=4),
+        max_rows=max_rows,
+        kernels=Kernels(),
+        features=(adapters,) if has_adapters else (),
+        latest=Drafts(drafter, (), 1, 0, 0) if num_drafts else LatestTokens(),
+        num_logprobs=1,
+        logprobs_mode="raw_logprobs",
     )
-    pooling = SimpleNamespace(pooling_type="mean")
-    values = {"functions": functions, "model": SimpleNamespace(generates=True, pooling=pooling), "full_logprobs": False}
+    model = SimpleNamespace(generates=True, pooling=SimpleNamespace(pooling_type="mean"), num_layers=1)
+    values = {"functions": functions, "model": model, "layers": range(1), "full_logprobs": False}
     for name, value in {**values, "buckets": Buckets.choose(config, on_gpu=True, num_drafts=num_drafts)}.items():
         object.__setattr__(programs, name, value)
     return programs

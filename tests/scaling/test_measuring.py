@@ -11,11 +11,12 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Attention, LatentAttention, Layer, MoE, Norm, Rope, Routing
 from jaxllm.quantization.formats.mxfp4 import Mxfp4
 from jaxllm.scaling.limits import Ceilings, ModelCost, Work
-from jaxllm.scaling.trace import STRETCH, Kernel, class_of, merged, parse, read_trace, record
+from jaxllm.scaling.trace import STRETCH, Kernel, class_of, parse, read_trace, record
 from pallas_kernels.checking.attention import Batch
 from scripts.kernels.attention import flash_attention_3
 from scripts.measuring.asked import LONG, Asked, max_model_len, read_rows
 from scripts.measuring.describe import describe, gaps
+from scripts.measuring.idle import busy, idle_share, merged
 
 GPU, OTHER_GPU, HOST = 1, 2, 700
 COMPUTE, SECOND, OPS = 13, 14, 15
@@ -58,14 +59,14 @@ def test_idle_is_what_no_stream_fills() -> None:
     trace = parse(EVENTS)
     assert (trace.start, trace.end, trace.wall) == (100.0, 200.0, 100.0)
     assert [kernel.name for kernel in trace.kernels] == ["gemm_fusion_dot_7", "paged_decode", "loop_add_fusion", "paged_decode"]
-    assert trace.busy() == pytest.approx(10 + 30 + 20)
-    assert trace.idle_share() == pytest.approx(0.4)
+    assert busy(trace) == pytest.approx(10 + 30 + 20)
+    assert idle_share(trace) == pytest.approx(0.4)
     assert [(t.name, t.end - t.start) for t in trace.transfers] == [("MemcpyD2H", 25.0)]
 
 
 def test_several_devices_are_averaged() -> None:
     trace = parse([*EVENTS, span(OTHER_GPU, COMPUTE, "paged_decode", 100.0, 180.0)])
-    assert trace.busy() == pytest.approx((60 + 80) / 2)
+    assert busy(trace) == pytest.approx((60 + 80) / 2)
 
 
 def test_gaps_name_their_neighbours() -> None:
@@ -98,7 +99,7 @@ def test_a_trace_is_read_from_its_file(tmp_path) -> None:
         read_trace(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": EVENTS}).encode()))
-    assert read_trace(tmp_path).busy() == pytest.approx(60)
+    assert busy(read_trace(tmp_path)) == pytest.approx(60)
     with pytest.raises(ValueError, match="does not hold the measured stretch"):
         parse(NAMES)
 

@@ -3,13 +3,14 @@
 import csv
 import io
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.scaling import report, tables
+from jaxllm.scaling import charts, report, tables
 from jaxllm.scaling.rows import Results, SizeResult, from_json, to_json
 from tests.scaling.samples import PLAN, results
 
@@ -54,11 +55,32 @@ def test_the_files_agree(tmp_path: Path) -> None:
     for text in ("the process ended by SIGKILL", "needs 900 tokens of KV cache", "efficiency 80%"):
         assert text in markdown and text in page
     assert "7 of 10 steps \\| odd" in markdown
+    assert (report.NO_CHARTS in markdown) == (not charts.can_draw())
+
+
+def test_charts_are_files_and_parts_of_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
+    report.write(tmp_path, PLAN, results())
+    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
+    root = ElementTree.fromstring((tmp_path / "report.html").read_text(encoding="utf-8").removeprefix("<!doctype html>\n"))
     named = {path.stem for path in (tmp_path / "plots").glob("*.svg")}
-    assert named == {figure.get("id") for figure in root.iter("figure")} >= {"time_per_token", "speed_up", "step_parts_decode"}
+    assert named == {each.get("id") for each in root.iter("span") if each.get("id")}
+    assert named >= {"time_per_token", "weak_efficiency", "speed_up", "step_parts_decode"}
     for path in (tmp_path / "plots").glob("*.svg"):
-        assert ElementTree.fromstring(path.read_text(encoding="utf-8")).tag.endswith("svg")
+        svg = path.read_text(encoding="utf-8")
+        texts = {"".join(text.itertext()) for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
+        assert texts >= (
+            {"communication", "launch on the host"} if path.stem.startswith("step_parts") else {"1", "2", "devices"}
+        )
         assert f"(plots/{path.name})" in markdown
+
+
+def test_without_matplotlib_the_report_has_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report.write(tmp_path, PLAN, results())
+    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "pip install 'jaxllm[plot]'" in markdown and "![" not in markdown and not (tmp_path / "plots").exists()
+    assert tables.as_markdown(tables.main_table(PLAN, results().rows)) in markdown
 
 
 def test_a_page_needs_nothing_beside_it(tmp_path: Path) -> None:

@@ -5,16 +5,26 @@ import sys
 
 import pytest
 
-from jaxllm.request import EngineCoreRequest, Request
+from jaxllm.errors import InvalidRequestError
+from jaxllm.request import EngineCoreRequest, PromptItem, Request
+from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.block_hash import NO_PARENT, block_hasher, cbor, hash_block
 
 ALGORITHMS = ["sha256", "sha256_cbor"]
+PLAIN = "c6bdb50533f24785ba04865daf7f99798b1ac735315b48f1f408da5c0adc7564"
+SALTED = "596ff27a0b38d0d5525dbd64bcf67805ca96693062d125d1c22631cbfc284d39"
+SALTED_CBOR = "1f053bb9beb3aa05007db9d57acef401c75086790bc62a4ed52a32000bf3aad3"
+"""Second block of the tokens 0 to 7, in blocks of 4."""
 
 
-def hashes(tokens, algorithm="sha256", **fields):
+def hashes(tokens, algorithm="sha256", *, request_id="r", items=(), **options):
     spec = EngineCoreRequest(
-        request_id=fields.pop("request_id", "r"), prompt_token_ids=tokens, sampling_params=SamplingParams(), **fields
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        items=items,
+        sampling_params=SamplingParams(),
+        options=RequestOptions(**options),
     )
     return Request(spec, extend_hashes=block_hasher(4, algorithm)).block_hashes
 
@@ -54,6 +64,53 @@ def test_salt_enters_through_the_first_block_only(algorithm):
     assert not set(plain) & set(salted)
     assert salted == hashes(list(range(12)), algorithm, cache_salt="s", request_id="other")
     assert not set(salted) & set(hashes(list(range(12)), algorithm, cache_salt="t"))
+
+
+def test_names_of_text_are_those_that_other_versions_and_hosts_give_it():
+    assert hashes(list(range(8)))[-1].hex() == PLAIN
+    assert hashes(list(range(8)), cache_salt="s")[-1].hex() == SALTED
+    assert hashes(list(range(8)), "sha256_cbor", cache_salt="s")[-1].hex() == SALTED_CBOR
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_item_enters_each_block_that_it_overlaps_with_the_offset_of_its_beginning(algorithm):
+    image = PromptItem("image", b"dog", position=6, num_tokens=8)
+    names = hashes(list(range(20)), algorithm, items=(image,), cache_salt="s")
+    chain = hash_block(NO_PARENT, range(4), (("cache_salt", "s"),), algorithm)
+    expected = [chain]
+    for start, offset in ((4, 2), (8, -2), (12, -6), (16, None)):
+        keys = () if offset is None else (("item", "image", b"dog", offset),)
+        chain = hash_block(chain, range(start, start + 4), keys, algorithm)
+        expected.append(chain)
+    assert names == expected
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_blocks_before_an_item_are_shared_and_those_from_it_on_only_with_the_same_item(algorithm):
+    def of(item, **fields):
+        return hashes(list(range(20)), algorithm, items=(item,), **fields)
+
+    dog = of(PromptItem("image", b"dog", 6, 3, b"pixels"))
+    assert dog == of(PromptItem("image", b"dog", 6, 3), request_id="other")
+    for other in (("image", b"cat", 6, 3), ("audio", b"dog", 6, 3), ("image", b"dog", 7, 2)):
+        names = of(PromptItem(*other))
+        assert names[0] == dog[0] and not set(names[1:]) & set(dog[1:])
+
+
+def test_outputs_extend_the_names_of_a_prompt_that_ends_with_an_item():
+    item, tokens = PromptItem("image", b"dog", 3, 7), list(range(18))
+    spec = EngineCoreRequest(request_id="r", prompt_token_ids=tokens[:10], sampling_params=SamplingParams(), items=(item,))
+    request = Request(spec, extend_hashes=block_hasher(4, "sha256"))
+    for token in tokens[10:]:
+        request.append_output(token)
+    assert request.block_hashes == hashes(tokens, items=(item,))
+
+
+@pytest.mark.parametrize("places", [[(-1, 2)], [(4, 0)], [(9, 2)], [(4, 2), (5, 1)], [(4, 2), (1, 2)], [(1, 1 << 62)]], ids=str)
+def test_items_outside_the_prompt_or_each_other_are_refused(places):
+    items = tuple(PromptItem("image", b"dog", position, count) for position, count in places)
+    with pytest.raises(InvalidRequestError, match="10 tokens and an item of kind 'image' at"):
+        hashes(list(range(10)), items=items)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

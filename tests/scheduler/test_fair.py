@@ -85,7 +85,7 @@ class Oracle:
         self.clocks[client], self.order[client] = clock, sign * next(self.numbers)
 
     def add(self, request):
-        client = request.spec.client
+        client = request.options.client
         if self.next_client() is None:
             self.clocks, self.charged = {}, {}
         if not self.lines.setdefault(client, []):
@@ -100,20 +100,20 @@ class Oracle:
         return request
 
     def put_back(self, request):
-        client = request.spec.client
+        client = request.options.client
         self.set(client, self.clocks.get(client, self.least()) - request.num_prompt_tokens, -1)
         self.lines.setdefault(client, []).insert(0, request)
 
     def give_way(self, request):
-        client = request.spec.client
+        client = request.options.client
         self.set(client, max(self.clocks.get(client, 0), self.least()))
         self.lines.setdefault(client, []).insert(0, request)
 
     def remove(self, request):
-        self.lines[request.spec.client].remove(request)
+        self.lines[request.options.client].remove(request)
 
     def note_output(self, request):
-        client = request.spec.client
+        client = request.options.client
         num_new = request.num_output_tokens - self.charged.get(request, request.num_output_tokens)
         self.charged[request] = request.num_output_tokens
         if self.next_client() is not None and num_new:

@@ -16,11 +16,12 @@ from jaxllm.cache_news import KEY_BYTES, CacheNews
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.request import FinishReason, Request, RequestStatus
+from jaxllm.request import FinishReason, PromptItem, Request, RequestStatus
 from jaxllm.scheduler.block_hash import HASH_BYTES
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.scheduling_policies import Turns
 from jaxllm.scheduler_output import SchedulerOutput
+from tests.helpers.fake_items import PLACEHOLDER, Encoder, effective_prompt
 from tests.helpers.fake_runner import FakeEngine, RandomDrafts, digests, oracle_tokens
 from tests.helpers.scheduling import make_request, make_scheduler
 
@@ -56,6 +57,7 @@ class _Load:
     received: dict[str, list[int]] = field(default_factory=dict)
     num_ended: int = 0
     num_made: int = 0
+    max_item_tokens: int = 0
     readers: list[_Reader] = field(default_factory=list)
     """Those that a front has; more come later."""
 
@@ -112,9 +114,11 @@ class _Load:
         pooling = PoolingParams(skip_reading_prefix_cache=rng.random() < 0.3) if rng.random() < 0.2 else None
         if pooling is not None and rng.random() < 0.3:
             prompt = (prompt * self.max_model_len)[: self.max_model_len]
+        items = self.items(prompt)
         request = make_request(
             request_id,
             prompt,
+            items=items,
             pooling=pooling,
             eos=(END, STOP) if rng.random() < 0.7 else (),
             max_tokens=rng.choice([1, 2, 7, 20]),
@@ -124,8 +128,29 @@ class _Load:
             prompt_logprobs=rng.choice([None, None, None, 0]),
             client=rng.choice("ab"),
         )
+        if items:
+            self.engine.runner.device.requests[request_id] = request
+        else:
+            self.engine.runner.device.requests.pop(request_id, None)
         self.engine.scheduler.add_request(request)
         self.live[request_id], self.received[request_id] = request, []
+
+    def items(self, prompt: list[int]) -> tuple[PromptItem, ...]:
+        """Put items into a prompt, as far as an encoder computes some: a few that are often equal."""
+        rng, found, start = self.rng, list[PromptItem](), 0
+        while self.max_item_tokens and rng.random() < 0.6:
+            start += rng.choice([0, 0, 1, 3, 4, 9])
+            count = rng.randint(1, self.max_item_tokens)
+            if start + count > len(prompt):
+                break
+            prompt[start : start + count] = [PLACEHOLDER] * count
+            payload = bytes([rng.randrange(3)])
+            found.append(PromptItem("image", payload + bytes([count]), start, count, payload))
+            start += count
+        return tuple(found)
+
+    def prompt_of(self, request: Request) -> list[int]:
+        return effective_prompt(request.spec.prompt_token_ids, request.spec.items)
 
     def hold_some(self) -> None:
         """Hold some requests, and release others."""
@@ -159,7 +184,7 @@ class _Load:
         assert output.new_token_ids == [] and output.finish_reason in (FinishReason.STOP, FinishReason.ERROR)
         assert (output.pooled is None) == (output.finish_reason == FinishReason.ERROR)
         if output.pooled is not None:
-            assert output.pooled.tolist() == digests(self.live[request_id].spec.prompt_token_ids)
+            assert output.pooled.tolist() == digests(self.prompt_of(self.live[request_id]))
         self.end(request_id)
 
     def check_whole(self, request_id: str, reason: FinishReason) -> None:
@@ -167,7 +192,7 @@ class _Load:
         ends = frozenset((END, STOP)) if request.eos_token_id is not None else frozenset()
         room = self.max_model_len - request.num_prompt_tokens
         limit = min(request.sampling_params.max_tokens, room)
-        expected = oracle_tokens(request.spec.prompt_token_ids, limit, VOCAB, ends)
+        expected = oracle_tokens(self.prompt_of(request), limit, VOCAB, ends)
         assert self.received[request_id] == expected == request.output_token_ids
         assert reason == (FinishReason.STOP if expected[-1] in ends else FinishReason.LENGTH)
 
@@ -188,7 +213,7 @@ class _Load:
             assert self.engine.collect() == []
 
 
-def watch(scheduler: Scheduler) -> None:
+def watch(scheduler: Scheduler, *, may_overtake: bool) -> None:
     """Fail where a request overtakes another, or where one that would fit is not looked at."""
     schedule, still_refused, hold = scheduler.schedule, scheduler._still_refused, scheduler.hold_requests
     moved: set[str] = set()
@@ -200,7 +225,7 @@ def watch(scheduler: Scheduler) -> None:
 
     def places(requests: Iterable[Request], client: str) -> list[Any]:
         return [
-            place(request) for request in requests if client in ("", request.spec.client) and request.request_id not in moved
+            place(request) for request in requests if client in ("", request.options.client) and request.request_id not in moved
         ]
 
     def watched_schedule() -> SchedulerOutput:
@@ -208,7 +233,7 @@ def watch(scheduler: Scheduler) -> None:
         for client in "ab" if scheduler.options.scheduling_policy == "fair" else [""]:
             admitted = places((scheduler.requests[data.request_id] for data in plan.new_requests), client)
             waiting = places(scheduler.waiting, client)
-            assert not admitted or not waiting or max(admitted) < min(waiting), "a request was overtaken"
+            assert may_overtake or not admitted or not waiting or max(admitted) < min(waiting), "a request was overtaken"
         return plan
 
     def watched_hold(request_ids: Iterable[str]) -> None:
@@ -241,12 +266,13 @@ def run_load(
     reuse_ids: bool,
     drafts: tuple[int, int, float] | None,
     num_stages: int,
+    encoder: tuple[int, int] | None = None,
     **options: Any,
 ) -> int:
     """Run a random load to its end. Returns the number of steps.
 
     num_blocks: for each group; 0: as few as possible. drafts: most of a row, how many positions behind them a drafter writes to, and
-    how often one is right.
+    how often one is right. encoder: tokens of items that it encodes in a step, and its slots.
     """
     max_model_len = 46
     control = None
@@ -266,13 +292,15 @@ def run_load(
         policies=policies,
         drafts=control,
         num_stages=num_stages,
+        rooms=() if encoder is None else (Encoder(*encoder),),
         **options,
     )
     if options["scheduling_policy"] == "fair":
         scheduler._turns = Turns(patience_seconds=0)
-    watch(scheduler)
+    watch(scheduler, may_overtake=encoder is not None)
     engine = FakeEngine(scheduler, vocab_size=VOCAB, depth=depth + num_stages - 1)
     load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
+    load.max_item_tokens = 0 if encoder is None else encoder[0]
     if seed % 3:
         scheduler.publish_cache_news()
         load.readers.append(_Reader())
@@ -302,6 +330,7 @@ CHOICES: dict[str, list[Any]] = {
     "watermark": [0.0, 0.1],
     "scheduler_reserve_full_isl": [True, False],
     "reuse_ids": [True, False],
+    "encoder": [None, None, (4, 2), (9, 1), (30, 3)],
 }
 
 

@@ -79,18 +79,18 @@ def test_every_api_takes_the_name_of_an_adapter(engine: AsyncLLM, core: FakeEngi
             core.requests.clear()
             reply = client.post(path, {**body, "model": "one"})
             assert reply.status_code == 200 and reply.json()["model"] == "one", (path, reply.text)
-            assert core.requests and {request.adapter for request in core.requests} == {"one"}, path
+            assert core.requests and {request.options.adapter for request in core.requests} == {"one"}, path
             assert client.post(path, {**body, "model": "m"}).json()["model"] == "m"
-            assert core.requests[-1].adapter is None
+            assert core.requests[-1].options.adapter is None
             reply = client.post(path, {**body, "model": "three"})
             assert reply.status_code == 404 and "this server has 'm', 'one', 'two'" in reply.text, path
         for path in ("/v1/completions", "/v1/chat/completions"):
             parts = events(client.post(path, {**APIS[path], "model": "two", "stream": True, "n": 2}))
-            assert {part["model"] for part in parts} == {"two"} and core.requests[-1].adapter == "two"
+            assert {part["model"] for part in parts} == {"two"} and core.requests[-1].options.adapter == "two"
         chunks = client.post("/v1/messages", {**APIS["/v1/messages"], "model": "two", "stream": True}).text
         assert '"model":"two"' in chunks
         search = {"prompt": "hi", "model": "one", "use_beam_search": True, "n": 2, "max_tokens": 2}
-        assert client.post("/v1/completions", search).json()["model"] == "one" and core.requests[-1].adapter == "one"
+        assert client.post("/v1/completions", search).json()["model"] == "one" and core.requests[-1].options.adapter == "one"
         assert client.post("/tokenize", {"prompt": "hi", "model": "one"}).status_code == 200
         cards = client.get("/v1/models").json()["data"]
         assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
@@ -162,7 +162,7 @@ def test_adapters_of_others_come_and_go(
 
 def test_an_adapter_that_is_gone_ends_its_requests_alone(engine: AsyncLLM, core: FakeEngineCore, root: Path) -> None:
     def fail() -> None:
-        for request_id in [id for id, running in core.running.items() if running.request.adapter]:
+        for request_id in [id for id, running in core.running.items() if running.request.options.adapter]:
             del core.running[request_id]
             core.news.append(
                 EngineCoreOutput(request_id, [], FinishReason.ERROR, f"{root} is gone", error_kind=ErrorKind.ADAPTER)

@@ -175,7 +175,9 @@ def test_what_concerns_the_prompt_reaches_every_step(client: Client, core: FakeE
     reply = ask(client, COMPLETIONS, max_tokens=2, include_timings=True, **fields)
     assert reply["id"] == "cmpl-mine" and reply["timings"]["total_ms"] >= 0
     assert [len(request.prompt_token_ids) for request in core.requests] == [2, 3, 3, 3]
-    assert {(request.priority, request.cache_salt, request.session_id) for request in core.requests} == {(4, "salt", "s")}
+    assert {(each.options.priority, each.options.cache_salt, each.options.session_id) for each in core.requests} == {
+        (4, "salt", "s")
+    }
 
 
 def test_reasoning_and_tool_calls_are_read_in_the_answers(directory: Path) -> None:

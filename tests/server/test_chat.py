@@ -127,7 +127,7 @@ def test_it_waits_in_the_queue_no_longer_than_the_server_allows(engine: AsyncLLM
     with Client(create_app(engine, options(queue_timeout=30))) as client:
         for ask in (client.chat, client.complete):
             assert ask().status_code == 200
-            assert core.requests[-1].queue_timeout_seconds == 30
+            assert core.requests[-1].options.queue_timeout_seconds == 30
 
 
 def test_unknown_fields_are_ignored(client: Client) -> None:

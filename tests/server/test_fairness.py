@@ -86,7 +86,7 @@ def test_a_key_has_its_number_of_requests_over_all_routes(wire: Wire, core: Fake
         await until(lambda: len(counts) == 2)
         gate.release(100)
         assert [answer[0] for answer in await asyncio.gather(*running)] == [200] * 3
-        labels = sorted(request.client for request in core.requests[-3:])
+        labels = sorted(request.options.client for request in core.requests[-3:])
         assert len(set(labels)) == 2 and not {"", "a", "b"} & set(labels)
         assert not counts and (await wire.answer("/v1/completions", "a", **long))[0] == 200
         while gate.acquire(blocking=False):

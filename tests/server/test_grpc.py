@@ -108,9 +108,9 @@ def test_a_key_has_its_number_of_calls(wire: Wire, core: FakeEngineCore, monkeyp
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert caught.value.trailing_metadata()["retry-after"] == "1"
         wire.generate(text="hi", metadata=(("authorization", "Bearer other"),))
-        assert core.requests[-1].client not in ("", own)
+        assert core.requests[-1].options.client not in ("", own)
     wire.generate(text="hi")
-    assert core.requests[-1].client == own and not wire.context.clients._num_running
+    assert core.requests[-1].options.client == own and not wire.context.clients._num_running
 
 
 def test_a_request_whose_responses_nobody_reads_is_aborted(
@@ -150,7 +150,7 @@ def test_the_model_may_be_an_adapter(wire: Wire, core: FakeEngineCore, monkeypat
     monkeypatch.setattr(wire.context.adapters, "_is_enabled", True)
     monkeypatch.setitem(core.adapters, "sql", AdapterInfo("sql", "/sql", 8, 1024, False, "host"))
     wire.generate(text="hi", model="sql")
-    assert core.requests[-1].adapter == "sql"
+    assert core.requests[-1].options.adapter == "sql"
     info = wire.run(wire.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=KEY))
     assert info.served_names == ["m", "sql"]
 
@@ -171,11 +171,11 @@ def test_parameters_reach_the_engine(wire: Wire, core: FakeEngineCore) -> None:
     responses = wire.generate(text="hi", sampling=sampling, cache_salt="s")
     request = core.requests[-1]
     params = request.sampling_params
-    assert request.queue_timeout_seconds == 60
+    assert request.options.queue_timeout_seconds == 60
     assert (params.temperature, params.top_k, params.max_tokens, params.stop) == (0.5, 3, 2, ["x"])
     assert (params.logit_bias, params.logprobs, params.seed, params.min_p, params.top_n_sigma) == ({5: 1.5}, 1, -7, 0.25, 2)
     assert params.num_speculative_tokens == 0
-    assert request.cache_salt == "s"
+    assert request.options.cache_salt == "s"
     places = [place for response in responses for place in response.outputs[0].logprobs]
     assert [len(place.entries) for place in places] == [2, 2]
     assert (places[0].entries[0].text, places[0].entries[0].logprob, places[0].entries[0].rank) == ("one", -0.5, 2)

@@ -39,7 +39,7 @@ def test_sessions_and_priorities_reach_the_engine(client: Client, core: FakeEngi
         reply = client.post(path, {**BODIES[path], **fields}, headers=headers)
         assert reply.status_code == 200, reply.text
         request = core.requests[-1]
-        return request.session_id, request.priority
+        return request.options.session_id, request.options.priority
 
     assert placed({}) == (None, 0)
     assert placed({}, session_id="a", priority=3) == ("a", 3)

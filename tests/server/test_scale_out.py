@@ -87,7 +87,7 @@ def test_tokens_go_in_and_come_out(client: Client) -> None:
     assert [each["token_id"] for each in content] == choice["token_ids"]
     assert content[0]["top_logprobs"][0] == {"token_id": content[0]["token_id"], "logprob": -0.5, "rank": 2}
     request = client.core.requests[-1]  # type: ignore[attr-defined]
-    assert (request.priority, request.session_id, request.sampling_params.detokenize) == (2, "s", False)
+    assert (request.options.priority, request.options.session_id, request.sampling_params.detokenize) == (2, "s", False)
     chunks = events(client.post(GENERATE, {**body, "stream": True, "stream_options": {"include_usage": True}}))
     assert [id for chunk in chunks for each in chunk["choices"] for id in each["token_ids"]] == choice["token_ids"]
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == reply["usage"]

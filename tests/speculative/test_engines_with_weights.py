@@ -131,13 +131,13 @@ def test_drafts_of_a_layer_for_multi_token_prediction(tmp_path, moves):
         target = core.model_config
         assert core.expert_load()["layers"] == [i for i, layer in enumerate(target.layers) if isinstance(layer.mlp, MoE)]
         assert len(core.stats().even_expert_load) == target.num_layers
-        drafter = core.runner.shapes.functions.drafting.drafter
+        drafter = core.runner.shapes.functions.latest.drafter
         assert (drafter.config.layers[0].mlp.num_redundant, target.layers[-1].mlp.num_redundant) == (0, 2)
     core.shutdown()
 
 
 def hidden_states(core: EngineCore) -> HiddenStates:
-    return target_hidden_states(*goldens.load(core.model_dir), core.runner.shapes.functions.drafting.drafter.feature_layers)
+    return target_hidden_states(*goldens.load(core.model_dir), core.runner.shapes.functions.latest.drafter.feature_layers)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from jaxllm.acceptance import Acceptance
 from jaxllm.engine.core import EngineCore
 from jaxllm.request import EngineCoreRequest
 from jaxllm.runner.drafter import NO_DRAFT
-from jaxllm.runner.drafts import DraftRows, accept, forget_drafts
+from jaxllm.runner.features.drafts.rows import DraftRows, accept, forget_drafts
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column
 from jaxllm.sampling.columns import SamplingColumns, pack_columns, unpack_columns
 from jaxllm.sampling.noise import Stream

@@ -7,6 +7,7 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.log import info_once
+from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.generation_config import LLAMA_CPP, GenerationConfig, load_generation_config
 from jaxllm.text.input_processor import InputProcessor
@@ -51,7 +52,7 @@ def test_every_form_of_prompt_means_the_same(tokenizer: Tokenizer) -> None:
         assert request.prompt_token_ids == ids and request.children[0].prompt_token_ids == ids
     assert processor.process("r", "hi fox", SamplingParams()).prompt == "hi fox"
     assert processor.process("r", ids, SamplingParams()).prompt is None
-    assert processor.process("r", {"prompt": "hi", "cache_salt": "s"}, SamplingParams()).children[0].cache_salt == "s"
+    assert processor.process("r", {"prompt": "hi", "cache_salt": "s"}, SamplingParams()).children[0].options.cache_salt == "s"
     assert processor.tokenize_texts(["hi fox", ids]) == [{"prompt": "hi fox", "prompt_token_ids": ids}, ids]
 
 
@@ -102,7 +103,7 @@ def test_wrong_arguments_are_clear_errors(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="sampling_params is a dict"):
         processor.process("r", "x", {"n": 1})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="priority is 'high'"):
-        processor.process("r", "x", SamplingParams(), priority="high")  # type: ignore[arg-type]
+        processor.process("r", "x", SamplingParams(), RequestOptions(priority="high"))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="logprobs"):
         processor.process("r", "x", SamplingParams(logprobs=21))
 
@@ -113,20 +114,22 @@ def test_a_priority_has_no_effect_without_the_policy_of_that_name(
     info_once.cache_clear()
     with caplog.at_level("INFO", "jaxllm"):
         for priority in (0, 1, 2):
-            assert processor_of(tokenizer).process("r", "x", SamplingParams(), priority=priority).children[0].priority == 0
+            options = RequestOptions(priority=priority)
+            request = processor_of(tokenizer).process("r", "x", SamplingParams(), options)
+            assert request.children[0].options.priority == 0
     assert caplog.text.count("--scheduling-policy priority") == 1
     with pytest.raises(InvalidRequestError, match="64 bits"):
-        processor_of(tokenizer, policy="priority").process("r", "x", SamplingParams(), priority=2**63)
+        processor_of(tokenizer, policy="priority").process("r", "x", SamplingParams(), RequestOptions(priority=2**63))
 
 
 @pytest.mark.parametrize("name", ["queue_timeout_seconds", "timeout_seconds"])
 def test_timeouts_are_checked_and_passed_on(tokenizer: Tokenizer, name: str) -> None:
     processor = processor_of(tokenizer)
-    request = processor.process("r", "x", SamplingParams(n=2), **{name: 2.5})  # type: ignore[arg-type]
-    assert [getattr(child, name) for child in request.children] == [2.5, 2.5]
+    request = processor.process("r", "x", SamplingParams(n=2), RequestOptions(**{name: 2.5}))  # type: ignore[arg-type]
+    assert [getattr(child.options, name) for child in request.children] == [2.5, 2.5]
     for wrong in (0, -1, float("nan"), float("inf"), True, "1"):
         with pytest.raises(InvalidRequestError, match=f"{name} is") as caught:
-            processor.process("r", "x", SamplingParams(), **{name: wrong})  # type: ignore[arg-type]
+            processor.process("r", "x", SamplingParams(), RequestOptions(**{name: wrong}))  # type: ignore[arg-type]
         assert caught.value.param == name
 
 
@@ -168,11 +171,11 @@ def test_an_engine_s_seed_makes_the_drawn_seeds_repeat(tokenizer: Tokenizer) -> 
 
 def test_n_answers_are_n_requests(tokenizer: Tokenizer) -> None:
     processor = processor_of(tokenizer, policy="priority")
-    request = processor.process("r", "x", SamplingParams(n=3, seed=2**63 - 2), priority=4)
+    request = processor.process("r", "x", SamplingParams(n=3, seed=2**63 - 2), RequestOptions(priority=4))
     assert [child.request_id for child in request.children] == [f"{i}_{request.internal_id}" for i in range(3)]
     assert [child.sampling_params.n for child in request.children] == [1, 1, 1]
     assert [child.sampling_params.seed for child in request.children] == [2**63 - 2, 2**63 - 1, -(2**63)]
-    assert {child.priority for child in request.children} == {4}
+    assert {child.options.priority for child in request.children} == {4}
     unseeded = processor.process("r", "x", SamplingParams(n=3)).children
     assert len({child.sampling_params.seed for child in unseeded}) == 3
 

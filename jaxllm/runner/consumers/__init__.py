@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import jax
 
 from jaxllm.runner.batch import Chunk, request_failed
+from jaxllm.runner.row_arrays import RowArrays
 from jaxllm.runner.split_program import CompiledProgram
-from jaxllm.runner.step import RowArrays
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.scheduler_output import ModelRunnerOutput
 

@@ -11,8 +11,8 @@ from jaxllm.runner.batch import Chunk
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.consumers import Device, Hidden, alone
 from jaxllm.runner.layout import padded
+from jaxllm.runner.row_arrays import Logprobs
 from jaxllm.runner.rows import Row
-from jaxllm.runner.step import Logprobs
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, TokenLogprobs
 

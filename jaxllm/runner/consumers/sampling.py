@@ -14,8 +14,8 @@ from jaxllm.runner.batch import Batch, request_failed
 from jaxllm.runner.consumers import Device, Hidden, alone
 from jaxllm.runner.consumers.prompt_logprobs import trim
 from jaxllm.runner.drafter import NO_DRAFT
+from jaxllm.runner.row_arrays import Scores
 from jaxllm.runner.rows import LogprobsKind, Row
-from jaxllm.runner.step import Scores
 from jaxllm.runner.step_programs import ProgramKey
 from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState, pack_admission

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxllm.runner.drafter import NO_DRAFT, Drafter
 from jaxllm.runner.layout import FROM_ROW, Column
+from jaxllm.runner.places import Places
 from jaxllm.sampling.rejection import KEPT_DTYPE
 
 
@@ -42,13 +43,18 @@ def drafts_of_draws(drafts: DraftRows, columns_RC: jax.Array, width: int) -> tup
     return draft_RW.reshape(-1), (row_R1 * most + place_W).reshape(-1)
 
 
-def resolve_starts(drafts: DraftRows | None, columns_RC: jax.Array) -> jax.Array:
+def resolve_starts(drafts: DraftRows, columns_RC: jax.Array) -> jax.Array:
     """The rows' columns with the positions that only the device knows."""
-    if drafts is None:
-        return columns_RC
     start_R = columns_RC[:, Column.START]
     known_R = drafts.num_computed_N[columns_RC[:, Column.ROW]]
     return columns_RC.at[:, Column.START].set(jnp.where(start_R == FROM_ROW, known_R, start_R))
+
+
+def latest_and_drafts(drafts: DraftRows, last_token_N: jax.Array, places: Places) -> jax.Array:
+    """int32[T]: the latest token of each token's row, then the row's drafts."""
+    token_T = last_token_N[places.row_T]
+    draft_T = drafts.draft_NK[places.row_T, jnp.clip(places.offset_T - 1, 0, drafts.draft_NK.shape[1] - 1)]
+    return jnp.where(places.offset_T == 0, token_T, jnp.maximum(draft_T, 0))
 
 
 def note_computed(drafts: DraftRows, columns_RC: jax.Array) -> DraftRows:

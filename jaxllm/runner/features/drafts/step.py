@@ -1,7 +1,8 @@
-"""Shows a step to the drafter and keeps the drafts that it proposes, as a part of the step's programs."""
+"""Drafts as a feature of the step: rows sample as many tokens as their drafts foresee, and the drafter proposes new ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -13,10 +14,26 @@ from jaxllm.parallel.exchange import LaneExchange
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting
+from jaxllm.runner.features.drafts.rows import (
+    DraftRows,
+    accept,
+    continues,
+    drafts_of_draws,
+    forget_drafts,
+    kept_logits,
+    latest_and_drafts,
+    note_computed,
+    resolve_starts,
+)
 from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.latest_tokens import Draw, LatestTokens, with_latest
 from jaxllm.runner.layout import Column
-from jaxllm.runner.places import Places, at_positions, make_step
-from jaxllm.sampling.rejection import as_kept
+from jaxllm.runner.places import Places, at_positions, latest_or_known, locate, make_step, next_position
+from jaxllm.runner.row_arrays import Caches, Params, RowArrays
+from jaxllm.runner.step_feature import StepRun
+from jaxllm.sampling.columns import unpack_columns
+from jaxllm.sampling.rejection import as_kept, sample_verified
+from jaxllm.sampling.sampler import logit_of, mark_not_finite
 from jaxllm.sampling.variants import Variant
 
 
@@ -38,24 +55,104 @@ class Engine(Protocol):
     @property
     def exchange(self) -> LaneExchange | None: ...
 
+    @property
+    def shards(self) -> Shards: ...
+
     def draw_shared(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array, shards: Shards) -> jax.Array: ...
 
     def draw_draft(self, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array: ...
 
 
 @dataclass(frozen=True)
-class DraftFunctions:
-    """A drafter in the programs of an engine."""
+class Drafts(LatestTokens):
+    """A drafter in the programs of an engine. Each row also keeps drafts, which its next step computes and verifies."""
 
     drafter: Drafter
     merges: Sequence[Callable[[Any], Any]]
     """Weights -> the drafter's model; empty for one without weights."""
     num_target_layers: int
 
+    max_model_len: int
+    vocab_size: int
+    """Of logits."""
+
     @property
-    def width(self) -> int:
-        """Most tokens that a row samples in a step."""
+    def width(self) -> int:  # type: ignore[override]
         return 1 + self.drafter.num_drafts
+
+    @property
+    def num_lookahead(self) -> int:  # type: ignore[override]
+        return self.drafter.num_lookahead
+
+    def row_arrays(self, num_rows: int) -> dict[str, Any]:
+        def ints(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        state = jax.eval_shape(partial(self.drafter.new_state, num_rows, self.max_model_len))
+        logits = kept_logits(self.drafter, num_rows, self.vocab_size)
+        numbers = ints(num_rows), ints(num_rows, self.drafter.num_drafts), ints(num_rows, self.width)
+        return {"drafts": DraftRows(*numbers, state, logits)}  # type: ignore[arg-type]
+
+    def resolved(self, rows: RowArrays, columns_RC: jax.Array) -> jax.Array:
+        return resolve_starts(rows.drafts, columns_RC)
+
+    def token_ids(self, rows: RowArrays, known_T: jax.Array, places: Places) -> jax.Array:
+        return latest_or_known(latest_and_drafts(rows.drafts, rows.last_token_N, places), known_T)
+
+    def before(self, run: StepRun) -> None:
+        run.step.wanted_features = self.drafter.feature_layers
+
+    def noted(self, rows: RowArrays, columns_RC: jax.Array) -> RowArrays:
+        return rows._replace(drafts=note_computed(rows.drafts, columns_RC))
+
+    def shown(self, run: StepRun) -> tuple[Any, ...]:
+        """What `propose` takes of the step."""
+        return ((run.token_ids_T, self.features(run.step)),)
+
+    def draw(
+        self,
+        draw: Draw,
+        variant: Variant,
+        logits_TV: jax.Array,
+        rows: RowArrays,
+        columns_RC: jax.Array,
+        columns_TC: jax.Array,
+        width: int,
+        shards: Shards,
+        mask_TW: jax.Array | None = None,
+    ) -> jax.Array:
+        """Tokens in the places of each row's drafts. Where these are accepted by the ratio of probabilities, a token is the draft if that
+        is accepted. The likeliest tokens need no ratio, nor do masked ones: any draft that equals the target's own draw may be accepted."""
+        if not self.drafter.accepts_by_ratio or width == 1 or variant != Variant.RANDOM:
+            return draw(variant, logits_TV, columns_TC, shards, mask_TW)
+        logits_tV = shards.to_rows(logits_TV)
+        columns_tC, draft_t, index_t = shards.own_rows((columns_TC, *drafts_of_draws(rows.drafts, columns_RC, width)))
+        kept_NKV, sampling = rows.drafts.logits_NKV, unpack_columns(columns_tC[:, Column.SAMPLING :])
+        kept_tV = None if kept_NKV is None else kept_NKV.reshape(-1, kept_NKV.shape[-1])[index_t]
+        token_t = sample_verified(logits_tV, sampling, next_position(columns_tC), draft_t, kept_tV)
+        return shards.from_rows(mark_not_finite(token_t, logit_of(token_t, logits_tV)), len(columns_TC))
+
+    def continues(
+        self, rows: RowArrays, columns_RC: jax.Array, index: int, token_R: jax.Array, is_alive_R: jax.Array | None
+    ) -> jax.Array:
+        return continues(rows.drafts, columns_RC, index, token_R, is_alive_R)
+
+    def stored(self, rows: RowArrays, columns_RC: jax.Array, token_T: jax.Array, width: int) -> tuple[RowArrays, jax.Array]:
+        """Keep the drawn tokens up to the first that a draft did not foresee. The host reads what `accept` says."""
+        token_RW, rates = token_T.reshape(-1, width), self.drafter.synthetic_rates
+        drafts, last_R, drawn_RX = accept(rows.drafts, columns_RC, token_RW, rates)
+        return with_latest(rows._replace(drafts=drafts), columns_RC, last_R), drawn_RX
+
+    def follow(self, functions: Any, variant: Variant, width: int, run: StepRun) -> None:
+        """Show the step to the drafter, which proposes drafts for the next one if width > 1."""
+        if self.is_idle(len(run.columns_RC)):
+            run.rows = run.rows._replace(drafts=forget_drafts(run.rows.drafts, run.columns_RC))
+            return
+        run.rows, caches = self.propose(
+            functions, variant, width, run.params, tuple(run.caches), run.rows, run.columns_RC, run.places, run.token_ids_T,
+            run.hidden_TD, self.features(run.step), run.shards,
+        )  # fmt: skip
+        run.caches[:] = caches
 
     def is_idle(self, num_rows: int) -> bool:
         """Whether decodes of so many rows are not shown to the drafter: they never have drafts, and its model would cost time.
@@ -63,6 +160,30 @@ class DraftFunctions:
         Requests that were decoded so get fewer right drafts later, when fewer run.
         """
         return num_rows > MAX_DRAFT_ROWS and self.drafter.model is not None
+
+    def propose_apart(
+        self,
+        engine: Engine,
+        num_tokens: int,
+        variant: Variant,
+        width: int,
+        params: Params,
+        caches: Caches,
+        rows: RowArrays,
+        hidden_TD: jax.Array,
+        columns_NC: jax.Array,
+        token_ids_T: jax.Array,
+        features: tuple[jax.Array, ...],
+        workspace: jax.Array | None,
+    ) -> tuple[Caches, RowArrays]:
+        """The program behind `forward` and `sample` that does what `follow` does in `decode`."""
+        shards = engine.shards.through(workspace)
+        columns_RC = columns_NC[: min(num_tokens, engine.max_rows)]
+        places = locate(rows.block_table_NB, columns_RC, num_tokens, engine.cache)
+        rows, caches = self.propose(
+            engine, variant, width, params, caches, rows, columns_RC, places, token_ids_T, hidden_TD, features, shards
+        )
+        return caches, rows
 
     def features(self, step: Step) -> tuple[jax.Array, ...]:
         """What the drafter wants to know of the target's step."""

@@ -1,0 +1,70 @@
+"""Work on the devices that a step's plan carries beside its rows. Does not import JAX."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class DeviceOp(msgspec.Struct, frozen=True, tag_field="op"):
+    """An operation that every rank, stage and host runs before a plan's forward pass, after all steps dispatched before."""
+
+
+class WriteAdapter(DeviceOp, frozen=True):
+    """Write an adapter into a slot. After an error the contents of all slots are lost, and zeros once the executor has started over."""
+
+    slot: int
+    staged: int
+    """The handle that it was staged under, which is released."""
+
+
+class DropStaged(DeviceOp, frozen=True):
+    """Release what was staged under a handle, wherever it arrived."""
+
+    staged: int
+
+
+class TakeCounts(DeviceOp, frozen=True):
+    """Read the tokens that each expert got since the last time: `ModelRunnerOutput.expert_counts`."""
+
+
+class MoveExperts(DeviceOp, frozen=True):
+    """Move a layer's experts between devices. An error changes nothing."""
+
+    layer: int
+    moves: list[list[list[int]]]
+    """[2][rounds][devices]: in round r, device n gets what was in the slot moves[0][r][n] before all rounds, counted over all devices, and
+    writes it to its own slot moves[1][r][n]; its number of slots stands for nothing."""
+    table: list[list[int]]
+    """[experts]: how many copies each expert has then, and the slots of these."""
+
+
+AnyDeviceOp = WriteAdapter | DropStaged | TakeCounts | MoveExperts
+"""All kinds, as other hosts decode them."""
+
+
+class DeviceOpError(Exception):
+    """An operation of a plan failed. Those before it were run, it and those behind it were not."""
+
+    def __init__(self, number: int, op: DeviceOp, cause: Exception):
+        super().__init__(f"{type(op).__name__} failed: {type(cause).__name__}: {cause}")
+        self.number, self.cause = number, cause
+        """Its index among the plan's operations, and the original error."""
+
+
+def run_ops(ops: Sequence[DeviceOp], run: Callable[[DeviceOp], Iterable[T]]) -> list[T]:
+    """Run operations in order. Returns all that `run` returns for them. Raises DeviceOpError."""
+    found: list[T] = []
+    for number, op in enumerate(ops):
+        try:
+            found += run_op(op, run)
+        except Exception as error:
+            raise DeviceOpError(number, op, error) from error
+    return found
+
+
+def run_op(op: DeviceOp, run: Callable[[DeviceOp], Iterable[T]]) -> Iterable[T]:
+    """Run one operation; faults are injected here."""
+    return run(op)

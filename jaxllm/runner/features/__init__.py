@@ -1,0 +1,1 @@
+"""What an engine adds to its steps, a file or folder each: see `StepFeature`."""

@@ -1,0 +1,1 @@
+"""Drafts: tokens that a drafter proposes, and that a step verifies."""

@@ -1,0 +1,59 @@
+"""The interface between the body of a step and its features: what an engine adds to a step that others may do without."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxllm.layers.step import Adapt, Step
+from jaxllm.parallel.shards import Shards
+from jaxllm.runner.places import Places
+from jaxllm.runner.row_arrays import Params, RowArrays
+
+
+@dataclass
+class StepRun:
+    """A step whose program is traced: what features read and change of it."""
+
+    params: Params
+    rows: RowArrays
+    caches: list[jax.Array]
+    """Layers replace them as they write."""
+    shards: Shards
+    columns_RC: jax.Array
+    """Of the step's rows, with all starts known."""
+    places: Places
+    token_ids_T: jax.Array
+    """Of all tokens of the step."""
+    step: Step
+    """What the model runs on."""
+    hidden_TD: jax.Array = field(init=False)
+    """What the model leaves of each token, once the layers have run."""
+    share: Callable[[jax.Array], jax.Array] = lambda x_T: x_T
+    """Of an array by token, the tokens that this device computes."""
+    count: Callable[[Callable[[jax.Array], jax.Array], jax.Array], jax.Array] = lambda add, counts: add(counts)
+    """(add, counts) -> the counts with what `add` adds to them on each device that computes tokens of the step."""
+    adapts: Callable[[], tuple[Adapt, ...]] = tuple
+    """What changes the logits of `hidden_TD`: further arguments of the model's `logits`."""
+
+
+class StepFeature:
+    """A part of a step that an engine may do without. Each method does nothing unless a feature overrides it."""
+
+    is_optional = False
+    """Whether the programs that compute layers are also compiled without the feature, for steps that do not need it."""
+
+    def row_arrays(self, num_rows: int) -> dict[str, Any]:
+        """Its parts of `RowArrays` by name, as trees of shapes. num_rows: with that of padding."""
+        return {}
+
+    def before(self, run: StepRun) -> None:
+        """Change the step before the layers run."""
+
+    def after(self, run: StepRun) -> None:
+        """Take or change what the layers left. Features do so in the reverse order of `before`."""
+
+    def of_logits(self, params: Params, slot_T: jax.Array, shards: Shards) -> tuple[Adapt, ...]:
+        """What changes the logits of tokens with adapters in these slots, in programs that do not run the layers."""
+        return ()
