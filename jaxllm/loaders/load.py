@@ -134,7 +134,7 @@ def _transit_bytes(files: Files, spec: ParamSpec, stored_bytes: int | None, num_
     split = split_dimension(source, axes)
     for tensor in source.tensors:
         is_widened = bool(files.beside(tensor))
-        itemsize = 4 if is_widened else stored_bytes or jnp.dtype(files.dtype).itemsize
+        itemsize = 4 if is_widened else stored_bytes or jnp.dtype(files.config.dtype).itemsize
         num_bytes = math.prod(tensor.placed_shape) * itemsize
         if is_widened or (num_devices > 1 and split is not None and math.prod(tensor.placed_shape[:split]) > 1):
             num_bytes = 2 * num_bytes // (num_devices if split is not None else 1)  # copied, then sent, device by device

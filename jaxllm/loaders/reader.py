@@ -1,7 +1,7 @@
 """Reads tensors of a checkpoint onto the devices of a mesh. Each device gets the slices that it keeps and no others."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -23,9 +23,13 @@ class Files:
     """A checkpoint and the formats of a model; without a checkpoint what is known before there is one."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint | None = None):
-        self.formats, self.dtype, self._checkpoint = config.formats, config.dtype, checkpoint
-        self.linears = frozenset(name for modules in config.linears() for name in modules)
-        self.entries: dict[str, TensorEntry] = {} if checkpoint is None else dict(checkpoint.entries)
+        self.config, self._checkpoint = config, checkpoint
+        self.entries: Mapping[str, TensorEntry] = {} if checkpoint is None else checkpoint.entries
+
+    @functools.cached_property
+    def linears(self) -> Collection[str]:
+        """The modules of all linear layers of the model's layers."""
+        return frozenset(name for modules in self.config.linears() for name in modules)
 
     def tensor(self, name: str) -> np.ndarray:
         """A whole tensor as the file has it."""
@@ -38,11 +42,11 @@ class Files:
 
     def beside(self, tensor: Tensor) -> dict[str, tuple[int, ...]]:
         """The tensors, with their shapes, that it takes to read a tensor as plain numbers."""
-        return next((found for format in self.formats if (found := format.beside(tensor, self))), {})
+        return next((found for format in self.config.formats if (found := format.beside(tensor, self))), {})
 
     def plain(self, tensor: Tensor, index: Index) -> np.ndarray:
         """A part of a tensor as plain numbers, with copies and padding."""
-        format = next((format for format in self.formats if format.beside(tensor, self)), None)
+        format = next((format for format in self.config.formats if format.beside(tensor, self)), None)
         return self.stored(tensor, index) if format is None else format.widened(tensor, index, self)
 
 
