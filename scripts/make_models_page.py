@@ -50,7 +50,7 @@ TESTED = """
 
 - Those in **bold** have a checkpoint in `tests/goldens/` with what `transformers` computes of it in float32: logits, the logprobs of
   prompts, and 64 greedy tokens after prompts of several lengths, windows exceeded. Plain runs (`tests/models`) and whole engines
-  (`tests/end_to_end/test_parity.py`: chunks, preemption, prefix caching; `test_tensor_parallel_parity.py`: several devices) must agree
+  (`tests/end_to_end/test_parity.py`: chunks, preemption, prefix caching; `test_parity_in_parallel.py`: several devices) must agree
   within 1e-4 and token by token.
 - The logits of the others are compared with `transformers` itself, in CI, where torch is installed
   (`tests/models/test_transformers_live.py`). `scripts/make_goldens.py --output DIR` makes goldens of them too, for the same tests with

@@ -211,6 +211,7 @@ def test_experts_stay_in_four_bits_where_a_kernel_computes_from_them(folders: di
     assert not load_model_config(folders["mxfp4"], dequantize=False).for_tensor_parallel(4).has_packed_experts
 
 
+@pytest.mark.slow
 def test_dummy_experts_have_four_bits_too(folders: dict[str, Path]) -> None:
     config = load_model_config(folders["mxfp4"], dequantize=False).for_tensor_parallel(2)
     state = load_weights(config, build_model(config), folders["mxfp4"], load_format="dummy", mesh=make_mesh(2))

@@ -282,6 +282,7 @@ def test_min_tokens_mask_eos_and_stop_tokens_until_reached():
     assert tokens[2:] == [3] * 5  # nothing else may be drawn
 
 
+@pytest.mark.slow
 def test_padding_the_vocabulary_changes_no_token():
     logits = np.random.default_rng(11).normal(size=(10, V)).astype(np.float32)
     params = SamplingParams(seed=5, frequency_penalty=1, top_k=10, logit_bias={2: 1.0}, allowed_token_ids=list(range(50)))
