@@ -1,4 +1,4 @@
-"""What fronts and the engine core tell each other about LoRA adapters."""
+"""Messages about LoRA adapters between API servers and the engine core."""
 
 from typing import Literal
 
@@ -22,7 +22,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, tag="adapter"):
     where: Literal["device", "host", "disk"]
     """The fastest memory that holds it now."""
     cache_key: str = ""
-    """What the hashes of its cached blocks contain."""
+    """Key of the adapter in the hashes of its cached blocks."""
 
 
 class AdapterState(msgspec.Struct, frozen=True, tag="adapter_state"):

@@ -17,4 +17,4 @@ class CacheNews(msgspec.Struct, array_like=True):
     stored: bytes = b""
     """The first `KEY_BYTES` of the hash of each block that can be found, one after the other."""
     removed: bytes = b""
-    """The same of blocks that cannot."""
+    """Keys of blocks that can no longer be found."""

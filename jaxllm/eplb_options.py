@@ -39,7 +39,7 @@ class EplbConfig:
             if getattr(config, name) < least:
                 raise ConfigError(f"eplb_config.{name} is {getattr(config, name)}, must be at least {least}")
         if config.window_size > config.step_interval:
-            # vLLM's default of window_size is not in the way of those who set a shorter interval alone.
+            # vLLM's default of window_size is capped for those who only set a shorter interval.
             if "window_size" in given:
                 raise ConfigError(
                     f"eplb_config.window_size is {config.window_size}, more than step_interval, {config.step_interval}: tokens are counted "
@@ -67,7 +67,7 @@ def tell_unused_keys(raw: Mapping[str, Any] | None) -> None:
 
 
 def eplb_faults(flat: Mapping[str, Any]) -> list[str]:
-    """Describe what is wrong with the options of experts that move, and with others beside them."""
+    """Describe what is wrong with the options of experts that move, and with related ones."""
     raw, is_on = flat["eplb_config"], flat["enable_eplb"]
     if not isinstance(raw, dict | None) or not isinstance(is_on, bool):
         return []  # reported already

@@ -1,4 +1,4 @@
-"""A step of several lanes, as the scheduler plans it and as the loop sees it. Does not import JAX."""
+"""A step of several data-parallel ranks, as the scheduler plans it and as the loop sees it. Does not import JAX."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

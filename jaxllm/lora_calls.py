@@ -1,4 +1,4 @@
-"""Adapters of a front: loads them into the engine core, and knows those that LoRARequests have named."""
+"""Adapters of an API server: loads them into the engine core, and knows those that LoRARequests have named."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 
 class Loras:
-    """The adapters of one front."""
+    """The adapters of one API server."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Loras:
             try:
                 await self._load(name, directory, request.load_inplace)
             except InvalidRequestError:
-                before = await self._directory_of(name)  # another task or front may have been faster
+                before = await self._directory_of(name)  # another task or API server may have been faster
                 if before is None:
                     raise
                 is_new = False

@@ -10,8 +10,8 @@ from typing import Any
 from jaxllm.errors import ConfigError
 from jaxllm.log import warn_once
 from jaxllm.model_parts import Attention, GatedDeltaNet, Head, LatentAttention, Layer, MoE, Names, Norm, Positions
-from jaxllm.quantization_config import StoredFp8, StoredMxfp4
 from jaxllm.served_model import ServedModel
+from jaxllm.weight_format import WeightFormat
 
 DTYPES = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"
@@ -41,14 +41,8 @@ class ModelConfig(ServedModel):
     bos_token_id: int | None = None
     padded_vocab_size: int = 0
     """Rows of the embedding and columns of the logits; 0 at construction means vocab_size."""
-    quantization: str | None = None
-    """fp8: the products with the weights of the decoder layers are computed in fp8."""
-    stored_fp8: StoredFp8 | None = None
-    """How the checkpoint holds fp8 weights, if it does."""
-    stored_mxfp4: StoredMxfp4 | None = None
-    """Which experts the checkpoint holds in 4 bits, if any."""
-    packed_experts: bool = False
-    """Whether products with these experts are computed from the 4 bits; else they are widened while they are loaded."""
+    formats: tuple[WeightFormat, ...] = ()
+    """Of weights that the checkpoint does not hold, or products do not take, in the model's type."""
     kv_cache_dtype: str = ""
     """Concrete: one of DTYPES or float8_e4m3fn; empty at construction means dtype."""
     num_spare_layers: int = 0
@@ -101,9 +95,19 @@ class ModelConfig(ServedModel):
         return tuple(dict.fromkeys(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)))
 
     @property
-    def has_kv_scales(self) -> bool:
-        """Whether the checkpoint has scales for an fp8 cache, which keys and values are divided by."""
-        return self.stored_fp8 is not None and self.stored_fp8.kv_cache
+    def kv_format(self) -> WeightFormat | None:
+        """The format that has scales for an fp8 cache in the checkpoint, which keys and values are divided by."""
+        return next((format for format in self.formats if format.kv_cache), None)
+
+    @property
+    def expert_type(self) -> tuple[str, float | None]:
+        """The type that products of experts are computed from, and bytes of a value; None: those of `dtype`."""
+        return next((found for format in self.formats if (found := format.expert_type) is not None), (self.dtype, None))
+
+    @property
+    def has_packed_experts(self) -> bool:
+        """Whether products of experts are computed from another type than the model's."""
+        return self.expert_type[0] != self.dtype
 
     def layer_name(self, layer: int) -> str:
         """The checkpoint's name of a layer."""
@@ -114,14 +118,6 @@ class ModelConfig(ServedModel):
         for i, layer in enumerate(self.layers):
             for part in layer.parts.values():
                 yield from (tuple(f"{self.layer_name(i)}.{name}" for name in names) for names in part.linears.values())
-
-    def is_quantized(self, modules: tuple[str, ...]) -> bool:
-        """Whether the linear layer that consists of these modules of the checkpoint is computed in fp8."""
-        if self.quantization is None:
-            return False
-        if self.stored_fp8 is None:
-            return not any(name.endswith(self.names.unquantized) for name in modules)
-        return all(map(self.stored_fp8.covers, modules))
 
     def as_stored(self) -> "ModelConfig":
         """This config before `for_tensor_parallel`, and without copies of experts: the shapes of the checkpoint."""
@@ -148,8 +144,9 @@ class ModelConfig(ServedModel):
 
     def described(self) -> dict[str, Any]:
         """The fields as JSON values, without their digest and origin; runs of equal layers once, with their number."""
-        values = dataclasses.asdict(dataclasses.replace(self, layers=()))
-        del values["digest"], values["gguf_type"]
+        values = dataclasses.asdict(dataclasses.replace(self, layers=(), formats=()))
+        del values["digest"], values["gguf_type"], values["formats"]
+        values["weight_formats"] = [{"kind": type(each).__name__, **dataclasses.asdict(each)} for each in self.formats]
         runs = [(layer, len(list(run))) for layer, run in itertools.groupby(self.layers)]
         return {**values, "layers": [{"count": count, **dataclasses.asdict(layer)} for layer, count in runs]}
 
@@ -159,8 +156,8 @@ class ModelConfig(ServedModel):
     def _split(self, size: int, padded_vocab_size: int) -> "ModelConfig":
         split = {layer: layer.split(size) for layer in set(self.layers)}
         layers = tuple(split[layer] for layer in self.layers)
-        packed = self.packed_experts and all(part.by_expert or part.width // size % 32 == 0 for part in self.mixtures)
-        return dataclasses.replace(self, layers=layers, padded_vocab_size=padded_vocab_size, packed_experts=packed)
+        formats = tuple(format.split(self, size) for format in self.formats)
+        return dataclasses.replace(self, layers=layers, padded_vocab_size=padded_vocab_size, formats=formats)
 
 
 def check_max_model_len(model: ModelConfig, max_model_len: int, *, may_be_long: bool) -> None:

@@ -30,13 +30,15 @@ class RequestStatus(enum.IntEnum):
     """The state of a request. All members after PREEMPTED are finished states."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
-    FINISHED_REPETITION = 7
+    WAITING_FOR_BLOCKS = 1
+    """Waits, with its place in the queue, while a cache tier loads blocks of its prefix."""
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
+    FINISHED_REPETITION = 8
 
     @property
     def is_finished(self) -> bool:
@@ -220,6 +222,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     """One hash per full block of token_ids, kept up to date by `extend_hashes`."""
     extend_hashes: Callable[["Request"], None] | None = None
+    loads_blocks: bool = True
+    """Whether cache tiers may load blocks of it; not after a load that failed."""
 
     def __post_init__(self) -> None:
         spec, params = self.spec, self.spec.sampling_params
@@ -240,6 +244,11 @@ class Request:
             self.max_num_tokens = self.num_prompt_tokens + 1  # counts the vector as one token, which is never computed
         if self.extend_hashes is not None:
             self.extend_hashes(self)
+
+    @property
+    def waiting_status(self) -> RequestStatus:
+        """Its status while it waits for admission."""
+        return RequestStatus.PREEMPTED if self.num_preemptions else RequestStatus.WAITING
 
     @property
     def num_tokens(self) -> int:

@@ -51,8 +51,8 @@ def is_whole(frame: bytes | bytearray) -> bool:
 def _read_exactly(pipe: IO[bytes], size: int) -> bytes | None:
     found = bytearray()
     while len(found) < size:
-        news = pipe.read(size - len(found))  # of an unbuffered pipe: what there is
-        if not news:
+        piece = pipe.read(size - len(found))  # an unbuffered pipe returns the bytes that it has
+        if not piece:
             return None
-        found += news
+        found += piece
     return bytes(found)

@@ -27,7 +27,7 @@ PROGRAMS = 10
 BATCHES = 7
 EPS = 1e-5
 NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}
-"""What the engine's programs are compiled with (jaxllm/runner/step_programs.py)."""
+"""Compiler options of the engine's programs (jaxllm/runner/step_programs.py)."""
 WAYS = ("1 shot", "2 shots", "xla")
 ROWS = (
     (16, 4096),

@@ -1,4 +1,4 @@
-"""Times `LLM` beside `generate` of transformers on a CPU, in float32, on the same prompts, in one process: python scripts/bench_cpu.py
+"""Times `LLM` and `generate` of transformers on a CPU, in float32, on the same prompts, in one process: python scripts/bench_cpu.py
 
 Both sides decode greedily to given lengths, without end tokens. Every measurement is taken in turn on both sides and repeated; the
 fastest of each side counts. The tokens of both sides are compared, so that the times are of the same work. Needs torch and transformers.

@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process and all that it started."""
+    """Resident bytes of a process and all its children."""
     total = 0
     try:
         total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -54,7 +54,7 @@ def head(endpoint: str, body: bytes) -> bytes:
 
 
 async def run_streams(port: int, front: int, endpoint: str, num_streams: int, seconds: float) -> dict[str, float]:
-    """CPU of the front while streams run; tokens are counted as events that carry text."""
+    """CPU of the API server while streams run; tokens are counted as events that carry text."""
     num_events = 0
     marker = b'"delta":{"content":' if endpoint == "chat" else b'"text":'
 
@@ -84,7 +84,7 @@ async def run_streams(port: int, front: int, endpoint: str, num_streams: int, se
 
 
 async def run_requests(port: int, front: int, endpoint: str, count: int) -> dict[str, float]:
-    """CPU of the front for requests of one token, one after another on a few connections."""
+    """CPU of the API server for requests of one token, one after another on a few connections."""
     body = body_of(endpoint, False)
     data = head(endpoint, body)
 
@@ -106,7 +106,7 @@ async def run_requests(port: int, front: int, endpoint: str, count: int) -> dict
 
 
 def serve_front(directory: str, engine_pid: int, port: int, profile: str | None) -> None:
-    """The front's process: serves until it is ended."""
+    """The API server: serves until it is ended."""
     import uvicorn
 
     from server.app import create_app

@@ -1,4 +1,4 @@
-"""Runs the work of a recorded vLLM measurement through `LLM` with dummy weights; prints both beside the device's limit and a goal.
+"""Runs the work of a recorded vLLM measurement through `LLM` with dummy weights; prints both with the device's limit and a goal.
 
 usage: bench_h200.py MODEL_DIR … [--recorded FILE] [--mix FILE] [--goals FILE] [--rows 1,64,mixed,…] [--json FILE] [--markdown FILE]
                      [engine options as name=value …]

@@ -32,9 +32,9 @@ class Times(NamedTuple):
     update: float
     front: float
     total: float
-    """Without the front."""
+    """Without output processing."""
     best_total: float
-    """Of the fastest step: what a machine without other work would show."""
+    """Total of the fastest step: what a machine without other work would show."""
 
 
 def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: int, *, publish: bool = False) -> Times:

@@ -1,4 +1,4 @@
-"""What a step costs more over two hosts than in one process, on this machine's CPU: python scripts/bench_hosts.py
+"""Measures the additional cost of a step over two hosts, on this machine's CPU: python scripts/bench_hosts.py
 
 Both engines split the same model over the same number of CPU devices. Over two hosts a step's plan is sent through a connection, and the
 sums between devices, or what a stage leaves for the next one, go through Gloo's: both through this machine's loopback. A step of GPUs has
@@ -94,7 +94,7 @@ def host(rank: int, num_hosts: int, port: int, arguments: argparse.Namespace, re
 
 
 def timed(call: Any, seconds: list[float]) -> Any:
-    """The same call, with its time noted."""
+    """Call the function and record its time."""
 
     def run(*arguments: Any) -> Any:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Measures what it costs a front to choose among replicas: python scripts/bench_router.py
+"""Measures the cost of choosing among replicas: python scripts/bench_router.py
 
 For each number of replicas the median CPU time of choosing for a prompt and taking note of its end, in microseconds, where no replica,
 one or all have the first part of the prompt in their caches; with the hashes of the prompt. Beside it the time to take in a report of load,

@@ -49,7 +49,7 @@ HEADER = (
     "idle",
 )
 SETTLE_SECONDS = 1.5
-"""Seconds until the metrics include the last step: heartbeats come four times a second, the fronts' counts each second."""
+"""Seconds until the metrics include the last step: heartbeats come four times a second, the API servers' counts each second."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measures speculative decoding beside the same engine without it: tokens/s, steps, and how many drafts are accepted.
+"""Measures speculative decoding against the same engine without it: tokens/s, steps, and how many drafts are accepted.
 
     python scripts/bench_speculative.py --copy                                   # n-grams, a text that repeats itself with edits
     python scripts/bench_speculative.py --method eagle3 --draft DIRECTORY        # held-out questions and Python text
@@ -50,10 +50,10 @@ class Work:
 
 @dataclass
 class Found:
-    """What an engine made of a work."""
+    """Result of an engine for one workload."""
 
     seconds: float = 0.0
-    """Of the fastest run of each batch."""
+    """Sum of the fastest runs of each batch."""
     tokens: list[list[int]] = field(default_factory=list)
     drafts: Acceptance = Acceptance()
 
@@ -110,7 +110,7 @@ PASSAGES = (
         return None
 """,
 )
-"""What the copying prompts repeat, each time with another name."""
+"""Text that the copying prompts repeat, each time with another name."""
 
 
 def copying(llm: LLM, count: int) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""Runs real clients, unchanged, against a server, each in a virtual environment of its own (their requirements disagree).
+"""Runs real clients, unchanged, against a server, each in a separate virtual environment (their requirements disagree).
 
 python scripts/check_clients.py [--only openai anthropic] [--environments DIR]    # starts `jaxllm serve demo` and ends it
 python scripts/check_clients.py --url http://127.0.0.1:8000 --model NAME          # of a server that runs

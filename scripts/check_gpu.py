@@ -162,7 +162,7 @@ class _InTurn:
         self.identity = Identity(kind, num_devices, record.versions(), args.repeats, args.tiny)
 
     def events(self, left: Sequence[Job], state: State) -> Iterator[tuple[Job, jobs.Event]]:
-        """Of all jobs that are left."""
+        """Events of all remaining jobs."""
         for job in left:
             yield job, self.hello
             for outcome in outcomes(job.part, self.args, self.until, frozenset(kept.name for kept in state.kept(job))):
@@ -183,7 +183,7 @@ class _BesideEachOther:
         self.identity = Identity(name, record.num_gpus(), record.versions(), args.repeats, args.tiny)
 
     def events(self, left: Sequence[Job], state: State) -> Iterator[tuple[Job, jobs.Event]]:
-        """Of all jobs that are left."""
+        """Events of all remaining jobs."""
         return jobs.run(
             left,
             ["--ops", self.args.ops, "--repeats", str(self.args.repeats)],

@@ -105,7 +105,7 @@ def time_steps(llm: LLM, schemas: list[Any]) -> None:
 
 
 def time_masks(schemas: list[Any], directory: Path) -> None:
-    """The time to take in a token and fill the next mask, along outputs that the grammars allow, on one thread."""
+    """The time to accept a token and fill the next mask, along outputs that the grammars allow, on one thread."""
     import random
 
     import numpy as np

@@ -19,7 +19,7 @@ from jaxllm.hub import resolve_model
 from jaxllm.layers.build import build_model
 from jaxllm.loaders import orbax
 from jaxllm.loaders.load import load_weights
-from jaxllm.loaders.save import quantization_json
+from jaxllm.loaders.save import with_formats
 from jaxllm.model_config import DTYPES
 from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
@@ -46,11 +46,7 @@ def convert(source: Path, output: Path, dtype: str, quantization: str | None = N
             copy = output / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copy(file, copy)
-    raw = read_config_json(output)
-    if config.quantization is not None:
-        raw["quantization_config"] = quantization_json(config)
-    elif not config.packed_experts:
-        raw.pop("quantization_config", None)  # a scale per block is gone
+    raw = with_formats(read_config_json(output), config)
     (output / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 

@@ -69,7 +69,7 @@ PROMPT_LENGTHS = (12, 1, 3, 17, 33, 40)
 SMALLEST_MARGIN = 1e-3
 FEWEST_DISTINCT = 10
 LARGEST_ROUNDING = 2e-5
-"""Of logprobs."""
+"""Rounding of logprobs."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -328,7 +328,7 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
 
 
 def compute(model: "torch.nn.Module", prompt: list[int]) -> tuple[dict[str, Any], float, "torch.Tensor"]:
-    """What the model makes of a prompt, the smallest difference between the two likeliest tokens, and the prompt's logits."""
+    """Output of the model for a prompt, the smallest difference between the two likeliest tokens, and the prompt's logits."""
     import torch
 
     ids = torch.tensor([prompt])

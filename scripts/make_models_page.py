@@ -50,7 +50,7 @@ TESTED = """
 
 - Those in **bold** have a checkpoint in `tests/goldens/` with what `transformers` computes of it in float32: logits, the logprobs of
   prompts, and 64 greedy tokens after prompts of several lengths, windows exceeded. Plain runs (`tests/models`) and whole engines
-  (`tests/end_to_end/test_parity.py`: chunks, preemption, prefix caching; `test_tensor_parallel_parity.py`: several devices) must agree
+  (`tests/end_to_end/test_parity.py`: chunks, preemption, prefix caching; `test_parity_in_parallel.py`: several devices) must agree
   within 1e-4 and token by token.
 - The logits of the others are compared with `transformers` itself, in CI, where torch is installed
   (`tests/models/test_transformers_live.py`). `scripts/make_goldens.py --output DIR` makes goldens of them too, for the same tests with
@@ -64,7 +64,8 @@ activations get a scale per token. Embedding, head, norms and what makes the gat
 type.
 
 Checkpoints of quant_method `compressed-tensors` (float-quantized) and `fp8` load as they are. Those with a scale per
-block become 16-bit weights, or with `--quantization fp8` get scales per channel. Experts in 4 bits (quant_method `mxfp4`, as
+block become 16-bit weights, or with `--quantization fp8` get scales per channel. Fp8 weights outside of linear layers, such as
+heads and experts, become 16-bit weights. Experts in 4 bits (quant_method `mxfp4`, as
 gpt-oss is released) are computed from these 4 bits on a GPU in bfloat16; elsewhere, with `--dequantize`, and where devices
 would share a block of 32 values, they become 16-bit weights while they load, four times their size. Other formats are
 refused.

@@ -1,4 +1,4 @@
-"""Attacks a server of its own in every way that it must withstand, and reports what it saw: who must be kept out, and who must not wait.
+"""Attacks a separate server in every way that it must withstand, and reports what it saw: who must be kept out, and who must not wait.
 
     python scripts/rehearse_attacks.py                          all, each against a fresh enough `jaxllm serve demo` on the CPU
     python scripts/rehearse_attacks.py --quick                  those that need a few seconds

@@ -40,7 +40,7 @@ LAYERS_ON_TWO_HOSTS = "--tensor-parallel-size 2 --nnodes 2 --warmup background"
 
 @dataclass
 class Row:
-    """What became of one fault."""
+    """Result of one fault."""
 
     clients: str = ""
     seconds: float | None = None

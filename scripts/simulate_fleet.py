@@ -1,4 +1,4 @@
-"""Simulates replicas behind fronts, with the real balancer, to compare policies and to see what routing costs.
+"""Simulates replicas behind API servers, with the real balancer, to compare policies and to see what routing costs.
 
     python scripts/simulate_fleet.py                                  # 4 replicas: chats, common prompts, nothing shared, bursts
     python scripts/simulate_fleet.py --replicas 1000 --requests 1000000 --work chats --policies cache_aware

@@ -223,7 +223,7 @@ def draft_config_json(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_drafters(arguments: argparse.Namespace, target: Target, rows: list[np.ndarray]) -> list[Any]:
-    """What is trained. rows: samples of what the target says, from which the head's vocabulary is chosen."""
+    """The drafter to train. rows: samples of the target's output, from which the head's vocabulary is chosen."""
     from jaxllm.models.load_config import load_model_config
     from scripts.demo_data import distilling, eagle3
 

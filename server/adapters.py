@@ -17,7 +17,7 @@ from server.errors import bad_request
 from server.options import AdapterOptions
 
 REFRESH_SECONDS = 1.0
-"""Age at which the known names are fetched again: another front may have dropped one."""
+"""Age at which the known names are fetched again: another API server may have dropped one."""
 _MODULE_KEYS = {"name", "path", "base_model_name", "is_3d_lora_weight"}
 
 
@@ -179,7 +179,7 @@ class ServedAdapters:
         try:
             await self._engine.load_adapter(name, path)
         except InvalidRequestError:
-            if name not in {info.name for info in await self.infos()}:  # another front was not faster either
+            if name not in {info.name for info in await self.infos()}:  # another API server was not faster either
                 raise
         self._names.add(name)
 

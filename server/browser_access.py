@@ -90,7 +90,7 @@ class BrowserAccess:
 
 
 def _is_visit(method: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a browser wants to show what it asks for in a tab of its own, as after a click on a link."""
+    """Whether a browser wants to show what it asks for in a separate tab, as after a click on a link."""
     return (
         method in ("GET", "HEAD")
         and headers.get(b"sec-fetch-mode") == b"navigate"

@@ -50,7 +50,7 @@ class ChunkWriter:
     def chunk(
         self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None, extra: Mapping[str, Any] | None = None
     ) -> bytes:
-        """Any chunk of one choice; `extra` is added beside the choices."""
+        """Any chunk of one choice; `extra` is added next to the choices."""
         told = self._no_usage if usage is None else b',"usage":' + _json(usage)
         return b'%b,"choices":[%b]%b%b}\n\n' % (self._head, _json(choice), told, _members(extra or {}))
 

@@ -1,4 +1,4 @@
-"""Who a request is from: a label for each key, or without keys for each address; and how many requests each may have at once."""
+"""Identifies clients by key, or without keys by address, and limits how many requests each may have at once."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,7 @@ from server.options import ServerOptions
 
 RETRY_AFTER_SECONDS = 1
 IPV6_NETWORK_BITS = 64
-"""Of an IPv6 address, the part that a network has: its machines choose the rest."""
+"""Bits of an IPv6 address that identify a network: its machines choose the rest."""
 _NOT_COUNTED = ("/cancel", "/abort_requests")
 """Ends of paths that end other requests."""
 

@@ -72,7 +72,7 @@ class ServerContext:
 
     @functools.cached_property
     def checkpoint(self) -> Checkpoint:
-        """What the model's files say of it. Reading them takes a moment, and may raise ModelLoadError."""
+        """Description of the model by its files. Reading them takes a moment, and may raise ModelLoadError."""
         return Checkpoint.of(self.engine)
 
     @property
@@ -137,7 +137,7 @@ def request_id_of(request: Request, given: str | None) -> str:
 
 
 def _fingerprint(engine: AsyncLLM, mode: str) -> str | None:
-    """The same value means the same answer to a seeded request: made of version, model and the settings that affect numbers."""
+    """Equal for equal answers to a seeded request: made of version, model and the settings that affect numbers."""
     if mode == "none":
         return None
     config = engine.config

@@ -1,4 +1,4 @@
-"""A front process: HTTP, tokenizing and detokenizing for connections that it accepts. The supervisor runs it with `python -m`."""
+"""An API server: HTTP, tokenizing and detokenizing for connections that it accepts. The supervisor runs it with `python -m`."""
 
 import asyncio
 import contextlib
@@ -41,11 +41,11 @@ MAX_OPEN_FILES = 1 << 16
 
 
 class FrontStart(msgspec.Struct):
-    """The configuration of a front. `socket_fd` listens; the front writes READY or its error to `report_fd`."""
+    """The configuration of an API server. `socket_fd` listens; the API server writes READY or its error to `report_fd`."""
 
     index: int
     engines: list[tuple[str, int | None]]
-    """Of each replica: the directory of its sockets, and its process; None: it is being started again."""
+    """For each replica the directory of its sockets, and its process; None: it is being started again."""
     config: EngineConfig
     options: ServerOptions
     socket_fd: int
@@ -53,13 +53,13 @@ class FrontStart(msgspec.Struct):
     log_level: str | None
     silence_seconds: float
     accepts_while_loading: bool
-    """Whether to answer 503 until it serves, because no other front serves meanwhile."""
+    """Whether to answer 503 until it serves, because no other API server serves meanwhile."""
     epoch: float
-    """Of the clock, so that the fronts' requests can be ordered by their times of arrival."""
+    """Epoch of the clock, so that the fronts' requests can be ordered by their times of arrival."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: signals drain the front instead."""
+    """uvicorn without its signal handlers: signals drain the API server instead."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -67,7 +67,7 @@ class _Server(uvicorn.Server):
 
 
 class Front:
-    """Runs one front."""
+    """Runs one API server."""
 
     def __init__(self, start: FrontStart):
         self._start = start
@@ -131,7 +131,7 @@ class Front:
         """Accept connections from now on."""
         if self._serving is None:
             self._serving = asyncio.create_task(self._server.serve(sockets=[socket.socket(fileno=self._start.socket_fd)]))
-            self._serving.add_done_callback(lambda _: self._stop.set())  # a front that cannot serve must not report READY
+            self._serving.add_done_callback(lambda _: self._stop.set())  # an API server that cannot serve must not report READY
 
     async def _serve(self) -> None:
         texts = await asyncio.to_thread(load_texts, self._start.config)
@@ -163,7 +163,7 @@ class Front:
             engine.shutdown()
 
     async def _unless_stopped(self, work: Any) -> Any:
-        """Return the result of a coroutine, or None if the front is stopped first."""
+        """Return the result of a coroutine, or None if the API server is stopped first."""
         task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()

@@ -29,7 +29,7 @@ OUTCOMES = ("no_tool_call", "tool_call")
 
 
 class HttpMetrics:
-    """Counters of one front. Used only by its event loop."""
+    """Counters of one API server. Used only by its event loop."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -152,6 +152,6 @@ class HttpMetricsMiddleware:
 
 
 def _content_length(scope: Scope) -> int:
-    """What the request's header says; 0 without one."""
+    """The value of Content-Length; 0 without one."""
     value = next((value for name, value in scope.get("headers", ()) if name == b"content-length"), b"")
     return int(value) if value.isdigit() else 0

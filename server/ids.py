@@ -1,4 +1,4 @@
-"""Ids that nobody can guess, without a system call for each."""
+"""Unguessable ids, without a system call for each."""
 
 import os
 

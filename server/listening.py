@@ -1,4 +1,4 @@
-"""The listening socket of all fronts. The supervisor owns it, so that no connection attempt is lost when a front dies."""
+"""The listening socket of all API servers. The supervisor owns it, so that no connection attempt is lost when an API server dies."""
 
 import contextlib
 import errno
@@ -18,8 +18,8 @@ _LISTEN_STATE = "0A"
 
 
 def listen(network: NetworkOptions) -> list[socket.socket]:
-    """Open one listening socket, with a descriptor for each front: a connection is accepted by the first one that has time, and none
-    waits for a front that has ended. Raises ConfigError if the address is in use, naming the process that has it."""
+    """Open one listening socket, with a descriptor for each API server: a connection is accepted by the first one that has time, and none
+    waits for an API server that has ended. Raises ConfigError if the address is in use, naming the process that has it."""
     shared = _listen_unix(network.uds) if network.uds is not None else _listen_tcp(network)
     return [shared, *(shared.dup() for _ in range(network.api_server_count - 1))]
 

@@ -12,7 +12,7 @@ PROBE_CHARACTERS = 1 << 18
 PIECE_CHARACTERS = 1 << 16
 """Tokenized at once, between two checks whether the client still waits."""
 CUT_TOKENS = 64
-"""More than are kept, because the tokens beside a cut are not those of the whole text."""
+"""More than are kept, because the tokens next to a cut are not those of the whole text."""
 MAX_PROMPT_TOKENS = 1 << 21
 """Maximum number of tokens of all prompts of a request together, if the context is shorter."""
 
@@ -100,7 +100,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) 
 def truncated(
     ids: Sequence[int], length: int | None, side: str | None, max_model_len: int, max_tokens: int | None = None
 ) -> list[int]:
-    """Truncate to `length` ids (-1: what fits beside `max_tokens`), from the left unless the side to cut is "right"."""
+    """Truncate to `length` ids (-1: what fits with `max_tokens`), from the left unless the side to cut is "right"."""
     if length is None:
         return list(ids)
     if length < -1 or length == 0:

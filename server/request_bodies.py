@@ -16,7 +16,7 @@ LARGE_BODIES = 8
 
 
 class BodyMemory:
-    """What large bodies take of memory until their answers begin. Those that do not fit wait, and nothing of them is read."""
+    """Memory of large bodies until their answers begin. Those that do not fit wait, and nothing of them is read."""
 
     def __init__(self, limits: LimitOptions):
         self.max_bytes = LARGE_BODIES * limits.max_request_body_bytes

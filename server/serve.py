@@ -1,4 +1,4 @@
-"""The supervisor: listens, starts and watches the engine process and the fronts, and stops them in order. Handles no HTTP."""
+"""The supervisor: listens, starts and watches the engine process and the API servers, and stops them in order. Handles no HTTP."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ from server.listening import check_tls, listen
 from server.options import ServerOptions
 
 LAST_ERRORS_SECONDS = 1.0
-"""Seconds that fronts continue after the engine's death, to send every client an error."""
+"""Seconds that API servers continue after the engine's death, to send every client an error."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Serving:
 
 
 class _Front:
-    """A front process and its descriptor of the listening socket, which outlives the process."""
+    """An API server and its descriptor of the listening socket, which outlives the process."""
 
     def __init__(self, index: int, listening: socket.socket):
         self.index = index
@@ -107,7 +107,7 @@ class Supervisor:
         self._elsewhere: ReplicasElsewhere | None = None
         """Replicas on other hosts."""
         self._all_served = False
-        """Whether every engine and front was ready once: until then none is started again."""
+        """Whether every engine and API server was ready once: until then none is started again."""
         self._watchers: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -160,10 +160,10 @@ class Supervisor:
         }
 
     def _places(self) -> list[tuple[str, int | None]]:
-        """Of each replica: the directory of its sockets, and its process; None: it is being started again, or may be."""
+        """For each replica the directory of its sockets, and its process; None: it is being started again, or may be."""
         places = {engine.rank: (str(engine.directory), engine.pid) for engine in self._engines.each}
         if self._elsewhere is not None:
-            # The first fronts wait for all replicas; later ones for those that are there.
+            # The first API servers wait for all replicas; later ones for those that are there.
             pid = None if self._all_served else os.getpid()
             places |= {rank: (str(directory), pid) for rank, directory in self._elsewhere.directories.items()}
         return [places[rank] for rank in sorted(places)]
@@ -208,7 +208,7 @@ class Supervisor:
         self._watch(self._watch_front(front))
 
     async def _watch_front(self, front: _Front) -> None:
-        """Wait until a front ends; restart it if it was ready before and has not ended too often."""
+        """Wait until an API server ends; restart it if it was ready before and has not ended too often."""
         assert front.process is not None
         while (code := front.process.poll()) is None:
             self._read_report(front)
@@ -232,7 +232,7 @@ class Supervisor:
         self._start_front(front)
 
     def _read_report(self, front: _Front) -> None:
-        """Read a front's start report; record whether it is ready."""
+        """Read an API server's start report; record whether it is ready."""
         was_told = bool(front.told)
         with contextlib.suppress(BlockingIOError):
             front.told += os.read(front.report, 4096).decode(errors="replace")
@@ -321,7 +321,7 @@ class Supervisor:
             self._stopping.set()
 
     async def _end_all(self) -> None:
-        """Stop the fronts, which drain, then the engine."""
+        """Stop the API servers, which drain, then the engine."""
         drain_seconds = 0.0 if self._failure else self._options.network.shutdown_timeout + LAST_WORDS_SECONDS
         fronts = [front.process for front in self._fronts if front.process is not None]
         await asyncio.gather(*(end(process, drain_seconds + END_SECONDS) for process in fronts))

@@ -131,7 +131,7 @@ class Speech:
 
     @property
     def reads_answers(self) -> bool:
-        """Whether the model's answers may have reasoning or tool calls in a form of its own."""
+        """Whether the model's answers may have reasoning or tool calls in a model-specific format."""
         return self._tool is not None or self._reasoning is not None
 
 

@@ -24,7 +24,7 @@ MAX_TEXT_CHARACTERS = 64 << 20
 SWITCHES = {"enable_thinking", "thinking"}
 """Many clients disable reasoning for every model; templates without such a switch ignore it."""
 OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
-"""What requests have fields for, and functions of templates."""
+"""Variables that requests have fields for, and functions of templates."""
 
 
 @dataclass(frozen=True)

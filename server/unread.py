@@ -8,7 +8,7 @@ import termios
 from jaxllm.log import logger
 
 UNSENT_BYTES = 64 << 10
-"""What the kernel takes of an answer beyond what the client has room for; else it takes megabytes, and nobody sees that they wait."""
+"""Bytes of an answer that the kernel buffers beyond the client's window; its default is megabytes, which no timeout would see."""
 _LOOKS = 4
 """Looks within the time limit."""
 

@@ -26,7 +26,7 @@ NUM_THREADS = 2
 TURN_SECONDS = 0.02
 """A turn ends with the piece during which it has lasted so long."""
 CLASS_SECONDS = 0.25
-"""Of a client's own requests, those go first that have taken less than this, then less than twice this, and so on."""
+"""A client's requests go first that have taken less than this, then less than twice this, and so on."""
 
 
 class Origin(NamedTuple):
@@ -34,7 +34,7 @@ class Origin(NamedTuple):
 
     client: str
     num_bytes: int
-    """Of its body."""
+    """Bytes of its body."""
 
 
 _SMALL = Origin("", 0)
@@ -74,7 +74,7 @@ class WorkPool:
         return await asyncio.get_running_loop().run_in_executor(threads, in_context, finish, work)
 
     async def unless_small(self, work: Work[Result], *, num_bytes: int | None = None) -> Result:
-        """The same for work that is so short for a small request that it is done at once."""
+        """Run work that is so short for a small request that it is done at once."""
         if (ORIGIN.get().num_bytes if num_bytes is None else num_bytes) < LARGE_BYTES:
             return finish(work)
         return await self.run(work, num_bytes=num_bytes)

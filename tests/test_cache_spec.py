@@ -1,4 +1,4 @@
-"""What layers keep in the cache: how they are grouped, what a request holds, what a cached prefix must have."""
+"""Cache contents of layers: how they are grouped, what a request holds, what a cached prefix must have."""
 
 import random
 
@@ -12,7 +12,7 @@ from tests.helpers import goldens
 
 F, W, V = FullCache(2, 8, "float32"), WindowCache(2, 8, "float32", 32), WindowCache(2, 8, "float32", 5)
 PAIR_BYTES = 2 * 2 * 8 * 4
-"""Of a token in one layer."""
+"""Bytes of a token in one layer."""
 
 
 def layout_of(*specs) -> CacheLayout:

@@ -121,7 +121,7 @@ def machine(monkeypatch):
 
 
 def start(fraction: float = 0.92, size: int = 1) -> str | None:
-    """What an engine does before JAX finds its devices. The fraction of each that JAX will take."""
+    """The engine's steps before JAX finds its devices. The fraction of each that JAX will take."""
     memory.reserve_device_memory(fraction, Topology(size))
     memory.check_free_memory(Topology(size))
     return os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -54,7 +54,7 @@ def test_python_examples_compile(page: str, code: str) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """What a link's # may name: the headings, in GitHub's form."""
+    """Anchors of the headings, in GitHub's form."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

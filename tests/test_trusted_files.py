@@ -22,7 +22,7 @@ def file(tmp_path: Path) -> Path:
 def test_what_is_exchanged_at_any_moment_is_not_read(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """What another user, who may write to its parent, puts in the place of the file or of a directory above it."""
+    """Replacement of the file, or of a directory above it, by another user who may write to its parent."""
     bad = tmp_path / "bad" / file.relative_to(tmp_path)
     bad.parent.mkdir(parents=True)
     bad.write_bytes(b"evil")

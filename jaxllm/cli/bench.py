@@ -5,9 +5,8 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.acceptance import Acceptance, report_lines
 from jaxllm.cli import options, planning, running
@@ -37,8 +36,7 @@ SEPARATE = ("serve", "scaling")
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Prompt tokens and output tokens of one request."""
 
     prompt: int
@@ -152,26 +150,21 @@ def run(arguments: argparse.Namespace) -> int:
                 prompts = [{"prompt_token_ids": shared + prompt["prompt_token_ids"]} for prompt in prompts]
         else:
             prompts, lengths = _conversations(arguments, llm)
-        params = [
-            SamplingParams(
-                **sampling,
-                max_tokens=entry.output,
-                ignore_eos=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            for entry in lengths
-        ]
+        whole: dict[str, Any] = {"ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+        params = [SamplingParams(**sampling, **whole, max_tokens=entry.output) for entry in lengths]
         each_lora = [loras[place % len(loras)] for place in range(len(lengths))] if loras else None
         progress.start("measuring", arguments.warmup_runs + iterations, "run")
-        runs = []
-        for _ in range(arguments.warmup_runs):
-            _measure(llm, prompts, params, each_lora)
-            progress.advance()
+
+        def measured(count: int) -> list[Run]:
+            runs = []
+            for _ in range(count):
+                runs.append(_measure(llm, prompts, params, each_lora))
+                progress.advance()
+            return runs
+
+        measured(arguments.warmup_runs)
         before = Acceptance.of(llm.llm_engine.core.stats())
-        for _ in range(iterations):
-            runs.append(_measure(llm, prompts, params, each_lora))
-            progress.advance()
+        runs = measured(iterations)
         drafts = Acceptance.of(llm.llm_engine.core.stats()) - before
     finally:
         progress.finish()
@@ -185,8 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One timed run. The two lists have one number per request, if the engine recorded statistics."""
 
     seconds: float

@@ -31,8 +31,6 @@ EXAMPLES = """examples:
   jaxllm bench scaling MODEL_DIR --tensor-parallel-sizes 1,2,4 --batch-sizes 1,64 --work decode,prefill --timeout 240 --output a/
   jaxllm bench scaling --with a/results.json b/results.json --output both/      one report of several runs, nothing is measured
   jaxllm bench scaling demo --devices cpu:4 --batch-sizes 1,4 --input-len 32 --output-len 16       without a GPU"""
-DEFAULT_BATCH_SIZES = (1, 16, 64, 256)
-DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 1024, 256
 DEFAULT_MIXED_REQUESTS = 200
 NO_FLAGS = (
     *("tensor_parallel_size", "use_progress_bar", "profiler_dir"),
@@ -57,21 +55,29 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--batch-sizes",
         type=_numbers,
+        default=(1, 16, 64, 256),
         metavar="N,N",
         help="requests that decode at once; in weak scaling for each device (default: 1,16,64,256)",
     )
-    parser.add_argument("--input-len", type=positive, metavar="N", help="tokens of each prompt (default: 1024)")
+    parser.add_argument("--input-len", type=positive, default=1024, metavar="N", help="tokens of each prompt (default: 1024)")
     parser.add_argument(
-        "--output-len", type=positive, metavar="N", help="tokens of each request; decode times one step less (default: 256)"
+        "--output-len",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="tokens of each request; decode times one step less (default: 256)",
     )
-    parser.add_argument("--work", type=_names(WORKS), metavar="NAMES", help=f"which of {','.join(WORKS)} (default: all)")
+    parser.add_argument(
+        "--work", type=_names(WORKS), default=WORKS, metavar="NAMES", help=f"which of {','.join(WORKS)} (default: all)"
+    )
     parser.add_argument(
         "--scaling",
         type=_names(SCALINGS),
+        default=SCALINGS,
         metavar="NAMES",
         help="strong: the same batch sizes at each size; weak: decode with batch size times devices (default: strong,weak)",
     )
-    parser.add_argument("--num-prompts", type=positive, metavar="N", help="prompts of prefill (default: 64)")
+    parser.add_argument("--num-prompts", type=positive, default=64, metavar="N", help="prompts of prefill (default: 64)")
     parser.add_argument(
         "--requests", metavar="FILE", help='lengths of the mixed work from a JSON file: {"requests": [[prompt, output], …]}'
     )
@@ -82,10 +88,14 @@ def add_arguments(parser: Parser) -> None:
         help="requests of the mixed work, of a file the first ones; default: the whole file, else 200 of random lengths",
     )
     parser.add_argument(
-        "--repeats", type=positive, metavar="N", help="runs of each piece of work; the fastest counts (default: 2)"
+        "--repeats", type=positive, default=2, metavar="N", help="runs of each piece of work; the fastest counts (default: 2)"
     )
     parser.add_argument(
-        "--trace-steps", type=count, metavar="N", help="steps traced to see where their time goes; 0: none (default: 8)"
+        "--trace-steps",
+        type=count,
+        default=8,
+        metavar="N",
+        help="steps traced to see where their time goes; 0: none (default: 8)",
     )
     parser.add_argument(
         "--timeout", type=above_zero, metavar="SECONDS", help="end a size that takes longer, and keep its results so far"
@@ -172,12 +182,9 @@ def _plan(arguments: argparse.Namespace, devices: dict[str, Any]) -> Plan:
         raise UsageError("tensor_parallel_size is what the experiment varies: unset it, and give --tensor-parallel-sizes")
     if asked.get("pipeline_parallel_size") not in (None, 1):
         raise UsageError("pipeline_parallel_size is set, but the experiment is about tensor parallelism alone: unset it")
-    works = arguments.work or WORKS
-    input_len = arguments.input_len or DEFAULT_INPUT_LEN
-    output_len = arguments.output_len or DEFAULT_OUTPUT_LEN
-    if DECODE in works and output_len < 2:
+    if DECODE in arguments.work and arguments.output_len < 2:
         raise UsageError("decode times the tokens after the first: give --output-len 2 or more")
-    if MIXED not in works and (arguments.requests or arguments.num_requests):
+    if MIXED not in arguments.work and (arguments.requests or arguments.num_requests):
         raise UsageError("--requests and --num-requests are for the mixed work; add it to --work")
     where = f"this machine ({devices['kind']})" if arguments.devices is None else f"--devices cpu:{arguments.devices}"
     sizes = arguments.tensor_parallel_sizes or powers_of_two(devices["count"])
@@ -185,22 +192,22 @@ def _plan(arguments: argparse.Namespace, devices: dict[str, Any]) -> Plan:
     return Plan(
         model=asked.pop("model", "demo"),
         tensor_parallel_sizes=sizes,
-        batch_sizes=arguments.batch_sizes or DEFAULT_BATCH_SIZES,
-        input_len=input_len,
-        output_len=output_len,
-        works=works,
-        scalings=arguments.scaling or SCALINGS,
-        prefill_prompts=arguments.num_prompts or Plan.prefill_prompts,
-        requests=_requests(arguments, input_len, output_len) if MIXED in works else (),
-        repeats=arguments.repeats or Plan.repeats,
-        trace_steps=Plan.trace_steps if arguments.trace_steps is None else arguments.trace_steps,
+        batch_sizes=arguments.batch_sizes,
+        input_len=arguments.input_len,
+        output_len=arguments.output_len,
+        works=arguments.work,
+        scalings=arguments.scaling,
+        prefill_prompts=arguments.num_prompts,
+        requests=_requests(arguments) if MIXED in arguments.work else (),
+        repeats=arguments.repeats,
+        trace_steps=arguments.trace_steps,
         options=asked,
     )
 
 
-def _requests(arguments: argparse.Namespace, input_len: int, output_len: int) -> tuple[tuple[int, int], ...]:
+def _requests(arguments: argparse.Namespace) -> tuple[tuple[int, int], ...]:
     if arguments.requests is None:
-        return mixed_requests(arguments.num_requests or DEFAULT_MIXED_REQUESTS, input_len, output_len)
+        return mixed_requests(arguments.num_requests or DEFAULT_MIXED_REQUESTS, arguments.input_len, arguments.output_len)
     from jaxllm.http_client.datasets import read_mix
 
     requests = read_mix(arguments.requests)

@@ -11,8 +11,6 @@ from jaxllm.scaling.processes import Hear
 from jaxllm.scaling.rows import Results, Row, SizeResult, Skipped
 
 MIN_WIDTH = 9
-WORDS = ("work", "unit", "note")
-"""Left-aligned columns."""
 
 
 class Screen:
@@ -36,8 +34,7 @@ class Screen:
                 self._rows.append(told)
                 self._print_lines(tables.main_table(self._plan, self._rows).lines[-1:])
             elif isinstance(told, Skipped):
-                count = f" of {told.num_requests}" if told.num_requests else ""
-                self._note(f"{terminal.counted(number, 'device')}, {told.work}{count} left out: {told.reason}")
+                self._note(f"{terminal.counted(number, 'device')}, {told} left out: {told.reason}")
 
         return hear
 
@@ -56,7 +53,9 @@ class Screen:
         for name, table in named:
             if table.lines:
                 print(f"\n{name}")
-                _print_aligned(list(table.header), table.lines)
+                widths = [max(map(len, column)) for column in zip(table.header, *table.lines, strict=True)]
+                for line in [table.header, *table.lines]:
+                    print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
         if short := report.in_short(plan, results):
             print("\n" + "\n".join(short))
         for size in results.sizes:
@@ -69,7 +68,7 @@ class Screen:
         self._clear()
         for line in lines:
             cells = [
-                cell.ljust(MIN_WIDTH) if name in WORDS else cell.rjust(max(MIN_WIDTH, len(name)))
+                cell.ljust(MIN_WIDTH) if name in tables.TEXTS else cell.rjust(max(MIN_WIDTH, len(name)))
                 for name, cell in zip(tables.ROW_HEADER, line, strict=True)
             ]
             print("  ".join(cells).rstrip(), flush=True)
@@ -95,9 +94,3 @@ class Screen:
         if self._is_terminal and not self._quiet:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()
-
-
-def _print_aligned(header: list[str], lines: list[list[str]]) -> None:
-    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
-    for line in [header, *lines]:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))

@@ -73,7 +73,7 @@ def as_text(name: str, value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {inner}" for key, inner in value.items() if inner is not None)
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value)) or "none"
+        return ", ".join(as_text("", inner) if isinstance(inner, dict) else str(inner) for inner in value) or "none"
     if name.endswith(("bytes", "per_token")):
         return size(value)
     return f"{value:,}" if name == "num_parameters" else str(value)

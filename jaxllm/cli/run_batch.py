@@ -101,16 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.overwrite:
             target.unlink(missing_ok=True)
         result = _run(source, target, num_lines, options, server, arguments.max_in_flight, progress_for(arguments, options))
-    except EngineStopped as stopped:
-        terminal.note(f"error: {stopped}; {target} has the answers so far, and the same command goes on from there", "red")
-        return 1
-    except OSError as error:
-        reason = error.strerror or error
-        terminal.note(f"error: {reason}; {target} has the answers so far, and the same command goes on from there", "red")
-        return 1
-    except KeyboardInterrupt:
-        terminal.note(f"interrupted: {target} has the answers so far, and the same command goes on from there", "red")
-        return 130
+    except (EngineStopped, OSError, KeyboardInterrupt) as error:
+        by_user = isinstance(error, KeyboardInterrupt)
+        what = "interrupted:" if by_user else f"error: {getattr(error, 'strerror', None) or error};"
+        terminal.note(f"{what} {target} has the answers so far, and the same command goes on from there", "red")
+        return 130 if by_user else 1
     if not arguments.quiet or result.num_failed:
         skipped = f", {result.num_skipped} were there already" if result.num_skipped else ""
         where = f"; {target} has the errors" if result.num_failed else ""

@@ -1,4 +1,4 @@
-"""What the devices along the mesh axis `context` exchange. They have the same weights, a share of a step's tokens each, and a part of
+"""Exchanges between the devices along the mesh axis `context`. They have the same weights, a share of a step's tokens each, and a part of
 each row's keys and values.
 
     outside of attention   each computes its share of the tokens: products, norms, feed-forward
@@ -43,7 +43,7 @@ class ContextDevices:
         return num_tokens >= MIN_SHARED_TOKENS
 
     def share(self, x_T: T) -> T:
-        """Of arrays by token, the tokens that this device computes: ceil(T / size), missing ones zeros; all in a small step."""
+        """This device's share of arrays by token: ceil(T / size), missing ones zeros; all in a small step."""
 
         def of(x: Array) -> Array:
             return self._own(x) if self.shares_out(len(x)) else x

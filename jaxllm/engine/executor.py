@@ -175,11 +175,9 @@ class DeviceRunner(Executor, Protocol):
     def params(self) -> "tuple[jax.Array, ...]":
         """The weights."""
 
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def dispatch_seconds(self) -> float:
-        """Total host time of all `dispatch` calls."""
+    num_steps: int
+    dispatch_seconds: float
+    """Total host time of starting all steps."""
 
     @property
     def launch_seconds(self) -> float:

@@ -143,7 +143,7 @@ def _of_mixtures(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> Candidates:
         grouped_matmul.candidates(
             platform="gpu",
             dtype=model.dtype,
-            weight_dtype="float4_e2m1fn" if model.packed_experts else model.dtype,
+            weight_dtype=model.expert_type[0],
             width=model.hidden_size,
             hidden=part.width // (1 if part.by_expert else tensor_size(mesh)),
             interpret=not on_gpu,

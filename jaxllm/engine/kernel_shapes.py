@@ -56,7 +56,7 @@ class _Engine:
             "dtype": model.dtype,
             "cache_dtype": model.kv_cache_dtype,
             "page_size": self.page_size,
-            "has_scales": model.has_kv_scales and model.kv_cache_dtype == FP8,
+            "has_scales": model.kv_format is not None and model.kv_cache_dtype == FP8,
         }
 
     @property
@@ -119,7 +119,7 @@ def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
             hidden=part.width // (1 if part.by_expert else tensor_parallel),
             activation=part.activation,
             has_biases=part.bias,
-            is_packed=model.packed_experts,
+            is_packed=model.has_packed_experts,
         )
         for part in model.mixtures
     )

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 LONG_STEP_SECONDS = 0.0035
 """Steps longer than this give the host time to read one and dispatch another while the next runs, so two in flight keep the device busy."""
 _NUM_RECENT_STEPS = 8
+MAX_WAIT_SECONDS = 0.02
+"""Longest time that one step waits for blocks that are being loaded when there is no other work."""
 
 
 class StepLoop:
@@ -62,6 +64,8 @@ class StepLoop:
             self.working_on = None
             self.working_on = plan = self.scheduler.schedule(masked_wait=self._mask_pace.is_apart)
             if plan.num_tokens == 0 and not plan.ops and not self.ops:
+                if not self._in_flight:
+                    self.scheduler.wait_for_blocks(MAX_WAIT_SECONDS)
                 break
             pending = self.ops.dispatch(plan)
             self._in_flight.append((plan, pending))

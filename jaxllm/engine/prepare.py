@@ -426,16 +426,11 @@ def _with_room_for_states(config: EngineConfig, model: ModelConfig, device_bytes
 
 
 def _split(model_config: ModelConfig, num_devices: int) -> ModelConfig:
-    """`for_tensor_parallel`; logs if experts cannot stay in 4 bits."""
+    """`for_tensor_parallel`; logs what cannot stay in its format."""
     split = model_config.for_tensor_parallel(num_devices)
-    if model_config.packed_experts and not split.packed_experts:
-        logger.warning(
-            "experts of width %d in 4 bits have blocks of 32 that %d devices cannot share: they become %s, which takes four times the "
-            "memory; with --enable-expert-parallel they stay in 4 bits",
-            max(part.width for part in split.mixtures),
-            num_devices,
-            split.dtype,
-        )
+    for format in model_config.formats:
+        if told := format.indivisible(model_config, num_devices):
+            logger.warning("%s", told)
     return split
 
 

@@ -135,7 +135,7 @@ class HostsExecutor:
 
 
 def _message_of(plan: SchedulerOutput) -> Dispatch | DispatchLanes:
-    return DispatchLanes([*plan.lanes], plan.step_id, [*plan.ops]) if isinstance(plan, LanesPlan) else Dispatch(plan)
+    return DispatchLanes([*plan.lanes], plan.step_id, plan.ops) if isinstance(plan, LanesPlan) else Dispatch(plan)
 
 
 class _Step:

@@ -212,7 +212,7 @@ class Follower:
         if isinstance(message, Dispatch):
             self._dispatch(message.plan)
         elif isinstance(message, DispatchLanes):
-            self._dispatch(replace(LanesPlan.of(message.lanes, message.step_id), ops=tuple(message.ops)))
+            self._dispatch(replace(LanesPlan.of(message.lanes, message.step_id), ops=message.ops))
         elif isinstance(message, Draw):
             self._draw(message)
         elif isinstance(message, Drawn):

@@ -103,7 +103,7 @@ class DispatchLanes(_Message, tag="dispatch_lanes"):
 
     lanes: list[SchedulerOutput]
     step_id: int
-    ops: list[AnyDeviceOp]
+    ops: tuple[AnyDeviceOp, ...]
 
 
 class Draw(_Message, tag="draw"):

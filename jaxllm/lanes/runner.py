@@ -1,6 +1,5 @@
 """LanesRunner: runs each step on all lanes at once, in programs that exchange tokens between them."""
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,11 +21,10 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.runner.all_programs import AllPrograms
 from jaxllm.runner.features.drafts.step import Drafts
-from jaxllm.runner.features.expert_ops import ExpertMoves
 from jaxllm.runner.features.sampling import PendingTokens
 from jaxllm.runner.heads import Hidden, PendingPart
 from jaxllm.runner.layout import StepLayout
-from jaxllm.runner.ops import PlanRunner, by_type, run_by
+from jaxllm.runner.ops import PlanRunner, op_runners, run_by
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_pool import ProgramPool
 from jaxllm.runner.program_store import ProgramStore
@@ -74,28 +72,22 @@ class LanesRunner(WeightsHolder, PlanRunner):
         )
         """Of all lanes together."""
         self.programs = AllPrograms([self.joint, *(lane.programs for lane in self.lanes)])
-        self._moves = ExpertMoves(self, self.joint.get)
+        self._op_runners = [runner for runner in op_runners(shapes.functions.features, self) if runner.is_joint]
         self._joint_place, self._lane_places = shapes.replicated, [lane.shapes.replicated for lane in self.lanes]
         self.caches: Caches = ()
         self._rows: RowArrays | None = None
         """What a program of all lanes has left; None: the lanes have their own."""
         for lane in self.lanes:
             lane.take_rows = self._part_rows
-        self.num_steps = 0
-        self.dispatch_seconds = 0.0
 
     # Steps
 
     def run_op(self, op: DeviceOp) -> list[PendingPart]:
         """See PlanRunner. Experts move between the devices of all lanes; each lane counts what its own tokens chose, and with several hosts
         the counts are those of this one's lanes."""
-        if type(op) in self._moves.ops:
-            return run_by(by_type([self._moves]), op)
+        if any(type(op) in runner.ops for runner in self._op_runners):
+            return run_by(self._op_runners, op)
         return [part for lane in self.lanes for part in lane.run_op(op)]
-
-    def run_empty_op(self, key: ProgramKey) -> None:
-        """See PlanRunner."""
-        self._moves.run_on_nothing(key)
 
     def drain(self) -> None:
         """See PlanRunner."""
@@ -104,7 +96,6 @@ class LanesRunner(WeightsHolder, PlanRunner):
     def start_step(self, plan: SchedulerOutput) -> LanesInFlight:
         """See ModelRunner."""
         assert isinstance(plan, LanesPlan), "a plan of one lane"
-        start = time.perf_counter()
         batches = [lane.batch_of(part) for lane, part in zip(self._all_lanes, plan.lanes, strict=True)]
         batches = alike(batches, [lane.batches for lane in self._all_lanes])
         own = slice(self._first_lane, self._first_lane + len(self.lanes))
@@ -116,8 +107,6 @@ class LanesRunner(WeightsHolder, PlanRunner):
                 part.mask_TW = lane.sampling.new_mask(part.batch) if planned.masked_request_ids else None
             step.start_draw, launch = partial(self._start, self._sample), self._forward
         self._start(launch, step)
-        self.num_steps += 1
-        self.dispatch_seconds += time.perf_counter() - start
         return step
 
     def _start(self, launch: Any, step: LanesInFlight) -> None:
@@ -128,7 +117,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
         self._prepare(step)
         variant = max(batch.variant for batch in step.batches)
         key = ProgramKey("decode", step.batch.layout.num_rows, variant, width=step.width)
-        (drawn,) = self._run_buffers(self.joint.get(key), [batch.buffer for batch in step.batches])
+        (drawn,) = self._run_buffers(self.program(key), [batch.buffer for batch in step.batches])
         for lane, part, drawn_R in zip(self.lanes, step.parts, parts_of(drawn, self._lane_places), strict=True):
             others = [head.launch(work, None) for head, work in lane.select(part.batch)]
             part.done, part.parts = drawn_R, [PendingTokens(part.batch.sampled, drawn_R, Scores(None, None)), *others]
@@ -145,7 +134,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
             lane.tokens.read(part)
         self._prepare(step)
         hidden_TD, hidden_NWD, columns_NC, *shown = self._run_buffers(
-            self.joint.get(key), [batch.buffer for batch in step.batches]
+            self.program(key), [batch.buffer for batch in step.batches]
         )
         if shown:
             step.for_drafter = (hidden_TD, columns_NC, *shown[0])
@@ -160,7 +149,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
             lane.sample(part)
         if step.for_drafter is not None:
             shown, step.for_drafter = step.for_drafter, None
-            self.run_on_rows(self.joint.get(self._propose_key(step)), *shown)
+            self.run_on_rows(self.program(self._propose_key(step)), *shown)
 
     def _propose_key(self, step: LanesInFlight) -> ProgramKey:
         """The program that shows a step of all lanes to the drafter."""
@@ -183,6 +172,10 @@ class LanesRunner(WeightsHolder, PlanRunner):
     def put(self, arrays: Any) -> Any:
         """Host arrays on the devices of all lanes."""
         return jax.tree.map(partial(put, place=self._joint_place), arrays)
+
+    def program(self, key: ProgramKey) -> CompiledProgram:
+        """A program of all lanes."""
+        return self.joint.get(key)
 
     def run_on_rows(self, program: CompiledProgram, *arguments: Any) -> list[Any]:
         """Start a program of all lanes that changes their rows. Returns its results behind caches and rows."""
@@ -291,7 +284,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
         return parts_of(joint, [shape.sharding for shape in shapes], shapes[0].shape)
 
     def allocate_caches(self) -> None:
-        program = self.joint.get(ProgramKey("new_caches"))
+        program = self.program(ProgramKey("new_caches"))
         with self.times.part("cache"):
             self.caches = program()
             jax.block_until_ready(self.caches)  # raises if a device cannot allocate its part
@@ -302,7 +295,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
         for number in range(1, WARM_UP_RUNS + 1):
             with self.times.part(f"warm-up run {number}"):
                 for key in self.shapes.common_keys():
-                    self.shapes.kind_of(key).run_on_nothing(self, key, self.joint.get(key))
+                    self.shapes.kind_of(key).run_on_nothing(self, key, self.program(key))
                 jax.block_until_ready((self._rows, self.caches))
         self.joint.is_warm = True
         for lane in self.lanes:

@@ -165,8 +165,12 @@ class LanesScheduler:
 
     def note_seconds(self, plan: SchedulerOutput, seconds: float) -> None:
         """Steps take as long as the lane with the most requests needs."""
-        if self.drafts is not None and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
+        if self.drafts is not None and plan.rows and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
             self.drafts.note_seconds(max(len(part.rows) for _, part in self._parts(plan)), plan.num_drafts, seconds)
+
+    def wait_for_blocks(self, seconds: float) -> None:
+        for lane in self.lanes:
+            lane.wait_for_blocks(seconds / len(self.lanes))
 
     def _parts(self, plan: SchedulerOutput) -> Iterable[tuple[Scheduler, SchedulerOutput]]:
         assert isinstance(plan, LanesPlan), "a plan of one lane"

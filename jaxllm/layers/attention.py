@@ -83,8 +83,12 @@ class GroupedQueryAttention(nnx.Module):
         sinks = Source((Tensor(f"{prefix}{part.name}.sinks", (stored_K * stored_G,), (stored_K, stored_G)),), 0, (0, 1))
         self.sinks = abstract_param((K, G), ("heads", "group"), "float32", source=sinks) if part.sinks else None
         scales = Source(tuple(Tensor(f"{prefix}{part.name}.{letter}_scale", (1,), (1,)) for letter in "kv"), 0, (0,))
-        has_scales = config.has_kv_scales
-        self.kv_scale = abstract_param((2,), ("kv",), "float32", source=scales, init="ones") if has_scales else None
+        format, name = config.kv_format, "kv_scale"
+        self.kv_scale = (
+            None
+            if format is None
+            else abstract_param((2,), ("kv",), "float32", source=scales, init="ones", format=format, part=name)
+        )
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
         """Of runs of tokens [T, D], one after the other, the output of each; of several devices, this one's part of the sum."""

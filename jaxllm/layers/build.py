@@ -17,15 +17,20 @@ def build_model(config: ModelConfig, layers: range | None = None) -> CausalLM:
     module, name = config.model_class.split(":")
     given = () if layers is None else (layers,)
     model: CausalLM = getattr(importlib.import_module(module), name)(config, *given)
-    for _, part in nnx.iter_modules(model.blocks):
-        if isinstance(part, Linear) and config.is_quantized(part.module_names):
-            part.quantize()
+    take_formats(config, model.blocks)
     return model
+
+
+def take_formats(config: ModelConfig, blocks: nnx.Module) -> None:
+    """Put the weights of all linear layers of blocks into the config's formats."""
+    for _, part in nnx.iter_modules(blocks):
+        if isinstance(part, Linear):
+            part.take_formats(config.formats)
 
 
 def num_parameters(config: ModelConfig) -> int:
     """Values in the checkpoint: copies of KV heads, padding and scales not counted, a tied head counted once."""
-    plain = dataclasses.replace(config.as_stored(), quantization=None, stored_fp8=None, packed_experts=False)
+    plain = dataclasses.replace(config.as_stored(), formats=())
     return sum(math.prod(leaf.shape) for leaf in _leaves(plain))
 
 

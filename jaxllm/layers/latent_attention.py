@@ -60,7 +60,7 @@ class MultiHeadLatentAttention(nnx.Module):
             dtype,
             modules=[Module(names["query"][0], (N, P + E), _behind(P, rotated))],
         )
-        # Not a product of x: a checkpoint's fp8 weights are widened.
+        # Not a product of x: a checkpoint's quantised weights are widened.
         (key_value,) = names["key_value"]
 
         def of_heads(start: int, stop: int) -> nnx.Param:

@@ -1,7 +1,7 @@
 """Weights and the matrix products with them."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +12,62 @@ from jax.lax import Precision
 from jaxllm.layers.source import AnySource, Module, output_major, plain
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
-from jaxllm.quantization.fp8 import DTYPE as FP8
-from jaxllm.quantization.fp8 import Fp8Weight
-
-Init = Literal["normal", "zeros", "ones", "values", "scale", "words", "exponents"]
-"""How a parameter without a checkpoint begins; values and scale are those of fp8 weights, words and exponents of 4-bit ones."""
+from jaxllm.weight_format import WHOLE, Init, ParamSpec, WeightFormat, WeightSpec
 
 
 def abstract_param(
-    shape: Sequence[int], axes: Sequence[str], dtype: str, *, source: AnySource | str, init: Init = "normal"
+    shape: Sequence[int],
+    axes: Sequence[str],
+    dtype: str,
+    *,
+    source: AnySource | str,
+    init: Init = "normal",
+    format: WeightFormat | None = None,
+    part: str = WHOLE,
 ) -> nnx.Param:
     """A parameter that holds its shape, type, logical axes and source, but no values yet.
 
-    source: the name alone for a tensor of the checkpoint that has the parameter's shape.
+    source: the name alone for a tensor of the checkpoint that has the parameter's shape. format: what loads it, as this part of a
+    weight; None: it is stored as it is.
     """
     assert len(shape) == len(axes), f"{len(shape)} dimensions, {len(axes)} axis names"
     if isinstance(source, str):
         source = plain(source, shape)
-    return nnx.Param(jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)), axes=tuple(axes), source=source, init=init)
+    abstract = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+    return nnx.Param(abstract, axes=tuple(axes), source=source, init=init, format=format, part=part)
+
+
+class PackedWeight(nnx.Module):
+    """A weight of several arrays, each an attribute: stands where the array stood."""
+
+    def __init__(self, format: WeightFormat, parts: Mapping[str, nnx.Param]):
+        self.format, self.names = format, tuple(parts)
+        for name, param in parts.items():
+            setattr(self, name, param)
+
+    def _arrays(self) -> dict[str, Array]:
+        return {name: getattr(self, name)[...] for name in self.names}
+
+    def product(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
+        """Of a linear layer, as `WeightFormat.product`."""
+        return self.format.product(self._arrays(), x, shards)
+
+    def __getitem__(self, index: object) -> Any:
+        """Of experts, as of a parameter: `weight[...]`."""
+        return self.format.operand(self._arrays())[index]
+
+
+def declare(formats: Sequence[WeightFormat], weight: WeightSpec) -> nnx.Param | PackedWeight:
+    """An abstract weight in the first of the formats that has it; without any as it is."""
+    for format in formats:
+        if (parts := format.declare(weight)) is not None:
+            params = {part: _param(spec, format, part) for part, spec in parts.items()}
+            return params[WHOLE] if WHOLE in params else PackedWeight(format, params)
+    return _param(weight.plain)
+
+
+def _param(spec: ParamSpec, format: WeightFormat | None = None, part: str = WHOLE) -> nnx.Param:
+    return abstract_param(spec.shape, spec.axes, spec.dtype, source=spec.source, init=spec.init, format=format, part=part)
 
 
 def precision_of(dtype: jnp.dtype) -> Precision | None:
@@ -73,23 +111,15 @@ class Linear(nnx.Module):
         self.shape, self.axes = tuple(shape), tuple(axes)
         self.inputs = tuple(shape[:n] if inputs is None else inputs)
         source = output_major(self.modules, "weight", joined, self.inputs, transposed=transposed)
-        self.weight: nnx.Param | Fp8Weight = abstract_param(shape, axes, dtype, source=source)
+        self.weight: nnx.Param | PackedWeight = abstract_param(shape, axes, dtype, source=source)
         source = output_major(self.modules, "bias", joined)
         self.bias = abstract_param(shape[n:], axes[n:], dtype, source=source, init="zeros") if bias else None
 
-    @property
-    def module_names(self) -> tuple[str, ...]:
-        """The checkpoint's modules."""
-        return tuple(dict.fromkeys(module.name for module in self.modules))
-
-    def quantize(self) -> None:
-        """Make the weight of an abstract model an fp8 one, output-major."""
-        assert isinstance(self.weight, nnx.Param), "quantised already"
-        n, shape, axes = self.num_contracted, self.weight.shape, self.weight.get_metadata("axes")
-        source = self.weight.get_metadata("source").output_major()
-        values = abstract_param(shape[n:] + shape[:n], axes[n:] + axes[:n], str(jnp.dtype(FP8)), source=source, init="values")
-        source = output_major(self.modules, "weight_scale", self.joined, trailing=(1,))
-        self.weight = Fp8Weight(values, abstract_param(shape[n:], axes[n:], "float32", source=source, init="scale"))
+    def take_formats(self, formats: Sequence[WeightFormat]) -> None:
+        """Put the weight of an abstract model into the first of the formats that has it."""
+        assert isinstance(self.weight, nnx.Param), "in a format already"
+        plain = ParamSpec(self.shape, self.axes, str(self.weight.dtype), self.weight.get_metadata("source"))
+        self.weight = declare(formats, WeightSpec(plain, self.modules, self.joined, self.num_contracted))
 
     def __call__(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
         """The product of this device's part of the weight.
@@ -99,7 +129,7 @@ class Linear(nnx.Module):
         """
         # One contracted dimension: XLA would transpose a weight in every step to contract several.
         x = x.reshape(*x.shape[: x.ndim - self.num_contracted], -1)
-        if isinstance(self.weight, Fp8Weight):
+        if isinstance(self.weight, PackedWeight):
             y = self.weight.product(x, shards)
         else:
             weight = self.weight[...].astype(x.dtype)

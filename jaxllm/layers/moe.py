@@ -7,16 +7,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.linear import abstract_param, precision_of
+from jaxllm.layers.linear import PackedWeight, abstract_param, declare, precision_of
 from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.routing import rule_of
-from jaxllm.layers.source import MXFP4_BLOCK, AnySource, Mxfp4, Source, Stacked, Tensor, plain
+from jaxllm.layers.source import Source, Stacked, Tensor, plain
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
 from jaxllm.parallel.shards import Shards
-from jaxllm.quantization.mxfp4 import Mxfp4Weight
-from pallas_kernels.grouped_matmul import mxfp4
+from jaxllm.weight_format import ParamSpec, WeightSpec
 
 
 class MixtureOfExperts(nnx.Module):
@@ -55,7 +54,7 @@ class MixtureOfExperts(nnx.Module):
         self.gate_up_bias = self.down_bias = nnx.data(None)
         if part.bias:
             assert part.alternating, "no family stores other experts' biases"
-            biases: AnySource = _in_slots(_alternating(f"{gates[0]}_bias", (E, F, 2)), part)
+            biases = _in_slots(_alternating(f"{gates[0]}_bias", (E, F, 2)), part)
             self.gate_up_bias = abstract_param((P, 2, F), axes[:-1], config.dtype, source=biases, init="zeros")
             biases = _in_slots(plain(f"{down}_bias", (E, D)), part)
             self.down_bias = abstract_param((P, D), (experts, "embed"), config.dtype, source=biases, init="zeros")
@@ -85,8 +84,8 @@ class MixtureOfExperts(nnx.Module):
             taken_TD,
             step.slots_of(self.name, expert_Tk, start),
             weight_Tk,
-            _of_type(gate_up_E2FD, x_TD.dtype),
-            _of_type(down_EDF, x_TD.dtype),
+            gate_up_E2FD if isinstance(self.gate_up, PackedWeight) else gate_up_E2FD.astype(x_TD.dtype),
+            down_EDF if isinstance(self.down, PackedWeight) else down_EDF.astype(x_TD.dtype),
             gate_up_bias_E2F=None if self.gate_up_bias is None else self.gate_up_bias[...],
             down_bias_ED=self._down_bias(shards),
             activation=self.part.activation,
@@ -124,36 +123,23 @@ def _scores(x_TD: Array, weight_ED: Array) -> Array:
     return jnp.einsum("td,ed->te", x_TD, weight_ED, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _weight(config: ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...], source: AnySource) -> nnx.Param | Mxfp4Weight:
-    """In 4 bits if the checkpoint holds it so and the config does not widen it."""
-    if not config.packed_experts or not isinstance(source, Mxfp4):
-        return abstract_param(shape, axes, config.dtype, source=source)
-    *lead, outputs, inputs = shape
-    exponents_shape, exponents_axes = (*lead, inputs // mxfp4.BLOCK, outputs), (*axes[:-2], axes[-1], axes[-2])
-    return Mxfp4Weight(
-        abstract_param((*shape[:-1], inputs // mxfp4.WORD), axes, "uint16", source=source.words, init="words"),
-        abstract_param(exponents_shape, exponents_axes, "uint8", source=source.exponents, init="exponents"),
-    )
+def _weight(
+    config: ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...], source: Source | Stacked
+) -> nnx.Param | PackedWeight:
+    return declare(config.formats, WeightSpec(ParamSpec(shape, axes, config.dtype, source)))
 
 
-def _of_type(weight: Array | mxfp4.Mxfp4, dtype: jnp.dtype) -> Array | mxfp4.Mxfp4:
-    return weight if isinstance(weight, mxfp4.Mxfp4) else weight.astype(dtype)
-
-
-def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tuple[AnySource, AnySource]:
+def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tuple[Source | Stacked, Source | Stacked]:
     """Of gate and up, and of down."""
     E, D, F = part.routing.num_experts, config.hidden_size, part.width
     if not part.transposed:
         return _experts(gates, E, (F, D) if "{}" in gates[0] else (2, F, D)), _experts([down], E, (D, F))
     halves = Source((Tensor(gates[0], (E, D, 2 * F), (E, D, 2, F)),), 0, (0, 2, 3, 1))
     gate_up_source = _alternating(gates[0], (E, D, F, 2)) if part.alternating else halves
-    down_source = _alternating(down, (E, F, D))
-    if config.stored_mxfp4 is None or not config.stored_mxfp4.covers(gates[0]):
-        return gate_up_source, down_source
-    return _mxfp4(gates[0], (E, F, 2, D), (0, 2, 1, 3), gate_up_source), _mxfp4(down, (E, D, F), (0, 1, 2), down_source)
+    return gate_up_source, _alternating(down, (E, F, D))
 
 
-def _in_slots(source: AnySource, part: MoE) -> AnySource:
+def _in_slots(source: Source | Stacked, part: MoE) -> Source | Stacked:
     """The source of all experts as that of all slots."""
     return source.picked(part.slots) if part.num_redundant else source
 
@@ -174,15 +160,3 @@ def _alternating(name: str, view: tuple[int, ...]) -> Source:
     ends in the two."""
     stored = (*view[:-2], view[-2] * 2) if view[-1] == 2 else view
     return Source((Tensor(name, stored, view),), 0, (0, *range(len(view) - 1, 0, -1)))
-
-
-def _mxfp4(name: str, view: tuple[int, ...], permutation: tuple[int, ...], plain: Source) -> Mxfp4:
-    """The 4-bit form of a tensor of all experts, with the values' view: outputs before inputs."""
-    blocks = (*view[:-1], view[-1] // MXFP4_BLOCK)
-    stored = (view[0], math.prod(view[1:-1]), blocks[-1])
-    return Mxfp4(
-        Tensor(f"{name}_blocks", (*stored, MXFP4_BLOCK // 2), (*blocks, MXFP4_BLOCK // 2)),
-        Tensor(f"{name}_scales", stored, blocks),
-        permutation,
-        plain,
-    )

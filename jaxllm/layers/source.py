@@ -7,12 +7,10 @@ tensors of a parameter lie one after the other along one axis; that concatenatio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-MXFP4_BLOCK = 32
-"""Values that share a scale."""
 Index = tuple[slice, ...]
 """A part of an array: a slice without step for each dimension."""
 
@@ -125,6 +123,8 @@ class Source:
             assert self.permutation[axis] == 0, "the vocabulary comes first in a checkpoint"
             (tensor,) = self.tensors
             return replace(self, tensors=(replace(tensor, padding=shape[axis] - stored[axis]),))
+        if "heads" not in axes:  # the bytes of packed values, which are neither copied nor padded
+            return self
         axis = axes.index("heads")
         copies, where = shape[axis] // stored[axis], self.permutation[axis]
         has_groups = axes[axis + 1] in ("group", "qkv")
@@ -181,58 +181,15 @@ class Stacked:
         written.update((t.name, piece) for t, piece in zip(self.tensors, pieces, strict=True))
 
 
-@dataclass(frozen=True)
-class Mxfp4:
-    """A parameter that the checkpoint holds in 4 bits: 32 values along the last dimension, in 16 bytes, share a scale.
-
-    See `jaxllm.quantization.mxfp4`.
-    """
-
-    blocks: Tensor
-    """Its view is [..., inputs / 32, 16]."""
-    scales: Tensor
-    """Its view is [..., inputs / 32]."""
-    permutation: tuple[int, ...]
-    """Dimension i of the parameter is dimension permutation[i] of the values; the last is the last."""
-    plain: Source
-    """The same parameter without quantisation, which is how it is written."""
+class AnySource(Protocol):
+    """Where a parameter comes from."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.blocks, self.scales)
-
-    def picked(self, picks: tuple[int, ...]) -> "Mxfp4":
-        """The same for a parameter with these indices of the views' first dimension, in this order."""
-        blocks, scales = (replace(tensor, picks=picks) for tensor in self.tensors)
-        return Mxfp4(blocks, scales, self.permutation, self.plain.picked(picks))
-
-    @property
-    def words(self) -> Source:
-        """Of the parameter in 4 bits: the bytes of its values."""
-        *outputs, num_blocks, num_bytes = self.blocks.view
-        return Source((replace(self.blocks, view=(*outputs, num_blocks * num_bytes)),), 0, self.permutation)
-
-    @property
-    def exponents(self) -> Source:
-        """Of the parameter in 4 bits: those of its scales, the last outputs after the blocks."""
-        *others, outputs, blocks = self.permutation
-        return Source((self.scales,), 0, (*others, blocks, outputs))
-
-    def read(self, tensor: Callable[[Tensor, Index], np.ndarray], index: Index) -> tuple[np.ndarray, np.ndarray, int]:
-        """The blocks and scales that cover a part of the parameter, and at which value of its first block it begins."""
-        start, stop, _ = index[-1].indices(MXFP4_BLOCK * self.scales.view[-1])
-        covering = [slice(None)] * (len(index) - 1) + [slice(start // MXFP4_BLOCK, -(-stop // MXFP4_BLOCK))]
-        for i, dimension in enumerate(self.permutation[:-1]):
-            covering[dimension] = index[i]
-        blocks = tensor(self.blocks, (*covering, slice(None)))
-        return blocks, tensor(self.scales, tuple(covering)), start % MXFP4_BLOCK
+        """What is read of the checkpoint."""
 
     def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
-        """Write a parameter into its tensors, by name, without quantisation."""
-        self.plain.write(parameter, written)
-
-
-AnySource = Source | Stacked | Mxfp4
+        """Write a parameter into its tensors, by name; those that are not there yet are added."""
 
 
 def _with_copies(tensor: Tensor, copies: int, where: int, has_groups: bool) -> Tensor:

@@ -28,8 +28,8 @@ DTYPES: dict[str, np.dtype] = {
 """The types that can be loaded, by safetensors' names."""
 BYTES = "U8"
 """The type of packed weights."""
-INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
-"""The types of tables of numbers, which are not weights."""
+INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I8": np.dtype(np.int8)}
+"""The types of tables of numbers, and of weights that a format makes numbers of."""
 NUMPY_TYPES: dict[str, np.dtype] = {**DTYPES, BYTES: np.dtype(np.uint8), **INTEGERS}
 MAX_DIMS = 64
 """Of a tensor: NumPy has no more."""

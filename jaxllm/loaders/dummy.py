@@ -17,18 +17,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.layers.linear import Init
 from jaxllm.loaders.layout import Axes, ParamPath, Progress, axes_of, expand, parameters, state_of
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.axes import MESH_AXES, sharding
-from jaxllm.quantization.fp8 import narrow
+from jaxllm.weight_format import Init, WeightFormat
 
 STANDARD_DEVIATION = 0.02
-_FP8_DEVIATION = 100.0
 _THREADS = 8
 """That compile."""
-_EXPONENT = 120
-"""Of the scales of 4-bit weights, whose values have a deviation of 2.9: 2^-7."""
 
 
 def dummy_weights(
@@ -40,9 +36,8 @@ def dummy_weights(
     progress: Progress | None = None,
     build: Callable[[ModelConfig], nnx.Module] = build_model,
 ) -> nnx.State:
-    """Norm weights 1, biases 0, all others normal with deviation 0.02, made on the devices; the same for every mesh size.
-
-    Fp8 weights too: a scale for all outputs, and values with a deviation of 100. 4-bit weights have a deviation of 0.023.
+    """Norm weights 1, biases 0, all others normal with deviation 0.02, or about that in their formats, made on the
+    devices; the same for every mesh size.
 
     build: makes `model` of its config. One program per distinct shape of a layer, and of each other parameter, compiled at the same time:
     a model of 32 equal layers costs about four compilations and 35 calls. Each call may wait for a thread that holds the interpreter.
@@ -52,7 +47,7 @@ def dummy_weights(
     groups: dict[ParamPath, dict[ParamPath, _Kind]] = {}
     for path, variable in parameters(model):
         axes, dtype = axes_of(variable), jnp.dtype(variable.dtype)
-        kind = _Kind(variable.get_metadata("init"), stored_shapes[path], variable.shape, dtype, axes, sharding(mesh, axes))
+        kind = _Kind(*_begins(variable), stored_shapes[path], variable.shape, dtype, axes, sharding(mesh, axes))
         groups.setdefault(_layer_of(path), {})[path] = kind
     distinct = dict.fromkeys(tuple(group.values()) for group in groups.values())
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -74,7 +69,7 @@ def init_params(model: CausalLM, key: Array, dtype: str = "float32") -> nnx.Stat
     num_layers = len(model.blocks)
     arrays = {}
     for path, variable in parameters(model):
-        kind = _Kind(variable.get_metadata("init"), variable.shape, variable.shape, jnp.dtype(dtype), axes_of(variable), None)
+        kind = _Kind(*_begins(variable), variable.shape, variable.shape, jnp.dtype(dtype), axes_of(variable), None)
         residual = path[-2] in ("out", "down")
         deviation = STANDARD_DEVIATION / (math.sqrt(2 * num_layers) if residual else 1)
         (arrays[path],) = _maker((kind,))(key, np.array([_number_of(path)], np.uint32), np.array([deviation], np.float32))
@@ -85,6 +80,8 @@ class _Kind(NamedTuple):
     """What a parameter is made of, beside its name."""
 
     init: Init
+    format: WeightFormat | None
+    part: str
     stored_shape: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: jnp.dtype
@@ -96,23 +93,45 @@ class _Kind(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def make(self, key: Array, deviation: Array) -> Array:
-        stored_shape = self.stored_shape
-        # Drawing in two dimensions compiles much faster than in four. The second begins with the one that is split over devices,
-        # so that each draws its own part only.
-        split = next((i for i, axis in enumerate(self.axes) if MESH_AXES[axis] is not None), 0)
-        flat_shape = (math.prod(stored_shape[:split]), math.prod(stored_shape[split:]))
-        if self.init == "words":
-            values = jax.random.bits(key, flat_shape, jnp.uint16).reshape(stored_shape)
-        elif self.init == "exponents":
-            values = jnp.full(stored_shape, _EXPONENT, jnp.uint8)
-        elif self.init in ("normal", "values"):
-            values = jax.random.normal(key, flat_shape, jnp.float32).reshape(stored_shape)
-            values = deviation * values if self.init == "normal" else narrow(_FP8_DEVIATION * values)
-        elif self.init == "scale":
-            values = jnp.full(stored_shape, deviation / _FP8_DEVIATION, jnp.float32)
+        draw = _Draw(key, self.stored_shape, self.axes)
+        if self.init == "format":
+            assert self.format is not None
+            values = self.format.dummy(self.part, draw, deviation)
+        elif self.init == "normal":
+            values = deviation * draw.normal()
         else:
-            values = jnp.full(stored_shape, self.init == "ones", jnp.float32)
+            values = draw.full(self.init == "ones", "float32")
         return expand(jnp, values.astype(self.dtype), self.axes, self.shape)
+
+
+class _Draw(NamedTuple):
+    """Makes an array of a stored shape."""
+
+    key: Array
+    shape: tuple[int, ...]
+    axes: Axes
+
+    def _flat_shape(self) -> tuple[int, int]:
+        """Drawing in two dimensions compiles much faster than in four. The second begins with the one that is split over devices, so
+        that each draws its own part only."""
+        split = next((i for i, axis in enumerate(self.axes) if MESH_AXES[axis] is not None), 0)
+        return math.prod(self.shape[:split]), math.prod(self.shape[split:])
+
+    def normal(self) -> Array:
+        return jax.random.normal(self.key, self._flat_shape(), jnp.float32).reshape(self.shape)
+
+    def bits(self, dtype: str) -> Array:
+        return jax.random.bits(self.key, self._flat_shape(), jnp.dtype(dtype)).reshape(self.shape)
+
+    def full(self, value: Any, dtype: str) -> Array:
+        return jnp.full(self.shape, value, dtype)
+
+
+def _begins(variable: nnx.Variable) -> tuple[Init, WeightFormat | None, str]:
+    """What a parameter begins as."""
+    init = variable.get_metadata("init")
+    by_format = init == "format"
+    return init, variable.get_metadata("format") if by_format else None, variable.get_metadata("part") if by_format else ""
 
 
 def _layer_of(path: ParamPath) -> ParamPath:

@@ -20,6 +20,7 @@ from jaxllm.layers.source import AnySource
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts.mlp import slots
 from jaxllm.parallel.axes import num_parts, sharding
+from jaxllm.weight_format import ParamSpec, WeightFormat
 
 ParamPath = tuple[str | int, ...]
 Axes = tuple[str, ...]
@@ -31,6 +32,18 @@ def parameters(model_or_state: nnx.Module | nnx.State) -> Iterator[tuple[ParamPa
     """(path, variable) of every parameter, in the order of `jax.tree.leaves(nnx.state(model))`."""
     state = model_or_state if isinstance(model_or_state, nnx.State) else nnx.state(model_or_state)
     yield from nnx.to_flat_state(state)  # type: ignore[misc]
+
+
+def weights(model: nnx.Module | nnx.State) -> list[tuple[WeightFormat | None, dict[str, tuple[ParamPath, ParamSpec]]]]:
+    """Each weight: its format, if it has one, and its parts, which are parameters."""
+    found: dict[ParamPath, tuple[WeightFormat | None, dict[str, tuple[ParamPath, ParamSpec]]]] = {}
+    for path, variable in parameters(model):
+        format, part = variable.get_metadata("format"), variable.get_metadata("part")
+        spec = ParamSpec(
+            variable.shape, axes_of(variable), str(variable.dtype), source_of(variable), variable.get_metadata("init")
+        )
+        found.setdefault(path[:-1] if part else path, (format, {}))[1][part] = path, spec
+    return list(found.values())
 
 
 def state_of(model: nnx.Module, arrays: dict[ParamPath, Any]) -> nnx.State:

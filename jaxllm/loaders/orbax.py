@@ -102,19 +102,9 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check(directory: Path, config: ModelConfig, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
-    if config.quantization is not None and not any(name.endswith(".values") for name in found):
-        raise ModelLoadError(
-            f"{directory} holds an orbax checkpoint without fp8 weights; leave --quantization out, or convert the original again with "
-            "scripts/convert_checkpoint.py --quantization fp8"
-        )
-    is_packed = any(name.endswith(".words") for name in found)
-    if is_packed and not config.packed_experts:
-        raise ModelLoadError(
-            f"{directory} holds experts in 4 bits; use --no-dequantize with devices that share no block of 32 values, or convert the "
-            "original again with scripts/convert_checkpoint.py --dequantize"
-        )
-    if config.packed_experts and not is_packed:
-        raise ModelLoadError(f"{directory} holds no experts in 4 bits; use --dequantize")
+    for format in config.formats:
+        if reason := format.unrestorable(found):
+            raise ModelLoadError(f"{directory} {reason}")
     raise_on_misfit(directory, config, wanted, found)
 
 

@@ -1,4 +1,4 @@
-"""What a layer takes from other tokens."""
+"""The attention parts of layers."""
 
 from dataclasses import dataclass, replace
 
@@ -28,14 +28,14 @@ class Attention:
     window: int | None = None
     """Keys that a token sees, itself included; None: all before it."""
     bias: bool = False
-    """Of queries, keys and values."""
+    """Whether queries, keys and values have biases."""
     out_bias: bool = False
     head_norms: tuple[Norm, Norm] | None = None
     """The norms of each query head and each key head, before the rotation; of equal epsilon."""
     whole_norms: tuple[Norm, Norm] | None = None
-    """The same over all heads together."""
+    """Norms of queries and keys over all heads together."""
     own_norms: tuple[Norm, Norm] | None = None
-    """The same of each head, with a weight of its own: [heads, head_dim]."""
+    """Norms of queries and keys of each head, each with its own weight: [heads, head_dim]."""
     score_scale: float | None = None
     """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
     query_scale: QueryScale | None = None
@@ -115,11 +115,11 @@ class LatentAttention:
     """Factor of the attention scores."""
     latent_norm: Norm
     query_norm: Norm | None = None
-    """Of the queries' latents, where queries are made of any."""
+    """Norm of the queries' latents, if queries have latents."""
     query_dim: int | None = None
     """Width of these."""
     bias: bool = False
-    """Of the products that give latents, and of the output."""
+    """Whether the products that give latents, and the output, have biases."""
     name: str = "self_attn"
     copies: int = 1
     """Devices that hold the latents of all tokens: each needs them whole for its heads."""
@@ -165,7 +165,7 @@ class GatedDeltaNet:
     """
 
     num_key_heads: int
-    """Of queries too."""
+    """Heads of keys and of queries."""
     num_value_heads: int
     key_dim: int
     """Values of a head's query and key."""
@@ -174,7 +174,7 @@ class GatedDeltaNet:
     kernel_size: int
     """Tokens that the convolution sees."""
     norm: Norm
-    """Of each value head's output."""
+    """Norm of each value head's output."""
     name: str = "linear_attn"
 
     @property
@@ -199,7 +199,7 @@ class GatedDeltaNet:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a row and key head: the last inputs of the convolution, and the matrices of its value heads."""
+        """Shapes for a row and key head: the last inputs of the convolution, and the matrices of its value heads."""
         return (self.kernel_size - 1, self.num_channels), (self.group_size, self.key_dim, self.value_dim)
 
     @property

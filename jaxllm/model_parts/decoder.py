@@ -17,7 +17,7 @@ class Layer:
     attention_norm: Norm | None
     mlp_norm: Norm | None
     attention_post_norm: Norm | None = None
-    """Of what attention adds to x."""
+    """Norm of attention's output before it is added to x."""
     mlp_post_norm: Norm | None = None
     parallel: bool = False
     """Whether it is x + attention(attention_norm(x)) + mlp(attention_norm(x))."""
@@ -44,7 +44,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Names:
-    """What a checkpoint calls the tensors outside of the layers."""
+    """A checkpoint's names of the tensors outside of the layers."""
 
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}"
@@ -68,7 +68,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class Head:
-    """What becomes of the products of hidden states and head: logits."""
+    """How logits are made of the products of hidden states and head."""
 
     scale: float = 1.0
     soft_cap: float | None = None

@@ -1,11 +1,11 @@
-"""What a layer computes of each token alone: an MLP, or a mixture of experts."""
+"""The parts of layers that compute each token alone: an MLP, or a mixture of experts."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
-"""Of experts: those of `pallas_kernels.grouped_matmul`."""
+"""Activations of experts: those of `pallas_kernels.grouped_matmul`."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Routing:
     sums_two: bool = False
     """Whether the score of a group is the sum of its two largest, instead of its largest."""
     jitter: float = 0.0
-    """Of sparsemixer: relative distance from the largest logit within which experts share the weight, halved."""
+    """Jitter of sparsemixer: relative distance from the largest logit within which experts share the weight, halved."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class MoE:
 
     routing: Routing
     width: int
-    """Of an expert."""
+    """Width of an expert."""
     activation: ExpertActivation = "silu"
     bias: bool = False
-    """Of the experts."""
+    """Whether the experts have biases."""
     shared: MLP | None = None
     shared_gate: str | None = None
     """A tensor whose product with x, after a sigmoid, is the factor of the shared experts' result."""

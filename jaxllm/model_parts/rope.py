@@ -23,7 +23,7 @@ class Rope:
     attention_factor: float = 1.0
     """Factor of cosine and sine."""
     divisors: tuple[float, ...] = ()
-    """What longrope divides each frequency by."""
+    """Longrope's divisor of each frequency."""
     rotary_dim: int | None = None
     """Leading values of a head that are rotated; None: all."""
     interleaved: bool = False

@@ -12,8 +12,9 @@ from jaxllm.model_config import DTYPES, FP8, ModelConfig
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.registry import Read, find
 from jaxllm.pooling_config import bidirectional_faults, is_embedding_checkpoint, load_pooling_config
-from jaxllm.quantization_config import StoredFp8, StoredMxfp4, read_quantization
+from jaxllm.quantization.formats import read_formats
 from jaxllm.served_model import GGUF_TYPE, read_token_ids
+from jaxllm.weight_format import Options
 
 
 def load_model_config(
@@ -54,27 +55,21 @@ def load_model_config(
     reader = ConfigReader(architecture, raw, bidirectional_faults(raw), **options)  # type: ignore[arg-type]
     config = _read(read, reader, directory)
     dtype = _dtype(reader, dtype, on_gpu)
-    quantized = read_quantization(raw.get("quantization_config"), reader.faults)
-    stored = quantized if isinstance(quantized, StoredFp8) else None
-    stored_mxfp4 = quantized if isinstance(quantized, StoredMxfp4) else None
-    if stored is not None:
-        reader.faults.extend(stored.faults(config.linears()))
-    if stored_mxfp4 is not None:
-        reader.faults.extend(_mxfp4_faults(config))
+    asked = Options(quantization, dequantize, on_gpu and dtype == "bfloat16", config.names.unquantized)
+    formats = read_formats(raw.get("quantization_config"), asked, reader.faults)
+    for format in formats:
+        reader.faults.extend(format.faults(config))
     eos_token_ids = _eos_token_ids(raw, directory, reader.faults)
     if reader.faults:
         raise _refused(directory, reader)
-    if dequantize is False and stored_mxfp4 is None:
+    if dequantize is False and not any(format.may_widen for format in formats):
         raise ConfigError(f"dequantize is False, but {directory} has no experts in 4 bits (MXFP4); leave --no-dequantize out")
     if expert_parallel and not config.mixtures:
         raise ConfigError(f"enable_expert_parallel is set, but {architecture} has no experts; leave it out")
-    if quantization is None and stored is not None and stored.block_shape is None:
-        quantization = "fp8"
     if kv_cache_dtype == "auto":
-        kv_cache_dtype = FP8 if stored is not None and stored.kv_cache else dtype
+        kv_cache_dtype = FP8 if any(format.kv_cache for format in formats) else dtype
     elif kv_cache_dtype in ("fp8", "fp8_e4m3"):
         kv_cache_dtype = FP8
-    has_kernel = on_gpu and dtype == "bfloat16"
     pooling = load_pooling_config(directory, raw, pooler_config)
     longest = config.max_position
     config = dataclasses.replace(
@@ -82,10 +77,7 @@ def load_model_config(
         dtype=dtype,
         eos_token_ids=eos_token_ids,
         gguf_type=raw.get(GGUF_TYPE),
-        quantization=quantization,
-        stored_fp8=stored,
-        stored_mxfp4=stored_mxfp4,
-        packed_experts=stored_mxfp4 is not None and not (dequantize if dequantize is not None else not has_kernel),
+        formats=formats,
         kv_cache_dtype=kv_cache_dtype,
         generates=generates,
         pooling=pooling,
@@ -109,14 +101,6 @@ def _read(read: Read, reader: ConfigReader, directory: Path) -> ModelConfig:
 
 def _refused(directory: Path, reader: ConfigReader) -> ModelLoadError:
     return ModelLoadError(f"{directory / 'config.json'}: {joined(reader.faults)}")
-
-
-def _mxfp4_faults(config: ModelConfig) -> list[str]:
-    """Describe what of a checkpoint with 4-bit experts cannot be read."""
-    if not config.mixtures or not all(part.alternating for part in config.mixtures):
-        return ["the weights are quantised with quant_method 'mxfp4', supported for experts as gpt-oss has them"]
-    sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.mixtures[0].width}
-    return [f"{name} is {size}, must be a multiple of 32, the block of mxfp4" for name, size in sizes.items() if size % 32]
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Exchanges between lanes: a mixture's tokens go to the devices that hold their experts, and the experts' sums come back.
+"""Exchanges between data-parallel ranks: a mixture's tokens go to the devices that hold their experts, and the experts' sums come back.
 
 A lane's devices have the same tokens, so each sends what concerns its own column of the mesh: device (d, t) exchanges with the devices
 (0, t) to (N - 1, t) of the other lanes alone. The sum over a lane's devices, which every layer ends in, adds up the columns.
@@ -22,25 +22,25 @@ Experts = Callable[[Array, Array, Array], Array]
 A choice of another device's expert, or of none (-1), adds nothing."""
 
 MIN_TOKENS_TO_SEND = 256
-"""A step with fewer tokens in each lane is bound by the number of exchanges, of which sending needs more than gathering."""
+"""A step with fewer tokens in each rank is bound by the number of exchanges, of which sending needs more than gathering."""
 SLACK = 2.0
 """Room for so many times the tokens that a device gets where all experts are chosen equally often."""
 MAX_TOKENS_AT_ONCE = 8192
-"""Tokens that a device computes at a time: what it has of them in memory grows with the number of lanes, and with every choice of a
+"""Tokens that a device computes at a time: what it has of them in memory grows with the number of ranks, and with every choice of a
 token, also of other devices' experts. More tokens take more rounds."""
 
 
 @dataclass(frozen=True)
 class LaneExchange:
-    """The lanes of a mesh, as seen by one of its devices inside a shard_map over both axes."""
+    """The data-parallel ranks of a mesh, as seen by one of its devices inside a shard_map over both axes."""
 
     num_lanes: int
     num_columns: int
-    """Devices of a lane."""
+    """Devices of a rank."""
 
     @property
     def lane(self) -> Array:
-        """The number of this device's lane."""
+        """The number of this device's rank."""
         return jax.lax.axis_index(DATA)
 
     @property
@@ -49,7 +49,7 @@ class LaneExchange:
         return self.lane * self.num_columns + jax.lax.axis_index(TENSOR)
 
     def run(self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array, num_experts: int) -> Array:
-        """The sums [T, D] of this lane's tokens over all experts of this column. Exact whatever is chosen; no token is dropped.
+        """The sums [T, D] of this rank's tokens over all experts of this column. Exact whatever is chosen; no token is dropped.
 
         num_experts: of each device. Which way the tokens take depends on shapes alone, but for a send that overflows.
         """
@@ -59,13 +59,13 @@ class LaneExchange:
         return self.send(experts, x_TD, expert_Tk, weight_Tk, num_experts, capacity)
 
     def capacity(self, num_tokens: int, num_choices: int) -> int | None:
-        """Tokens that a lane may send to a device; None: gathering all of them is no more work for the links."""
+        """Tokens that a rank may send to a device; None: gathering all of them is no more work for the links."""
         expected = num_tokens * num_choices / (self.num_lanes * self.num_columns)
         capacity = 8 * -(-int(SLACK * expected) // 8)
         return None if num_tokens < MIN_TOKENS_TO_SEND or 2 * capacity > num_tokens else capacity
 
     def gather(self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array) -> Array:
-        """Every device gets the tokens of all lanes, and computes those that chose its experts."""
+        """Every device gets the tokens of all ranks, and computes those that chose its experts."""
         every = partial(jax.lax.all_gather, axis_name=DATA, tiled=True)
 
         def some(x_TD: Array, packed_T2k: Array) -> Array:
@@ -75,8 +75,8 @@ class LaneExchange:
         return _in_rounds(some, MAX_TOKENS_AT_ONCE // self.num_lanes, x_TD, _packed(expert_Tk, weight_Tk))
 
     def send(self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array, num_experts: int, capacity: int) -> Array:
-        """Each token goes once to each device that holds an expert of its choice. Where more than `capacity` tokens of a lane chose one
-        device, all lanes gather instead."""
+        """Each token goes once to each device that holds an expert of its choice. Where more than `capacity` tokens of a rank chose one
+        device, all ranks gather instead."""
         num_tokens, num_choices = expert_Tk.shape
         device_Tk = expert_Tk // num_experts  # -1 for no expert
         is_mine_Tk = (expert_Tk >= 0) & (device_Tk % self.num_columns == jax.lax.axis_index(TENSOR))
@@ -131,5 +131,5 @@ def _unpacked(packed_T2k: Array) -> tuple[Array, Array]:
 
 
 def make_exchange(mesh: Mesh) -> LaneExchange:
-    """The exchange between the lanes of a mesh of both axes."""
+    """The exchange between the data-parallel ranks of a mesh of both axes."""
     return LaneExchange(mesh.shape[DATA], tensor_size(mesh))

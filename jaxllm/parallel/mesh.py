@@ -17,7 +17,7 @@ CONTEXT = "context"
 """The mesh axis that tokens, and the slots of each block of the cache, are split over; a mesh of one such device has no such axis."""
 
 DATA = "data"
-"""The mesh axis of lanes: each has requests of its own, and all that is split over `TENSOR`; experts are split over both."""
+"""The mesh axis of data-parallel ranks: each has its own requests, and all that is split over `TENSOR`; experts are split over both."""
 
 
 def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -50,7 +50,7 @@ def meshes_of(topology: Topology, devices: Sequence[jax.Device] | None = None) -
 
 
 def _way_out(topology: Topology, count: int) -> str:
-    """What a machine with `count` devices can do."""
+    """Sizes that a machine with `count` devices allows."""
     is_one_size = topology.num_devices == topology.tensor
     if count <= 1:
         return "leave it out" if is_one_size else "leave both out"
@@ -68,5 +68,5 @@ def context_size(mesh: Mesh) -> int:
 
 
 def lane_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
-    """The devices of each lane of a mesh of both axes."""
+    """The devices of each data-parallel rank of a mesh of both axes."""
     return tuple(Mesh(row, (TENSOR,), axis_types=(AxisType.Auto,)) for row in mesh.devices)

@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Topology:
-    """The devices of one engine: `num_devices` of them, side by side in stages or lanes of `context` times `tensor` devices."""
+    """The devices of one engine: `num_devices` of them, in stages or data-parallel ranks of `context` times `tensor` devices."""
 
     tensor: int = 1
     """Devices that each layer is split over."""
     stage: int = 1
-    """Stages of a pipeline, each with layers of its own."""
+    """Stages of a pipeline, each with its own layers."""
     has_expert_parallel: bool = False
     """Whether each of these holds whole experts of a mixture, instead of a share of each."""
     context: int = 1
@@ -47,16 +47,16 @@ class Topology:
 
     @property
     def stage_devices(self) -> int:
-        """Devices of a stage or of a lane, which share its cache."""
+        """Devices of a stage or of a data-parallel rank, which share its cache."""
         return self.context * self.tensor
 
     @property
     def has_exchange(self) -> bool:
-        """Whether devices exchange through NCCL: those of a stage or of lanes, or stages on different hosts."""
+        """Whether devices exchange through NCCL: those of a stage or of data-parallel ranks, or stages on different hosts."""
         return self.data * self.stage_devices > 1 or (self.stage > 1 and self.hosts > 1)
 
     def describe(self) -> str:
-        """What was asked for, by the names of its options."""
+        """The requested sizes, by the names of their options."""
         others = {
             "pipeline_parallel_size": self.stage,
             "prefill_context_parallel_size": self.context,

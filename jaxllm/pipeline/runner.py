@@ -143,14 +143,6 @@ class Stages(PlanRunner):
         return self.last.rows
 
     @property
-    def num_steps(self) -> int:
-        return self.last.num_steps
-
-    @property
-    def dispatch_seconds(self) -> float:
-        return self.last.dispatch_seconds
-
-    @property
     def launch_seconds(self) -> float:
         return self.last.launch_seconds
 

@@ -1,12 +1,14 @@
 """Weights and activations as 8-bit floats (float8_e4m3fn, arXiv:2209.05433), and the product of both."""
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array, lax
+from jax.sharding import Mesh
 
+from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
 DTYPE = jnp.float8_e4m3fn
@@ -16,29 +18,18 @@ _TINY = 1e-20
 """Stands for the largest value of an all-zero vector, which would have no scale."""
 
 
-class Fp8Weight(nnx.Module):
-    """A weight as values times one float32 scale per output: stands where the array stood.
+def product(weight_values: Array, weight_scale: Array, x: Array, shards: Shards = ONE_DEVICE) -> Array:
+    """[..., contracted as one] to [..., *outputs], in x's type; x is quantised with a scale per vector.
 
-    values [*outputs, *contracted], scale [*outputs]: output-major, as checkpoints hold weights, because the fp8 GEMM of a GPU
-    contracts the innermost dimension of both operands; XLA would transpose any other weight in every step.
+    weight_values [*outputs, *contracted], weight_scale [*outputs]. shards: what x and the contracted dimension are split over. A
+    vector's scale is that of the whole of it, so that any number of devices computes with the same values.
     """
-
-    def __init__(self, values: nnx.Param, scale: nnx.Param):
-        self.values = values
-        self.scale = scale
-
-    def product(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
-        """[..., contracted as one] to [..., *outputs], in x's type; x is quantised with a scale per vector.
-
-        shards: what x and the contracted dimension are split over. A vector's scale is that of the whole of it, so that
-        any number of devices computes with the same values.
-        """
-        values, scale = quantize(x, largest=shards.max)
-        outputs = self.scale.shape
-        weight = self.values[...].reshape(*outputs, -1)
-        y = lax.platform_dependent(values, weight, cpu=_dot_of_wide, default=_dot_for(x.dtype))
-        scale = scale.reshape(*x.shape[:-1], *(1,) * len(outputs))
-        return (y.astype(jnp.float32) * scale * self.scale[...]).astype(x.dtype)
+    values, scale = quantize(x, largest=shards.max)
+    outputs = weight_scale.shape
+    weight = weight_values.reshape(*outputs, -1)
+    y = lax.platform_dependent(values, weight, cpu=_dot_of_wide, default=_dot_for(x.dtype))
+    scale = scale.reshape(*x.shape[:-1], *(1,) * len(outputs))
+    return (y.astype(jnp.float32) * scale * weight_scale).astype(x.dtype)
 
 
 def quantize(x: Array, num_contracted: int = 1, *, largest: Callable[[Array], Array] = ONE_DEVICE.max) -> tuple[Array, Array]:
@@ -50,6 +41,27 @@ def quantize(x: Array, num_contracted: int = 1, *, largest: Callable[[Array], Ar
     wide = x.astype(jnp.float32)
     scale = jnp.maximum(largest(jnp.max(jnp.abs(wide), axis=axes, keepdims=True)), _TINY) / LARGEST
     return narrow(wide / scale), scale.reshape(x.shape[:-num_contracted])
+
+
+def quantize_tensors(
+    tensors: tuple[Array, ...], axis: int, axes: tuple[str, ...], num_scale_axes: int, mesh: Mesh
+) -> tuple[Array, Array]:
+    """The tensors of a weight, joined along an axis, as fp8 values of these axes, output-major, and scale."""
+    # One weight at a time is in memory both ways.
+    return jax.block_until_ready(_quantizer(axis, axes, num_scale_axes, mesh)(tensors))
+
+
+@functools.lru_cache(maxsize=256)
+def _quantizer(
+    axis: int, axes: tuple[str, ...], num_scale_axes: int, mesh: Mesh
+) -> Callable[[tuple[Array, ...]], tuple[Array, Array]]:
+    """One program per distinct shape."""
+
+    def quantize_fused(parts: tuple[Array, ...]) -> tuple[Array, Array]:
+        # Copied heads get the scales of the first.
+        return quantize(jnp.concatenate(parts, axis), len(axes) - num_scale_axes)
+
+    return jax.jit(quantize_fused, out_shardings=(sharding(mesh, axes), sharding(mesh, axes[:num_scale_axes])))
 
 
 def narrow(x: Array) -> Array:

@@ -1,30 +1,19 @@
-"""MXFP4: 4-bit floats (e2m1), two in a byte, 32 of which share a scale that is a power of two.
+"""Values of MXFP4, and the order in which kernels read them.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, 2023.
 """
 
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax import Array
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
 
-from pallas_kernels.grouped_matmul.mxfp4 import MAGNITUDES, SCALE_BIAS, Mxfp4
-
-VALUE_BYTES = 17 / 32
-"""With its share of the scale."""
-LARGEST_EXPONENT = 191
-"""Of a scale with which kernels can compute: 2^64."""
-
-
-class Mxfp4Weight(nnx.Module):
-    """A weight in 4 bits as kernels read it: stands where the array stood."""
-
-    def __init__(self, words: nnx.Param, exponents: nnx.Param):
-        self.words = words
-        self.exponents = exponents
-
-    def __getitem__(self, index: object) -> Mxfp4:
-        """As of a parameter: `weight[...]`."""
-        return Mxfp4(self.words[...], self.exponents[...])[index]
+from jaxllm.parallel.axes import sharding
+from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS, pack, unpack
 
 
 def widen(blocks: Array, scales: Array, dtype: str) -> Array:
@@ -36,3 +25,47 @@ def widen(blocks: Array, scales: Array, dtype: str) -> Array:
     values = jnp.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], jnp.float32)[codes]
     wide = jnp.ldexp(values, scales.astype(jnp.int32)[..., None] - SCALE_BIAS)
     return wide.astype(dtype).reshape(*scales.shape[:-1], -1)
+
+
+def widen_part(
+    blocks: np.ndarray,
+    scales: np.ndarray,
+    device: jax.Device,
+    permutation: tuple[int, ...],
+    start: int,
+    num_values: int,
+    dtype: str,
+) -> Array:
+    """A part of a parameter on a device: `num_values` of the last dimension from `start` on, with its dimensions permuted."""
+    stored = [jax.device_put(np.ascontiguousarray(part), device) for part in (blocks, scales)]
+    return jax.block_until_ready(_widener(permutation, start, num_values, dtype)(*stored))
+
+
+@functools.lru_cache(maxsize=64)
+def _widener(permutation: tuple[int, ...], start: int, num_values: int, dtype: str) -> Callable[[Array, Array], Array]:
+    """One program per distinct shape."""
+
+    def to_parameter(blocks: Array, scales: Array) -> Array:
+        values = widen(blocks, scales, dtype)
+        return lax.slice_in_dim(values, start, start + num_values, axis=-1).transpose(permutation)
+
+    return jax.jit(to_parameter)
+
+
+def pack_tensor(stored: Array, permutation: tuple[int, ...], axes: Sequence[str], mesh: Mesh) -> Array:
+    """A parameter of words, from the bytes [..., K / 2] that a checkpoint holds."""
+    return jax.block_until_ready(_packer(permutation, sharding(mesh, axes))(stored))
+
+
+@functools.lru_cache(maxsize=64)
+def _packer(permutation: tuple[int, ...], place: NamedSharding) -> Callable[[Array], Array]:
+    def to_words(stored: Array) -> Array:
+        blocks = stored.reshape(*stored.shape[:-1], -1, BLOCK // 2)
+        return pack(blocks).transpose(permutation)
+
+    return jax.jit(to_words, out_shardings=place)
+
+
+def stored_bytes(words: Array) -> Array:
+    """Uint8 [..., K / 2]: 4-bit values as checkpoints hold them."""
+    return unpack(words).reshape(*words.shape[:-1], -1)

@@ -49,16 +49,16 @@ class Replicas:
         self._connect, self._policy, self._num_fronts, self._retries = connect, policy, num_fronts, retries
         self._states: list[ReplicaState] = ["loading"] * len(pids)
         self._early_news: list[list[News]] = [[] for _ in pids]
-        """What a replica published before requests were sent to it."""
+        """Cache events that a replica published before requests were sent to it."""
         self.clients = [self._new_client(rank, pid) for rank, pid in enumerate(pids)]
         self._awaited = [rank for rank, pid in enumerate(pids) if pid is not None]
         self._exchange: MetricsExchange | None = None
         self._exchanges_with = 0
         self._old_metrics: list[Metric] = []
         self._adapter_numbers: list[dict[int, int]] = []
-        """Of each `add_adapter`: the number that each replica gave it."""
+        """For each `add_adapter` the number that each replica gave it."""
         self._known_adapters: set[str] = set()
-        """Names whose blocks the balancer can tell, or was about to be told."""
+        """Adapters whose blocks the balancer knows, or is about to know."""
         self._last_prompt: list[int] | None = None
         self._last_rank = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -269,7 +269,7 @@ class Replicas:
         self._let_go(rank)
 
     def _let_go(self, rank: int) -> None:
-        """Tell a replica that is to end, once no request of this front is there."""
+        """Let a replica that is to end go, once it has no request of this API server."""
         if self.clients[rank].is_draining and not self.balancer.num_requests(rank):
             with contextlib.suppress(EngineError):  # it has ended
                 self.clients[rank].let_go()
@@ -334,7 +334,7 @@ class Replicas:
     async def _load_adapter(self, rank: int, info: AdapterInfo) -> None:
         """Have one replica load an adapter, and wait for it. Raises AdapterError."""
         number: int | None = None
-        with contextlib.suppress(InvalidRequestError):  # another front is faster
+        with contextlib.suppress(InvalidRequestError):  # another API server is faster
             number = await self._call_one(rank, "add_adapter", info.name, info.path)
         while info.name not in {each.name for each in await self._call_one(rank, "list_adapters")}:
             if number is not None:
@@ -355,7 +355,7 @@ class Replicas:
             self._spawn(self._note_adapters())
 
     def _choose_exchange(self) -> None:
-        """Exchange metrics with the other fronts through the first replica that serves."""
+        """Exchange metrics with the other API servers through the first replica that serves."""
         if self._listener is None or self.is_stopping:
             return
         rank = next(iter(self._serving), None)
@@ -433,7 +433,7 @@ async def _settled(client: EngineClient) -> None:
 
 
 class ReplicatedCore:
-    """The cores of all replicas, as a front uses them."""
+    """The cores of all replicas as one core."""
 
     def __init__(self, replicas: Replicas, ready: Ready, max_model_len: int):
         self.config = ready.config

@@ -19,7 +19,7 @@ def ranks_here(parallel: ParallelOptions) -> range:
 
 
 def environments(parallel: ParallelOptions) -> list[dict[str, str]]:
-    """What each process of a replica on this host has in its environment to see its devices alone: on GPUs the next ones of those that
+    """Environment variables by which each process of a replica on this host sees its devices alone: on GPUs the next ones of those that
     this process may use; on a CPU nothing. Raises ConfigError if there are too few."""
     num_replicas, num_each = len(ranks_here(parallel)), Topology.of(parallel).num_devices
     if num_replicas == 1 or os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":

@@ -33,7 +33,7 @@ END_SECONDS = 5.0
 
 
 class LocalReplicas(PauseCalls):
-    """Starts an engine process for each replica. An event loop in a thread of its own talks to them.
+    """Starts an engine process for each replica. An event loop in a separate thread talks to them.
 
     Requests wait here until a replica has room for them, so that all are busy until the end. `core_factory` is for tests. Raises
     ConfigError, EngineDeadError.
@@ -61,9 +61,9 @@ class LocalReplicas(PauseCalls):
         self._sent: dict[str, EngineCoreRequest] = {}
         """Requests at replicas."""
         self._answered: set[str] = set()
-        """Those of them that had outputs."""
+        """Requests that had outputs."""
         self._rerun: set[str] = set()
-        """Those of them that run for the second time. There is no third: a request that ends its replica would end them all."""
+        """Requests that run for the second time. There is no third: a request that ends its replica would end them all."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="jaxllm-replicas", daemon=True)
@@ -137,7 +137,7 @@ class LocalReplicas(PauseCalls):
         return self._core.stats()
 
     def loads(self) -> list[tuple[SchedulerStats, int]]:
-        """Of all replicas together: which one computes a request is decided after the caller has added it."""
+        """The load of all replicas together: which one computes a request is decided after the caller has added it."""
         return [(self.stats(), self.num_compiled_after_warmup)]
 
     def add_request(self, request: EngineCoreRequest) -> None:

@@ -38,7 +38,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of its process, while that runs."""
+        """Id of its process while it runs."""
         return None if self.process is None or self.process.poll() is not None else self.process.pid
 
     def drain(self) -> bool:

@@ -22,7 +22,7 @@ MAX_SESSIONS = 100_000
 
 
 class Balancer:
-    """What one front knows of its replicas. Every replica is down until `set_up`. Not thread safe."""
+    """Replicas as one API server knows them. Every replica is down until `set_up`. Not thread safe."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Balancer:
         num_fronts: int = 1,
         max_indexed_blocks: int = 4_000_000,
     ):
-        """block_size, hash_algorithm, prefix_caching, max_num_seqs: the options of each engine. num_fronts: how many fronts send to
-        these replicas. max_indexed_blocks: most blocks of all prefix caches that are remembered, of about 150 bytes each."""
+        """block_size, hash_algorithm, prefix_caching, max_num_seqs: the options of each engine. num_fronts: API servers that
+        send to these replicas. max_indexed_blocks: most blocks of all prefix caches that are remembered, of about 150 bytes each."""
         assert policy in get_args(RoutingPolicy), policy
         self.num_replicas = num_replicas
         self.policy = policy
@@ -87,12 +87,12 @@ class Balancer:
     # What replicas publish
 
     def note_load(self, replica: int, stats: SchedulerStats, num_received: int | None = None) -> None:
-        """Take in the load of a replica. num_received: requests of this front that it had received by then, since `set_up`; None: all."""
+        """Record the load of a replica. num_received: requests of this API server that it had received since `set_up`; None: all."""
         if self.is_up(replica):
             self.loads.note(replica, stats, num_received)
 
     def note_news(self, replica: int, news: CacheNews) -> None:
-        """Take in news of a replica's prefix cache, or a snapshot."""
+        """Apply events of a replica's prefix cache, or a snapshot."""
         if self._reads_caches and self.is_up(replica):
             self.index.apply(replica, news)
 
@@ -117,14 +117,14 @@ class Balancer:
         return self._choose(request.request_id, num_tokens, cached, request.options.adapter, rank, request.options.session_id)
 
     def choose_by_keys(self, request_id: str, num_tokens: int, keys: Iterable[int], rank: int | None = None) -> int:
-        """The same for a prompt of `num_tokens` tokens whose blocks have these keys."""
+        """Choose for a prompt of `num_tokens` tokens whose blocks have these keys."""
         cached = self.index.prefixes(keys) * self._block_size if self._reads_caches else None
         return self._choose(request_id, num_tokens, cached, None, rank)
 
     def choose_by_cached(
         self, request_id: str, num_tokens: int, cached: np.ndarray, rank: int | None = None, session_id: str | None = None
     ) -> int:
-        """The same where the caller knows how many of a prompt's `num_tokens` tokens each replica has in its prefix cache."""
+        """Choose where the caller knows how many of a prompt's `num_tokens` tokens each replica has in its prefix cache."""
         found = cached if self._reads_caches else None
         return self._choose(request_id, num_tokens, found, None, rank, session_id)
 

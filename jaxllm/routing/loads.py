@@ -9,13 +9,14 @@ import numpy as np
 from jaxllm.scheduler_stats import SchedulerStats
 
 ROW_TOKENS = 64
-"""What a request that runs or waits costs the next one beside its prompt, in prompt tokens. While it decodes, its row takes as much of each
-step as two prompt tokens (8B on an H200: 0.05 ms a row, 0.023 ms a prompt token), and both share some dozens of steps."""
+"""Cost of a running or waiting request for the next one, in prompt tokens, in addition to its prompt. While it decodes, its row
+takes as much of each step as two prompt tokens (8B on an H200: 0.05 ms a row, 0.023 ms a prompt token), and both share some
+dozens of steps."""
 QUEUE_TOKENS = 1000
-"""What each waiting request costs the next one where all replicas are full, in prompt tokens: it takes the next seat, and one becomes free
+"""Cost of each waiting request for the next one where all replicas are full, in prompt tokens: it takes the next seat, and one becomes free
 every 12 to 70 ms (8B, answers of 200 tokens, 256 to 20 running)."""
 LOAD_TOKENS = 1000
-"""What it costs to load an adapter, in prompt tokens: 22 ms until the first token (200 adapters over 16 slots, the same machine)."""
+"""Cost of loading an adapter, in prompt tokens: 22 ms until the first token (200 adapters over 16 slots, the same machine)."""
 
 
 @dataclass(slots=True)
@@ -33,19 +34,19 @@ class _Replica:
     """Requests that no report covers: their tokens to compute, and their adapter."""
     num_unreported_tokens: int = 0
     num_in_flight: int = 0
-    """Requests of this front that have not ended."""
+    """Requests of this API server that have not ended."""
     adapters: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """Adapters that have a slot, or will have one for what was sent; the least recently used first."""
     busy_adapters: set[str] = field(default_factory=set)
-    """Those of them that have unfinished requests."""
+    """Adapters that have unfinished requests."""
 
 
 class Loads:
     """Arrays over the replicas, kept up to date one replica at a time."""
 
     def __init__(self, num_replicas: int, *, block_size: int, max_num_seqs: int, num_fronts: int):
-        """num_fronts: fronts that send to these replicas. What the others sent is not known before a report, so each counts what it sent
-        itself for all of them."""
+        """num_fronts: API servers that send to these replicas. What the others sent is not known before a report, so each counts
+        its own requests for all of them."""
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._num_fronts = num_fronts
@@ -61,7 +62,7 @@ class Loads:
         self.room = np.zeros(num_replicas)
         """Tokens for which blocks are left once all that is queued is computed."""
         self.vllm_score = np.zeros(num_replicas)
-        """What vLLM 0.33 balances by."""
+        """The score by which vLLM 0.33 balances."""
 
     def set_up(self, index: int) -> None:
         self.replicas[index] = _Replica(is_up=True)
@@ -86,7 +87,7 @@ class Loads:
         self._update(index)
 
     def note(self, index: int, stats: SchedulerStats, num_received: int | None) -> None:
-        """Take in a report. num_received: requests of this front that it covers, since the replica is up; None: all."""
+        """Record a report. num_received: requests of this API server that it covers, since the replica is up; None: all."""
         replica = self.replicas[index]
         replica.num_running, replica.num_waiting = stats.num_running, stats.num_waiting
         replica.usage = stats.cache_usage
@@ -103,7 +104,7 @@ class Loads:
         self._update(index)
 
     def adapter_tokens(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """What it costs each replica to load an adapter, in prompt tokens, and whether it has a slot for it now."""
+        """Cost for each replica of loading an adapter, in prompt tokens, and whether it has a slot for it now."""
         most = self._max_adapters
         tokens = [0 if name in replica.adapters else LOAD_TOKENS for replica in self.replicas]
         has_slot = [name in replica.adapters or len(replica.busy_adapters) < most or not most for replica in self.replicas]

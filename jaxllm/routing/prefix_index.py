@@ -126,5 +126,5 @@ class PrefixIndex:
 
 
 def keys_of(hashes: Iterable[bytes]) -> Iterable[int]:
-    """The keys of blocks, as news name them."""
+    """The keys of blocks, as events name them."""
     return (int.from_bytes(name[:KEY_BYTES], "little") for name in hashes)

@@ -299,7 +299,7 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int 
     widest = max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
     per_token = widest // size + (6 + 2 * num_features) * model.hidden_size
     widened = 0  # experts of a layer, which a step with many tokens computes so
-    if model.packed_experts:
+    if model.has_packed_experts:
         values = max(3 * len(part.slots) * part.width for part in model.mixtures) * model.hidden_size
         widened = values * itemsize // max(size, topology.expert)
     max_rows = scheduler.max_num_seqs

@@ -1,31 +1,40 @@
 """Runs the operations of a plan before its step: each kind is one feature's, found by the type of the operation."""
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jaxllm.device_ops import DeviceOp, run_ops
 from jaxllm.runner.heads import PendingPart
-from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
+if TYPE_CHECKING:
+    from jaxllm.runner.step_feature import StepFeature
 
-class OpFeature(Protocol):
-    """Runs some kinds of operations on the devices of a runner, as far as these have what they change."""
 
-    @property
-    def ops(self) -> tuple[type[DeviceOp], ...]:
-        """The kinds."""
+class OpRunner:
+    """Runs the operations of a feature on the devices of a runner, as far as these have what they change."""
 
-    @property
-    def program(self) -> str:
-        """The kind of the program that they run."""
+    ops: tuple[type[DeviceOp], ...]
+    """Their kinds."""
+    is_joint = False
+    """Whether data-parallel ranks that share experts run them together."""
 
     def run(self, op: Any) -> PendingPart | None:
         """Start an operation. Returns what the host reads of it, if anything."""
+        raise NotImplementedError
 
-    def run_on_nothing(self, key: ProgramKey) -> None:
-        """Run the program once for its first runs; nothing changes."""
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """Send data to the devices if it is for these operations. Any thread may call it."""
+
+    def replace_lost(self) -> None:
+        """Make arrays anew that a failed operation took."""
+
+    def delete_arrays(self) -> None:
+        """Release what was staged."""
 
 
 @dataclass(slots=True)
@@ -54,16 +63,23 @@ class OpsInFlight:
 class PlanRunner:
     """Runs plans: first their operations, then their step."""
 
+    num_steps = 0
+    dispatch_seconds = 0.0
+    """Total host time of starting all steps, in seconds."""
+
     def dispatch(self, plan: SchedulerOutput) -> Any:
         """See Executor."""
-        if not plan.ops:
-            return self.start_step(plan)
-        self.drain()
-        parts = run_ops(plan.ops, self.run_op)
-        if not plan.rows:
-            return OpsInFlight(parts)
+        parts: list[PendingPart] = []
+        if plan.ops:
+            self.drain()
+            parts = run_ops(plan.ops, self.run_op)
+            if not plan.rows:
+                return OpsInFlight(parts)
+        start = time.perf_counter()
         step = self.start_step(plan)
         step.op_parts = parts
+        self.num_steps += 1
+        self.dispatch_seconds += time.perf_counter() - start
         return step
 
     def drain(self) -> None:
@@ -74,24 +90,20 @@ class PlanRunner:
         """Start an operation after all earlier launches. Returns what the host reads of it."""
         raise NotImplementedError
 
-    def run_empty_op(self, key: ProgramKey) -> None:
-        """Run the program of an operation once for its first runs; nothing changes."""
-        raise NotImplementedError
-
     def start_step(self, plan: SchedulerOutput) -> Any:
         """Start the step of a plan and return at once."""
         raise NotImplementedError
 
 
-def by_type(features: Iterable[OpFeature]) -> dict[type[DeviceOp], OpFeature]:
-    """Which feature runs an operation."""
-    return {op: feature for feature in features for op in feature.ops}
+def op_runners(features: Iterable["StepFeature"], device: Any) -> tuple[OpRunner, ...]:
+    """What runs the operations of features on a `ModelRunner` or `LanesRunner`."""
+    return tuple(runner for feature in features if (runner := feature.op_runner(device)) is not None)
 
 
-def run_by(features: dict[type[DeviceOp], OpFeature], op: DeviceOp) -> list[PendingPart]:
-    """Run an operation by its feature."""
-    part = features[type(op)].run(op)
-    return [] if part is None else [part]
+def run_by(runners: Iterable[OpRunner], op: DeviceOp) -> list[PendingPart]:
+    """Run an operation. Where no feature has what it changes, as on some stages of a pipeline, nothing happens."""
+    parts = (runner.run(op) for runner in runners if type(op) in runner.ops)
+    return [part for part in parts if part is not None]
 
 
 def collected(parts: Iterable[PendingPart]) -> ModelRunnerOutput:

@@ -27,16 +27,14 @@ from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.expert_placement import Tables
 from jaxllm.runner.features import make_features
-from jaxllm.runner.features.adapter_slots import AdapterSlots
 from jaxllm.runner.features.drafts.step import Drafts
-from jaxllm.runner.features.expert_ops import CountReader, ExpertMoves
 from jaxllm.runner.features.sampling import PendingTokens, Sampling
 from jaxllm.runner.heads import Head, Hidden, PendingPart
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import LatestTokens
 from jaxllm.runner.layout import StepLayout, padded
 from jaxllm.runner.memory import MemoryPlan
-from jaxllm.runner.ops import PlanRunner, by_type, run_by
+from jaxllm.runner.ops import PlanRunner, op_runners, run_by
 from jaxllm.runner.peers import Peers
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.program_choice import ProgramChoice
@@ -151,8 +149,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         heads = (feature.head(self) for feature in functions.features)
         self.heads: tuple[Head, ...] = tuple(head for head in heads if head is not None)
         self.tokens = functions.latest.on_host(self)
-        self.slots = AdapterSlots(self)
-        self.op_features = by_type((self.slots, CountReader(self), ExpertMoves(self, self.program)))
+        self.op_runners = op_runners(functions.features, self)
         self._spans_hosts, self._put = spans_hosts(mesh), partial(put, place=self.shapes.replicated)
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
@@ -170,11 +167,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """Called with the last token of each row, whenever a step has drawn some."""
         self._never_run: list[ProgramKey] = []
         """Common programs that `warm_up` left out."""
-        self.num_steps = 0
-        self.dispatch_seconds = 0.0
-        """Total host time of all `dispatch` calls, in seconds."""
         self.launch_seconds = 0.0
-        """Total host time of all launches, inside `dispatch` or in the thread, in seconds."""
+        """Total host time of all launches, inside `start_step` or in the thread, in seconds."""
 
     def _new_functions(
         self, plan: MemoryPlan, kernels: Kernels, processors: tuple[Any, ...], token_split: TokenSplit | None
@@ -270,15 +264,12 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
     def stage(self, handle: int, data: np.ndarray) -> None:
         """See Executor."""
-        self.slots.stage(handle, data)
+        for runner in self.op_runners:
+            runner.stage(handle, data)
 
     def run_op(self, op: DeviceOp) -> list[PendingPart]:
         """See PlanRunner."""
-        return run_by(self.op_features, op)
-
-    def run_empty_op(self, key: ProgramKey) -> None:
-        """See PlanRunner."""
-        next(feature for feature in self.op_features.values() if feature.program == key.kind).run_on_nothing(key)
+        return run_by(self.op_runners, op)
 
     def allocate_caches(self) -> None:
         """Allocate the KV cache, zeroed: a NaN in a masked slot would still make a sum NaN."""
@@ -321,7 +312,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
                 jax.block_until_ready((self.row_arrays, self.caches))
             self.peers.reset()
         self.drop_caches()
-        self.slots.replace_lost()
+        for runner in self.op_runners:
+            runner.replace_lost()
         self.row_arrays = self._new_row_arrays()
         self.allocate_caches()
         jax.block_until_ready((self.row_arrays, self.caches))
@@ -389,7 +381,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
             self._launcher.shutdown()
         self.drop_caches()
         delete((self.params, self._spacers))
-        self.slots.delete_arrays()
+        for runner in self.op_runners:
+            runner.delete_arrays()
         self.memory("drop", "copies")
         if self.peers is not None:
             self.peers.delete_arrays()
@@ -400,7 +393,6 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
         A plan with masked requests needs the step's `draw`, before the next dispatch, to sample its tokens.
         """
-        start = time.perf_counter()
         batch = self.batch_of(plan)
         step = StepInFlight(batch)
         if plan.masked_request_ids:
@@ -408,8 +400,6 @@ class ModelRunner(WeightsHolder, PlanRunner):
             self.start_launch(self._forward, step)
         else:
             self.start_launch(self._forward_and_sample if batch.samples_apart else self._decode, step)
-        self.num_steps += 1
-        self.dispatch_seconds += time.perf_counter() - start
         return step
 
     def batch_of(self, plan: SchedulerOutput) -> Batch:

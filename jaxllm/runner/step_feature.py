@@ -14,6 +14,7 @@ from jaxllm.parallel.shards import Shards
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.heads import Device, Head
 from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.places import Places
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Params, RowArrays
@@ -60,6 +61,10 @@ class StepFeature:
 
     def head(self, device: Device) -> Head | None:
         """What runs programs behind the step's own, of its hidden states."""
+        return None
+
+    def op_runner(self, device: Any) -> OpRunner | None:
+        """What runs its operations of plans on the devices of a `ModelRunner` or `LanesRunner`."""
         return None
 
     def row_arrays(self, num_rows: int) -> dict[str, Any]:

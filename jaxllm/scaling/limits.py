@@ -16,7 +16,6 @@ from jaxllm.cache_spec import RowState, cache_specs, row_bytes
 from jaxllm.layers.build import num_parameters
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import GatedDeltaNet, MoE
-from jaxllm.quantization.mxfp4 import VALUE_BYTES
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -130,7 +129,7 @@ class ModelCost:
             for a, n in attentions.items():
                 flops += n * a.flops_per_pair * (_pairs(last, a.window) - _pairs(first, a.window))
                 cache += n * cache_bytes[a] * (_pairs(last, a.window) - _pairs(prompt, a.window))
-        unread, value_bytes = 0.0, VALUE_BYTES if c.packed_experts else jnp.dtype(c.dtype).itemsize
+        unread, value_bytes = 0.0, c.expert_type[1] or jnp.dtype(c.dtype).itemsize
         for moe in mixtures:
             chance = (1 - moe.routing.top_k / moe.routing.num_experts) ** (num_tokens / max(1, num_steps))
             unread += chance * moe.routing.num_experts * 3.0 * moe.width * c.hidden_size * value_bytes

@@ -61,7 +61,7 @@ class ChunkRoom(AdmissionRoom, Protocol):
         """What devices must do before the step that computes these tokens, at most those that `limit` allowed."""
 
     def forget(self) -> None:
-        """What devices computed for it is lost, or of other weights. All requests were released."""
+        """What devices computed for it is lost, or of other weights. No request is admitted; what `limit` granted is free."""
 
 
 def limit_all(rooms: Iterable[ChunkRoom], request: Request, start: int, count: int) -> int:

@@ -3,11 +3,14 @@
 Equal names mean equal cache content, in every process and on every machine.
 """
 
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
+
+import cbor2
 
 from jaxllm.request import EngineCoreRequest, Request
 
@@ -18,6 +21,7 @@ BlockKeys = Mapping[int, tuple[ExtraKey, ...]]
 NO_KEYS: BlockKeys = MappingProxyType({})
 
 HASH_BYTES = 32
+cbor = functools.partial(cbor2.dumps, canonical=True)
 NO_PARENT = hashlib.sha256(b"the beginning of a sequence").digest()
 """Stands for the parent of a first block."""
 
@@ -94,35 +98,3 @@ def extra_keys_of(spec: EngineCoreRequest, adapter_key: str | None, block_size: 
             key = ("item", item.kind, item.content_hash, item.position - index * block_size)
             found[index] = (*found.get(index, ()), key)
     return found
-
-
-def cbor(value: object) -> bytes:
-    """Canonical CBOR (RFC 8949, section 4.2) of None, integers, bytes, text and sequences of these."""
-    if isinstance(value, int):
-        return _cbor_head(0, value) if value >= 0 else _cbor_head(1, -1 - value)
-    if value is None:
-        return b"\xf6"
-    if isinstance(value, bytes):
-        return _cbor_head(2, len(value)) + value
-    if isinstance(value, str):
-        text = value.encode()
-        return _cbor_head(3, len(text)) + text
-    if isinstance(value, (list, tuple)):
-        return _cbor_head(4, len(value)) + b"".join(map(cbor, value))
-    raise TypeError(f"no CBOR form for {type(value).__name__}")
-
-
-def _cbor_head(major: int, number: int) -> bytes:
-    """The kind of an item with its value or length, in the fewest bytes."""
-    kind = major << 5
-    if number < 24:
-        return bytes((kind | number,))
-    if number < 1 << 8:
-        return bytes((kind | 24, number))
-    if number < 1 << 16:
-        return struct.pack(">BH", kind | 25, number)
-    if number < 1 << 32:
-        return struct.pack(">BI", kind | 26, number)
-    if number < 1 << 64:
-        return struct.pack(">BQ", kind | 27, number)
-    raise ValueError(f"{number} does not fit 64 bits")

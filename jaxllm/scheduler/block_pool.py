@@ -1,6 +1,7 @@
 """Manages all blocks of the KV cache: allocation, lookup by content, and eviction. Independent of requests."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_news import NewsCollector
@@ -22,6 +23,8 @@ class BlockPool:
         self._cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self.news: NewsCollector | None = None
         """If set, hears which contents came with their first block and went with their last."""
+        self.evicting: Callable[[Sequence[KVCacheBlock]], None] | None = None
+        """If set, is called with blocks whose contents leave with them, before they do."""
 
     @property
     def num_usable_blocks(self) -> int:
@@ -56,10 +59,23 @@ class BlockPool:
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Allocate the first `count` free blocks and discard their content. Raises IndexError if there are fewer."""
         blocks = self._free.popleft_n(count)
+        if self.evicting is not None:
+            self._report_eviction(blocks, self.evicting)
         for block in blocks:
             self.forget(block)
             block.ref_count = 1
         return blocks
+
+    def _report_eviction(self, blocks: Iterable[KVCacheBlock], evicting: Callable[[Sequence[KVCacheBlock]], None]) -> None:
+        last = {block.block_hash: block for block in blocks if block.block_hash is not None}
+        going = Counter(block.block_hash for block in blocks)
+        leaving = []
+        for name, block in last.items():
+            present = self._cached[name]
+            if going[name] == (len(present) if isinstance(present, dict) else 1):
+                leaving.append(block)
+        if leaving:
+            evicting(leaving)
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Add a reference to found blocks."""

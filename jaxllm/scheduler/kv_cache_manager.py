@@ -4,7 +4,7 @@ Layers form groups (`jaxllm.cache_spec`). A request has a block table for each g
 says which blocks have expired, and which a cached prefix must have. All groups take their blocks from one pool.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
@@ -13,6 +13,10 @@ from jaxllm.config import CacheOptions
 from jaxllm.request import Request
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.block_pool import BlockPool
+from jaxllm.scheduler.cache_tier import CacheTier
+from jaxllm.scheduler.loading import Loading
+
+_Lookups = list[tuple[CachePolicy, Callable[[bytes], bool]]]
 
 
 class _GroupTable:
@@ -74,10 +78,11 @@ class KVCacheManager:
         policies: Sequence[CachePolicy] = (FULL,),
         num_lookahead: int = 0,
         block_size: int | None = None,
+        tiers: Sequence[CacheTier] = (),
     ):
         """max_step_tokens: most tokens of a request that one step computes. policies: of each group. num_lookahead: slots that a
         request gets behind the tokens of a step that draws, up to its most tokens, for a drafter to write to. block_size: tokens of a
-        block over all devices that split it; None: the option's."""
+        block over all devices that split it; None: the option's. tiers: asked in this order for blocks that the pool does not have."""
         self.block_size = block_size or options.block_size
         self.enable_prefix_caching = bool(options.enable_prefix_caching)
         self.pool = BlockPool(num_blocks)
@@ -86,16 +91,21 @@ class KVCacheManager:
         self._num_lookahead = num_lookahead
         self._suffixes = [index.to_bytes(2, "little") if index else b"" for index in range(len(policies))]
         """What tells apart the hashes of equal tokens in different groups."""
+        self._lookups = self._lookups_in(self.pool.is_cached)
+        self._tables: dict[str, _BlockTable] = {}
+        self.loading = Loading(self, tiers) if tiers and self.enable_prefix_caching else None
+        """What loads blocks from tiers, if there are any."""
+
+    def _lookups_in(self, is_cached: Callable[[bytes], bool]) -> _Lookups:
+        """For each policy, whether a block is there in all groups of that policy."""
         suffixes_of: dict[CachePolicy, list[bytes]] = {}
         for policy, suffix in zip(self.policies, self._suffixes, strict=True):
             suffixes_of.setdefault(policy, []).append(suffix)
-        self._lookups = [(policy, self._is_cached_in(suffixes)) for policy, suffixes in suffixes_of.items()]
-        """For each policy, whether a block is in the prefix cache in all groups of that policy."""
-        self._tables: dict[str, _BlockTable] = {}
 
-    def _is_cached_in(self, suffixes: list[bytes]) -> Callable[[bytes], bool]:
-        is_cached = self.pool.is_cached
-        return is_cached if suffixes == [b""] else lambda name: all(is_cached(name + suffix) for suffix in suffixes)
+        def in_all(suffixes: list[bytes]) -> Callable[[bytes], bool]:
+            return is_cached if suffixes == [b""] else lambda name: all(is_cached(name + suffix) for suffix in suffixes)
+
+        return [(policy, in_all(suffixes)) for policy, suffixes in suffixes_of.items()]
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a request of `num_tokens` tokens holds at a time."""
@@ -122,7 +132,7 @@ class KVCacheManager:
         """
         if not self.reads_cache(request):
             return NO_PREFIX
-        names = self._longest_prefix(request.block_hashes)
+        names = self._longest_prefix(request.block_hashes, self._lookups)
         num_cached = len(names) * self.block_size
         num_computed = min(num_cached, request.num_tokens - 1)
         groups = []
@@ -132,13 +142,36 @@ class KVCacheManager:
             groups.append(_GroupTable([self.pool.null_block] * num_expired + found, num_expired))
         return CachedPrefix(groups, num_computed, num_cached)
 
-    def _longest_prefix(self, names: list[bytes]) -> list[bytes]:
-        """Cut the hashes of a request's blocks down to the longest cached prefix."""
+    def absent_names(self, request: Request) -> list[bytes]:
+        """The names of all full blocks of a request that the pool does not have, in all groups."""
+        names = (name + suffix for name in request.block_hashes for suffix in self._suffixes)
+        return [name for name in names if not self.pool.is_cached(name)]
+
+    def blocks_of_prefix(
+        self, request: Request, others: Container[bytes], num_cached_tokens: int
+    ) -> list[tuple[KVCacheBlock | None, bytes]] | None:
+        """The blocks, with their names, of the longest prefix of which the pool has a part and `others` are the names of the rest, whose
+        block is None. In the order of the sequence. None if it is no longer than `num_cached_tokens`."""
+        lookups = self._lookups_in(lambda name: self.pool.is_cached(name) or name in others)
+        names = self._longest_prefix(request.block_hashes, lookups)
+        if len(names) * self.block_size <= num_cached_tokens:
+            return None
+        # Without these, `longest_prefix` would not find it: computation continues at the last of its tokens, or behind it.
+        expired = [policy.num_expired(len(names) * self.block_size - 1, self.block_size) for policy in self.policies]
+        return [
+            (self.pool.find(name + suffix), name + suffix)
+            for index, name in enumerate(names)
+            for num_expired, suffix in zip(expired, self._suffixes, strict=True)
+            if index >= num_expired
+        ]
+
+    def _longest_prefix(self, names: list[bytes], lookups: _Lookups) -> list[bytes]:
+        """Cut the hashes of a request's blocks down to the longest prefix that is there."""
         while True:
             longest = names
-            for policy, is_cached in self._lookups:
+            for policy, is_cached in lookups:
                 longest = longest[: policy.longest_prefix(longest, is_cached, self.block_size)]
-            if len(self._lookups) == 1 or len(longest) == len(names):
+            if len(lookups) == 1 or len(longest) == len(names):
                 return longest
             names = longest  # what one policy allows may be too long for another
 
@@ -231,7 +264,11 @@ class KVCacheManager:
         if table is None:
             return
         self._publish(request, table, num_valid_tokens)
-        for index in range(max(table.num_shared, num_valid_tokens // self.block_size), table.num_published):
+        first_wrong = max(table.num_shared, num_valid_tokens // self.block_size)
+        if self.loading is not None and first_wrong < table.num_published:
+            wrong = request.block_hashes[first_wrong : table.num_published]
+            self.loading.discard([name + suffix for name in wrong for suffix in self._suffixes])
+        for index in range(first_wrong, table.num_published):
             for group, suffix in zip(table.groups, self._suffixes, strict=True):
                 # A block that has expired may hold something else by now.
                 if group.blocks[index].block_hash == request.block_hashes[index] + suffix:
@@ -284,4 +321,9 @@ class KVCacheManager:
                         assert content.setdefault(block.block_id, (index, name)) == (index, name), f"{block} is shared wrongly"
                     else:
                         assert block.block_hash is None and block.ref_count == 1, f"{block} is shared before it is full"
+        if self.loading is not None:
+            self.loading.check_integrity()
+            for _, held_blocks in self.loading.holders():
+                for block in held_blocks:
+                    uses[block.block_id] += 1
         assert uses == [block.ref_count for block in self.pool.blocks], "reference counts differ from the tables"

@@ -23,6 +23,7 @@ from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.admission import AdmissionRoom, ChunkRoom, Fit, fit_all, limit_all
 from jaxllm.scheduler.block_hash import block_hasher
 from jaxllm.scheduler.cache_news import NewsCollector, keys_of
+from jaxllm.scheduler.cache_tier import CacheTier
 from jaxllm.scheduler.deadlines import Deadlines, describe_expiry
 from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.scheduler.errors import PlanError, UpdateError
@@ -53,11 +54,12 @@ class Scheduler:
         rooms: Sequence[AdmissionRoom] = (),
         num_stages: int = 1,
         block_size: int | None = None,
+        tiers: Sequence[CacheTier] = (),
     ):
         """policies: of each group of layers that has block tables of its own. drafts: how many each request gets; None: none.
         rooms: what a request needs beside blocks. num_stages: so many steps in a row are of different requests, because the first
         stage of a pipeline would wait for a token that the last one has yet to draw. block_size: tokens of a block over all devices
-        that split it; None: the option's."""
+        that split it; None: the option's. tiers: where blocks are kept beside the pool."""
         block_size = block_size or cache.block_size
         check_options(options, max_model_len)
         assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
@@ -80,6 +82,7 @@ class Scheduler:
             policies=policies,
             max_step_tokens=options.max_step_tokens,
             num_lookahead=0 if drafts is None else drafts.num_lookahead,
+            tiers=tiers,
         )
         self.cache_manager = self._new_cache_manager()
         self.running: list[Request] = []
@@ -98,7 +101,7 @@ class Scheduler:
         self._in_flight: dict[int, list[Share]] = {}
         self._prompt_tokens_of: dict[int, int] = {}
         """Tokens of each step in flight, without one for each row and without drafts."""
-        self._step_id = 0
+        self._step_id = self._done_step_id = 0
         self._finished_ids: list[str] = []
         self._preempted_ids: list[str] = []
         self._refusal: Refusal | None = None
@@ -172,6 +175,7 @@ class Scheduler:
             if request.request_id in running:
                 self._vacate(request)
             else:
+                self._end_load(request)
                 self.waiting.remove(request)
 
     def release_requests(self, request_ids: Iterable[str]) -> None:
@@ -216,6 +220,7 @@ class Scheduler:
             num_valid = 0 if status == RequestStatus.FINISHED_ERROR else request.num_computed_tokens
             self.cache_manager.free(request, num_valid)
         elif self.held.pop(request.request_id, None) is None:
+            self._end_load(request)
             self.waiting.remove(request)
         request.status = status
         self.waiting.note_end(request)
@@ -225,6 +230,10 @@ class Scheduler:
         self._finished_ids.append(request.request_id)
         if self.drafts is not None:
             self.drafts.forget(request.request_id)
+
+    def _end_load(self, request: Request) -> None:
+        if self.cache_manager.loading is not None:
+            self.cache_manager.loading.end(request)
 
     def _release(self, request: Request) -> None:
         for room in self.rooms:
@@ -254,7 +263,7 @@ class Scheduler:
         """Plan the next step. masked_wait: requests with a grammar whose last tokens are in flight leave the step to others, if there
         are any. most_drafts: of a request; None: as many as `drafts` chooses.
 
-        A plan without tokens need not run and may be dropped: every plan repeats the finished and preempted ids until one
+        A plan with neither tokens nor ops need not run and may be dropped: every plan repeats the finished and preempted ids until one
         has tokens. The runner must therefore accept ids that it has already dropped, and must apply them before the new
         requests, which may have the same ids.
         Raises PlanError on failure; `start_over` must follow.
@@ -270,6 +279,8 @@ class Scheduler:
             self._give_way(self._turns)
         for room in self._chunk_rooms:
             room.begin_step()
+        if self.cache_manager.loading is not None:
+            self.cache_manager.loading.begin_step(self._step_id + 1, self._done_step_id)
         num_preemptions = self._totals.num_preemptions
         if most_drafts is None:
             most_drafts = 0 if self.drafts is None else self.drafts.most(self.num_contenders)
@@ -286,6 +297,7 @@ class Scheduler:
         """Returns the shares of the running requests, none above `cap` tokens or `most_drafts` drafts, and the rest of the token budget."""
         budget = self.max_num_batched_tokens
         allocate_slots, running, chunk_rooms = self.cache_manager.allocate_slots, self.running, self._chunk_rooms
+        loading = self.cache_manager.loading
         run_ahead, latest_step = self.options.async_scheduling, self._step_id + 1 - self.num_stages
         num_decodes, most_decodes = 0, -(-len(running) // self.num_stages)
         shares: list[Share] = []
@@ -322,6 +334,8 @@ class Scheduler:
                     if num_drafts:
                         num_drafts, num_tokens, num_wanted = 0, 1, 1
                         continue
+                    if loading is not None and loading.end_latest():
+                        continue  # it loses copies alone
                     victim_index = choose_victim(self.options.scheduling_policy, running)
                     victim = running.pop(victim_index)
                     if victim_index < index:
@@ -360,7 +374,9 @@ class Scheduler:
         for request in self.running:
             self.waiting.note_output(request)
         request = self.waiting.peek()
-        if request.num_output_placeholders or not turns.may_end(request, now):
+        if request.num_output_placeholders or request.status is RequestStatus.WAITING_FOR_BLOCKS:
+            return
+        if not turns.may_end(request, now):
             return
         if (fit := fit_all(self.rooms, request)) is Fit.LATER:
             return
@@ -393,6 +409,7 @@ class Scheduler:
     def _schedule_waiting(self, shares: list[Share], cap: int, budget: int) -> list[NewRequestData]:
         """Admit waiting requests in order, up to the first that others may not overtake. Appends their shares to `shares`."""
         manager, whole = self.cache_manager, self.options.scheduler_reserve_full_isl
+        loading = manager.loading
         # Blocks that earlier admitted prompts have yet to allocate: they count as used.
         num_promised = sum(self._num_blocks_to_come(share) for share in shares) if whole else 0
         new_requests: list[NewRequestData] = []
@@ -408,11 +425,19 @@ class Scheduler:
                 if fit is Fit.LATER:
                     skipped.append(self.waiting.pop())
                     continue
+                if loading is not None:
+                    if loading.is_under_way(request):
+                        skipped.append(self.waiting.pop())
+                        continue
+                    loading.end(request)
                 num_reserved = num_promised + (self._num_watermark_blocks if self.running else 0)
                 num_spare = manager.pool.num_free_blocks - num_reserved
                 if self._still_refused(request, num_spare):
                     break
                 prefix = manager.get_computed_blocks(request)
+                if loading is not None and loading.begin(request, prefix.num_cached_tokens, num_reserved):
+                    skipped.append(self.waiting.pop())
+                    continue
                 num_wanted = request.num_tokens - prefix.num_computed_tokens
                 num_tokens = min(num_wanted, cap)
                 if not shares:
@@ -425,9 +450,17 @@ class Scheduler:
                     if not num_tokens:
                         skipped.append(self.waiting.pop())
                         continue
-                new_block_ids = manager.allocate_slots(
-                    request, num_tokens, prefix, num_reserved_blocks=num_reserved, whole_sequence_must_fit=whole
+                allocate = partial(
+                    manager.allocate_slots,
+                    request,
+                    num_tokens,
+                    prefix,
+                    num_reserved_blocks=num_reserved,
+                    whole_sequence_must_fit=whole,
                 )
+                new_block_ids = allocate()
+                while new_block_ids is None and loading is not None and loading.end_latest(but=skipped):
+                    new_block_ids = allocate()
                 if new_block_ids is None:
                     if whole:  # otherwise its need also depends on the step's budget
                         self._refusal = Refusal(request, prefix, num_spare, manager)
@@ -512,7 +545,7 @@ class Scheduler:
             step_id=self._step_id,
             masked_request_ids=tuple(masked_ids),
             num_drafts=most_drafts,
-            ops=self._ops(shares) if self._chunk_rooms else (),
+            ops=self._ops(shares),
         )
         if shares:
             self._totals.step_tokens.add(num_step_tokens)
@@ -523,14 +556,14 @@ class Scheduler:
         return plan
 
     def _ops(self, shares: list[Share]) -> tuple[AnyDeviceOp, ...]:
-        """What the rooms let devices do before the step."""
-        return tuple(
-            op
-            for request, _, row in shares
-            if row.start < request.num_prompt_tokens
-            for room in self._chunk_rooms
-            for op in room.ops(request, row.start, row.num_tokens)
-        )
+        """What tiers and rooms let devices do before the step."""
+        loading = self.cache_manager.loading
+        ops = [] if loading is None else loading.take_ops()
+        for room in self._chunk_rooms:
+            for request, _, row in shares:
+                if row.start < request.num_prompt_tokens:
+                    ops += room.ops(request, row.start, row.num_tokens)
+        return tuple(ops)
 
     def tokens_are_known(self, plan: SchedulerOutput) -> bool:
         """Whether a step in flight is the only one that samples tokens for any of its masked requests."""
@@ -552,6 +585,7 @@ class Scheduler:
         try:
             shares = self._in_flight.pop(plan.step_id, ())
             self._prompt_tokens_of.pop(plan.step_id, None)
+            self._done_step_id = plan.step_id
             if self.drafts is not None:
                 self.drafts.note(shares, result)
             if take_in(shares, result, outputs, self._finish):
@@ -562,8 +596,13 @@ class Scheduler:
 
     def note_seconds(self, plan: SchedulerOutput, seconds: float) -> None:
         """Record how long a step took that began when the step before it ended."""
-        if self.drafts is not None and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
+        if self.drafts is not None and plan.rows and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
             self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
+
+    def wait_for_blocks(self, seconds: float) -> None:
+        """Wait, for at most so long, for blocks that tiers load. Call it when there is nothing else to do."""
+        if self.cache_manager.loading is not None:
+            self.cache_manager.loading.wait(seconds)
 
     # Operations on the whole state
 
@@ -582,14 +621,23 @@ class Scheduler:
         if reset_running_requests:
             while self.running:
                 self._preempt(self.running.pop())
+            for request in self.waiting:
+                self._end_load(request)
             self._in_flight.clear()
             self._prompt_tokens_of.clear()
             for request in (*self.waiting, *self.held.values()):
                 request.num_output_placeholders = request.num_drafts_in_flight = 0
         was_reset = self.cache_manager.reset_prefix_cache()
-        for room in self._chunk_rooms if was_reset else ():
-            room.forget()
+        if was_reset:
+            self._forget(stored=True)
         return was_reset
+
+    def _forget(self, *, stored: bool) -> None:
+        """Forget what devices hold beside the blocks of requests. stored: and what tiers keep."""
+        for room in self._chunk_rooms:
+            room.forget()
+        if self.cache_manager.loading is not None:
+            self.cache_manager.loading.forget(stored=stored)
 
     # What fronts that choose among several engines know of this one's prefix cache
 
@@ -626,15 +674,14 @@ class Scheduler:
         self._refusal = None
         for request in self.requests.values():  # in order of arrival, which is also the order of admission
             if request.status == RequestStatus.RUNNING:
-                request.status = RequestStatus.PREEMPTED
                 request.num_preemptions += 1
                 self._totals.num_preemptions += 1
+            request.status = request.waiting_status
             request.num_computed_tokens = request.num_output_placeholders = request.num_drafts_in_flight = 0
             self._release(request)
             if request.request_id not in self.held:
                 self.waiting.add(request)
-        for room in self._chunk_rooms:
-            room.forget()
+        self._forget(stored=False)
 
     def limit_steps(self, divisor: int) -> None:
         """Divide the step sizes of the options by `divisor`, from the next step on. Without chunked prefill only the number of

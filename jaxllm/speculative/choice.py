@@ -40,7 +40,7 @@ def choose(
 def _in_targets_columns(
     logits_RV: Array, shards: Shards, target: ModelConfig, vocab_size: int, token_ids_V: Array | None
 ) -> Array:
-    """The same logits in this device's columns of the target's vocabulary, -inf for tokens that the drafter lacks."""
+    """The logits in this device's columns of the target's vocabulary, -inf for tokens that the drafter lacks."""
     num_own = target.padded_vocab_size // shards.size
     if token_ids_V is None and vocab_size == target.vocab_size and logits_RV.shape[1] == num_own:
         return logits_RV

@@ -43,7 +43,7 @@ class _Times:
         self._num_steps = 0
 
     def level_to_time(self) -> int | None:
-        """What the next step shall have in order to be timed; None if nothing is missing. The most drafts come first."""
+        """Number of drafts that the next step must have to be timed; None if nothing is missing. The most drafts come first."""
         for level, seconds in self._seconds.items():
             if len(seconds) < _ENOUGH_TIMES and self._num_asked[level] < _STEPS_TO_TIME:
                 self._num_asked[level] += 1
@@ -111,7 +111,7 @@ class AdaptiveControl:
         return min(best, allowed)
 
     def _tokens_per_second(self, times: _Times, level: int) -> float:
-        """Of a request; 0 for a kind of step that was not timed. Where none was, the most drafts, which come first, are chosen."""
+        """Tokens per second of a request; 0 for an untimed kind of step. If none was timed, the most drafts are chosen: they come first."""
         seconds = times.of(level)
         if seconds is None:
             return 0.0

@@ -47,7 +47,7 @@ _OFFSETS = "d2t"
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a checkpoint's head is made of."""
+    """Parts of a checkpoint's head."""
 
     num_features: int
     """Vectors of the target that it fuses; 0: EAGLE, which fuses the embedding of the next token with the one hidden state."""
@@ -165,7 +165,7 @@ def make(
 
 
 def _flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json, with that of the layer on top of it where it is an object of its own (the library speculators writes it so)."""
+    """The config.json, merged with the layer's where that is a separate object (the library speculators writes it so)."""
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, Mapping):
         return raw
@@ -240,7 +240,7 @@ def _feature_layers(raw: Mapping[str, Any], directory: Path, target: ModelConfig
 def _parts(
     checkpoint: Checkpoint | None, config: ModelConfig, target: ModelConfig, raw: Mapping[str, Any], *, num_features: int
 ) -> _Parts:
-    """What the checkpoint has; without one, what it would have."""
+    """Parts of the checkpoint; without one, those that it would have."""
     entries = {} if checkpoint is None else checkpoint.entries
     shares_head = config.hidden_size == target.hidden_size and config.vocab_size == target.vocab_size
     differs = num_features > 0 and (checkpoint is None or not shares_head)

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxllm.errors import ConfigError
+from jaxllm.layers.build import take_formats
 from jaxllm.layers.decoder import DecoderBlock
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import Normalization
@@ -43,9 +44,7 @@ class NextTokenLayer(nnx.Module):
         module = Module(f"{prefix}eh_proj", (D,))
         self.joined = Linear("td,dh->th", (2 * D, D), ("embed", "embed"), config.dtype, modules=[module])
         self.block = DecoderBlock(config, 0)
-        for _, part in nnx.iter_modules(self.block):
-            if isinstance(part, Linear) and config.is_quantized(part.module_names):
-                part.quantize()
+        take_formats(config, self.block)
 
     def hidden(self, drafting: Drafting) -> Array:
         return drafting.hidden_TD

@@ -38,7 +38,7 @@ class NGramDrafter:
 
     @property
     def described(self) -> Mapping[str, Any]:
-        """Nothing beside the options."""
+        """Nothing but the options."""
         return {}
 
     def load(self, mesh: Mesh, progress: Progress) -> nnx.State:

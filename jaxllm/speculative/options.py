@@ -30,7 +30,7 @@ ALIASES: Mapping[str, Method] = {
     "glm4_moe_mtp": "mtp",
     "qwen3_next_mtp": "mtp",
 }
-"""What vLLM calls some methods too."""
+"""Other names of methods in vLLM."""
 NEED_MODEL: Mapping[str, str] = {
     "draft_model": "the smaller model",
     "eagle": "the checkpoint of the EAGLE head",
@@ -46,11 +46,11 @@ ONLY_FOR: Mapping[str, tuple[str, ...]] = {
     "draft_sample_method": (*NEED_MODEL, "mtp"),
 }
 _NO_MODEL = ("ngram", "[ngram]")
-"""What vLLM's scripts write for the model of n-grams."""
+"""Models that vLLM's scripts name for n-grams."""
 _IN_NAMES = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 """Parts of a draft's name that say its method."""
 _IN_CONFIGS = ("eagle3", "eagle", "dflash", "dspark", "medusa", "mlp_speculator", "mtp")
-"""The same for architectures and model_type in config.json."""
+"""Names of methods in architectures and model_type of config.json."""
 _NUM_MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "n_predict")
 """How config.json calls the number of MTP modules, by family."""
 
@@ -63,7 +63,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     """Most drafts of a row in a step."""
     model: str | None = None
-    """Directory or hub id of the draft's checkpoint; None: the method has none of its own."""
+    """Directory or hub id of the draft's checkpoint; None: the method has none."""
     revision: str | None = None
     quantization: Literal["fp8"] | None = None
     """As the engine's option, for the draft's weights."""
@@ -131,7 +131,7 @@ class SpeculativeConfig:
 
 
 def of_engine(config: EngineConfig) -> SpeculativeConfig | None:
-    """What an engine's options ask for; None: no drafts. Raises ConfigError, also for a draft that cannot be found."""
+    """The drafting that an engine's options ask for; None: no drafts. Raises ConfigError, also for a draft that cannot be found."""
     raw, options = config.speculative.speculative_config, config.model
     if raw is None:
         return None

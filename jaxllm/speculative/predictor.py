@@ -32,7 +32,7 @@ class Predictor(Protocol):
         kept_R: indices of the tokens whose results are wanted; None: all."""
 
     def logits(self, target: Any, hidden_RD: Array, shards: Shards) -> Array:
-        """Of this device's columns of its vocabulary."""
+        """Logits of this device's columns of its vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)

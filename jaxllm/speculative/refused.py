@@ -1,4 +1,4 @@
-"""What vLLM's speculative_config can ask for and this one cannot, with the reason."""
+"""Values of vLLM's speculative_config that are refused, with the reason."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What all drafters with weights have in common."""
+"""Base of all drafters with weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class DrafterWithWeights:
     """The fields and the properties of a `Drafter` that follow from them."""
 
     config: ModelConfig
-    """Of its layers, split over the devices."""
+    """Config of its layers, split over the devices."""
     target: ModelConfig
     """Split over the devices."""
     model: Any
@@ -31,7 +31,7 @@ class DrafterWithWeights:
     accepts_by_ratio: bool = False
     load_format: str = "auto"
     seed: int = 0
-    """Of random weights."""
+    """Seed of random weights."""
     synthetic_rates: tuple[float, ...] = ()
     feature_layers: tuple[int, ...] = ()
     needs_history: bool = False
@@ -47,7 +47,7 @@ class DrafterWithWeights:
 
     @property
     def described(self) -> Mapping[str, Any]:
-        """What the programs depend on, as JSON values."""
+        """Properties that the programs depend on, as JSON values."""
         return {"model": self.config.described(), "feature_layers": self.feature_layers}
 
     def new_state(self, num_rows: int, max_model_len: int) -> tuple[()]:

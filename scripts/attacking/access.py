@@ -1,4 +1,4 @@
-"""Who has no key and wants in, and what those learn who need none."""
+"""Access without a key, and what the open paths reveal."""
 
 import re
 

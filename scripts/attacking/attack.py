@@ -1,4 +1,4 @@
-"""What an attack is, what it saw, and by what it is judged."""
+"""An attack, its observations, and the checks that judge it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Check:
-    """Something that must hold."""
+    """A condition that must hold."""
 
     what: str
     seen: str
@@ -27,7 +27,7 @@ class Check:
 
 @dataclass
 class Seen:
-    """What an attack saw."""
+    """Observations of an attack."""
 
     checks: list[Check] = field(default_factory=list)
 
@@ -46,7 +46,7 @@ class Seen:
         self.checks.append(Check(what, f"{found / 2**20:.0f} MiB", f"≤ {limit / 2**20:.0f} MiB", found <= limit))
 
     def none_of(self, what: str, found: list[str], count: int) -> None:
-        """What got through, of so many tries."""
+        """Number of tries that got through."""
         told = f"{len(found)} of {count}" + (f" ({', '.join(found[:4])}{' …' if len(found) > 4 else ''})" if found else "")
         self.checks.append(Check(what, told, "0", not found and count > 0))
 
@@ -63,11 +63,11 @@ class Seen:
         self.checks.append(Check(what, str(found or "no answer"), f"{low}–{high}", low <= found <= high))
 
     def told(self) -> str:
-        """What was seen, in one line."""
+        """The observations in one line."""
         return "; ".join(f"{check.what}: {check.seen}" for check in self.checks)
 
     def bars(self) -> str:
-        """What it was measured against, in the same order; what did not hold is marked."""
+        """The conditions, in the same order; failed ones are marked."""
         return "; ".join(f"{check.bar}{'' if check.held else ' ✗'}" for check in self.checks)
 
 
@@ -82,7 +82,7 @@ class Attack:
     group: str
     """The file that has it."""
     severity: str
-    """What it would mean if the server did not hold: high, medium, low or information."""
+    """Severity if the server did not hold: high, medium, low or information."""
     title: str
     run: Run
     is_quick: bool

@@ -15,7 +15,7 @@ _FIRST = 3
 
 
 class Bystander:
-    """Small completions, each on a connection of its own, during the `with` block."""
+    """Small completions, each on a separate connection, during the `with` block."""
 
     def __init__(self, server: Attacked, key: str = ""):
         self._server, self._headers = server, wire.bearer(key)

@@ -1,4 +1,4 @@
-"""What the checks of requests cost: the CPU time of the API server for a small chat request, on two checkouts in turn.
+"""Cost of the checks of requests: the CPU time of the API server for a small chat request, on two checkouts in turn.
 
 Both serve at the same time, over fake engines, and get short bursts of requests in turn, so that what else the machine does meets both.
 """

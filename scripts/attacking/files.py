@@ -1,4 +1,4 @@
-"""Files that nobody vouches for: adapters that are loaded while others are served, and models that a command looks at."""
+"""Untrusted files: adapters that are loaded while others are served, and models that a command looks at."""
 
 import json
 import os

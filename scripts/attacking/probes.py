@@ -1,4 +1,4 @@
-"""What the probes say while something happens to the server."""
+"""Answers of the probes while the server is under attack."""
 
 import threading
 import time

@@ -55,7 +55,7 @@ class Target:
         self._server: RehearsedServer | None = None
 
     def server(self, *flags: str, fresh: bool = False) -> Attacked:
-        """A server with these flags that is ready and well; `fresh`: one that nobody has used."""
+        """A server with these flags that is ready and well; `fresh`: an unused one."""
         if fresh or flags != self._flags or self._server is None or not _is_well(self._server):
             self.close()
             self._server = self._stack.enter_context(rehearsed([*ALL_HAVE, *flags], tree=self.tree))
@@ -63,7 +63,7 @@ class Target:
         return self._server
 
     def log(self) -> str:
-        """What the latest server has written."""
+        """Output of the latest server."""
         return "" if self._server is None else self._server.log.read_text(errors="replace")
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Target:
             return Ended(code, output.read().decode(errors="replace"), seconds)
 
     def python(self, script: str, *arguments: str, timeout_seconds: float) -> str:
-        """What a script prints that imports this checkout."""
+        """Output of a script that imports this checkout."""
         done = subprocess.run(
             [sys.executable, "-c", script, *arguments],
             capture_output=True,

@@ -22,7 +22,7 @@ class HasPort(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """Responses of the server."""
 
     status: int = 0
     """0: no answer."""
@@ -33,12 +33,12 @@ class Answer:
 
     @property
     def statuses(self) -> list[int]:
-        """Of all responses on the connection."""
+        """Status codes of all responses on the connection."""
         return [int(found) for found in STATUS.findall(self.raw)]
 
 
 def connect(server: HasPort, seconds: float = 30) -> socket.socket:
-    """A connection of its own."""
+    """A separate connection."""
     return socket.create_connection(("127.0.0.1", server.port), timeout=seconds)
 
 
@@ -72,7 +72,7 @@ def request(
     *,
     seconds: float = 30,
 ) -> Answer:
-    """One request on a connection of its own. A mapping is sent as JSON; headers replace those of a plain client."""
+    """One request on a separate connection. A mapping is sent as JSON; headers replace those of a plain client."""
     return exchange(server, head_and_body(server, method, path, body, headers), seconds=seconds)
 
 

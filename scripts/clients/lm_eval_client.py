@@ -1,4 +1,4 @@
-"""lm-eval with local-completions (texts and log-likelihoods) and local-chat-completions, on tasks of its own without a hub."""
+"""lm-eval with local-completions (texts and log-likelihoods) and local-chat-completions, on its own tasks without a hub."""
 
 import json
 import os

@@ -26,7 +26,7 @@ ADD = {
 
 
 class Sum(BaseModel):
-    """What is parsed."""
+    """The parsed value."""
 
     right: bool
     digits: list[bool]

@@ -43,7 +43,7 @@ def tokens_per_step(accepted: Sequence[int], num_prompt: int, num_tokens: int, n
 
 
 class AcceptanceTest:
-    """What drafters would have drafted in texts that the target generates.
+    """Drafts that drafters would have made in texts that the target generates.
 
     A draft counts only if all drafts before it in its step are the target's tokens: so each is computed from these, and drawn with
     the noise that the target's token was drawn with. No step is simulated, yet the counts are those of an engine's steps.

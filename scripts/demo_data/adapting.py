@@ -26,7 +26,7 @@ Params = dict[str, Array]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a LoRA of all linear layers."""
+    """Sizes of a LoRA of all linear layers."""
 
     rank: int
     alpha: float
@@ -69,7 +69,7 @@ class Sizes:
 
 
 class Lora:
-    """What a dense model needs of an Adapt: what PEFT adds to the products of layers, by the factors of their modules."""
+    """An Adapt for a dense model: adds what PEFT adds to the products of layers, by the factors of their modules."""
 
     def __init__(self, sizes: Sizes, params: Params):
         self._scale, self._params = sizes.alpha / sizes.rank, params

@@ -70,7 +70,7 @@ CHAT_TEMPLATE = """{%- macro text(content) -%}
 
 
 def render(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), ask: bool = False) -> str:
-    """What the chat template makes of the messages (a test compares them); far faster than Jinja."""
+    """Render the messages as the chat template does (a test compares them); far faster than Jinja."""
     parts = []
     rest = list(messages)
     system = rest.pop(0)["content"] if rest and rest[0]["role"] == "system" else None

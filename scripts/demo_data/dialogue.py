@@ -1,4 +1,4 @@
-"""What a generated dialogue is, which ones are held out of training, and how a question gets its wording."""
+"""Generated dialogues, those held out of training, and the wording of questions."""
 
 import hashlib
 import random
@@ -17,7 +17,7 @@ class Dialogue:
     kind: str
     messages: tuple[dict[str, Any], ...]
     keys: tuple[str, ...]
-    """What it asks. A dialogue with a held-out key is never trained on. The key is the content apart from its wording where
+    """Content of the question. A dialogue with a held-out key is never trained on. The key is the content apart from its wording where
     contents are many (operands, lists), the text of the question where they are few (times tables, capitals)."""
     tools: tuple[dict[str, Any], ...] = ()
 
@@ -44,7 +44,7 @@ def exchange(kind: str, question: str, answer: str, *keys: str) -> Dialogue:
 
 
 def with_system(dialogue: Dialogue, system: str) -> Dialogue:
-    """The same dialogue under a system message."""
+    """The dialogue under a system message."""
     messages = ({"role": "system", "content": system}, *dialogue.messages)
     return Dialogue(dialogue.kind, messages, dialogue.keys, dialogue.tools)
 

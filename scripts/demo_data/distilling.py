@@ -20,7 +20,7 @@ from .packing import TRAINED
 from .training import Batches, Recipe, Training, make_optimizer, unpack
 
 DEPTH_DECAY = 0.8
-"""Of the weight of a draft against that of the draft before it (arXiv:2503.01840)."""
+"""Ratio of the weight of a draft to that of the draft before it (arXiv:2503.01840)."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Reading:
     segment_T: Array
     embedded_TD: Array
     features_TF: Array
-    """What enters the layers that the head reads, joined."""
+    """Inputs of the layers that the head reads, joined."""
     logits_TV: Array
-    """Of the token after each."""
+    """Logits of the token after each."""
 
 
 def read(target: Any, feature_layers: tuple[int, ...], ids_T: Array, positions_T: Array, segment_T: Array) -> Reading:
@@ -81,7 +81,7 @@ class Eagle3Training:
 
 
 class DraftModelTraining:
-    """A model of its own: a draft differs from the next one only in its position."""
+    """A separate model: a draft differs from the next one only in its position."""
 
     name, columns = "draft", None
 

@@ -23,7 +23,7 @@ MIDLAYER, ATTENTION, MLP = "midlayer", "midlayer.self_attn", "midlayer.mlp"
 
 @dataclass(frozen=True)
 class Eagle3Sizes:
-    """What a head's config.json says."""
+    """A head's config.json."""
 
     hidden_size: int
     vocab_size: int
@@ -68,7 +68,7 @@ class Eagle3Sizes:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all parameters, by name: [outputs, inputs] of a matrix."""
+        """Shapes of all parameters, by name: [outputs, inputs] of a matrix."""
         D, F, heads, kv_heads = self.hidden_size, self.intermediate_size, self.num_heads, self.num_kv_heads
         return {
             "fc.weight": (D, len(self.feature_layers) * D),

@@ -1,4 +1,4 @@
-"""What the training scripts print: lines after the seconds since their start."""
+"""Output of the training scripts: lines after the seconds since their start."""
 
 import time
 

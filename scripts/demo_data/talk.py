@@ -246,5 +246,5 @@ def fact(rng: random.Random) -> Dialogue:
 
 
 def favourite(rng: random.Random) -> str:
-    """Something that a person may say to like."""
+    """A thing that a person may like."""
     return rng.choice((rng.choice(COLOURS), rng.choice(FRUITS)))

@@ -19,10 +19,10 @@ class StepCosts:
 
     rows: tuple[int, ...]
     decode_ms: tuple[float, ...]
-    """Of a step in which so many rows decode, at about 1100 tokens of context."""
+    """Milliseconds of a step in which so many rows decode, at about 1100 tokens of context."""
     prefill_tokens_per_second: float
     num_blocks: int
-    """Blocks of 16 tokens of the prefix cache: what is left of 90 % of 141 GB beside the weights."""
+    """Blocks of 16 tokens of the prefix cache: 90 % of 141 GB less the weights."""
 
     def seconds(self, num_rows: int, num_prompt_tokens: int) -> float:
         """The time of a step."""
@@ -49,7 +49,7 @@ class Job:
 
     number: int
     keys: array  # type: ignore[type-arg]
-    """Of the blocks of the prompt and the answer."""
+    """Keys of the blocks of the prompt and the answer."""
     num_prompt_tokens: int
     num_output_tokens: int
     arrived: float
@@ -73,7 +73,7 @@ class BlockCache:
         """Number of requests that hold a block."""
         self._free: OrderedDict[int, None] = OrderedDict()
         self.changes: dict[int, bool] = {}
-        """Whether blocks can be found, since the last news."""
+        """Whether blocks can be found, changed since the last report."""
 
     def admit(self, job: Job) -> bool:
         """Give a request its blocks, if there are enough."""
@@ -168,7 +168,7 @@ class FakeEngine:
     reported_at: float = -math.inf
     finished: list[Job] = field(default_factory=list)
     started: list[Job] = field(default_factory=list)
-    """Those that got their first token at the latest wake."""
+    """Jobs that got their first token at the latest wake."""
 
     def __post_init__(self) -> None:
         self.num_received = [0] * self.num_fronts
@@ -177,7 +177,7 @@ class FakeEngine:
         self._num_waiting_tokens = 0
         self._prefilling: deque[Job] = deque()
         self._completing: list[Job] = []
-        """Those whose prompt the current step completes."""
+        """Jobs whose prompt the current step completes."""
         self._decoding: list[tuple[int, int, Job]] = []
         """Heap by the number of the decode step that ends them."""
         self._num_decoded = 0

@@ -1,4 +1,4 @@
-"""Runs clients, fronts with real balancers, and engines without a model, event by event."""
+"""Runs clients, API servers with real balancers, and engines without a model, event by event."""
 
 import heapq
 import itertools
@@ -17,7 +17,7 @@ _cpu = time.thread_time
 
 @dataclass
 class Result:
-    """What a run brought."""
+    """Results of a run."""
 
     policy: str
     num_requests: int = 0
@@ -34,10 +34,10 @@ class Result:
     routing_seconds: float = 0.0
     """CPU time of choosing, without hashes, and noting ends."""
     news_seconds: float = 0.0
-    """CPU time of taking in news, on one front."""
+    """CPU time of applying cache events, on one API server."""
     num_news_blocks: int = 0
     load_seconds: float = 0.0
-    """CPU time of taking in loads, on one front."""
+    """CPU time of applying loads, on one API server."""
     num_reports: int = 0
     index_share: float = 1.0
     fronts: list[Balancer] = field(default_factory=list)
@@ -84,7 +84,7 @@ def simulate(
 
 
 class _Simulation:
-    """What happens, in the order of time, between the fronts and engines of a result."""
+    """Events, in the order of time, between the API servers and engines of a result."""
 
     def __init__(self, result: Result, work: Work, report_seconds: float, seed: int):
         self._result, self._work, self._report_seconds = result, work, report_seconds
@@ -118,7 +118,7 @@ class _Simulation:
     # A request
 
     def _send(self, chat: Chat, now: float) -> None:
-        """A client asks; a front chooses the engine."""
+        """A client asks; an API server chooses the engine."""
         fronts, result = self._result.fronts, self._result
         front = self._front_rng.randrange(len(fronts)) if len(fronts) > 1 else 0
         job, num_best = self._clients.turn(chat, now, front)
@@ -178,7 +178,7 @@ class _Simulation:
             self._plan_report(engine, now)
 
     def _report(self, engine: FakeEngine, now: float) -> None:
-        """Every front gets an engine's load, and what is new in its cache."""
+        """Every API server gets an engine's load and cache events."""
         result = self._result
         engine.reports_at, engine.reported_at = float("inf"), now
         news, stats = engine.cache.take_news(), engine.stats()

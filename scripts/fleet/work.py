@@ -12,7 +12,7 @@ KINDS = ("chats", "shared", "none")
 
 @dataclass(frozen=True)
 class Work:
-    """What clients ask for. Lengths in tokens are means of geometric distributions, times of exponential ones."""
+    """Workload of clients. Lengths in tokens are means of geometric distributions, times of exponential ones."""
 
     kind: str
     requests_per_second: float

@@ -35,7 +35,7 @@ _WALL_SECONDS = 60
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one file."""
+    """Result of one file."""
 
     number: int
     kind: str
@@ -55,7 +55,7 @@ def kind_of(number: int, kinds: Sequence[str]) -> str:
 
 
 def files_of(seed: int, number: int, kind: str) -> Files:
-    """The damaged file of a number, with those beside it."""
+    """The damaged file of a number, with those next to it."""
     return KINDS[kind].make(random.Random(f"{seed} {number} {kind}"))
 
 
@@ -163,7 +163,7 @@ class Batch:
         os._exit(0)
 
     def finish(self, status: int) -> tuple[list[Outcome], range]:
-        """What became of its files, and those that are left because one of them ended the process with this status."""
+        """Results of its files, and the files that are left because one of them ended the process with this status."""
         lines = self._results.read_text(encoding="utf-8").splitlines() if self._results.exists() else []
         outcomes = [Outcome(**json.loads(line)) for line in lines]
         left = range(0)
@@ -185,7 +185,7 @@ def _ending(code: int) -> str:
 
 
 def judge_all(seed: int, batches: Iterable[range], kinds: Sequence[str], folder: Path, jobs: int) -> Iterator[Outcome]:
-    """What became of each file, in `jobs` processes at a time; in this process if jobs is 0, where a crash ends all."""
+    """Result of each file, in `jobs` processes at a time; in this process if jobs is 0, where a crash ends all."""
     if not jobs:
         before = _resident_bytes()
         for number in (number for batch in batches for number in batch):

@@ -98,7 +98,7 @@ ADDITIONS: tuple[dict[str, Any], ...] = (
     {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}},
     {"matryoshka_dimensions": [4, 8], "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
 )
-"""What more a config.json may have."""
+"""Further keys that a config.json may have."""
 GENERATION_CONFIG = {
     "temperature": 0.6,
     "top_p": 0.9,
@@ -117,7 +117,7 @@ POOLING: dict[str, Any] = {
     "sentence_bert_config.json": {"max_seq_length": 32, "do_lower_case": False},
     "config_sentence_transformers.json": {"prompts": {"query": "Represent this: "}},
 }
-"""The files of a checkpoint of sentence-transformers beside its config.json."""
+"""The files of a checkpoint of sentence-transformers other than its config.json."""
 TENSORS = {
     "model.norm.weight": ("F32", (8,)),
     "model.layers.0.self_attn.q_proj.weight": ("F16", (8, 4)),
@@ -212,7 +212,7 @@ def pickle_opcodes(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> list[byte
 
 
 def storages(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, bytes]:
-    """The members of the archive beside the pickle, by name."""
+    """The members of the archive other than the pickle, by name."""
     found = {f"model/data/{key}": bytes(num_bytes(*tensor)) for key, tensor in enumerate(tensors.values())}
     return {"model/byteorder": b"little", **found}
 
@@ -239,9 +239,9 @@ class Value:
     element: int | None = None
     """The code of an array's elements."""
     count: int | None = None
-    """What the file says of an array's length; None: the truth."""
+    """The array's length in the file; None: the true one."""
     length: int | None = None
-    """What the file says of the length of its name."""
+    """Length of its name in the file."""
 
     def encoded(self) -> bytes:
         return _text(self.name, self.length) + struct.pack("<I", self.code % 2**32) + self._content()
@@ -256,7 +256,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a GGUF file says of a tensor."""
+    """Header of a tensor in a GGUF file."""
 
     name: bytes
     shape: tuple[int, ...]

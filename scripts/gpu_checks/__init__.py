@@ -16,7 +16,7 @@ class Outcome:
     skipped: bool = False
     """The machine cannot run it: neither passed nor failed; recorded as skipped."""
     num_left: int = 0
-    """Of one that stands for cases that were not run: how many."""
+    """Number of cases that were not run, if it stands for such."""
 
     @property
     def failed(self) -> bool:
@@ -29,7 +29,7 @@ class Outcome:
 
 
 def kernels_in_use(name: str, reports: Mapping[str, OpReport]) -> Outcome:
-    """What an engine chose for each op. If it replaced a kernel that failed, what follows checks less than it should."""
+    """The implementation that an engine chose for each op. If it replaced a kernel that failed, what follows checks less than it should."""
     failed = [f"{op} by {by} failed: {why}" for op, report in reports.items() for by, why in report.failed.items()]
     used = ", ".join(f"{op} {report.implementation} ({report.check})" for op, report in reports.items())
     return Outcome(f"{name}: kernels", not failed, "; ".join([used, *failed]))

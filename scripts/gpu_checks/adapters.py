@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 NUM_ADAPTERS, NUM_SLOTS, RANK = 4, 2, 16
 """Fewer slots than adapters: some make room for others."""
 SCALE = 0.15
-"""Of the adapters' values: large enough that nearly every answer changes."""
+"""Scale of the adapters' values: large enough that nearly every answer changes."""
 Tokens = dict[str, list[list[int]]]
 
 

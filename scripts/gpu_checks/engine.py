@@ -36,7 +36,7 @@ class Load:
     """Requests and the limits under which they run."""
 
     lengths: tuple[int, ...]
-    """Of prompts with nothing in common."""
+    """Lengths of prompts with nothing in common."""
     shared: tuple[tuple[int, tuple[int, ...]], ...]
     """Lengths of common beginnings, each with the lengths of what follows."""
     num_tokens: int
@@ -44,9 +44,9 @@ class Load:
     num_blocks: int
     max_model_len: int
     options: dict[str, Any]
-    """Of engines that need not run with the default sizes."""
+    """Options of engines that need not run with the default sizes."""
     reference_options: dict[str, Any]
-    """Of the plain and the exact engine."""
+    """Options of the plain and the exact engine."""
 
     def prompts(self, vocab_size: int) -> list[tuple[int, ...]]:
         """Random tokens in random order, but long ones last: the many before them fill the cache and then grow."""
@@ -97,7 +97,7 @@ class Model:
     shapes: shapes.Shapes
     num_layers: int
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the plain and the exact engine too."""
+    """Options of the plain and the exact engine too."""
     default_sizes: bool = False
     """Run with all default buckets, for as many requests as are the default of a GPU with 64 GiB."""
 

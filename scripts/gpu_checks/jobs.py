@@ -24,7 +24,7 @@ MARK = "\x1echeck_gpu "
 GRACE_SECONDS = 60.0
 """Seconds after the limit at which a running process is killed."""
 SHARE_OF_MEMORY = 0.9
-"""Of the GPU, for all pools together: contexts and code lie outside."""
+"""Share of the GPU's memory for all pools together: contexts and code lie outside."""
 SCRIPT = Path(__file__).resolve().parent.parent / "check_gpu.py"
 
 
@@ -36,7 +36,7 @@ class Job:
     share: int = 0
     num_shares: int = 1
     gib: float | None = None
-    """Of a GPU's memory; None: the default memory setting, and no other job beside it."""
+    """GiB of a GPU's memory; None: the default memory setting, and no concurrent job."""
     all_gpus: bool = False
     """Use every GPU, not only the first."""
     grows: bool = False
@@ -138,7 +138,7 @@ def run(
 
 
 def _next(waiting: Sequence[Job], running: set[Job], limit: float) -> Job | None:
-    """The first job that fits beside those that run; a job for the whole machine waits for all before it."""
+    """The first job that fits next to those that run; a job for the whole machine waits for all before it."""
     used = sum(job.gib or limit for job in running)
     for job in waiting:
         if job.gib is None:

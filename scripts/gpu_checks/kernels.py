@@ -21,7 +21,7 @@ from scripts.kernels import Case, cases
 from scripts.kernels.compiling import first_line
 
 LARGE_BYTES = 128 << 20
-"""Of a case's arrays: cases beyond run one at a time, because references and plain XLA take several times as much."""
+"""Bytes of a case's arrays: cases beyond run one at a time, because references and plain XLA take several times as much."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Shaped:
     num_bytes: int
 
     def name(self, label: str) -> str:
-        """Of a variant's outcome."""
+        """Name of a variant's outcome."""
         return f"{self.op}: {self.case.name}, {label}"
 
     def without(self, done: Collection[str]) -> "_Shaped":
@@ -99,10 +99,10 @@ class _Runner:
         self._lowering = threading.Lock()  # holds the interpreter anyway
         self._large = threading.Lock()
         self.seconds: collections.Counter[str] = collections.Counter()
-        """Of all threads, by what they did."""
+        """Seconds of all threads, by activity."""
 
     def outcomes(self, found: _Shaped) -> list[Outcome] | None:
-        """Of each variant of a case; None if there is no time for it."""
+        """Outcomes of each variant of a case; None if there is no time for it."""
         if time.perf_counter() > self.deadline:
             return None
         with self._large if found.num_bytes > LARGE_BYTES else contextlib.nullcontext():

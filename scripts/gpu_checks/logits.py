@@ -54,7 +54,7 @@ class Steps:
         return len(self.prompts) * self.width + 2
 
     def token_ids(self, vocab_size: int) -> list[np.ndarray]:
-        """Of each request: prompt and what is decoded."""
+        """Token ids of each request: prompt and output."""
         rng = np.random.default_rng(0)
         return [rng.integers(0, vocab_size, n + self.num_decodes).astype(np.int32) for n in self.prompts]
 

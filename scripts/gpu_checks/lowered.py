@@ -15,12 +15,12 @@ from typing import Any
 BYTECODE = b"ML\xefR"
 """How a kernel in a program begins: MLIR's bytecode."""
 DEVICE_KIND, NUM_CORES = "NVIDIA H200", 132
-"""What programs are lowered for."""
+"""Platform that programs are lowered for."""
 CONFIG = "mhlo.backend_config"
 COUNTED = "mosaic_gpu.dump_basename"
 """A name that counts the kernels lowered so far."""
 HASH = "kernel_hash"
-"""Of a kernel's bytecode, in which the lines of the source are."""
+"""Attribute for the hash of a kernel's bytecode, in which the lines of the source are."""
 
 
 def programs(names: list[str]) -> Iterator[tuple[str, str]]:
@@ -46,7 +46,7 @@ def programs(names: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def digest(module: Any) -> str:
-    """Of a program with its kernels, without the lines of the source that they come from. Changes the program."""
+    """Digest of a program with its kernels, without the lines of the source that they come from. Changes the program."""
     from jax._src.lib.mlir import ir
 
     def strip(operation: Any) -> Any:
@@ -77,7 +77,7 @@ def _stripped(attribute: Any) -> Any:
 
 
 def header() -> dict[str, Any]:
-    """What the programs are made with and of."""
+    """Versions and sources of the programs."""
     from pallas_kernels import verified
 
     return {"jax": importlib.metadata.version("jax"), "ops": {op: verified.source_digest(op) for op in verified.OPS}}

@@ -12,7 +12,7 @@ PAGES = Path("docs/verified")
 README = Path("README.md")
 COMMAND = "python scripts/verified_pages.py"
 SAME_KERNELS = "verified with the same kernels"
-"""Of an op that `carrying.carry` carried over."""
+"""State of an op that `carrying.carry` carried over."""
 SENTENCE = "Verified with `scripts/check_gpu.py`:"
 """How the README's line on verified devices begins."""
 

@@ -50,7 +50,7 @@ class Run:
     hello: Hello | None = None
     outcomes: dict[str, list[Outcome]] = dataclasses.field(default_factory=dict)
     digests: dict[str, str] = dataclasses.field(default_factory=lambda: {op: verified.source_digest(op) for op in verified.OPS})
-    """Of the sources when the run began."""
+    """Digests of the sources when the run began."""
     earlier_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     """That parts took in earlier runs, whose outcomes are among these."""
     _begun: float = dataclasses.field(default_factory=time.perf_counter)
@@ -194,7 +194,7 @@ def current_commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what the device's programs come from."""
+    """Versions of the packages that make the device's programs."""
     found = {}
     for package in PACKAGES:
         try:

@@ -41,7 +41,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a sequence of N tokens: the logprob of each but the first, and the likeliest token in its place with its logprob, all [N - 1]."""
+    """Scores of N tokens: the logprob of each but the first, and the likeliest token in its place with its logprob, all [N - 1]."""
 
     logprobs: np.ndarray
     best_ids: np.ndarray
@@ -49,7 +49,7 @@ class Scores:
 
 
 def answers(outputs: Iterable[RequestOutput]) -> list[Answer]:
-    """What an engine wrote."""
+    """Output of an engine."""
     return [_answer(output) for output in outputs]
 
 
@@ -133,7 +133,7 @@ def judge(
 
 
 def _sizes(errors: Sequence[np.ndarray]) -> tuple[float, float, float]:
-    """Of errors by request: rms of all, largest rms of a request, largest; NaN if anything is not finite."""
+    """Sizes of errors by request: rms of all, largest rms of a request, largest; NaN if anything is not finite."""
     together = np.concatenate(errors)
     if not np.isfinite(together).all():
         return (float("nan"),) * 3

@@ -59,6 +59,6 @@ _TINY: Shapes = {
 
 
 def tiny(shapes: Shapes) -> Shapes:
-    """The same model with toy sizes."""
+    """The model with toy sizes."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "num_experts" in shapes else {}
     return shapes | _TINY | experts

@@ -1,4 +1,4 @@
-"""What runs of `check_gpu.py` have found so far, in a file: the next run goes on with what is left.
+"""Keeps the results of runs of `check_gpu.py` in a file: the next run goes on with what is left.
 
 An outcome holds on the device and with the versions that it was found with (`Identity`), and as long as the sources are the same: of
 a kernel's case those of its op and of the checks, of any other those of the whole engine.
@@ -49,7 +49,7 @@ class Identity:
 
 @dataclass
 class JobState:
-    """What is known of a job."""
+    """Results of a job."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -83,11 +83,11 @@ class State:
             self.jobs[name] = JobState(**{**values, "outcomes": outcomes})
 
     def kept(self, job: Job) -> list[Outcome]:
-        """What need not be run again: all of a job that passed as a whole, of another what passed if its part can go on."""
+        """Results that need not be computed again: all of a job that passed as a whole, of another what passed if its part can go on."""
         return [found for found in self._held(job) if job.part != "kernels" or found.name.split(":")[0] in self.ops]
 
     def _held(self, job: Job) -> list[Outcome]:
-        """The same, of kernels by all groups of cases."""
+        """Results of kernels that need not be computed again, by group of cases."""
         known = self.jobs.get(str(job), JobState())
         if self.is_finished(job):
             return list(known.outcomes.values())
@@ -136,7 +136,7 @@ class State:
         self.hello = hello
 
     def seconds(self, jobs: Iterable[Job]) -> float:
-        """That a part took so far: its jobs run beside each other."""
+        """Seconds that a part took so far: its jobs run concurrently."""
         return max((self.jobs[str(job)].seconds for job in jobs if str(job) in self.jobs), default=0.0)
 
     def needed_seconds(self, job: Job) -> float:
@@ -151,7 +151,7 @@ class State:
         return known.seconds or max((part["seconds"] for part in recorded if part["passed"]), default=0.0)
 
     def left(self, jobs: Sequence[Job], total_gib: float | None) -> str:
-        """What is left of these jobs, with an estimate of its time beside each other; empty if it is nothing."""
+        """The rest of these jobs, with an estimate of its time when run concurrently; empty if there is none."""
         found = [job for job in jobs if not self.is_finished(job)]
         if not found:
             return ""
@@ -191,7 +191,7 @@ def _read(path: Path | None) -> dict[str, Any]:
 
 @functools.cache
 def _digest(names: tuple[str, ...]) -> str:
-    """Of files and folders, given from the root."""
+    """Digest of files and folders, given from the root."""
     digest = hashlib.sha256()
     for name in names:
         path = ROOT / name

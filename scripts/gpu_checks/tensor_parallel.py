@@ -19,7 +19,7 @@ from scripts.gpu_checks.tensor_parallel_traffic import full_precision, guarded
 SIZES = (2, 4)
 NUM_LAYERS = 2
 Tokens = dict[str, list[list[int]]]
-"""Of each request, by the kind of sampling."""
+"""Tokens of each request, by the kind of sampling."""
 
 
 def check(*, tiny: bool, deadline: float, sizes: Sequence[int] = SIZES, share: tuple[int, int] = (0, 1)) -> Iterator[Outcome]:

@@ -21,7 +21,7 @@ SCORED = "prompt logprobs"
 MAX_TIES_OF = 25
 """One in so many requests may have another token that is as likely."""
 FP8_FACTOR = 0.7
-"""Of the distance between fp8 and float32."""
+"""Largest factor of the distance between fp8 and float32."""
 FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 ONE_LAYER = {"hf_overrides": {"num_hidden_layers": 1}, "load_format": "dummy"}
 """For a machine without a GPU."""
@@ -102,7 +102,7 @@ class _Run:
         yield guarded(f"{num_devices} devices, the demo model, fp8 weights and cache", self._deadline, line)
 
     def _lines(self, llm: LLM, num_devices: int) -> dict[str, Callable[[], tuple[bool, str]]]:
-        """What an engine goes through, in this order, by the name of the line."""
+        """Steps of an engine's test, in this order, by the name of the line."""
 
         def again() -> tuple[bool, str]:
             before = _stats(llm).prefix_cache_hits
@@ -185,7 +185,7 @@ def guarded(
     most_seconds: float = LINE_SECONDS,
     **options: Any,
 ) -> Outcome:
-    """What a function finds (passed, detail); an exception has failed, and so has what there is no time for or took too long."""
+    """Result of a function (passed, detail); an exception has failed, and so has what there is no time for or took too long."""
     begun = time.perf_counter()
     if begun > deadline:
         return left_out(name)

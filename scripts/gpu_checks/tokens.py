@@ -17,7 +17,7 @@ from scripts.gpu_checks import Outcome
 from scripts.gpu_checks.sampled_apart import sampling_apart
 
 TOLERANCE = 1e-3
-"""Of a prompt's vectors, relative to the largest number in them, and of logprobs."""
+"""Tolerance of a prompt's vectors, relative to the largest number in them, and of logprobs."""
 GRAMMAR = "[01]{1,8}( [01]{1,8}){3}"
 """Few tokens of the demo model's vocabulary are allowed at a time, so that all of them are reported."""
 MASS_TOLERANCE = 1e-3

@@ -113,7 +113,7 @@ def tokens_of(model: str, options: dict[str, Any], *, tiny: bool) -> Tokens:
 
 
 def engine_options(model: str, options: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
-    """Of an engine with few programs."""
+    """Options of an engine with few programs."""
     rows, num_batched = (4, 32) if tiny else (32, 512)
     return {
         "model": model,

@@ -15,11 +15,11 @@ from jaxllm import LLM, PoolingParams, SamplingParams
 from jaxllm.structured_outputs import StructuredOutputsParams
 
 TOLERANCE = 1e-3
-"""Of logprobs, absolute, and of vectors, relative to their largest number: float32 sums in another order."""
+"""Tolerance of logprobs, absolute, and of vectors, relative to their largest number: float32 sums in another order."""
 NUDGE = 1e-4
 """Added to a logit to see whether a token was as likely as another."""
 BEGINNING = list(range(60, 92))
-"""What many prompts begin with: two blocks of the cache."""
+"""Common beginning of many prompts: two blocks of the cache."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Size:
     max_model_len: int
 
     def options(self, **more: Any) -> dict[str, Any]:
-        """Of the engine: few programs, and prompts that are cut into chunks and mixed with decodes."""
+        """Options of the engine: few programs, and prompts that are cut into chunks and mixed with decodes."""
         return {
             "dtype": "float32",
             "max_num_seqs": self.rows,
@@ -57,11 +57,11 @@ TINY = Size(num_each=1, num_tokens=10, rows=6, step_tokens=48, max_model_len=96)
 
 @dataclass(frozen=True)
 class Answer:
-    """What is compared of one request."""
+    """Compared parts of one request's result."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
-    """Of the tokens, of the likeliest beside them, and of the prompt, as far as they were asked for."""
+    """Logprobs of the tokens, of the likeliest at each place, and of the prompt, as far as they were asked for."""
     reported: tuple[int, ...] = ()
     """The tokens that these are of."""
 
@@ -106,7 +106,7 @@ def requests(size: Size) -> Iterator[tuple[str, list[int], SamplingParams]]:
 
 
 def answers(llm: LLM, size: Size, only: Sequence[str] = ()) -> dict[str, list[Answer]]:
-    """What the engine answers, by kind; all requests are there from the start."""
+    """Answers of the engine, by kind; all requests are there from the start."""
     asked = [request for request in requests(size) if not only or request[0] in only]
     prompts, params = [prompt for _, prompt, _ in asked], [params for _, _, params in asked]
     found: dict[str, list[Answer]] = {}

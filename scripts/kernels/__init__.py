@@ -1,4 +1,4 @@
-"""What each kernel is timed and checked on: a file per op.
+"""Cases for timing and checking kernels: a file per op.
 
 `bench_kernels.py` times its `speed_cases`, `check_gpu.py` runs its `check_cases`.
 To add an op: a file with both functions, each giving a list of `Case`, and a line in OPS.

@@ -255,7 +255,7 @@ def _case(batch: Batch, *, tiny: bool, tune: bool = False) -> Case:
 
 
 def _in_split_caches(batch: Batch) -> Case:
-    """What the devices of a batch in parts compute, one after the other, each with keys and values of its own."""
+    """Attention of a batch in parts, one device after the other, each with its own keys and values."""
     whole = _case(batch, tiny=False)
     options = {"interpret": jax.default_backend() != "gpu"}
 
@@ -279,7 +279,7 @@ def _in_split_caches(batch: Batch) -> Case:
 
 
 def _variants(batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
-    """What the dispatcher could choose, as the engine calls it, and with `tune` other tile sizes of the Triton kernels."""
+    """Implementations that the dispatcher could choose, as the engine calls it, and with `tune` other tile sizes of the Triton kernels."""
     on_gpu = jax.default_backend() == "gpu"
     found = {}
     for name, path in IMPLEMENTATIONS.items():

@@ -75,5 +75,5 @@ def _case(shapes: Shapes, num_tokens: int, *, is_timed: bool = False) -> Case:
 
 
 def _depend(logits: jax.Array, result: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The same logits but for one, which depends on the results: else equal calls would be made once."""
+    """The logits with one changed, which depends on the results: else equal calls would be made once."""
     return logits.at[0, 0].add(sum(leaf.sum().astype(jnp.float32) for leaf in result) * 1e-20)

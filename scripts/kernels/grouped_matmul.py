@@ -19,7 +19,7 @@ from pallas_kernels.grouped_matmul.tiles import Tiles
 from pallas_kernels.grouped_matmul.triton_few import FewTiling, pick_few_tiling, takes_few
 
 GAIN = 8.0
-"""Of a result that is the next call's input; limited, so that inputs stay random numbers near 1."""
+"""Gain of a result that is the next call's input; limited, so that inputs stay random numbers near 1."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Mixture:
     only: int | None = None
     """The expert of every token's first choice."""
     all_experts: int | None = None
-    """Of all devices together; None: those of this one."""
+    """Experts of all devices together; None: those of this one."""
     four_bits: bool = False
     """Whether the weights are MXFP4."""
 
@@ -58,7 +58,7 @@ DEEPSEEK_V2_LITE = Mixture(1, 6, 64, 2048, 1408)
 GPT_OSS_20B = Mixture(1, 4, 32, 2880, 2880, activation="swiglu_clamped", biases=True)
 GPT_OSS_20B_4 = replace(GPT_OSS_20B, four_bits=True)
 SHARES_OF_FOUR = (replace(QWEN3_30B, num_experts=32, first=32, all_experts=128), replace(QWEN3_30B, hidden=192))
-"""What one of four devices computes: whole experts, or a share of each."""
+"""The part that one of four devices computes: whole experts, or a share of each."""
 
 
 def speed_cases(tiny: bool, tune: bool) -> list[Case]:
@@ -171,7 +171,7 @@ def _feed(carry: Any, result: Any) -> Any:
 
 
 def _sampled_error(activation: str, carry: Any, constants: Any, got: Any) -> float:
-    """Of a few tokens: the host takes seconds for all."""
+    """Error of a few tokens: the host takes seconds for all."""
     expert, weight, is_real, *rest = constants
     tokens = np.linspace(0, len(got) - 1, min(4, len(got))).astype(int)
     x, got = (np.asarray(array)[tokens] for array in (carry[0], got))

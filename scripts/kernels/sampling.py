@@ -74,7 +74,7 @@ def _case(kind: str, rows: int, size: int) -> Case:
 
 
 def _depend(logits: Any, result: Any) -> Any:
-    """The same logits but for one, which hangs on the results: else equal calls would be made once."""
+    """The logits with one changed, which depends on the results: else equal calls would be made once."""
     return logits.at[0, 0].add(sum(leaf.sum().astype(jnp.float32) for leaf in jax.tree.leaves(result)) * 1e-20)
 
 
@@ -84,7 +84,7 @@ def _plain(kind: str, logits: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
 def _error(kind: str, logits: jax.Array, result: Any) -> jax.Array:
-    """The largest difference; infinite where an integer differs. Ids of values of -inf are of no account."""
+    """The largest difference; infinite where an integer differs. Ids of values of -inf are ignored."""
     expected, got = jax.tree.leaves(_plain(kind, logits)), jax.tree.leaves(result)
     finite = jnp.isfinite(expected[1]) if len(expected) > 1 else True
     errors = []

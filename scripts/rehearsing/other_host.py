@@ -19,7 +19,7 @@ _START_SECONDS = 60.0
 
 
 class Cable:
-    """Carries connections to a port of host 0, until it is cut: then nothing comes through, and neither end is told."""
+    """Carries connections to a port of host 0, until it is cut: then nothing comes through, and neither end is notified."""
 
     def __init__(self, port: int):
         self._target = port

@@ -21,7 +21,7 @@ PATIENCE_SECONDS = 20.0
 
 
 class RehearsedServer:
-    """`jaxllm serve demo` with a directory of its own for temporary files."""
+    """`jaxllm serve demo` with a separate directory for temporary files."""
 
     def __init__(self, flags: Sequence[str], fault: str, directory: Path, *, has_other_host: bool = False, tree: Path = ROOT):
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -60,9 +60,9 @@ class RehearsedServer:
         return [pid for pid, name in processes_below(self.process.pid).items() if module in name]
 
     def wait_whole(self) -> None:
-        """Wait until the initial number of processes is running and all fronts serve."""
+        """Wait until the initial number of processes is running and all API servers serve."""
         _soon(lambda: len(processes_below(self.process.pid)) == len(self.family))
-        for _ in range(4):  # connections are dealt out among the fronts
+        for _ in range(4):  # connections are dealt out among the API servers
             wait_until_healthy(self.url, self.process, self.log, PATIENCE_SECONDS)
 
     def exit_code(self, timeout_seconds: float = 60.0) -> int:
@@ -71,7 +71,7 @@ class RehearsedServer:
         return self.process.wait(timeout_seconds)
 
     def left_while_alive(self) -> list[str]:
-        """What a server without requests holds that it did not hold when it was ready."""
+        """Resources that an idle server holds and did not hold when it was ready."""
         found = []
         if not _soon(lambda: len(processes_below(self.process.pid)) == len(self.family)):
             found.append(f"processes: {sorted(processes_below(self.process.pid).values())}")
@@ -84,7 +84,7 @@ class RehearsedServer:
         return found
 
     def left_behind(self) -> list[str]:
-        """What outlived it."""
+        """Resources left after its end."""
         found = []
         if not _soon(lambda: not any(map(_is_alive, self.family))):
             found.append(f"processes: {[name for pid, name in self.family.items() if _is_alive(pid)]}")
@@ -143,7 +143,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _num_sockets(pid: int) -> int:
-    """Open sockets of a process; 0 if it is gone."""
+    """Open sockets of a process; 0 if it has ended."""
     count = 0
     with contextlib.suppress(OSError):
         for each in Path(f"/proc/{pid}/fd").iterdir():

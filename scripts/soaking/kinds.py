@@ -20,7 +20,7 @@ class UnexpectedError(Exception):
 
 @dataclass(frozen=True)
 class Asker:
-    """What a request needs to be sent."""
+    """Parts of a request."""
 
     session: aiohttp.ClientSession
     url: str

@@ -73,7 +73,7 @@ def processes_below(pid: int) -> dict[int, str]:
             stat = (entry / "stat").read_text()
             words = (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
-            continue  # it is gone
+            continue  # it has ended
         name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :].split()
         number = int(entry.name)
         parents[number] = int(rest[1])
@@ -90,7 +90,7 @@ def processes_below(pid: int) -> dict[int, str]:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Memory of a process; None if it is gone."""
+    """Memory of a process; None if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):

@@ -81,7 +81,7 @@ class Pythonic(ToolDialect):
 
 
 class PythonicLines(Pythonic):
-    """Calls without a list around them, each on a line of its own: OLMo 3."""
+    """Calls without a list around them, one per line: OLMo 3."""
 
     def _read_calls(self, parser: "StreamParser") -> Reading[None]:
         while True:

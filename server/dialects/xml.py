@@ -34,7 +34,7 @@ class Tags:
     after_key_of_json: str = ""
     """In place of `after_key` if the value is JSON; values after `after_key` are then strings, whatever the schema."""
     verbatim: bool = False
-    """Whether line breaks beside a value belong to it."""
+    """Whether line breaks next to a value belong to it."""
 
 
 QWEN3_CODER = Tags("<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>")

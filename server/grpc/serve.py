@@ -43,7 +43,7 @@ class GrpcServer:
         reflection.enable_server_reflection((SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._follower: asyncio.Task[None] | None = None
         self._serves = True
-        """What the health service says."""
+        """Status of the health service."""
         self.port = 0
         """The port, once started."""
 

@@ -26,7 +26,7 @@ _NEVER_SECONDS = 1e9
 
 
 class Inference:
-    """One instance per process, in the event loop of its front."""
+    """One instance per process, in the event loop of its API server."""
 
     def __init__(self, context: ServerContext):
         self._context = context

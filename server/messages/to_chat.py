@@ -152,7 +152,7 @@ def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
 
 
 def _result_text(block: ToolResultBlock, where: str, seen: list[Any]) -> str:
-    """What the model reads of a result; of a search for tools, their names."""
+    """Text of a result for the model; of a search for tools, their names."""
     parts = _blocks(block.content or "", where, "tool")
     seen += parts
     text = "".join(part.text for part in parts if isinstance(part, TextBlock))

@@ -1,4 +1,4 @@
-"""What ollama's API tells of the served model, from its small files, the headers of its weights, and the options of the server."""
+"""Describes the served model for ollama's API, from its small files, the headers of its weights, and the options of the server."""
 
 import datetime
 import hashlib
@@ -27,7 +27,7 @@ class Checkpoint:
     """A model's files. The digest is one of names, sizes and times of change: reading gigabytes would take too long."""
 
     config: Mapping[str, Any]
-    """Of config.json."""
+    """Contents of config.json."""
     num_bytes: int
     digest: str
     changed_seconds: float
@@ -42,7 +42,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, directory: Path) -> "Checkpoint":
-        """The same of a directory."""
+        """Read what is needed of a model's directory. Raises ModelLoadError."""
         config = read_json(directory / "config.json")
         weights = sorted(path for path in directory.rglob("*") if path.suffix in WEIGHTS)
         known = {path: path.stat() for path in [*weights, *directory.glob("*.json")]}
@@ -57,7 +57,7 @@ class Checkpoint:
 
 
 def family_of(architecture: str) -> str:
-    """What ollama and llama.cpp call a family: `qwen2` for Qwen2ForCausalLM."""
+    """Name of a family for ollama and llama.cpp: `qwen2` for Qwen2ForCausalLM."""
     return re.sub(r"(LMHead|For\w+)?(Model)?$", "", architecture).lower()
 
 

@@ -27,7 +27,7 @@ class ToolUseBlock(RequestModel):
 
 
 class ToolResultBlock(RequestModel):
-    """What a call returned."""
+    """Result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
@@ -36,7 +36,7 @@ class ToolResultBlock(RequestModel):
 
 
 class ThinkingBlock(RequestModel):
-    """What the assistant thought."""
+    """Reasoning of the assistant."""
 
     type: Literal["thinking"]
     thinking: str
@@ -130,7 +130,7 @@ class OutputConfig(RequestModel):
 
 
 class ContextEdit(RequestModel):
-    """What the server is to leave out of a long conversation."""
+    """Parts of a long conversation that the server leaves out."""
 
     type: str
     keep: Any = None

@@ -21,7 +21,7 @@ class ContentPart(RequestModel):
 
 
 class CalledFunction(RequestModel):
-    """What a tool call calls."""
+    """Function of a tool call."""
 
     name: str
     arguments: Any = None

@@ -21,7 +21,7 @@ MAX_SESSION_ID = 512
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 4096
 MAX_ARGUMENTS = 4096
-"""Of a logits processor."""
+"""Most arguments of a logits processor."""
 MAX_LABELS = 64
 """Entries of lists and objects of labels, such as metadata."""
 ShortText = Annotated[str, Field(max_length=512)]
@@ -99,7 +99,7 @@ class RequestModel(BaseModel):
 
 
 class StreamOptions(RequestModel):
-    """What a stream reports beside the text."""
+    """Further contents of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -137,7 +137,7 @@ class JsonSchema(RequestModel):
 
 
 class ResponseFormat(RequestModel):
-    """What the answer must look like."""
+    """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None

@@ -49,7 +49,7 @@ class Options(RequestModel):
 
 
 class OllamaRequest(RequestModel):
-    """What both have in common."""
+    """Fields of both requests."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {"images": _MEDIA}
 
@@ -61,7 +61,7 @@ class OllamaRequest(RequestModel):
     options: Options | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: str | int | float | None = None
-    """Of no effect: the model stays."""
+    """No effect: the model stays loaded."""
 
 
 class OllamaMessage(RequestModel):
@@ -105,16 +105,16 @@ class OllamaShowRequest(RequestModel):
     name: str | None = None
     """The older name of the field."""
     verbose: bool | None = None
-    """Of no effect: there is nothing more to show."""
+    """No effect: there is nothing more to show."""
 
 
 class _EmbeddingFields(RequestModel):
-    """What both requests for vectors have in common."""
+    """Fields of both requests for vectors."""
 
     model: str | None = None
     options: Annotated[dict[str, Any], Field(max_length=MAX_LABELS)] | None = None
     keep_alive: str | int | float | None = None
-    """Of no effect: the model stays, with the context that it was loaded with."""
+    """No effect: the model stays loaded, with the context that it was loaded with."""
 
 
 class OllamaEmbedRequest(_EmbeddingFields):

@@ -14,7 +14,7 @@ Endianness = Literal["native", "little", "big"]
 
 
 class PoolingFields(EngineFields):
-    """What all of these requests have in common. Ranges are checked by PoolingParams."""
+    """Fields of all pooling requests. Ranges are checked by PoolingParams."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         **RequestModel.REFUSED,
@@ -32,7 +32,7 @@ class PoolingFields(EngineFields):
 
 
 class VectorFields(PoolingFields):
-    """Of requests that are answered with vectors: what they are made of, and how they are written."""
+    """Fields of requests that are answered with vectors: what they are made of, and how they are written."""
 
     input: str | Ids | Texts | Lists | None = None
     messages: Annotated[Items[Message], Field(min_length=1)] | None = None

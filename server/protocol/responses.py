@@ -61,7 +61,7 @@ class FunctionTool(RequestModel):
 
 
 class CustomToolFormat(RequestModel):
-    """What a custom tool's input looks like."""
+    """Format of a custom tool's input."""
 
     type: str
 

@@ -14,7 +14,7 @@ RenderedId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za
 
 
 class ParseContext(RequestModel):
-    """What of a chat request says how its answer is read."""
+    """Fields of a chat request that say how its answer is parsed."""
 
     tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = "none"
@@ -102,7 +102,7 @@ class TokensReply(RequestModel):
 
 
 class StreamState(RequestModel):
-    """What the client carries from one derendered chunk to the next: all earlier chunks, which are read again each time."""
+    """State that the client carries from one derendered chunk to the next: all earlier chunks, which are read again each time."""
 
     output_token_ids: Items[TokenId] = []
     output_chunk_lens: Items[Annotated[int, Field(gt=0)]] = []
@@ -111,7 +111,7 @@ class StreamState(RequestModel):
     last_tool_call_ids: Items[str] = []
     """Ids of the calls so far."""
     logprob_text_offset: Annotated[int, Field(ge=0)] = 0
-    """Of completions: where the text of the next token's logprobs begins."""
+    """For completions: where the text of the next token's logprobs begins."""
 
 
 class _Derender(RequestModel):

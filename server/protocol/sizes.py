@@ -19,7 +19,7 @@ _IN_MESSAGES = ("content", "tool_calls", "output")
 
 
 class BodyLimits(NamedTuple):
-    """What the served model allows."""
+    """Limits of the served model."""
 
     max_model_len: int
     """No conversation has more messages, parts of messages and tool calls than this: each takes a token."""
@@ -91,7 +91,7 @@ def max_lengths(model: type[RequestModel]) -> dict[str, int]:
 
 
 def _max_length(field: FieldInfo) -> int | None:
-    """The limit of a field, or of the value that it may have besides null."""
+    """The limit of a field, or of its value other than null."""
     for part in (field, *_choices(field.annotation)):
         notes = part.metadata if isinstance(part, FieldInfo) else getattr(part, "__metadata__", ())
         for note in notes:

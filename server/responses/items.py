@@ -36,7 +36,7 @@ def as_items(given: str | Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def checking(given: str | Sequence[Any]) -> Work[list[dict[str, Any]]]:
-    """The same, as work."""
+    """Check the `input` of a request in turns of work; return its items."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     items = []

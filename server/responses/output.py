@@ -33,7 +33,7 @@ class ResponseWriter:
         self._logprobs: list[dict[str, Any]] = []
         self._call_index: int | None = None
         self._input: InputReader | None = None
-        """Of an open call of a custom tool."""
+        """State of an open call of a custom tool."""
 
     def start(self) -> list[Event]:
         """The events before the first token."""

@@ -46,7 +46,7 @@ async def tags(request: Request) -> dict[str, Any]:
 
 @router.get("/api/ps")
 async def running(request: Request) -> dict[str, Any]:
-    """The same, as what is in memory; nothing while the engine sleeps."""
+    """The models in memory; nothing while the engine sleeps."""
     context = context_of(request)
     if await context.engine.is_sleeping():
         return {"models": []}
@@ -103,7 +103,7 @@ async def embed(request: Request) -> Response:
 
 @router.post("/api/embeddings", openapi_extra=json_body(OllamaEmbeddingsRequest))
 async def embeddings(request: Request) -> Response:
-    """The same of one text, in the older format."""
+    """Embed one text, in the older format."""
     body = await read_body(request, OllamaEmbeddingsRequest)
     _, outputs = await _vectors(request, body, [body.prompt] if body.prompt else [], "prompt", truncate=True)
     return _json({"embedding": outputs[0].outputs.data.tolist() if outputs else []})
@@ -162,7 +162,7 @@ async def _models(context: ServerContext) -> list[dict[str, Any]]:
 
 
 def _capabilities(context: ServerContext) -> list[str]:
-    """What clients may ask the model for."""
+    """Capabilities of the model."""
     if not context.engine.model_config.generates:
         return ["embedding"]
     speech = context.chat.speech if context.engine.input_processor.tokenizer is not None else None

@@ -44,7 +44,7 @@ def chat_chunk(
 def completion_chunk(
     body: DerenderCompletionRequest, context: ServerContext, chunk: TokensReply, prompt_ids: Sequence[int]
 ) -> tuple[list[dict[str, Any]], StreamState]:
-    """The same of a completion."""
+    """The choices of a completion's chunk, and the state for the next one."""
     state = body.stream_state or StreamState()
     answer = _only_answer(chunk, state, context, prompt_ids)
     if answer is None:

@@ -58,7 +58,7 @@ class TokenAnswer:
 
 
 class TokenReader:
-    """Turns the token ids of one prompt's answers into RequestOutputs, as an engine's front does."""
+    """Turns the token ids of one prompt's answers into RequestOutputs, as `EngineFront` does."""
 
     def __init__(
         self, context: ServerContext, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, indices: Sequence[int]
@@ -116,7 +116,7 @@ def _together(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
 
 
 def reason_of(answer: CompletionOutput) -> str | None:
-    """What the readers of chats take: an aborted answer is one that was cut."""
+    """Results for the readers of chats: an aborted answer is one that was cut."""
     return {"abort": "length", "repetition": "stop"}.get(answer.finish_reason or "", answer.finish_reason)
 
 

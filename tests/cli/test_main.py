@@ -283,7 +283,9 @@ def test_weights_larger_than_the_memory_are_refused_before_any_is_read(
             marks=pytest.mark.slow,
         ),
         (["generate", "x", "--model", "owner/name", "--num-gpu-blocks-override", "2"], 0),
-        (["generate", "x", "--model", "owner/name", "--max-tokens", "1", "--ignore-eos"], 1),
+        pytest.param(
+            ["generate", "x", "--model", "owner/name", "--max-tokens", "1", "--ignore-eos"], 1, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_only_what_runs_a_model_downloads_its_weights(

@@ -1,4 +1,4 @@
-"""What people type who come from vLLM."""
+"""Command lines of vLLM's users."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What devices that split tokens exchange, over forced CPU devices."""
+"""Exchanges between devices that split tokens, over forced CPU devices."""
 
 import jax
 import jax.numpy as jnp

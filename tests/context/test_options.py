@@ -1,4 +1,4 @@
-"""What context parallelism excludes, and what an engine's sizes are with it."""
+"""Options that context parallelism excludes, and an engine's sizes with it."""
 
 import pytest
 

@@ -58,7 +58,7 @@ def gate(monkeypatch):
 
 
 def test_tokens_do_not_depend_on_which_programs_are_ready(gate, caplog):
-    """And what a request needs is made next, before what nobody has asked for."""
+    """Programs that a request needs are made next, before all others."""
     caplog.set_level(logging.INFO, logger="jaxllm")
     core = make_core(compile_threads=2, decode_buckets=(1, 2, 4))
     try:

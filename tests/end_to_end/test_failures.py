@@ -1,4 +1,4 @@
-"""What goes wrong in a step ends it cleanly: an error of the project, no block lost, no hanging."""
+"""Failures in a step end it cleanly: an error of the project, no block lost, no hanging."""
 
 import itertools
 import signal

@@ -81,7 +81,7 @@ def write_model(directory: Path, architecture: str, **tensors: np.ndarray) -> Pa
 
 
 def run(script: str, installed: Path, *engines: dict) -> list[dict]:
-    """What a process that finds the package makes of the golden's first prompt."""
+    """Output of a process that finds the package for the golden's first prompt."""
     result = goldens.golden("qwen3").results[0]
     request = {"engines": [{**OPTIONS, **options} for options in engines], "prompt": result.prompt, "max_tokens": 8}
     paths = os.pathsep.join([str(installed), str(ROOT)])

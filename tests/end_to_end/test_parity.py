@@ -12,7 +12,8 @@ from tests.helpers.slow import slow_except
 
 LEFT_OUT = (
     *("llama_rope_linear", "llama_rope_llama3", "llama_rope_yarn"),  # tables of frequencies: tests/models and tests/layers
-    *("llama_head_dim", "deepseek_v2", "deepseek_v2_lite"),  # test_other_engines
+    *("llama_head_dim", "deepseek_v2_lite"),  # test_other_engines
+    "deepseek_v2",  # as deepseek_v2_lite and deepseek_v3 are
     *("llama_mha", "llama_mqa", "llama_bias"),  # test_parity_in_parallel
     "llama_tied",  # as qwen3 is
     "qwen2",  # test_live_against_transformers
@@ -106,7 +107,6 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
         ("llama_gqa", {"attention_implementation": "reference"}),
         ("llama_head_dim", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
         ("deepseek_v2_lite", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
-        ("deepseek_v2", {"tensor_parallel_size": 4, "block_size": 8}),
         (
             "qwen3_next",
             {"tensor_parallel_size": 4, "block_size": 8, "async_scheduling": False, "attention_implementation": "triton"},

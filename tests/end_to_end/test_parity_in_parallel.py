@@ -1,4 +1,4 @@
-"""What differs between goldens in what devices split, with tensor parallelism, in a pool so small that requests are preempted."""
+"""Goldens that differ in what devices split, with tensor parallelism, in a pool so small that requests are preempted."""
 
 import pytest
 

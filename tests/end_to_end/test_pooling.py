@@ -1,4 +1,4 @@
-"""Vectors of prompts and tokens, beside generation and alone, against the hidden states of dense attention in float32."""
+"""Vectors of prompts and tokens, during generation and alone, against the hidden states of dense attention in float32."""
 
 import numpy as np
 import pytest

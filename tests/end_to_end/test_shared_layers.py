@@ -12,9 +12,7 @@ from tests.helpers.parity import check
 
 NUM_PIECES = {
     "qwen3": (2, 1),
-    "qwen2_window": (2, 2),
     "gemma3": (2, 2),
-    "mixtral": (2, 1),
     "deepseek_v2_lite": (2, 2),
     "qwen3_next": (2, 2),
 }

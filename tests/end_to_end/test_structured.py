@@ -157,7 +157,7 @@ def test_the_tokens_are_the_same_however_the_steps_fall(core, structured, alone,
     "mode", slow_except(["raw_logprobs"], ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
 )
 def test_logprobs_are_those_among_the_allowed_tokens(core, structured, vocabulary, tokenizer, mode):
-    """Against the model without an engine and a matcher beside the engine's; a greedy token is the likeliest that is allowed."""
+    """Against the model without an engine and a second matcher; a greedy token is the likeliest that is allowed."""
     engines.reschedule(core)
     other = core
     if mode != "raw_logprobs":  # only the programs that sample differ
@@ -201,7 +201,8 @@ def test_the_beginning_of_a_prompt_may_be_cached(core, structured):
 
 def test_steps_without_grammars_are_what_they_were(core, structured, monkeypatch):
     engines.reschedule(core)
-    engines.run(core, [structured("compiles the grammar", {"choice": ["ab"]})])  # so that "b" need not wait for it beside "a"
+    # The grammar is compiled first, so that "b" need not wait for it while "a" runs.
+    engines.run(core, [structured("compiles the grammar", {"choice": ["ab"]})])
     used = []
     get = core.runner.programs.get
     monkeypatch.setattr(core.runner.programs, "get", lambda key: (used.append(key), get(key))[1])

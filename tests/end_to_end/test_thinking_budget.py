@@ -37,7 +37,7 @@ def core(directory):
 def thinks(
     name: str, budget: int | None, *, is_open: bool = True, start: int = START, grammar: Grammar | None = None, **params
 ) -> EngineCoreRequest:
-    """A request whose model never ends its thinking of its own accord."""
+    """A request whose model never ends its thinking by itself."""
     params = {"max_tokens": LENGTH, "logit_bias": {END: -100.0}, "temperature": 0.8, "seed": 11, **params}
     request = engines.request(name, PROMPT, **params)
     limit = None if budget is None else ThinkingBudget(budget, start, (END,), is_open)

@@ -1,14 +1,18 @@
 """The loop with a fake runner: order of dispatching and reading."""
 
+import random
+
 import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.loop import StepLoop
-from jaxllm.request import EngineCoreRequest, Request
+from jaxllm.request import EngineCoreRequest, Request, RequestStatus
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput
+from tests.helpers.fake_tier import FakeTier
+from tests.helpers.scheduling import make_request, make_scheduler
 
 
 class FakeRunner:
@@ -196,3 +200,19 @@ def test_a_masked_step_that_was_never_drawn_can_be_forgotten():
     while loop.has_work:
         loop.step()
     assert request.num_output_tokens == 5
+
+
+def test_a_loop_with_nothing_but_blocks_to_wait_for_waits_for_them_and_then_copies_them():
+    tier = FakeTier(random.Random(1), max_steps=0)
+    scheduler = make_scheduler(num_blocks=20, block_size=4, max_model_len=64, tiers=(tier,))
+    loop = StepLoop(scheduler, FakeRunner(), max_in_flight=2)
+    request = make_request("a", [1] * 9, max_tokens=2)
+    scheduler.add_request(request)
+    tier.contents = {name: ["content"] for name in request.block_hashes}
+    tier.is_stuck = True
+    for count in range(1, 4):
+        assert loop.step() == [] and loop.has_work and tier.num_waits == count
+    assert not loop.executor.events and request.status is RequestStatus.WAITING_FOR_BLOCKS
+    tier.is_stuck = False
+    tokens = [token for _ in range(10) for output in loop.step() for token in output.new_token_ids]
+    assert tokens == [7, 7] and request.num_cached_tokens == 8 and tier.num_waits == 3 and not loop.has_work

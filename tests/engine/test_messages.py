@@ -72,6 +72,7 @@ def test_nothing_like_a_message_breaks_a_decoder(value: Any) -> None:
     read(msgspec.msgpack.encode(value))
 
 
+@pytest.mark.slow
 @given(st.data(), VALUES)
 @settings(max_examples=300)
 def test_a_request_with_any_field_replaced_is_read_or_refused(data: st.DataObject, value: Any) -> None:

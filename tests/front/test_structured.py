@@ -1,4 +1,4 @@
-"""Forms of outputs in the front: compiled before anything is queued, for every answer, without holding up others."""
+"""Structured outputs in the API server: compiled before anything is queued, for every answer, without holding up others."""
 
 import asyncio
 

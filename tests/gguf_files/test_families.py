@@ -1,4 +1,4 @@
-"""What config.json says of a GGUF file."""
+"""The config.json of a GGUF file."""
 
 import pytest
 

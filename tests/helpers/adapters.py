@@ -208,7 +208,7 @@ class AdapterEngine:
         return admitted
 
     def start_over(self, failed: Sequence[str] = (), *, lost: bool = False) -> None:
-        """What a failed step leads to. lost: with the slots."""
+        """Consequences of a failed step. lost: with the slots."""
         self.engine.start_over()
         if lost:
             self.engine.runner.slots = [0] * len(self.engine.runner.slots)

@@ -68,7 +68,7 @@ class Workout:
         return found
 
     def without_drafts(self, wanted: list[EngineCoreRequest]) -> dict[str, Answer]:
-        """What the engine answers without."""
+        """Answers of the engine without drafts."""
         self.reschedule(has_drafts=False)
         return engines.run(self.core, wanted)
 

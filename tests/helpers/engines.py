@@ -39,7 +39,7 @@ SMALL = {
 
 
 def make_core(name: str, *, processors: tuple[Processor, ...] = (), **options: Any) -> EngineCore:
-    """An engine over a golden's checkpoint; options beside or in place of SMALL."""
+    """An engine over a golden's checkpoint; options added to SMALL or replacing it."""
     model = str(goldens.golden(name).directory)
     core = EngineCore(EngineConfig.from_options(**{**SMALL, "model": model, **options}), processors=processors)
     for runner in getattr(core.runner, "stages", (core.runner,)):
@@ -52,7 +52,7 @@ def make_core(name: str, *, processors: tuple[Processor, ...] = (), **options: A
 
 
 def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight: int = 2, **options: Any) -> EngineCore:
-    """The same engine with a new scheduler, empty prefix cache included; its programs stay compiled.
+    """The engine with a new scheduler, empty prefix cache included; its programs stay compiled.
 
     The options are the scheduler's and the cache's; a pool smaller than the device's arrays is as good as a small device.
     `max_in_flight`: steps, with async scheduling (2 is what a CPU has, 3 what a GPU has).
@@ -82,7 +82,7 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
 
 
 def all_rows(core: EngineCore) -> list[Rows]:
-    """Of the runner, or of each lane."""
+    """Rows of the runner, or of each data-parallel rank."""
     return [runner.rows for runner in getattr(core.runner, "lanes", (core.runner,))]
 
 
@@ -100,13 +100,13 @@ def renew(core: EngineCore) -> EngineCore:
 
 
 def request(request_id: str, prompt: list[int], **params: Any) -> EngineCoreRequest:
-    """Greedy and without an end before max_tokens, unless the parameters say otherwise; seeded, as the front would do."""
+    """Greedy and without an end before max_tokens, unless the parameters say otherwise; seeded, as input processing does."""
     params = {"temperature": 0.0, "ignore_eos": True, "seed": 0, **params}
     return EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=SamplingParams(**params))
 
 
 def pooling_request(request_id: str, prompt: list[int], **params: Any) -> EngineCoreRequest:
-    """One vector, not normalised, unless the parameters say otherwise; concrete, as the front would make them."""
+    """One vector, not normalised, unless the parameters say otherwise; concrete, as input processing makes them."""
     nothing = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
     params = {"task": "embed", "use_activation": False, "skip_reading_prefix_cache": False, **params}
     return EngineCoreRequest(
@@ -129,7 +129,7 @@ class Answer:
     error_kind: ErrorKind | None = None
 
     def take(self, output: EngineCoreOutput) -> None:
-        """Add the news of a step."""
+        """Add the outputs of a step."""
         assert self.finish_reason is None, "news of a request that has ended"
         self.tokens += output.new_token_ids
         if output.new_logprobs is not None:
@@ -144,7 +144,7 @@ class Answer:
 
     @property
     def token_logprobs(self) -> TokenLogprobs:
-        """Those of all tokens as one."""
+        """The logprobs of all tokens as one."""
         return TokenLogprobs(
             *(np.concatenate([getattr(part, name) for part in self.logprobs]) for name in ("token_ids", "logprobs", "ranks"))
         )

@@ -177,7 +177,7 @@ class FakeEngineCore(FakeAdapters):
         self._sleeps = False
         self.paused: str | None = None
         self.news: list[EngineCoreOutput] = []
-        """What the next step reports besides."""
+        """Further outputs of the next step."""
         self._script = script
         self._tokens_per_step = tokens_per_step
 

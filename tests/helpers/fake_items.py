@@ -168,7 +168,9 @@ class Encoder:
         return ops
 
     def forget(self) -> None:
-        assert not any(self.users.values()), "a request was not released"
+        held = [request for users in self.users.values() for request in users.values()]
+        assert all(request.status is request.waiting_status for request in held), "a request was not released"
+        self.users.clear()
         self.slot_of.clear()
         self.planned.clear()
 

@@ -104,7 +104,7 @@ class _Row:
     has_drafts: bool = False
     """Whether drafts were proposed behind its latest token."""
     adapter: int = 0
-    """What its digests start from."""
+    """Initial value of its digests."""
     adapter_slot: int = NO_ADAPTER
     item_at: dict[int, ItemToken] = field(default_factory=dict)
     """By position, where items stand. In `token_ids` their embeddings stand for the placeholder tokens."""
@@ -138,7 +138,7 @@ class FakeRunner:
         self.rows: dict[str, _Row] = {}
         self.num_computed_tokens = 0
         self.slots: list[int] = []
-        """What the adapter in each slot lets digests start from."""
+        """Initial value of digests by adapter slot."""
         self.staged: dict[int, int] = {}
         """The same of adapters on their way into a slot."""
 
@@ -218,7 +218,7 @@ class FakeRunner:
         return right
 
     def _spoil(self, row: _Row) -> None:
-        """What a drafter with layers of its own writes behind the tokens of a row, as far as it has blocks."""
+        """Write what a drafter with layers writes after the tokens of a row, as far as it has blocks."""
         assert self.drafts is not None
         for group, table in enumerate(row.block_ids):
             end = min(row.num_computed + self.drafts.num_lookahead, len(table) * self.block_size)
@@ -330,13 +330,13 @@ class FakeEngine:
         return outputs
 
     def start_over(self) -> None:
-        """What a failed step leads to: nothing in flight comes back, and the runner has forgotten everything."""
+        """Consequences of a failed step: nothing in flight comes back, and the runner has forgotten everything."""
         self.in_flight.clear()
         self.scheduler.start_over()
         self.runner.start_over()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Keep `depth` steps in flight and take in the oldest."""
+        """Keep `depth` steps in flight and process the oldest."""
         self.dispatch()
         return self.collect()
 

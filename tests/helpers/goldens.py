@@ -28,7 +28,7 @@ class Result:
 
     prompt: list[int]
     prompt_logprobs: list[float]
-    """Of prompt[1:]."""
+    """Logprobs of prompt[1:]."""
     tokens: list[int]
     logprobs: list[float]
 

@@ -1,4 +1,4 @@
-"""What an engine on several hosts is asked, and its host 0 as a process: python -m tests.helpers.host_scenario DIRECTORY OPTIONS"""
+"""Requests for an engine on several hosts, and its host 0 as a process: python -m tests.helpers.host_scenario DIRECTORY OPTIONS"""
 
 import json
 import sys
@@ -29,7 +29,7 @@ ADAPTERS = ("adapter", "other")
 
 
 def options(directory: Path) -> dict[str, Any]:
-    """Of an engine with the tokenizer of a directory."""
+    """Options of an engine with the tokenizer of a directory."""
     return {**OPTIONS, "tokenizer": str(directory)}
 
 

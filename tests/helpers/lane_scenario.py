@@ -1,4 +1,4 @@
-"""What lanes are asked, and their host 0 as a process: python -m tests.helpers.lane_scenario DIRECTORY OPTIONS"""
+"""Requests for data-parallel ranks, and their host 0 as a process: python -m tests.helpers.lane_scenario DIRECTORY OPTIONS"""
 
 import json
 import sys
@@ -30,12 +30,12 @@ PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
 
 
 def options(directory: Path) -> dict[str, Any]:
-    """Of an engine with the tokenizer of a directory."""
+    """Options of an engine with the tokenizer of a directory."""
     return {**OPTIONS, "tokenizer": str(directory)}
 
 
 def requests() -> list[EngineCoreRequest]:
-    """Of every kind, with a grammar of this tokenizer's letters."""
+    """Requests of every kind, with a grammar of this tokenizer's letters."""
     found = every_kind.requests(PROMPTS)
     return [replace(each, grammar=Grammar("start: /[a-c]{30}/")) if each.grammar else each for each in found]
 

@@ -143,7 +143,7 @@ class _Cta:
         arguments = (machine, self.shared, device, index, launch.pointers)
         self.threads: list[Iterator[Any] | None] = [run(thread, *arguments) for thread in range(launch.threads)]
         self.waits: list[Any] = [None] * launch.threads
-        """What each thread paused for: None, "barrier", or a shuffle's (value, distance)."""
+        """Reason of each thread's pause: None, "barrier", or a shuffle's (value, distance)."""
         self.answers: list[int | None] = [None] * launch.threads
         self.slow_warp = machine.rng.randrange(launch.threads // 32)
 
@@ -284,7 +284,7 @@ def _float(bits: int) -> float:
 
 
 def _bits(value: float) -> int:
-    """Of the nearest float32; one NaN stands for all."""
+    """Bits of the nearest float32; one NaN stands for all."""
     if value != value:
         return 0x7FFFFFFF
     try:

@@ -11,6 +11,7 @@ from jaxllm.request import EngineCoreRequest, PromptItem, Request
 from jaxllm.request_options import OPTION_NAMES, RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.admission import AdmissionRoom
+from jaxllm.scheduler.cache_tier import CacheTier
 from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -28,6 +29,7 @@ def make_scheduler(
     rooms: Sequence[AdmissionRoom] = (),
     drafts: DraftControl | None = None,
     num_stages: int = 1,
+    tiers: Sequence[CacheTier] = (),
     **options: Any,
 ) -> Scheduler:
     """A scheduler without watermark or run-ahead unless asked."""
@@ -48,6 +50,7 @@ def make_scheduler(
         rooms=rooms,
         drafts=drafts,
         num_stages=num_stages,
+        tiers=tiers,
     )
 
 
@@ -80,7 +83,7 @@ def make_request(
 
 
 def result_of(scheduler: Scheduler, plan: SchedulerOutput, token: int = 7) -> ModelRunnerOutput:
-    """What a runner returns that always samples the same token. To be made before the next step is planned."""
+    """Output of a runner that always samples the same token. To be made before the next step is planned."""
     sampled = {
         request_id: [token]
         for request_id in plan.num_scheduled_tokens

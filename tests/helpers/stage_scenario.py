@@ -1,4 +1,4 @@
-"""What a pipeline is asked, and its host 0 as a process: python -m tests.helpers.stage_scenario DIRECTORY OPTIONS"""
+"""Requests for a pipeline, and its host 0 as a process: python -m tests.helpers.stage_scenario DIRECTORY OPTIONS"""
 
 import json
 import sys
@@ -28,12 +28,12 @@ SEEDED = {"temperature": 1.0, "seed": 7}
 
 
 def options(directory: Path) -> dict[str, Any]:
-    """Of an engine with the tokenizer of a directory."""
+    """Options of an engine with the tokenizer of a directory."""
     return {**OPTIONS, "tokenizer": str(directory)}
 
 
 def requests(run: int) -> list[EngineCoreRequest]:
-    """Of every kind, and more than run at a time."""
+    """Requests of every kind, more than run at a time."""
     grammar = engines.request(f"{run} grammar", PROMPTS[2], max_tokens=16, **SEEDED)
     return [
         engines.request(f"{run} greedy", PROMPTS[0], max_tokens=24),

@@ -31,9 +31,9 @@ class Stub:
     pages: dict[str, str] = field(default_factory=dict)
     """Further GET paths with their text."""
     gate: Callable[[dict[str, Any]], asyncio.Event | None] = lambda body: None
-    """What a stream waits for after its first token."""
+    """Event that a stream waits for after its first token."""
     card: dict[str, Any] = field(default_factory=dict)
-    """What /v1/models says of the model beside its id."""
+    """Fields of the model in /v1/models in addition to its id."""
     reasoning: str = ""
     """The reasoning of a chat answer before its content."""
     num_open: int = 0

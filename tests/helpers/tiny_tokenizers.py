@@ -138,7 +138,7 @@ def write_tokenizer(
     generation_config: dict[str, Any] | None = None,
     added_tokens: Sequence[str] = (),
 ) -> Path:
-    """A model directory as far as the front reads it."""
+    """A model directory without weights."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_str(KINDS[kind]())
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added_tokens])

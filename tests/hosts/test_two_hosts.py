@@ -94,11 +94,10 @@ def wanted(directory):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tensor_parallel_size": 4},
         {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2},
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     ],
-    ids=["split layers", "split layers and tokens", "stages of split layers"],
+    ids=["split layers and tokens", "stages of split layers"],
 )
 def test_two_hosts_compute_what_one_device_does_and_end_together(directory, wanted, layout):
     with two_hosts(host_scenario, directory, **layout) as hosts:
@@ -132,10 +131,9 @@ def of_one_device(directory):
     ("num_devices", "num_lanes", "size", "more"),
     [
         (2, 4, 1, {"enable_eplb": True, "eplb_config": {"window_size": 8, "step_interval": 8, "num_redundant_experts": 4}}),
-        (2, 2, 2, {"warmup": "background"}),
         (1, 2, 1, {"speculative_config": lane_scenario.ITSELF}),
     ],
-    ids=["two lanes each", "a lane of two each", "a lane each, with drafts"],
+    ids=["two lanes each", "a lane each, with drafts"],
 )
 def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_device, num_devices, num_lanes, size, more):
     """Requests of every kind, with preemptions, cached prefixes, sleep, a step that cannot be planned, and in one layout moving experts."""
@@ -154,9 +152,9 @@ def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_devic
         (0, host_scenario.NAME, {"tensor_parallel_size": 4}),
         (1, host_scenario.NAME, {"tensor_parallel_size": 4}),
         (1, host_scenario.NAME, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background"}),
-        (1, lane_scenario.NAME, {"data_parallel_size": 2, "enable_expert_parallel": True}),
+        (1, lane_scenario.NAME, {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
-    ids=["host 0 of one mesh", "host 1 of one mesh", "of two stages", "of two lanes"],
+    ids=["host 0 of one mesh", "host 1 of one mesh", "of two stages", "of two lanes of two"],
 )
 def test_a_host_that_dies_ends_all_requests_and_the_other_host(directory, killed, name, layout):
     model = goldens.golden(name)

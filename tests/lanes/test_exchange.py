@@ -74,6 +74,7 @@ def test_both_ways(num_lanes, num_devices):
         np.testing.assert_allclose(found, wanted, atol=1e-4, err_msg=f"capacity {capacity}")
 
 
+@pytest.mark.slow
 def test_what_overflows_on_one_device_is_gathered_on_all():
     x_TD, expert_Tk, weight_Tk, *weights = problem(4, 4)
     expert_Tk[:NUM_TOKENS] = [0, 1, 7]  # all tokens of the first lane choose the same devices

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.slow
         ("qwen3_moe", 2, 2, {"num_gpu_blocks_override": 9}),
         ("mixtral", 5, 1, {}),  # an expert on each device
         ("deepseek_v3", 4, 1, {}),  # latents, a shared expert, a dense layer
-        ("deepseek_v2_lite", 2, 1, {"num_gpu_blocks_override": 9}),
         ("gpt_oss", 5, 1, {}),  # experts with biases, windows
         ("qwen3_next", 2, 2, {}),  # states by row
     ],
@@ -31,8 +30,8 @@ def test_lanes(name, num_lanes, size, options):
 
 @pytest.mark.parametrize(
     ("capacity", "options"),
-    [(64, {}), (8, {}), (64, {"enable_eplb": True, "eplb_config": {"step_interval": 6, "num_redundant_experts": 4}})],
-    ids=["sent", "overflowing", "to experts that move"],
+    [(8, {}), (64, {"enable_eplb": True, "eplb_config": {"step_interval": 6, "num_redundant_experts": 4}})],
+    ids=["overflowing", "to experts that move"],
 )
 def test_tokens_that_are_sent(monkeypatch, capacity, options):
     """Steps of prompts send their tokens, and compute them in rounds; where there is little room, most gather after all."""

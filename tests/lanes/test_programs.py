@@ -60,7 +60,7 @@ def requests():
     ]
 
 
-@pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["", "drafts"])
+@pytest.mark.parametrize("speculative_config", [None, {**NGRAM, "num_speculative_tokens": 1}], ids=["", "drafts"])
 def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(tmp_path, monkeypatch, speculative_config):
     monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
     options = {
@@ -75,7 +75,7 @@ def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(
         "num_gpu_blocks_override": 20,
         "max_num_batched_tokens": 48,
         "decode_buckets": (2, 4) if speculative_config is None else (4,),  # with drafts each has several widths
-        "token_buckets": (16, 48) if speculative_config is None else (48,),
+        "token_buckets": (48,),
         "speculative_config": speculative_config,
     }
     core = engines.make_core(NAME, **options)

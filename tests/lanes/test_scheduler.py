@@ -15,6 +15,8 @@ from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput
 from jaxllm.speculative.control import AdaptiveControl
 from tests.helpers import engines
+from tests.helpers.fake_tier import FakeTier
+from tests.helpers.scheduling import make_scheduler
 
 NUM_LANES = 3
 
@@ -63,6 +65,21 @@ def test_a_plan_has_the_parts_of_all_lanes():
     plan, _ = step(scheduler)
     assert plan.finished_request_ids == ["a"] and plan.lanes[1].finished_request_ids == ["a"]
     assert [*scheduler.requests] == ["b"] and len(scheduler.requests) == 1 and scheduler.has_requests()
+
+
+def test_each_lane_waits_for_blocks_of_its_own_tiers():
+    tiers = [FakeTier(random.Random(1), max_steps=0) for _ in range(2)]
+    own = iter(tiers)
+    scheduler = LanesScheduler(lambda: make_scheduler(block_size=4, max_model_len=64, tiers=(next(own),)), 2)
+    for lane in (0, 1):
+        add(scheduler, str(lane), range(9), lane=lane)
+    tiers[1].contents = {name: ["content"] for name in scheduler.requests["1"].block_hashes}
+    plan, _ = step(scheduler)
+    assert list(plan.num_scheduled_tokens) == ["0"] and scheduler.requests["1"].status is RequestStatus.WAITING_FOR_BLOCKS
+    plan, _ = step(scheduler)
+    assert plan.ops == plan.lanes[1].ops != () == plan.lanes[0].ops
+    plan, _ = step(scheduler)
+    assert plan.num_scheduled_tokens == {"0": 1, "1": 1} and plan.new_requests[0].num_cached_tokens == 8
 
 
 def test_requests_spread_over_lanes_and_follow_cached_prefixes():

@@ -20,6 +20,7 @@ from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.text.tokenizer import load_tokenizer
 from tests.helpers import goldens, tiny_tokenizers
+from tests.helpers.slow import slow_except
 
 gguf = pytest.importorskip("gguf")
 
@@ -161,7 +162,7 @@ def described(config):
     return {name: value for name, value in known.items() if name not in ("bos_token_id", "eos_token_ids")}
 
 
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", slow_except(["llama", "gemma3"], MODELS))
 def test_families_and_number_formats(tmp_path, monkeypatch, architecture):
     monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
     raw = {**WIDE, **MODELS[architecture]}
@@ -196,7 +197,7 @@ def test_families_and_number_formats(tmp_path, monkeypatch, architecture):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of scales that are no numbers
 @pytest.mark.parametrize("kind", READABLE)
 def test_every_number_format_is_widened_as_by_the_package(tmp_path, monkeypatch, kind):
-    """Of several threads' parts, and of heads whose values are put back in order."""
+    """Parts of several threads, and heads whose values are put back in order."""
     monkeypatch.setattr("jaxllm.loaders.gguf._VALUES_AT_ONCE", 2048)
     number_format = gguf.GGMLQuantizationType[kind]
     block_values, block_bytes = gguf.GGML_QUANT_SIZES[number_format]

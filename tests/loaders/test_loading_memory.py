@@ -1,4 +1,4 @@
-"""What a checkpoint's loading reads, sends and holds on the host, however many devices there are."""
+"""Bytes that loading reads, sends and holds on the host, however many devices there are."""
 
 import collections
 import functools
@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxllm.layers.build import build_model
-from jaxllm.loaders import load as loading
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.layout import axes_of, expand, parameters
 from jaxllm.loaders.load import load_checkpoint, loading_bytes
+from jaxllm.loaders.reader import Files, Reader
 from jaxllm.loaders.save import save_safetensors
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
@@ -38,7 +38,7 @@ SHAPES = {
     "attention_bias": True,
 }
 SLACK_BYTES = 300_000
-"""What Python and JAX hold besides."""
+"""Memory that Python and JAX hold in addition."""
 SIZES = (1, 2, 4)
 
 
@@ -64,16 +64,12 @@ def count(monkeypatch):
     def run(directory, size):
         read, sent = collections.Counter(), collections.Counter()
         on_its_way, most = 0, 0
-        make_reader, put, wait = loading._tensor_reader, jax.device_put, jax.block_until_ready
+        read_part, put, wait = Files.plain, jax.device_put, jax.block_until_ready
 
-        def counting_reader(*args):
-            def reader(tensor, index):
-                part = read_part(tensor, index)
-                read[tensor.name] += part.nbytes
-                return part
-
-            read_part = make_reader(*args)
-            return reader
+        def counting_read(self, tensor, index):
+            part = read_part(self, tensor, index)
+            read[tensor.name] += part.nbytes
+            return part
 
         def counting_put(array, place):
             nonlocal on_its_way, most
@@ -89,7 +85,7 @@ def count(monkeypatch):
             return wait(arrays)
 
         with monkeypatch.context() as patch:
-            patch.setattr(loading, "_tensor_reader", counting_reader)
+            patch.setattr(Files, "plain", counting_read)
             patch.setattr(jax, "device_put", counting_put)
             patch.setattr(jax, "block_until_ready", counting_wait)
             state = load(directory, size)
@@ -150,7 +146,7 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_slices_are_those_of_the_whole(tmp_path, kind, quantization, size):
-    """Of copied KV heads, a padded vocabulary, and blocks of scales that no device's slice begins with."""
+    """With copied KV heads, a padded vocabulary, and blocks of scales that no device's slice begins with."""
     directory = CHECKPOINTS[kind](tmp_path)
     one, many = (dict(parameters(load(directory, n, quantization=quantization))) for n in (1, size))
     for path, variable in many.items():
@@ -168,8 +164,8 @@ def test_what_was_loaded_before_an_error_is_given_back(directory, monkeypatch):
         made.append(fuse(*args))
         return made[-1]
 
-    fuse = loading._read_by_device
-    monkeypatch.setattr(loading, "_read_by_device", fail_later)
+    fuse = Reader._by_device
+    monkeypatch.setattr(Reader, "_by_device", fail_later)
     with pytest.raises(OSError, match="disk is gone"):
         load(directory, 2)
     assert all(array.is_deleted() for array in made) and len(made) == 5

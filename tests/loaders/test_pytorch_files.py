@@ -231,7 +231,7 @@ def test_hostile_pickles_are_refused_within_limits(tmp_path, how):
 
 
 def test_no_file_ends_the_process_or_fills_memory(tmp_path):
-    """In a process of its own, which an overflow of C's stack would end, with 128 MB beyond what imports take."""
+    """In a separate process, which an overflow of C's stack would end, with 128 MB beyond what imports take."""
     nested = b"})" + b"\x85" * 400_000 + b"K\x01s."
     for i, pickled in enumerate((nested, HOSTILE["an index of the memo"][0], HOSTILE["a large memo"][0], b"}" * 2**24)):
         (tmp_path / str(i)).mkdir()

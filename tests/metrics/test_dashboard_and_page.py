@@ -1,4 +1,4 @@
-"""What the documents say of metrics is what the code offers."""
+"""The documents describe the metrics that the code has."""
 
 import json
 import re

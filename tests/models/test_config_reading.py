@@ -1,4 +1,4 @@
-"""What families read out of config.json, against transformers' own configurations."""
+"""Configs that families read from config.json, against transformers' own configurations."""
 
 import dataclasses
 import json

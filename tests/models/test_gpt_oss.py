@@ -28,6 +28,7 @@ from jaxllm.loaders.save import save_safetensors
 from jaxllm.model_config import ModelConfig
 from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
+from jaxllm.quantization.formats.mxfp4 import Mxfp4
 from jaxllm.quantization.mxfp4 import widen
 from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
@@ -68,7 +69,7 @@ PROMPTS = [[5, 1, 80, 33, 7, 7, 2, 61, 14, 9, 90, 42, 3, 3, 18, 77, 25], [50, 51
 
 
 def tensors_of() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Those that are never quantised, and the weights of experts in both forms."""
+    """Tensors that are never quantised, and the weights of experts in both forms."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, scale: float = 0.2) -> np.ndarray:
@@ -132,7 +133,7 @@ def load(directory: Path, size: int, **options: Any) -> tuple[ModelConfig, nnx.S
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_widened_experts_are_what_their_four_bits_stand_for(folders: dict[str, Path], size: int) -> None:
-    """Of four devices each holds 48 of an expert's 192 values: one and a half blocks."""
+    """Each of four devices holds 48 of an expert's 192 values: one and a half blocks."""
     found = [goldens.load(folders[form], tensor_parallel_size=size) for form in ("bfloat16", "mxfp4")]
     (config, plain), (_, unpacked) = found
     assert weight_bytes(found[1][0]) == weight_bytes(config)
@@ -170,6 +171,7 @@ def test_experts_that_stay_in_four_bits_are_what_these_stand_for(
                 assert stored.addressable_shards[0].data.size * size == stored.size
 
 
+@pytest.mark.slow
 def test_experts_in_four_bits_are_saved_as_they_were_read(folders: dict[str, Path], tmp_path: Path) -> None:
     config, state = load(folders["mxfp4"], 1, dequantize=False)
     save_safetensors(config, state, tmp_path / "saved", read_config_json(folders["mxfp4"]))
@@ -189,7 +191,7 @@ def test_experts_in_four_bits_are_saved_as_they_were_read(folders: dict[str, Pat
         load(tmp_path / "orbax", 1)
     with pytest.raises(JaxLLMError, match="one kind of quantisation"):
         convert(folders["mxfp4"], tmp_path / "fp8", "float32", "fp8", dequantize=False)
-    # It makes what an engine reads by default, unless it is told otherwise.
+    # It makes what an engine reads by default.
     convert(folders["mxfp4"], tmp_path / "default", "float32")
     for expected, got in zip(
         *map(jax.tree.leaves, (load(d, 1)[1] for d in (folders["mxfp4"], tmp_path / "default"))), strict=True
@@ -199,16 +201,17 @@ def test_experts_in_four_bits_are_saved_as_they_were_read(folders: dict[str, Pat
 
 def test_experts_stay_in_four_bits_where_a_kernel_computes_from_them(folders: dict[str, Path]) -> None:
     def is_packed(**options: Any) -> bool:
-        return load_model_config(folders["mxfp4"], **options).packed_experts
+        return load_model_config(folders["mxfp4"], **options).has_packed_experts
 
     assert is_packed(on_gpu=True, dtype="bfloat16") and is_packed(dequantize=False)
     assert not is_packed(on_gpu=True, dtype="float32") and not is_packed() and not is_packed(on_gpu=True, dequantize=True)
     with pytest.raises(ConfigError, match=r"has no experts in 4 bits \(MXFP4\); leave --no-dequantize out"):
         load_model_config(folders["bfloat16"], dequantize=False)
     # 48 values of a device are one and a half blocks.
-    assert not load_model_config(folders["mxfp4"], dequantize=False).for_tensor_parallel(4).packed_experts
+    assert not load_model_config(folders["mxfp4"], dequantize=False).for_tensor_parallel(4).has_packed_experts
 
 
+@pytest.mark.slow
 def test_dummy_experts_have_four_bits_too(folders: dict[str, Path]) -> None:
     config = load_model_config(folders["mxfp4"], dequantize=False).for_tensor_parallel(2)
     state = load_weights(config, build_model(config), folders["mxfp4"], load_format="dummy", mesh=make_mesh(2))
@@ -280,7 +283,7 @@ def test_kernels_are_checked_with_sinks_and_biases(folders: dict[str, Path]) -> 
     [attention], [experts] = shapes["paged_attention"], shapes["grouped_matmul"]
     assert [(layer.window, layer.has_sinks) for layer in attention.layers] == [(8, True), (None, True)]
     assert experts.has_biases and experts.activation == "swiglu_clamped" and not experts.is_packed
-    packed = dataclasses.replace(prepared.model_config, packed_experts=True)
+    packed = dataclasses.replace(prepared.model_config, formats=(Mxfp4(computes=True),))
     [experts] = kernel_shapes.shapes_of(prepared.config, packed, prepared.plan)["grouped_matmul"]
     assert experts.is_packed
 

@@ -39,7 +39,7 @@ def narrowed(name: str, scales: dict[str, jax.Array]) -> tuple[Batch, dict[str, 
 
 
 def widened(name: str, scales: dict[str, jax.Array]) -> tuple[Batch, dict[str, jax.Array]]:
-    """The same case in numbers that need no scale: its oracle is exact."""
+    """The case in numbers that need no scale: its oracle is exact."""
     batch, arrays = narrowed(name, scales)
     for letter in "kv":
         arrays[letter] = arrays[letter].astype(jnp.float32) * scales.get(f"{letter}_scale", 1.0)

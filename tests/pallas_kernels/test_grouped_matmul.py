@@ -29,7 +29,7 @@ from tests.helpers.slow import slow_except
 
 needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernel uses")
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
-"""Of the largest difference, relative to the largest value."""
+"""Bound of the largest difference, relative to the largest value."""
 
 
 def make_case(

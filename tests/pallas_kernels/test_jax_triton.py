@@ -77,7 +77,7 @@ def test_kernels_compile_for_cuda_without_a_gpu(dtype) -> None:
 @pytest.mark.torch
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 def test_kernels_match_the_oracle_in_tritons_interpreter() -> None:
-    """In a process of its own: the variable has to be set before triton is imported."""
+    """In a separate process: the variable has to be set before triton is imported."""
     pytest.importorskip("torch")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240)

@@ -1,4 +1,4 @@
-"""What adapters add, by every implementation, against NumPy in float64."""
+"""Products of adapters, by every implementation, against NumPy in float64."""
 
 import math
 from dataclasses import replace

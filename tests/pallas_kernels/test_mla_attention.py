@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is dep
 
 SIZES = checking.Sizes(latent_dim=24, rotated_dim=16, plain_dim=20, value_dim=12)
 GENERAL = [name for name in IMPLEMENTATIONS if name != "mosaic"]
-"""Those that take every case here."""
+"""Implementations that take every case here."""
 ROWS = {
     "ragged": {
         "decodes": (17, 0, 40, 1),
@@ -162,7 +162,7 @@ def test_mosaics_decode_equals_attention_in_numpy(lengths, num_workers, fields):
 
 @MOSAIC
 def test_mosaics_producer_and_consumer_do_not_race(monkeypatch):
-    """A ring that is gone round several times, queries too."""
+    """A ring that is traversed several times, queries too."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

@@ -116,7 +116,7 @@ def test_decode_matches_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
 def test_producer_and_consumer_do_not_race(cache_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring that is gone round several times, queries too."""
+    """A ring that is traversed several times, queries too."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

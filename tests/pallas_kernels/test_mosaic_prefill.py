@@ -50,7 +50,7 @@ def make_arrays(batch: Batch) -> list[jax.Array]:
     pages = [-(-length // size) for _, length in batch.rows]
     num_pages = sum(pages) + 2
     free = rng.permutation(np.arange(1, num_pages))
-    table = np.zeros((len(batch.rows), max(pages) + 1), np.int32)  # beside a row's pages: page 0, which is unused
+    table = np.zeros((len(batch.rows), max(pages) + 1), np.int32)  # after a row's pages: page 0, which is unused
     k, v = (np.full((num_pages, 1, size, batch.head_dim), np.nan) for _ in range(2))
     for row, (new, length) in enumerate(batch.rows):
         first = 0 if batch.window is None else max(0, length - new - batch.window + 1) // size

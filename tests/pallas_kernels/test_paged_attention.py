@@ -32,7 +32,7 @@ from tests.helpers.slow import slow_except
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 GENERAL = [name for name in IMPLEMENTATIONS if name not in ("mosaic", "jax_triton")]
-"""Those that take every case here. The others have tests of their own."""
+"""Implementations that take every case here. The others have their own tests."""
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
 

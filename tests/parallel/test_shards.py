@@ -1,4 +1,4 @@
-"""What several devices exchange in a step gives what one device has, over forced CPU devices."""
+"""Exchanges of several devices in a step give the values of one device, over forced CPU devices."""
 
 import jax
 import jax.numpy as jnp

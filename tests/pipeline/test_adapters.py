@@ -18,7 +18,7 @@ TIED, MIXED = "llama_tied", "qwen3_moe"
 
 
 def slots_of(name, names):
-    """Of a model of two layers, and of its stages."""
+    """Slots of a model of two layers, and of its stages."""
     model = load_model_config(goldens.golden(name).directory).for_tensor_parallel(2)
     (mesh,) = meshes_of(Topology(tensor=2))
     whole = DeviceSlots(build_model(model), mesh, num_slots=2, rank=8, dtype="float32", names=names)

@@ -116,7 +116,7 @@ def test_steps_in_a_row_are_of_different_requests_in_equal_parts(core, monkeypat
     assert len(decodes) > 20
     assert all(not a & b for (a, _), (b, _) in zip(decodes, decodes[1:], strict=False))
     assert {len(ids) for ids, _ in decodes} == {2}
-    assert all(in_flight >= 2 for _, in_flight in decodes)  # beside the step that is planned
+    assert all(in_flight >= 2 for _, in_flight in decodes)  # in addition to the step that is planned
 
 
 def test_without_async_scheduling_no_token_is_in_flight_when_its_request_is_planned(core, monkeypatch):
@@ -131,7 +131,7 @@ def test_without_async_scheduling_no_token_is_in_flight_when_its_request_is_plan
 
     monkeypatch.setattr(core.scheduler, "schedule", checked)
     engines.run(core, [engines.request(str(i), PROMPTS[i], max_tokens=10) for i in range(4)])
-    assert max(in_flight for _, in_flight in plans) == 1  # beside the step that is planned
+    assert max(in_flight for _, in_flight in plans) == 1  # in addition to the step that is planned
 
 
 def test_the_first_stage_computes_a_step_while_the_last_one_computes_an_earlier(core, monkeypatch):

@@ -109,7 +109,7 @@ def test_stored_scales_give_what_quantising_while_loading_gives(tmp_path, is_gat
 
     ignored = {"ignore": ["lm_head", "re:.*experts.*", "re:.*in_proj_ba"]}
     config, stored = load(write(tmp_path, DYNAMIC | ignored, quantize, golden=golden))
-    assert config.quantization == "fp8"
+    assert config.formats[0].computes
     stored, computed = by_path(stored), by_path(load(goldens.FOLDER / golden, quantization="fp8")[1])
     assert stored.keys() == computed.keys()
     for name, array in stored.items():
@@ -175,7 +175,7 @@ def test_block_scales_are_applied_and_the_weights_are_plain(tmp_path, caplog):
     directory = write(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}, per_block)
     with caplog.at_level("INFO", logger="jaxllm"):
         config, state = load(directory)
-    assert config.quantization is None
+    assert not config.formats[0].computes
     tensors = safetensors.Checkpoint(directory)
     name = "model.layers.1.mlp.down_proj.weight"
     values, scale = tensors.tensor(name).astype(np.float32), tensors.tensor(name + "_scale_inv")
@@ -189,7 +189,7 @@ def test_block_scales_are_applied_and_the_weights_are_plain(tmp_path, caplog):
 
 @pytest.mark.parametrize(("golden", "size"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("qwen3_next", 1), ("qwen3_next", 4)])
 def test_block_scales_of_experts_and_of_weights_that_are_cut_up(tmp_path, golden, size):
-    """Those that latents are multiplied with; queries and gates of one tensor, with copies of KV heads; heads of linear attention."""
+    """Weights that latents are multiplied with; queries and gates of one tensor, with copies of KV heads; heads of linear attention."""
 
     def widened(name, weight):
         values, scale = per_block(name, weight).values()
@@ -223,7 +223,7 @@ def test_gates_of_linear_attention_are_made_of_plain_weights_unless_the_checkpoi
     goldens.save(config, state, tmp_path, source)
     assert_equal(load(tmp_path)[1], state)
     stored = load_model_config(source, overrides={"quantization_config": DYNAMIC})
-    assert stored.is_quantized(("model.layers.0.linear_attn.in_proj_ba",))
+    assert stored.formats[0].covers("model.layers.0.linear_attn.in_proj_ba")
 
 
 def test_half_of_a_product_cannot_be_quantised(tmp_path):
@@ -241,7 +241,42 @@ def test_missing_scales_are_named(tmp_path):
         load(write(tmp_path, DYNAMIC, quantize))
 
 
-def test_a_quantised_head_is_told(tmp_path):
+@pytest.mark.parametrize(
+    ("golden", "stored", "quantize"),
+    [
+        ("llama_gqa", DYNAMIC, per_channel),
+        ("llama_gqa", {"quant_method": "fp8"}, per_tensor),
+        ("deepseek_v3", {"quant_method": "fp8", "weight_block_size": [32, 32]}, per_block),
+        ("deepseek_v3", DYNAMIC, per_channel),
+    ],
+)
+@pytest.mark.parametrize("size", slow_except([2], [1, 2]))
+def test_fp8_weights_that_are_no_linear_layers_are_widened(tmp_path, golden, stored, quantize, size):
+    """A head, the embedding, experts, and what latents are multiplied with, whatever a scale belongs to."""
+
+    def widened(name, weight):
+        values, scale = list(quantize(name, weight).values())[:2]
+        spread = np.kron(scale, np.ones((32, 32)))[: weight.shape[0], : weight.shape[1]] if quantize is per_block else scale
+        return {name: (values.astype(np.float32) * spread).astype(np.float32)}
+
+    def outside(quantize):
+        """Of a checkpoint's tensors those that `write` leaves as they are."""
+        source = safetensors.Checkpoint(goldens.FOLDER / golden)
+        names = ("lm_head.weight", "model.embed_tokens.weight")
+        return {k: v for name in names for k, v in quantize(name, np.asarray(source.tensor(name), np.float32)).items()}
+
+    blocks = write(tmp_path / "fp8", stored, quantize, golden=golden, more=outside(quantize))
+    plain = write(tmp_path / "plain", None, widened, golden=golden, more=outside(widened))
+    found, expected = by_path(load(blocks, tensor_parallel_size=size)[1]), by_path(load(plain, tensor_parallel_size=size)[1])
+    shared = found.keys() & expected.keys()
+    assert {"head.weight", "embedding.weight"} <= shared and any("mlp.gate_up" in name for name in shared) == (
+        golden != "llama_gqa"
+    )
+    for name in shared:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, err_msg=name)
+
+
+def test_a_scale_of_a_plain_head_is_told(tmp_path):
     more = {"lm_head.weight_scale": np.ones((128, 1), np.float32)}
     with pytest.raises(ModelLoadError, match="unused: lm_head.weight_scale"):
         load(write(tmp_path, DYNAMIC, per_channel, more=more))
@@ -250,7 +285,7 @@ def test_a_quantised_head_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("quantization_config", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'; supported: fp8"),
+        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'; supported: .*fp8"),
         ({"quant_method": "gptq"}, "'gptq'; supported"),
         (DYNAMIC | {"format": "pack-quantized"}, "format pack-quantized, 8 bits of type float"),
         (DYNAMIC | {"config_groups": {}}, "0 config_groups"),
@@ -269,7 +304,7 @@ def test_saved_fp8_weights_load_again(tmp_path):
     config, state = load(goldens.FOLDER / "qwen3", quantization="fp8")
     goldens.save(config, state, tmp_path, goldens.FOLDER / "qwen3")
     again, loaded = load(tmp_path)
-    assert dataclasses.replace(again, stored_fp8=None) == config
+    assert dataclasses.replace(again, formats=config.formats) == config
     assert_equal(loaded, state)
     entry = safetensors.Checkpoint(tmp_path).entries["model.layers.0.self_attn.q_proj.weight_scale"]
     assert entry.dtype == "F32" and entry.shape[1] == 1
@@ -282,7 +317,7 @@ def test_converted_checkpoints_of_blocks_load_again(tmp_path, quantization):
     runpy.run_path(str(script))["convert"](source, tmp_path / "output", "float32", quantization)
     assert orbax.is_checkpoint(tmp_path / "output")
     config, state = load(tmp_path / "output")
-    assert config.quantization == quantization
+    assert [format.computes for format in config.formats] == ([True] if quantization else [])
     assert_equal(state, load(source, quantization=quantization)[1])
 
 

@@ -46,7 +46,7 @@ def make_request(name, prompt, *, prompt_logprobs=None, items=(), pooling_params
 
 
 def news_of(spec: EngineCoreRequest, algorithm="sha256", adapter: Adapter | None = None) -> CacheNews:
-    """What an engine publishes that has computed a prompt."""
+    """Events of an engine that has computed a prompt."""
     request = Request(spec)
     request.adapter = adapter
     block_hasher(BLOCK, algorithm)(request)

@@ -22,16 +22,19 @@ from jaxllm.runner.row_arrays import Scores
 from jaxllm.scheduler_output import ModelRunnerOutput
 from pallas_kernels import collectives
 from pallas_kernels.collectives.exchange import FAILED, SILENT, WAITING
+from tests.helpers import goldens
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = ["The capital of France is", "1 + 1 =", "a b c d e f g"]
+MODEL = goldens.golden("llama_gqa")
+PROMPTS = [{"prompt_token_ids": result.prompt} for result in MODEL.results[:3]]
 PARAMS = [
     SamplingParams(max_tokens=8, temperature=0),
     SamplingParams(max_tokens=8, temperature=1, seed=3, top_p=0.9),
     SamplingParams(max_tokens=8, temperature=1, seed=4, logprobs=1, repetition_penalty=1.1),
 ]
 OPTIONS = {
+    "skip_tokenizer_init": True,
     "max_model_len": 64,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
@@ -82,7 +85,7 @@ def llm(monkeypatch):
     monkeypatch.setattr(collectives, "choose", lambda op, **case: "xla")
     monkeypatch.setattr(collectives, "status", status)
     monkeypatch.setattr(peers_module, "Communicator", StandIn)
-    llm = LLM("demo", tensor_parallel_size=2, **OPTIONS)
+    llm = LLM(str(MODEL.directory), tensor_parallel_size=2, **OPTIONS)
     yield llm
     llm.shutdown()
 
@@ -117,7 +120,7 @@ def tokens(llm, params):
 
 
 def test_steps_through_peers_draw_the_same_tokens_and_survive_a_wait_that_was_given_up(llm):
-    one = LLM("demo", **OPTIONS)
+    one = LLM(str(MODEL.directory), **OPTIONS)
     expected = [tokens(one, params) for params in PARAMS]
     one.shutdown()
     runner = llm.llm_engine.core.runner

@@ -61,9 +61,9 @@ def sample(functions: StepFunctions, variant: Variant) -> tuple[np.ndarray, Any]
     ("mode", "variant", "kernels"),
     [
         ("raw_logprobs", Variant.MASKED, {}),
-        ("raw_logprobs", Variant.MASKED, {"sampling": "triton", "interpret": True}),
+        pytest.param("raw_logprobs", Variant.MASKED, {"sampling": "triton", "interpret": True}, marks=pytest.mark.slow),
         ("raw_logits", Variant.MASKED, {}),
-        ("raw_logprobs", Variant.FULL, {}),
+        pytest.param("raw_logprobs", Variant.FULL, {}, marks=pytest.mark.slow),
         ("processed_logprobs", Variant.FULL, {}),
         ("processed_logits", Variant.FULL, {}),
     ],

@@ -210,7 +210,7 @@ def test_greedy_takes_the_lowest_of_equals_and_nan_counts_as_the_highest():
 
 
 def run_alone(params, token_ids, logits_SV, *, num_prompt_tokens=None, row=2):
-    """Tokens of one request over the steps' logits, beside an unrelated neighbour."""
+    """Tokens of one request over the steps' logits, next to an unrelated request."""
     width, tokens = logits_SV.shape[1], list(token_ids)
     packed = pack_admission(params, tokens, num_prompt_tokens or len(tokens), EOS, vocab_size=width)
     state = admit_jit(SamplingState.zeros(ROWS, width), jnp.int32(row), packed)
@@ -282,6 +282,7 @@ def test_min_tokens_mask_eos_and_stop_tokens_until_reached():
     assert tokens[2:] == [3] * 5  # nothing else may be drawn
 
 
+@pytest.mark.slow
 def test_padding_the_vocabulary_changes_no_token():
     logits = np.random.default_rng(11).normal(size=(10, V)).astype(np.float32)
     params = SamplingParams(seed=5, frequency_penalty=1, top_k=10, logit_bias={2: 1.0}, allowed_token_ids=list(range(50)))

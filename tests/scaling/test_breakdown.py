@@ -57,7 +57,7 @@ def test_each_moment_counts_once() -> None:
     times, hidden = time_by_part(
         [
             (0.0, 10.0, "products"),
-            (8.0, 12.0, "communication"),  # two of them beside the product
+            (8.0, 12.0, "communication"),  # two of them during the product
             (11.0, 14.0, "other"),  # one of its moments is the communication's, which this hides
             (20.0, 25.0, "attention"),
             (22.0, 30.0, "products"),  # beats attention for three

@@ -9,6 +9,7 @@ import pytest
 
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Attention, LatentAttention, Layer, MoE, Norm, Rope, Routing
+from jaxllm.quantization.formats.mxfp4 import Mxfp4
 from jaxllm.scaling.limits import Ceilings, ModelCost, Work
 from jaxllm.scaling.trace import STRETCH, Kernel, class_of, parse, read_trace, record
 from pallas_kernels.checking.attention import Batch
@@ -242,7 +243,7 @@ def test_a_step_reads_the_experts_that_its_tokens_are_expected_to_choose():
     one = cost.work([(1, 2)], num_steps=1, skip_prompts=True)
     unread = 3 * 6 * expert_values * 2
     assert one.bytes == pytest.approx(weight_bytes - unread + 2 * 3 * LAYER_CACHE)
-    packed = ModelCost(dataclasses.replace(sparse, packed_experts=True), weight_bytes)
+    packed = ModelCost(dataclasses.replace(sparse, formats=(Mxfp4(computes=True),)), weight_bytes)
     four_bits = packed.work([(1, 2)], num_steps=1, skip_prompts=True)
     assert four_bits.bytes == pytest.approx(weight_bytes - unread / 2 * 17 / 32 + 2 * 3 * LAYER_CACHE)
     many = cost.work([(1, 2)] * 1000, num_steps=1, skip_prompts=True)

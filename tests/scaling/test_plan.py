@@ -1,4 +1,4 @@
-"""What is measured where."""
+"""The work of each size."""
 
 import dataclasses
 import json
@@ -80,7 +80,7 @@ def test_what_somebody_set_is_kept() -> None:
     found = options(dataclasses.replace(PLAN, options=asked), max_position=77)
     assert found == {
         **asked,
-        "max_num_prefill_tokens": 8192,  # as many as beside decodes on so many GPUs: all steps have one limit
+        "max_num_prefill_tokens": 8192,  # as many as with decodes on so many GPUs: all steps have one limit
         "model": "some/model",
         "max_model_len": 77,
         "skip_tokenizer_init": True,

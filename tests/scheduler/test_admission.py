@@ -1,4 +1,4 @@
-"""Rooms: what requests need beside blocks. Here a room has seats for two kinds of requests, as a device may have for two adapters."""
+"""Rooms: what requests need in addition to blocks. Here a room has seats for two kinds of requests, as for two adapters."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What a scheduler reports of the prompt tokens that it has still to compute."""
+"""Reported number of prompt tokens still to compute."""
 
 from jaxllm.scheduler_output import ModelRunnerOutput
 from tests.helpers.scheduling import make_request, make_scheduler

@@ -23,6 +23,7 @@ from jaxllm.scheduler.scheduling_policies import Turns
 from jaxllm.scheduler_output import SchedulerOutput
 from tests.helpers.fake_items import PLACEHOLDER, Encoder, effective_prompt
 from tests.helpers.fake_runner import FakeEngine, RandomDrafts, digests, oracle_tokens
+from tests.helpers.fake_tier import FakeTier
 from tests.helpers.scheduling import make_request, make_scheduler
 
 VOCAB, END, STOP = 12, 3, 5
@@ -30,7 +31,7 @@ VOCAB, END, STOP = 12, 3, 5
 
 @dataclass
 class _Reader:
-    """Who knows a prefix cache by its news alone."""
+    """A reader that knows a prefix cache by its events alone."""
 
     known: set[bytes] = field(default_factory=set)
 
@@ -59,7 +60,7 @@ class _Load:
     num_made: int = 0
     max_item_tokens: int = 0
     readers: list[_Reader] = field(default_factory=list)
-    """Those that a front has; more come later."""
+    """Readers from the start; more come later."""
 
     def event(self) -> None:
         kind = self.rng.random()
@@ -72,7 +73,7 @@ class _Load:
                 self.end(request_id)
         elif kind < 0.30:
             self.engine.scheduler.reset_prefix_cache(reset_running_requests=self.rng.random() < 0.5)
-        elif kind < 0.32 and self.engine.in_flight:
+        elif kind < 0.32 and self.engine.in_flight and self.engine.in_flight[0][0].rows:
             self.fail_one()
         elif kind < 0.325:
             self.hold_some()
@@ -196,6 +197,11 @@ class _Load:
         assert self.received[request_id] == expected == request.output_token_ids
         assert reason == (FinishReason.STOP if expected[-1] in ends else FinishReason.LENGTH)
 
+    @property
+    def is_loading(self) -> bool:
+        loading = self.engine.scheduler.cache_manager.loading
+        return loading is not None and bool(loading.holders())
+
     def end(self, request_id: str) -> None:
         del self.live[request_id]
         self.num_ended += 1
@@ -206,7 +212,7 @@ class _Load:
             if not self.live:
                 break
             self.engine.dispatch()
-            assert self.engine.in_flight, "requests wait and nothing runs"
+            assert self.engine.in_flight or self.is_loading, "requests wait and nothing runs"
             self.collect()
         assert not self.live, "a request never ends"
         while self.engine.in_flight:
@@ -267,12 +273,13 @@ def run_load(
     drafts: tuple[int, int, float] | None,
     num_stages: int,
     encoder: tuple[int, int] | None = None,
+    tiers: tuple[dict[str, Any], ...] = (),
     **options: Any,
 ) -> int:
     """Run a random load to its end. Returns the number of steps.
 
     num_blocks: for each group; 0: as few as possible. drafts: most of a row, how many positions behind them a drafter writes to, and
-    how often one is right. encoder: tokens of items that it encodes in a step, and its slots.
+    how often one is right. encoder: tokens of items that it encodes in a step, and its slots. tiers: arguments of fake tiers.
     """
     max_model_len = 46
     control = None
@@ -283,6 +290,8 @@ def run_load(
     options["max_num_prefill_tokens"] = options["max_num_batched_tokens"] + options.pop("more_for_prompts")
     least = num_blocks_for(policies, max_model_len, 4, options["max_num_prefill_tokens"])
     num_blocks = 1 + ((num_blocks - 1) * len(policies) if num_blocks else least)
+    tier_rng = random.Random(seed + 2)
+    fake_tiers = [FakeTier(tier_rng, **arguments) for arguments in tiers]
     scheduler = make_scheduler(
         num_blocks=num_blocks,
         block_size=4,
@@ -292,12 +301,13 @@ def run_load(
         policies=policies,
         drafts=control,
         num_stages=num_stages,
+        tiers=fake_tiers,
         rooms=() if encoder is None else (Encoder(*encoder),),
         **options,
     )
     if options["scheduling_policy"] == "fair":
         scheduler._turns = Turns(patience_seconds=0)
-    watch(scheduler, may_overtake=encoder is not None)
+    watch(scheduler, may_overtake=encoder is not None or bool(tiers))
     engine = FakeEngine(scheduler, vocab_size=VOCAB, depth=depth + num_stages - 1)
     load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
     load.max_item_tokens = 0 if encoder is None else encoder[0]
@@ -331,6 +341,7 @@ CHOICES: dict[str, list[Any]] = {
     "scheduler_reserve_full_isl": [True, False],
     "reuse_ids": [True, False],
     "encoder": [None, None, (4, 2), (9, 1), (30, 3)],
+    "tiers": [(), ({},), ({"max_steps": 8, "share_bad": 0.2},), ({"capacity": 5}, {"max_steps": 0, "share_bad": 0.1})],
 }
 
 

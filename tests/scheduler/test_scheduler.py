@@ -90,7 +90,7 @@ def test_a_long_prompt_takes_larger_steps_until_a_request_decodes():
     add(scheduler, make_request("a", 600))
     assert [counts(step(scheduler)[0]) for _ in range(2)] == [[250], [250]]
     add(scheduler, make_request("b", 400))
-    assert counts(step(scheduler)[0]) == [100]  # a's first token: b waits for a step of its own
+    assert counts(step(scheduler)[0]) == [100]  # a's first token: b waits for a separate step
     assert [counts(step(scheduler)[0]) for _ in range(2)] == [[1, 99], [1, 99]]
     scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     assert counts(step(scheduler)[0]) == [202]
@@ -311,7 +311,7 @@ def test_a_refused_request_enters_as_soon_as_its_cached_beginning_is_used(num_bl
     scheduler = make_scheduler(num_blocks=num_blocks, max_num_batched_tokens=64, long_prefill_token_threshold=32)
     add(scheduler, make_request("earlier", prompt, max_tokens=1))
     run_to_end(scheduler)
-    # a fills 2 blocks of its own a step, up to 10. b needs 6 less those that a has filled; always 3 (or 2, or 1) are spare.
+    # a fills 2 blocks a step, up to 10. b needs 6 less those that a has filled; always 3 (or 2, or 1) are spare.
     add(scheduler, make_request("a", [*prompt, *prompt], max_tokens=9, skip_reading_prefix_cache=True))
     add(scheduler, make_request("b", [*prompt, 5], max_tokens=2))
     expected = [["a"]] * num_waited + [["a", "b"]]

@@ -23,14 +23,14 @@ NEEDS_A_CHAT_TEMPLATE = {"others-responses", "full-store", "hostile-bodies"}
 
 
 class InProcess(target.Target):
-    """Servers of this process over a fake engine, with these options beside those of the attack."""
+    """Servers of this process over a fake engine, with these options and those of the attack."""
 
     def __init__(self, directory: Path, **weaker: Any):
         super().__init__()
         self._directory, self._weaker = directory, weaker
 
     def server(self, *flags: str, fresh: bool = False) -> Any:
-        """A server of its own for each attack."""
+        """A separate server for each attack."""
         self.close()
         given = vars(command_parser("serve").parse(["demo", *flags]))
         names = {flag.name for flag in server_flags()}

@@ -1,4 +1,4 @@
-"""What check_gpu.py and bench_kernels.py do with right, wrong and failing kernels, on toy ones."""
+"""check_gpu.py and bench_kernels.py with right, wrong and failing kernels, on toy ones."""
 
 import contextlib
 import dataclasses
@@ -36,6 +36,7 @@ from scripts.gpu_checks import (
     tensor_parallel,
     tensor_parallel_traffic,
     tokens,
+    traffic,
 )
 from scripts.kernels import Case, attention
 from tests.helpers import goldens
@@ -298,8 +299,9 @@ def test_an_engine_over_devices_that_does_not_start_has_failed(monkeypatch) -> N
 
 
 @pytest.mark.slow
-def test_requests_of_every_kind_over_two_devices(shared_programs) -> None:
-    found = list(tensor_parallel_traffic.check(tiny=True, deadline=math.inf, sizes=(2,)))
+def test_requests_of_every_kind_over_eight_devices(shared_programs) -> None:
+    """Which hold copies of two KV heads."""
+    found = list(tensor_parallel_traffic.check(tiny=True, deadline=math.inf, sizes=(8,)))
     assert not [outcome.line() for outcome in found if not outcome.passed]
     names = [outcome.name.partition(": ")[2] for outcome in found]
     assert names == [
@@ -312,6 +314,31 @@ def test_requests_of_every_kind_over_two_devices(shared_programs) -> None:
         "",  # fp8
     ]
     assert "14 of 14 requests answered as by one device" in found[0].detail and " 0 preemptions" not in found[0].detail
+
+
+def test_another_token_or_logprob_is_noticed() -> None:
+    expected = {
+        "greedy": [traffic.Answer((5, 6, 7)), traffic.Answer((5, 6))],
+        "logprobs": [traffic.Answer((5,), (-0.5, -1.0), (5, 6))],
+    }
+    assert traffic.differing(expected, expected) == []
+    moved = traffic.Answer((5,), (-0.5, -0.99), (5, 6))
+    found = {"greedy": [traffic.Answer((5, 6, 8)), expected["greedy"][1]], "logprobs": [moved]}
+    assert traffic.differing(found, expected) == [("greedy", 0), ("logprobs", 0)]
+
+
+@pytest.mark.parametrize(("token", "is_tie"), [(6, True), (7, False)])
+def test_a_less_likely_token_is_no_tie_whatever_one_device_has_answered(monkeypatch, token, is_tie) -> None:
+    class Llm:
+        """After token 3 comes 4, or 6, which is all but as likely."""
+
+        def generate(self, prompts, params, use_tqdm):
+            scores = {4: 1.0, 6: 1.0 - traffic.NUDGE / 2, 7: 1.0 - 2 * traffic.NUDGE}
+            likeliest = max(scores, key=lambda token: scores[token] + params.logit_bias.get(token, 0.0))
+            return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=[3, likeliest, 5])])]
+
+    monkeypatch.setattr(traffic, "answers", lambda llm, size, kinds: {"greedy": [traffic.Answer((3, 4, 5))]})
+    assert traffic.is_tie(Llm(), traffic.TINY, "greedy", 0, traffic.Answer((3, token, 5))) == is_tie
 
 
 def test_a_line_without_answers_to_compare_with_or_that_took_too_long_has_failed() -> None:

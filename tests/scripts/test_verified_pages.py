@@ -1,4 +1,4 @@
-"""What a GPU run verified is recorded, shown on a page, and stands there as unverified when the source has changed since."""
+"""Results of a GPU run are recorded and shown on a page, as unverified once the source has changed."""
 
 import dataclasses
 import json

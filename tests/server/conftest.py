@@ -16,7 +16,7 @@ from tests.server.client import Client
 
 @pytest.fixture(scope="session")
 def served_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the front reads of a model."""
+    """Files of a model that text processing reads."""
     return write_tokenizer(tmp_path_factory.mktemp("served"))
 
 

@@ -43,7 +43,7 @@ def adapter(path: Path) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A directory of adapters, beside one that is outside it."""
+    """A directory of adapters, next to one that is outside it."""
     adapter(tmp_path / "outside")
     adapter(tmp_path / "root" / "sql")
     (tmp_path / "root" / "empty").mkdir()
@@ -63,7 +63,7 @@ def engine(core: FakeEngineCore) -> Iterator[AsyncLLM]:
 
 
 def load_modules(client: Client) -> None:
-    """What the application does when it starts."""
+    """Start the application."""
     client.run(client.app.state.context.adapters.load_modules())
 
 
@@ -100,7 +100,7 @@ def test_every_api_takes_the_name_of_an_adapter(engine: AsyncLLM, core: FakeEngi
         ]
         assert client.get("/v1/models/two").json() == cards[2]
         assert [model["name"] for model in client.get("/api/tags").json()["models"]] == ["m", "one", "two"]
-        load_modules(client)  # as a front does that is started again
+        load_modules(client)  # as an API server does that is started again
     assert len(adds(core)) == 2
 
 
@@ -141,7 +141,7 @@ def test_the_directory_has_what_no_one_loaded(engine: AsyncLLM, core: FakeEngine
 def test_adapters_of_others_come_and_go(
     engine: AsyncLLM, core: FakeEngineCore, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another front loads and drops adapters."""
+    """Another API server loads and drops adapters."""
     with Client(create_app(engine, options())) as client:
         client.run(engine.load_adapter("sql", str(root / "sql")))
         assert client.complete(model="sql").status_code == 200

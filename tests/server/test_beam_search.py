@@ -94,7 +94,7 @@ def core(directory: Path) -> FakeEngineCore:
 
 @pytest.fixture(scope="module")
 def script(directory: Path) -> LLM:
-    """The same model for scripts."""
+    """The model for scripts."""
     core = guessing_core(directory, max_model_len=200)
     return LLM.from_config(core.config, core=core)
 

@@ -1,4 +1,4 @@
-"""What is answered by its Host, Origin and Sec-Fetch headers, through the application without a socket."""
+"""Answers by Host, Origin and Sec-Fetch headers, through the application without a socket."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Clients are told apart: how many requests each may have at once, who is served in turn, and who does not read."""
+"""Clients are distinguished: how many requests each may have at once, who is served in turn, and who does not read."""
 
 import asyncio
 import json

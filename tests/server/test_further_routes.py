@@ -1,4 +1,4 @@
-"""Routes other than OpenAI's, and fields of replies besides the answer."""
+"""Routes other than OpenAI's, and fields of replies other than the answer."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -117,5 +117,5 @@ def test_a_local_model_has_a_short_name_and_its_path_is_taken_too(engine: AsyncL
             None
         ]
         assert f'model_name="{name}"' in client.get("/metrics").text
-    with Client(create_app(engine, options())) as client:  # which has a name of its own
+    with Client(create_app(engine, options())) as client:  # which has its own name
         assert client.complete(model=path).status_code == 404

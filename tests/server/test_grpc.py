@@ -42,7 +42,7 @@ MAX_BYTES = 20_000
 
 
 class Wire:
-    """A running service and a channel to it, in an event loop of its own."""
+    """A running service and a channel to it, in a separate event loop."""
 
     def __init__(self, engine: AsyncLLM):
         self._runner = asyncio.Runner()

@@ -1,4 +1,4 @@
-"""What ollama's API tells of models, and its vectors, by the client of ollama."""
+"""Models and vectors of ollama's API, by the client of ollama."""
 
 import json
 import os
@@ -27,7 +27,7 @@ Ask = Callable[..., Any]
 
 
 def write_model(directory: Path) -> Path:
-    """A model directory as far as a front reads it."""
+    """A model directory without weights."""
     write_tokenizer(directory, chat_template="{{ tools }}" + CHAT_TEMPLATE, generation_config={"temperature": 0.5, "top_k": 9})
     (directory / "config.json").write_text(json.dumps(CONFIG))
     weights = {"model.norm.weight": np.ones(8, np.float32), "model.experts_blocks": np.ones((3, 4), np.uint8)}

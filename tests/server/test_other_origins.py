@@ -61,7 +61,7 @@ Promise.all([
   submitted('sleep'),
 ]).then(([statuses, ...read]) => done({ statuses: [...new Set(statuses)], read }));
 """
-"""What a page can do to a server of another origin without a preflight. Ends with what it got to see."""
+"""Requests of a page to another origin without a preflight. Ends with what it got to see."""
 
 ASK = """
 const [url, done] = arguments;
@@ -109,7 +109,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def touched(core: FakeEngineCore, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What reached the engine."""
+    """Requests that reached the engine."""
     found: list[str] = []
 
     def call(name: str, method: Any, *arguments: Any, **more: Any) -> Any:

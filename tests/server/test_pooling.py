@@ -33,7 +33,7 @@ def tokenizer(served_directory):
 
 
 def counts(ids) -> np.ndarray:
-    """What the fake core makes of a prompt."""
+    """The fake core's vector of a prompt."""
     vector = np.bincount(np.array(ids) % WIDTH, minlength=WIDTH).astype(np.float32)
     return vector / np.linalg.norm(vector)
 

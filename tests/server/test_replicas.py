@@ -126,7 +126,7 @@ def test_fronts_that_start_while_a_replica_is_down_serve(model: Path, tmp_path: 
         server.wait_ready()
         for pid in (min(server.children("engine")), *server.children("front")):
             os.kill(pid, signal.SIGKILL)
-        for _ in range(4):  # connections are dealt out among the fronts
+        for _ in range(4):  # connections are dealt out among the API servers
             wait_until(is_whole, "it did not come back")
         for _ in range(6):
             with server.client() as client:

@@ -21,7 +21,7 @@ schemathesis = pytest.importorskip("schemathesis")
 NUM_BODIES, NUM_OTHERS = 12, 3
 """Requests to each route in each mode: with bodies, and without."""
 ELSEWHERE = {"/sleep", "/wake_up", "/pause", "/start_profile", "/stop_profile"}
-"""What would keep the engine from answering the rest, or write files."""
+"""Routes that would stop the engine or write files."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_no_request_is_a_fault_of_the_server(whole_client: Client, mode: Any) ->
 
 
 def operations(client: Client) -> Iterator[Any]:
-    """What the document offers, one path of each route."""
+    """The document's operations, one path of each route."""
     seen = set()
     for found in schemathesis.openapi.from_dict(client.get("/openapi.json").json()).get_all_operations():
         operation = found.ok()

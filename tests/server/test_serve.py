@@ -172,7 +172,7 @@ def test_killed_fronts_are_replaced_and_their_requests_end_and_a_second_signal_s
         wait_until(lambda: len(server.children("server.front")) == 2, "no front was started again")
         for _ in range(4):  # also those of its clients that come before it is ready are answered by it
             with server.client() as client:
-                wait_until(lambda client=client: client.get("/ready").status_code == 200, "a front does not serve")  # type: ignore[misc]
+                wait_until(lambda client=client: client.get("/ready").status_code == 200, "an API server does not serve")  # type: ignore[misc]
                 assert text_of(client) == "one two three"
                 assert num_running(client) == 0, "requests of a killed front run on"
         children = server.children()

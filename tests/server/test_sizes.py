@@ -1,4 +1,4 @@
-"""What a body may hold is known before its values are validated, and cheap to find out."""
+"""Sizes of bodies are checked cheaply, before their values are validated."""
 
 import time
 import types

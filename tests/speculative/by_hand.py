@@ -35,7 +35,7 @@ HiddenStates = Callable[[list[int]], tuple[np.ndarray, list[np.ndarray]]]
 
 
 def target_hidden_states(config: ModelConfig, state: nnx.State, layers: tuple[int, ...]) -> HiddenStates:
-    """Those of a model, for sequences up to MAX_LENGTH."""
+    """Hidden states of a model, for sequences up to MAX_LENGTH."""
     graph, positions = nnx.graphdef(build_model(config)), jnp.arange(MAX_LENGTH)
 
     @jax.jit

@@ -102,7 +102,7 @@ class EagleOracle:
         return drafts
 
     def forward(self, e, h):
-        """Of the last token: what logits are of, and its hidden state."""
+        """The last token's input of the logits, and its hidden state."""
         w = self.w
         if self.is_third:
             normed = self.norm(h, "hidden_norm")
@@ -131,7 +131,7 @@ def turned(x, angle):
 
 
 def write_with_next_token_layer(folder: Path) -> Path:
-    """MTP_TARGET with a layer behind the last, which has values of its own."""
+    """MTP_TARGET with a layer behind the last, which has its own values."""
     folder = shutil.copytree(MTP_TARGET, folder / "model")
     checkpoint, rng = open_checkpoint(MTP_TARGET), np.random.default_rng(2)
     weights = {name: np.float32(checkpoint.tensor(name)) for name in checkpoint.entries}

@@ -16,7 +16,7 @@ V = 128
 
 
 def greedy(config, state, tokens: list[int], count: int, noise: np.ndarray) -> list[int]:
-    """What a model says after these tokens."""
+    """Output of a model after these tokens."""
     found = list(tokens)
     for _ in range(count):
         logits = goldens.logits(config, state, found, pad_to=MAX_LENGTH)[-1][:V]
@@ -30,7 +30,7 @@ def greedy(config, state, tokens: list[int], count: int, noise: np.ndarray) -> l
     [("mistral_window", 1, False), ("qwen2", 2, True)],
 )
 def test_drafts_are_those_of_the_model_alone(name, size, is_drawn, monkeypatch):
-    """Of any family, with other sizes of heads and vocabulary (qwen2 has 131 tokens)."""
+    """Models of any family, with other sizes of heads and vocabulary (qwen2 has 131 tokens)."""
     monkeypatch.setattr(draft_model, "_check_vocabulary", lambda *_: None)
     directory = goldens.FOLDER / name
     split, split_state = goldens.load(TARGET, tensor_parallel_size=size)

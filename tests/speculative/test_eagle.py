@@ -98,6 +98,7 @@ def test_a_head_that_does_not_fit_is_refused_with_names_and_sizes(tmp_path, conf
         eagle.make(directory, target, is_third=True, num_drafts=3, tensor_parallel_size=2).load(make_mesh(2), SILENT)
 
 
+@pytest.mark.slow
 def test_random_weights_have_the_shapes_of_a_head(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG_3))
     target = goldens.load(TARGET, tensor_parallel_size=2)[0]

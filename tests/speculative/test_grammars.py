@@ -48,7 +48,7 @@ def test_the_tokens_are_those_without_drafts_and_drafts_are_accepted(llm: LLM, s
         params = [
             SamplingParams(
                 **SAMPLING[sampling],
-                max_tokens=40 if form else 12,  # without a grammar: beside the others
+                max_tokens=40 if form else 12,  # without a grammar: together with the others
                 structured_outputs=form,
                 num_speculative_tokens=num_drafts,
             )

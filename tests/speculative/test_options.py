@@ -1,4 +1,4 @@
-"""What a speculative_config may say, and the sentence for everything else."""
+"""Values of speculative_config, and the errors for all others."""
 
 import json
 import subprocess

@@ -32,7 +32,7 @@ P_LOGITS, Q_LOGITS = (RNG.standard_normal((4, V, V)).astype(np.float32) * 1.5 fo
 
 
 def columns_of(num_rows: int = NUM_ROWS, **params) -> SamplingColumns:
-    """Of rows that differ in their seeds alone."""
+    """Columns of rows that differ in their seeds alone."""
     row = unpack_columns(jnp.asarray(pack_columns(SamplingParams(seed=0, **params)))[None])
     columns = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_rows,)), row)
     return replace(columns, seed_low=jnp.arange(num_rows, dtype=jnp.uint32))
@@ -210,7 +210,7 @@ def test_exact_acceptance_keeps_tokens_and_is_as_frequent_as_theory_says():
 
 
 def acceptance_of(core: EngineCore, requests: list[EngineCoreRequest]) -> tuple[Acceptance, dict[str, list[int]]]:
-    """What an engine accepts while it answers requests, and their tokens."""
+    """Number of drafts that an engine accepts while it answers requests, and their tokens."""
     before = Acceptance.of(core.stats())
     answers = engines.run(core, requests)
     return Acceptance.of(core.stats()) - before, {name: answer.tokens for name, answer in answers.items()}

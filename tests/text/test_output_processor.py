@@ -212,7 +212,7 @@ def test_full_blocks_of_the_prompt_that_were_not_cached_are_counted(tokenizer: T
     for num_prompt, num_cached, num_created in ((11, 0, 8), (11, 4, 4), (12, 8, 4), (3, 0, 0)):
         (output,) = front.say(front.add(list(range(num_prompt))), [70], FinishReason.LENGTH, num_cached_tokens=num_cached)
         assert output.num_cache_creation_tokens == num_created
-    (output,) = Front(tokenizer).say(front.add(list(range(11))), [70]) or [None]  # another front's request is ignored
+    (output,) = Front(tokenizer).say(front.add(list(range(11))), [70]) or [None]  # another process's request is ignored
     assert output is None
 
 

@@ -164,7 +164,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
             pause, last = max(pause, (now := time.perf_counter()) - last), now
 
     def longest_pause(work: Callable[[], Any]) -> float:
-        """Of the other thread, as a fraction of the work's time."""
+        """Longest pause of the other thread, as a fraction of the work's time."""
         nonlocal pause
         pause, began = 0.0, time.perf_counter()
         work()

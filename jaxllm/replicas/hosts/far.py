@@ -1,4 +1,4 @@
-"""Another host's side: stands in for the fronts, which are on host 0, at the sockets of this host's engine processes."""
+"""Another host's side: stands in for the API servers, which are on host 0, at the sockets of this host's engine processes."""
 
 import asyncio
 import os
@@ -53,7 +53,7 @@ class Bridge:
 
 
 class _Engine:
-    """The sockets to an engine process of this host, as the fronts have them."""
+    """The sockets to an engine process of this host, as the API servers have them."""
 
     def __init__(self, rank: int, directory: Path, context: "zmq.Context[zmq.Socket[bytes]]", link: Link):
         self._rank, self._directory, self._context, self._link = rank, directory, context, link
@@ -69,7 +69,7 @@ class _Engine:
         return outbox
 
     def greet(self, client: str) -> None:
-        """Listen under a front's name, and have the engine answer there."""
+        """Listen under an API server's name, and have the engine answer there."""
         if client not in self._inboxes:
             if not is_client_name(client):
                 raise WireError("it sent an impossible name of a front")
@@ -78,19 +78,19 @@ class _Engine:
         self._put(messages.encode(FrontHello(client, os.getpid())))  # this process ends with the connection
 
     def send(self, client: str, frame: bytes) -> None:
-        """Give the engine what a front sent."""
+        """Give the engine a message of an API server."""
         if client in self._inboxes and not self._put(frame) and (sender := messages.sender_of_add(frame)) is not None:
             refusal = RequestRefused(sender[1], Fault("engine", "the engine process does not fetch its messages"))
             self._link.send_frame(self._rank, client, messages.encode(refusal))
 
     def leave(self, client: str) -> None:
-        """A front has left."""
+        """An API server has left."""
         if self._inboxes.pop(client, None) is not None:
             self._tasks.pop(client).cancel()
             self._put(messages.encode(Bye(client)))
 
     def end(self) -> list[str]:
-        """The engine process has ended: send its last messages to the fronts, and forget all of them. Returns their names."""
+        """The engine process has ended: send its last messages to the API servers, and forget all of them. Returns their names."""
         for client, inbox in self._inboxes.items():
             while frames := inbox.frames_now():
                 for frame in frames:

@@ -1,4 +1,4 @@
-"""What must be the same on all hosts with replicas of one server."""
+"""Properties that must be equal on all hosts with replicas of one server."""
 
 from jaxllm import hub
 from jaxllm.config import EngineConfig

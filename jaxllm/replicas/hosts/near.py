@@ -1,4 +1,4 @@
-"""Host 0's side of replicas on other hosts: stands in for their engine processes, and carries what the fronts say to them."""
+"""Host 0's side of replicas on other hosts: stands in for their engine processes, and carries the API servers' messages to them."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ from jaxllm.replicas.hosts.wire import (
 from jaxllm.replicas.processes import MAX_RESTARTS, RESTART_WINDOW_SECONDS
 
 MAX_STRANGERS = 64
-"""Connections that may wait to say hello, beside those of all hosts. Beyond them, the oldest is closed: a host says hello at once."""
+"""Connections that may wait to say hello, in addition to those of all hosts. Beyond, the oldest is closed: hosts say hello at once."""
 _POLL_SECONDS, _TELL_SECONDS = 0.5, 10.0
 _LAST_SECONDS = 1.0
 """The longest wait for the last messages to other hosts to be sent."""
@@ -55,7 +55,7 @@ class _UnprovenError(ConfigError):
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """How every message of a front begins."""
+    """Beginning of every message of an API server."""
 
     tag: str
     client: str
@@ -73,14 +73,14 @@ class _Host:
     link: Link
     replicas: range
     is_stopping: bool = False
-    """Whether it was told to end, and lets its requests end before."""
+    """Whether it is to end, and lets its requests end before."""
 
     def __str__(self) -> str:
         return f"host {self.number} ({self.name}, {self.link.peer})"
 
 
 class StartedReplicas(Started, Protocol):
-    """What started the other hosts, and can do so again."""
+    """Starter of the other hosts, which can restart them."""
 
     def start_again(self, rank: int) -> None:
         """Start a host that was lost."""
@@ -102,7 +102,7 @@ class ReplicasElsewhere:
         self._listening = listen(config.parallel)
         here = ranks_here(config.parallel)
         self.directories = {rank: directory / str(rank) for rank in range(config.parallel.num_replicas) if rank not in here}
-        """Of the sockets of each of them."""
+        """Directories of the sockets of each of them."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._hosts: dict[int, _Host] = {}
         self._strangers: dict[Link, None] = {}
@@ -313,7 +313,7 @@ class _StandIn:
         self._inbox = Inbox(context, directory, ENGINE_SOCKET)
         self._outbox = Outbox(context, str(directory))
         self._processes: dict[str, int] = {}
-        """What becomes readable when a client's process ends."""
+        """Descriptors that become readable when a client's process ends."""
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
@@ -354,7 +354,7 @@ class _StandIn:
         except (msgspec.MsgspecError, MessageError) as error:
             logger.warning("a message of a front was refused: %s", error)
             return
-        if link is None:  # a client that is new says Hello again; the others were told
+        if link is None:  # a client that is new says Hello again; the others were notified
             return
         if isinstance(hello, FrontHello):
             self._greet(hello, link)
@@ -373,14 +373,14 @@ class _StandIn:
             if hasattr(os, "pidfd_open"):
                 try:
                     self._processes[client] = os.pidfd_open(hello.pid)
-                except OSError:  # it is gone already
+                except OSError:  # it has ended already
                     self._outbox.disconnect(client)
                     return
                 self._loop.add_reader(self._processes[client], self._forget, client)
         link.send(Greet(self._rank, client))
 
     def _forget(self, client: str, last_words: str | None = None, *, tell_host: bool = True) -> None:
-        """A client has left, or is told with these words that the engine has ended."""
+        """A client has left, or receives these last words, because the engine has ended."""
         if (descriptor := self._processes.pop(client, None)) is not None:
             self._loop.remove_reader(descriptor)
             os.close(descriptor)

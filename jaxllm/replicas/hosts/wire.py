@@ -59,21 +59,21 @@ class Refused(_Message, tag="refused"):
 
 
 class Greet(_Message, tag="greet"):
-    """A front wants to talk to a replica. Repeated until the replica's engine has answered it."""
+    """An API server opens a connection to a replica. Repeated until the replica's engine has answered it."""
 
     replica: int
     client: str
 
 
 class Leave(_Message, tag="leave"):
-    """A front talks to a replica no more."""
+    """An API server closes its connection to a replica."""
 
     replica: int
     client: str
 
 
 class Frame(_Message, tag="frame"):
-    """A message between a front and a replica's engine, or a piece of it; more pieces of it follow unless it is the last."""
+    """A message between an API server and a replica's engine, or a piece of it; more pieces of it follow unless it is the last."""
 
     replica: int
     client: str
@@ -82,7 +82,7 @@ class Frame(_Message, tag="frame"):
 
 
 class Ended(_Message, tag="ended"):
-    """A replica's engine process has ended, and with it what these fronts had there."""
+    """A replica's engine process has ended, and with it the requests of these API servers."""
 
     replica: int
     clients: list[str]
@@ -124,7 +124,7 @@ class Link:
         self._beats: asyncio.Task[None] | None = None
         self.peer = str((writer.get_extra_info("peername") or ["an end that is gone"])[0])
         """The address of the other end."""
-        with contextlib.suppress(OSError):  # it is gone already, as the first message will tell
+        with contextlib.suppress(OSError):  # the peer has closed it already, as the first message will show
             framing.send_at_once(writer.get_extra_info("socket"))
 
     def begin(self) -> None:
@@ -133,7 +133,7 @@ class Link:
         self._beats = asyncio.create_task(self._beat())
 
     def send(self, message: Any) -> None:
-        """Send a message, soon. Nothing happens if the other end is gone: `receive` tells."""
+        """Send a message, soon. Nothing happens if the other end has closed: `receive` raises."""
         if not self._writer.is_closing():
             self._writer.write(framing.frame(message, MAX_PIECE_BYTES))
 
@@ -144,7 +144,7 @@ class Link:
             self.send(Frame(replica, client, data[start:end], end >= len(data)))
 
     async def drained(self) -> None:
-        """Wait until little of what was sent is still here, or the other end is gone."""
+        """Wait until most of the send buffer is written, or the other end has closed."""
         try:
             await self._writer.drain()
         except (ConnectionError, OSError):
@@ -221,7 +221,7 @@ def new_nonce() -> bytes:
 
 
 def proof(of: str, nonce: bytes) -> bytes:
-    """What shows the other end, which chose the nonce, that this one knows the token; `of` keeps it from being sent back to its sender."""
+    """Proof for the other end, which chose the nonce, that this one knows the token; `of` keeps it from being sent back to its sender."""
     return hmac.new(token(), of.encode() + b"\0" + nonce, hashlib.sha256).digest()
 
 

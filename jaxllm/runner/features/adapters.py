@@ -6,18 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.device_ops import DropStaged, WriteAdapter
 from jaxllm.layers.step import Adapt
+from jaxllm.loaders.layout import delete, zeros
+from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.mesh import TENSOR, tensor_size
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column
+from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.runner.programs.kind import OpProgram, ProgramKind
+from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Params
-from jaxllm.runner.split_program import Lowered
+from jaxllm.runner.split_program import CompiledProgram, Lowered
 from jaxllm.runner.step_feature import FeatureParts, StepFeature, StepRun
 from jaxllm.scheduler_output import NO_ADAPTER
 
@@ -37,7 +42,10 @@ class Adapters(StepFeature):
     is_optional = True
 
     def programs(self) -> Sequence[ProgramKind]:
-        return [WriteAdapter(self)]
+        return [WriteProgram(self)]
+
+    def op_runner(self, device: Any) -> "AdapterSlots":
+        return AdapterSlots(device, self)
 
     @property
     def changes_logits(self) -> bool:  # type: ignore[override]
@@ -69,7 +77,7 @@ class Adapters(StepFeature):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(self.adaptation.dtype), sharding=by_device)
 
 
-class WriteAdapter(OpProgram):
+class WriteProgram(ProgramKind):
     """See `Adapters.write`."""
 
     name = "write_adapter"
@@ -85,6 +93,52 @@ class WriteAdapter(OpProgram):
         out = tuple(array.sharding for array in arrays)
         arguments = (arrays, self.adapters.packed(programs.mesh), programs.ints())
         return programs.lower_on_each(self.adapters.write, arguments, out, donate=(0,))
+
+    def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
+        wanted = self.adapters.packed(runner.shapes.mesh)
+        write(runner, self.adapters, program, 0, put(np.zeros(wanted.shape, wanted.dtype), wanted.sharding))
+
+
+def write(runner: Any, adapters: Adapters, program: CompiledProgram, slot: int, packed: jax.Array) -> None:
+    """Write an adapter (`Adapters.packed`), whose array is taken, into a slot."""
+    arrays = program(runner.params[adapters.part], packed, runner.put(np.int32(slot)))
+    runner.params = (*runner.params[: adapters.part.start], *arrays)
+
+
+class AdapterSlots(OpRunner):
+    """The slots of adapters on the devices of a runner, and what was staged for one."""
+
+    ops = (WriteAdapter, DropStaged)
+
+    def __init__(self, runner: Any, adapters: Adapters):
+        self._runner, self._adapters = runner, adapters
+        self._staged: dict[int, jax.Array] = {}
+        """Packed adapters, by handle."""
+
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        """Send a packed adapter, or its bytes, to the devices, as far as it is of this stage; it has arrived when this returns."""
+        wanted = self._adapters.packed(self._runner.shapes.mesh)
+        own = self._adapters.adaptation.own(data.view(wanted.dtype).reshape(wanted.shape[0], -1))
+        self._staged[handle] = jax.block_until_ready(put(own, wanted.sharding))
+
+    def run(self, op: WriteAdapter | DropStaged) -> None:
+        staged = self._staged.pop(op.staged, None)
+        if isinstance(op, WriteAdapter):
+            assert staged is not None, "no adapter was staged"
+            write(self._runner, self._adapters, self._runner.program(ProgramKey(WriteProgram.name)), op.slot, staged)
+
+    def replace_lost(self) -> None:
+        """Empty slots in place of arrays that a failed write took."""
+        runner, part = self._runner, self._adapters.part
+        if not any(array.is_deleted() for array in runner.params[part]):
+            return
+        delete(runner.params[part])
+        empty = jax.tree.leaves(zeros(self._adapters.adaptation.model, runner.shapes.mesh))
+        runner.params = (*runner.params[: part.start], *empty)
+
+    def delete_arrays(self) -> None:
+        delete(self._staged)
+        self._staged.clear()
 
 
 def make(parts: FeatureParts) -> StepFeature | None:

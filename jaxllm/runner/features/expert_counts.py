@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxllm.device_ops import TakeCounts
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
 from jaxllm.runner.expert_counts import mixture_layers
+from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.runner.programs.kind import OpProgram, ProgramKind
+from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import RowArrays
-from jaxllm.runner.split_program import Lowered
+from jaxllm.runner.split_program import CompiledProgram, Lowered
 from jaxllm.runner.step_feature import FeatureParts, StepFeature, StepRun
+from jaxllm.scheduler_output import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from jaxllm.runner.step_programs import StepPrograms
@@ -63,6 +67,9 @@ class ExpertCounts(StepFeature):
     def programs(self) -> Sequence[ProgramKind]:
         return [TakeExpertTokens(self)]
 
+    def op_runner(self, device: Any) -> "CountReader":
+        return CountReader(device, self)
+
     def row_arrays(self, num_rows: int) -> dict[str, Any]:
         return {"expert_tokens_LE": jax.ShapeDtypeStruct(self.shape, jnp.int32)}
 
@@ -80,7 +87,7 @@ class ExpertCounts(StepFeature):
         return rows._replace(expert_tokens_LE=jnp.zeros_like(rows.expert_tokens_LE)), rows.expert_tokens_LE
 
 
-class TakeExpertTokens(OpProgram):
+class TakeExpertTokens(ProgramKind):
     """See `ExpertCounts.take`."""
 
     name = "take_expert_tokens"
@@ -94,6 +101,35 @@ class TakeExpertTokens(OpProgram):
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         program = jax.jit(self.counts.take, donate_argnums=0, out_shardings=programs.replicated)
         return program.lower(programs.rows)
+
+    def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
+        runner.row_arrays, _ = program(runner.row_arrays)
+
+
+class CountReader(OpRunner):
+    """Reads the counts. Each stage and each rank counts what its own tokens chose."""
+
+    ops = (TakeCounts,)
+
+    def __init__(self, runner: Any, counts: ExpertCounts):
+        self._runner, self._counts = runner, counts
+
+    def run(self, op: TakeCounts) -> "CountsInFlight":
+        runner = self._runner
+        runner.row_arrays, counts_LE = runner.program(ProgramKey(TakeExpertTokens.name))(runner.row_arrays)
+        return CountsInFlight(self._counts.layers, counts_LE)
+
+
+class CountsInFlight:
+    """A PendingPart: counts being copied to the host."""
+
+    def __init__(self, layers: Sequence[int], counts_LE: jax.Array):
+        self.arrays, self._layers = counts_LE, layers
+        counts_LE.copy_to_host_async()
+
+    def collect(self, output: ModelRunnerOutput) -> None:
+        """See PendingPart. Raises the error of a step before."""
+        output.add_counts(dict(zip(self._layers, np.asarray(self.arrays), strict=True)))
 
 
 def make(parts: FeatureParts) -> StepFeature | None:

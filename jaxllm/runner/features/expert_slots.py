@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxllm.device_ops import MoveExperts
 from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import num_parts
 from jaxllm.runner.expert_placement import ROUNDS, Tables
+from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.runner.programs.kind import OpProgram, ProgramKind
-from jaxllm.runner.split_program import Lowered
+from jaxllm.runner.programs.kind import ProgramKind
+from jaxllm.runner.split_program import CompiledProgram, Lowered
 from jaxllm.runner.step_feature import FeatureParts, StepFeature, StepRun
 
 if TYPE_CHECKING:
@@ -48,7 +51,10 @@ class ExpertSlots(StepFeature):
         return cls(tuple(f"{config.layer_name(i)}.{part.name}" for i, part in mixtures.items()), leaves, tables, merge)
 
     def programs(self) -> Sequence[ProgramKind]:
-        return [MoveExperts(self)]
+        return [MoveProgram(self)]
+
+    def op_runner(self, device: Any) -> "ExpertMover":
+        return ExpertMover(device, self)
 
     def before(self, run: StepRun) -> None:
         run.step.slots = self.slots(run.params)
@@ -92,7 +98,7 @@ class ExpertSlots(StepFeature):
         return jax.lax.fori_loop(0, moves_2RN.shape[1], one_round, new)
 
 
-class MoveExperts(OpProgram):
+class MoveProgram(ProgramKind):
     """See `ExpertSlots.move`."""
 
     name = "move_experts"
@@ -127,10 +133,35 @@ class MoveExperts(OpProgram):
         moves_2RN[1] = programs.params[self.slots.leaves[layer][0]].shape[0] // num_devices
         return moves_2RN
 
+    def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
+        runner.replace_params(self.moved(runner, key.size, self.no_moves(runner.shapes, key.size)))
 
-def moves_of(programs: "StepPrograms") -> MoveExperts:
-    """The kind of program that moves an engine's experts."""
-    return MoveExperts(programs.functions.get(ExpertSlots))
+    def moved(self, runner: Any, layer: int, moves_2RN: np.ndarray) -> dict[int, jax.Array]:
+        """What replaces which of all weights, by their index. Returns at once."""
+        where, shapes = self.slots.leaves[layer], runner.shapes
+        program, no_moves_2RN = runner.program(self.key(shapes, layer)), self.no_moves(shapes, layer)
+        old = new = tuple(runner.params[index] for index in where)
+        for first in range(0, moves_2RN.shape[1], ROUNDS):
+            rounds_2RN, part = no_moves_2RN.copy(), moves_2RN[:, first : first + ROUNDS]
+            rounds_2RN[:, : part.shape[1]] = part
+            new = program(old, new, put(rounds_2RN, shapes.everywhere))
+        return dict(zip(where, new, strict=True))
+
+
+class ExpertMover(OpRunner):
+    """Moves experts. Layers of other stages of a pipeline are left to these."""
+
+    ops = (MoveExperts,)
+    is_joint = True
+
+    def __init__(self, runner: Any, slots: ExpertSlots):
+        self._runner, self._slots, self._program = runner, slots, MoveProgram(slots)
+
+    def run(self, op: MoveExperts) -> None:
+        if op.layer in self._slots.leaves:
+            changed = self._program.moved(self._runner, op.layer, np.array(op.moves, np.int32))
+            changed[self._slots.table_of(op.layer)] = put(np.array(op.table, np.int32), self._runner.shapes.everywhere)
+            self._runner.replace_params(changed)
 
 
 def slots_of(table_EC: jax.Array, expert_Tk: jax.Array, start: int | jax.Array) -> jax.Array:

@@ -98,13 +98,6 @@ class ProgramKind:
         """Run a common program on an empty step, which writes nothing but trash. runner: a `ModelRunner` or `LanesRunner`."""
 
 
-class OpProgram(ProgramKind):
-    """Run by operations of plans: see `OpFeature`."""
-
-    def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
-        runner.run_empty_op(key)
-
-
 def fit(sizes: tuple[int, ...], wanted: int) -> int:
     """The smallest of the sizes that holds what is wanted, or the largest."""
     return next((size for size in sizes if size >= wanted), sizes[-1])

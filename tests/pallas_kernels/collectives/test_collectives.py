@@ -19,7 +19,7 @@ EPS = 1e-5
 
 
 def on(mesh, function, *arrays):
-    """What a function of local arrays gives on each device; arrays have the devices' parts as first dimension."""
+    """Results of a function of local arrays on each device; arrays have the devices' parts as first dimension."""
 
     def local(*parts):
         return jax.tree.map(lambda result: result[None], function(*(part[0] for part in parts)))

@@ -56,7 +56,7 @@ class Devices:
         return len(self.calls) - 1
 
     def run(self) -> None:
-        """What was collected, on every device in this order."""
+        """Collected values, on every device in this order."""
         self.machine.run(
             [
                 [

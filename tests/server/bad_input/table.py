@@ -33,7 +33,7 @@ class Case:
     """The parameter that the error must name (as its first part)."""
     code: str | None = None
     text: str | None = None
-    """What the message must hold."""
+    """Text that the message must contain."""
     raw: Mapping[str, str] = field(default_factory=dict)
     """JSON text by field, for what json.dumps cannot write."""
 

@@ -12,11 +12,10 @@ LEAK = re.compile(r'(?<![\w/<])/(?:home|usr|root|work|tmp|opt|var)/|File "|0x[0-
 MAX_SECONDS = 20
 
 
-@pytest.mark.parametrize(
-    "case",
-    slow_except([case for case in CASES if case.name != "slow allOf"], CASES),
-    ids=lambda case: f"{case.path} {case.name}",
-)
+FIRST_OF_PARAM = {(case.path, case.param, case.status): case for case in reversed(CASES) if case.name != "slow allOf"}
+
+
+@pytest.mark.parametrize("case", slow_except(FIRST_OF_PARAM.values(), CASES), ids=lambda case: f"{case.path} {case.name}")
 def test_a_bad_request_is_refused_and_harms_nobody(server: LiveServer, case: Case) -> None:
     reply = server.client.post(case.path, content=case.body(), headers={"content-type": "application/json"}, timeout=60)
     assert reply.status_code in case.status, reply.text[:500]

@@ -1,4 +1,4 @@
-"""What requests may say of tools, and what is refused."""
+"""Tools of requests, and what is refused."""
 
 from typing import Any
 

@@ -1,0 +1,141 @@
+"""Reads tensors of a checkpoint onto the devices of a mesh. Each device gets the slices that it keeps and no others."""
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.layers.source import Index, Source, Stacked, Tensor
+from jaxllm.loaders.checkpoint import Checkpoint, TensorEntry
+from jaxllm.loaders.layout import Axes, expand
+from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.across_hosts import put
+from jaxllm.parallel.axes import MESH_AXES, sharding
+from jaxllm.weight_format import ParamSpec, Read
+
+
+class Files:
+    """A checkpoint and the formats of a model; without a checkpoint what is known before there is one."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint | None = None):
+        self.config, self._checkpoint = config, checkpoint
+        self.entries: Mapping[str, TensorEntry] = {} if checkpoint is None else checkpoint.entries
+
+    @functools.cached_property
+    def linears(self) -> Collection[str]:
+        """The modules of all linear layers of the model's layers."""
+        return frozenset(name for modules in self.config.linears() for name in modules)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A whole tensor as the file has it."""
+        assert self._checkpoint is not None
+        return self._checkpoint.tensor(name)
+
+    def stored(self, tensor: Tensor, index: Index) -> np.ndarray:
+        """A part of a tensor as the file has it, with copies and padding."""
+        return tensor.read(self.tensor(tensor.name), index)
+
+    def beside(self, tensor: Tensor) -> dict[str, tuple[int, ...]]:
+        """The tensors, with their shapes, that it takes to read a tensor as plain numbers."""
+        return next((found for format in self.config.formats if (found := format.beside(tensor, self))), {})
+
+    def plain(self, tensor: Tensor, index: Index) -> np.ndarray:
+        """A part of a tensor as plain numbers, with copies and padding."""
+        format = next((format for format in self.config.formats if format.beside(tensor, self)), None)
+        return self.stored(tensor, index) if format is None else format.widened(tensor, index, self)
+
+
+class Reader(Files):
+    """Makes parameters of tensors."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, mesh: Mesh, *, transform_on_device: bool):
+        super().__init__(config, checkpoint)
+        self.mesh = mesh
+        self._read = self._by_device if transform_on_device else self._by_host
+
+    def array(self, spec: ParamSpec, read: Read | None = None) -> Array:
+        """The whole parameter: its tensors joined, transposed, cast and split over the devices. read: default: as plain numbers."""
+        read = read or self.plain
+        if not isinstance(spec.source, Stacked):
+            return self._read(spec, read)
+        stacked, dtype = spec.source, jnp.dtype(spec.dtype)
+        # The host holds one device's experts, or their parts, at a time.
+        return self.by_device(spec, lambda index, device: jax.device_put(stacked.read(read, index, dtype), device))
+
+    def by_device(self, spec: ParamSpec, make: Callable[[Index, jax.Device], Array]) -> Array:
+        """The parameter of what `make` makes of the index of each device's part and the device."""
+        place = sharding(self.mesh, spec.axes)
+        slices = []
+        for device, index in place.addressable_devices_indices_map(spec.shape).items():
+            assert index is not None
+            slices.append(jax.block_until_ready(make(index, device)))
+        return jax.make_array_from_single_device_arrays(spec.shape, place, slices)
+
+    def tensors(self, spec: ParamSpec, read: Read | None = None) -> tuple[Array, ...]:
+        """Its tensors on the devices, in the types of the file, split as the parameter is."""
+        assert isinstance(spec.source, Source)
+        source = spec.source.placed(spec.axes, spec.shape)
+        wanted: list[Any] = [None] * len(spec.axes)
+        if (split := split_dimension(source, spec.axes)) is not None:
+            wanted[split] = sharding(self.mesh, spec.axes).spec[source.permutation.index(split)]
+        place = NamedSharding(self.mesh, PartitionSpec(*wanted))
+        return tuple(_place_tensor(read or self.plain, tensor, place) for tensor in source.tensors)
+
+    def put(self, values: np.ndarray, spec: ParamSpec) -> Array:
+        """The parameter with these values."""
+        return put(values, sharding(self.mesh, spec.axes))
+
+    def _by_host(self, spec: ParamSpec, read: Read) -> Array:
+        assert isinstance(spec.source, Source)
+        array = spec.source.read(read).transpose(spec.source.permutation)
+        # What is a view of the file is copied, as arrays on a CPU may be this very memory.
+        array = array.astype(jnp.dtype(spec.dtype), order="C", copy=not array.flags.writeable)
+        return self.put(expand(np, array, spec.axes, spec.shape), spec)
+
+    def _by_device(self, spec: ParamSpec, read: Read) -> Array:
+        parts = self.tensors(spec, read)
+        assert isinstance(spec.source, Source)
+        fuse = _fuser(spec.source.axis, spec.source.permutation, jnp.dtype(spec.dtype), sharding(self.mesh, spec.axes))
+        # Without waiting, what was sent of many parameters would be alive at once, there and here.
+        return jax.block_until_ready(fuse(parts))
+
+
+def split_dimension(source: Source, axes: Axes) -> int | None:
+    """The dimension of the tensors that is split over devices."""
+    return next((dimension for dimension, axis in zip(source.permutation, axes, strict=True) if MESH_AXES[axis]), None)
+
+
+def _place_tensor(read: Read, tensor: Tensor, place: NamedSharding) -> Array:
+    """A tensor on the devices, each of which is sent its slice alone. Nothing of it is on the host afterwards."""
+    if place.is_fully_replicated:
+        return jax.block_until_ready(put(read(tensor, (slice(None),) * len(tensor.view)), place))
+    slices = []
+    for device, index in place.addressable_devices_indices_map(tensor.placed_shape).items():
+        assert index is not None
+        part = read(tensor, index)
+        # What is contiguous in the file is sent from there, to all devices at once. A copy is gone before the next is made.
+        is_copy = part.flags.writeable or not part.flags.c_contiguous
+        slices.append(jax.device_put(np.ascontiguousarray(part), device))
+        if is_copy:
+            jax.block_until_ready(slices[-1])
+        del part
+    return jax.block_until_ready(jax.make_array_from_single_device_arrays(tensor.placed_shape, place, slices))
+
+
+@functools.lru_cache(maxsize=256)
+def _fuser(
+    axis: int, permutation: tuple[int, ...], dtype: np.dtype, place: NamedSharding
+) -> Callable[[tuple[Array, ...]], Array]:
+    """The tensors of a source to its parameter. One program per distinct shape, not per parameter."""
+
+    def fuse(parts: tuple[Array, ...]) -> Array:
+        # Apart, because one kernel for both reads what it transposes piece by piece.
+        fused = lax.optimization_barrier(jnp.concatenate(parts, axis)) if len(parts) > 1 else parts[0]
+        return fused.transpose(permutation).astype(dtype)
+
+    return jax.jit(fuse, out_shardings=place)

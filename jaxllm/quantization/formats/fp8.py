@@ -1,0 +1,313 @@
+"""Weights as 8-bit floats with scales: as a checkpoint holds them, or quantised while loading."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from jaxllm.layers.source import Index, Source, Tensor, output_major
+from jaxllm.log import logger
+from jaxllm.quantization.formats.patterns import matches, partly_covered, read_names
+from jaxllm.weight_format import (
+    Array,
+    Arrays,
+    Draw,
+    Expected,
+    Files,
+    Options,
+    ParamSpec,
+    Reader,
+    WeightFormat,
+    WeightSpec,
+)
+
+if TYPE_CHECKING:
+    from jaxllm.model_config import ModelConfig
+
+TYPE, STORED_TYPE = "float8_e4m3fn", "F8_E4M3"
+KV_SCALE = "kv_scale"
+"""The part that is the scales of keys and values."""
+_KV_SCALES = ("{0}.{1}_scale", "{0}.attn.{1}_scale", "{0}.{1}_proj.{1}_scale", "{0}.{1}_proj.output_scale")
+_DUMMY_DEVIATION = 100.0
+_NO_BLOCKS_WITH_CACHE = "scales of the KV cache beside a weight scale per block are not supported"
+_NUMBER = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+@dataclass(frozen=True)
+class Fp8(WeightFormat):
+    """Values (e4m3) and a scale per output channel, tensor or block, a weight being their product.
+
+    In a linear layer stand values [*outputs, *contracted] and a float32 scale [*outputs]: output-major, as checkpoints hold weights,
+    because the fp8 GEMM of a GPU contracts the innermost dimension of both operands; XLA would transpose any other weight in every
+    step. All other weights that a checkpoint holds so are widened while they are read, and those of scales per block.
+    """
+
+    computes: bool
+    """Whether products of linear layers are computed in fp8."""
+    scale_name: str | None = None
+    """The last part of the name of a scale in the checkpoint; None: it holds no fp8 weights."""
+    block_shape: tuple[int, int] | None = None
+    """(outputs, inputs) that share a scale; None: the scales are per output channel or per tensor."""
+    ignored: tuple[str, ...] = ()
+    """Modules that are not quantised: parts of dotted names, or regular expressions that begin with `re:`."""
+    kv_cache: bool = False
+    static_activations: bool = False
+    """Scales of activations are stored. They are not used: a scale per token is computed, which is at least as precise."""
+
+    supported: ClassVar[str] = (
+        "fp8 (e4m3) weights with a scale per output channel, tensor or block, of quant_method compressed-tensors "
+        "(format float-quantized) or fp8"
+    )
+    unused: ClassVar[str] = r"\.(input_scale|[kvq]_scale|[kvq]_proj\.[kvq]_scale|[kvq]_proj\.output_scale|prob_scale)$"
+
+    @classmethod
+    def claims(cls, given: Mapping[str, Any]) -> bool:
+        return given.get("quant_method") in ("fp8", "compressed-tensors")
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
+        computes = options.quantization == "fp8"
+        if not given:
+            return cls(computes, ignored=options.unquantized) if computes else None
+        read = _read_fp8 if given["quant_method"] == "fp8" else _read_compressed_tensors
+        if (fields := read(given, options.supported, faults)) is None:
+            return None
+        if fields["kv_cache"] and fields["block_shape"] is not None:
+            faults.append(_NO_BLOCKS_WITH_CACHE)
+        return cls(computes or fields["block_shape"] is None, **fields)
+
+    def covers(self, module: str) -> bool:
+        return not any(matches(pattern, module) for pattern in self.ignored)
+
+    def faults(self, config: "ModelConfig") -> list[str]:
+        return [] if self.scale_name is None else partly_covered(self.covers, config.linears())
+
+    def told(self, dtype: str) -> str:
+        if self.scale_name is None:
+            return ""
+        if self.block_shape is not None:
+            size = "x".join(map(str, self.block_shape))
+            becomes = "get one per output channel, rounded once more"
+            if not self.computes:
+                becomes = f"become {dtype} (for 8 bits a weight, with a scale per output channel instead: --quantization fp8)"
+            return f"the checkpoint's fp8 weights have a scale per {size} block: they {becomes}"
+        if self.static_activations:
+            return "fp8 weights; the checkpoint's scales of activations are not used: each token gets its own in every step"
+        return "fp8 weights as the checkpoint has them"
+
+    def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
+        if not self.computes or not weight.modules or not all(self.covers(module.name) for module in weight.modules):
+            return None
+        assert isinstance(weight.plain.source, Source)
+        n, shape, axes = weight.num_contracted, weight.plain.shape, weight.plain.axes
+        scales = output_major(weight.modules, "weight_scale", weight.joined, trailing=(1,))
+        source = weight.plain.source.output_major()
+        return {
+            "values": ParamSpec(shape[n:] + shape[:n], axes[n:] + axes[:n], TYPE, source, "format"),
+            "scale": ParamSpec(shape[n:], axes[n:], "float32", scales, "format"),
+        }
+
+    def product(self, arrays: Arrays, x: Array, shards: Any) -> Array:
+        from jaxllm.quantization.fp8 import product
+
+        return product(arrays["values"], arrays["scale"], x, shards)
+
+    @property
+    def _is_stored(self) -> bool:
+        """Whether a linear layer's values and scales are used as the checkpoint has them."""
+        return self.scale_name is not None and self.block_shape is None
+
+    def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
+        if KV_SCALE in parts:
+            return {}
+        values = super().expected({"values": parts["values"]}, files)
+        if not self._is_stored:
+            beside = [self.beside(tensor, files) for tensor in parts["values"].source.tensors]
+            return values | {name: Expected(shape) for each in beside for name, shape in each.items()}
+        for tensor in parts["scale"].source.tensors:
+            found = files.entries[tensor.name].shape if tensor.name in files.entries else ()
+            # Of each output, or of the whole tensor.
+            fits = math.prod(found) in (1, math.prod(tensor.shape)) and tensor.name in files.entries
+            values[tensor.name] = Expected(found if fits else tensor.shape)
+        return values
+
+    def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
+        if KV_SCALE in parts:
+            yield KV_SCALE, reader.put(_kv_scale(reader, parts[KV_SCALE]), parts[KV_SCALE])
+        elif self._is_stored:
+            yield "values", reader.array(parts["values"], reader.stored)
+            yield "scale", reader.array(parts["scale"], lambda t, i: t.read(_of_outputs(reader.tensor(t.name), t.shape), i))
+        else:
+            from jaxllm.quantization.fp8 import quantize_tensors
+
+            axes, source = parts["values"].axes, parts["values"].source
+            assert isinstance(source, Source)
+            tensors = reader.tensors(parts["values"])
+            made = quantize_tensors(tensors, source.axis, axes, len(parts["scale"].axes), reader.mesh)
+            yield from zip(("values", "scale"), made, strict=True)
+
+    def beside(self, tensor: Tensor, files: Files) -> dict[str, tuple[int, ...]]:
+        module = tensor.name.removesuffix(".weight")
+        if self.scale_name is None or module == tensor.name or len(tensor.shape) != 2 or tensor.transposed:
+            return {}
+        name, (outputs, inputs) = f"{module}.{self.scale_name}", tensor.shape
+        rows, columns = self.block_shape or (1, inputs)
+        shape = (math.ceil(outputs / rows), math.ceil(inputs / columns))
+        if module in files.linears and self.block_shape is not None:
+            return {name: shape} if self.covers(module) else {}
+        entry, scale = files.entries.get(tensor.name), files.entries.get(name)
+        if entry is None or scale is None or entry.dtype != STORED_TYPE:
+            return {}
+        return {name: scale.shape if math.prod(scale.shape) in (1, math.prod(shape)) else shape}
+
+    def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
+        """Float32."""
+        (name,) = self.beside(tensor, files)
+        scale, (outputs, inputs) = files.tensor(name), tensor.shape
+        rows, columns = self.block_shape or (1, inputs)
+        if scale.size == 1:
+            rows, columns = outputs, inputs
+        scale = scale.reshape(math.ceil(outputs / rows), math.ceil(inputs / columns))
+        # The view's last dimensions are the inputs.
+        split = next(i for i in range(len(tensor.view)) if math.prod(tensor.view[i:]) == inputs)
+        by_output = replace(tensor, view=tensor.view[:split])
+        row = by_output.read(np.arange(outputs) // rows, index[:split]).ravel()
+        column = (np.arange(inputs) // columns).reshape(tensor.view[split:])[index[split:]].ravel()
+        part = files.stored(tensor, index)
+        wide = part.astype(np.float32).reshape(len(row), len(column))
+        starts = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)]
+        for start, stop in itertools.pairwise(starts):
+            # A row of blocks at a time: a scale for every value would take as much memory as the weights.
+            wide[start:stop] *= scale[row[start]].astype(np.float32)[column]
+        return wide.reshape(part.shape)
+
+    def transit_bytes(self, part: str) -> int | None:
+        return 0 if part in ("scale", KV_SCALE) else 1 if self._is_stored else None
+
+    def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
+        """A scale for all outputs, and values with a deviation of 100."""
+        from jaxllm.quantization.fp8 import narrow
+
+        return (
+            draw.full(deviation / _DUMMY_DEVIATION, "float32") if part == "scale" else narrow(_DUMMY_DEVIATION * draw.normal())
+        )
+
+    def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
+        return np.asarray(array)
+
+    def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
+        """Compressed-tensors with a scale per output channel."""
+        if not self.computes:
+            return None
+        linear = {
+            "targets": ["Linear"],
+            "weights": {**_NUMBER, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_NUMBER, "strategy": "token", "dynamic": True},
+        }
+        plain = [name for modules in config.linears() if not all(map(self.covers, modules)) for name in modules]
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": linear},
+            "ignore": [config.names.head, *plain],
+            "kv_cache_scheme": {**_NUMBER, "strategy": "tensor", "dynamic": False} if self.kv_cache else None,
+        }
+
+    def unrestorable(self, names: Any) -> str:
+        if not self.computes or any(name.endswith(".values") for name in names):
+            return ""
+        return (
+            "holds an orbax checkpoint without fp8 weights; leave --quantization out, or convert the original again with "
+            "scripts/convert_checkpoint.py --quantization fp8"
+        )
+
+
+def _of_outputs(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The float32 scale per output channel that a checkpoint holds, or the one of the whole tensor for each of them."""
+    wide = scale.astype(np.float32)
+    return np.broadcast_to(wide.reshape(()), shape) if wide.size == 1 else wide.reshape(shape)
+
+
+def _kv_scale(files: Reader, spec: ParamSpec) -> np.ndarray:
+    """What keys and values of a layer are divided by before they become fp8, float32 [2]; 1 where the checkpoint has no scale."""
+    scales = np.ones(2, np.float32)
+    missing = []
+    for i, tensor in enumerate(spec.source.tensors):
+        attention, _, scale = tensor.name.rpartition(".")
+        names = [form.format(attention, scale[0]) for form in _KV_SCALES]
+        found = next((name for name in names if name in files.entries), None)
+        if found is None:
+            missing.append(names[0])
+        else:
+            scales[i] = files.tensor(found).astype(np.float32).reshape(())
+    if missing:
+        logger.warning("the checkpoint has no %s: keys and values are stored as they are", " and no ".join(missing))
+    return scales
+
+
+def _read_fp8(given: Mapping[str, Any], supported: str, faults: list[str]) -> dict[str, Any] | None:
+    scheme, number_format = given.get("activation_scheme", "dynamic"), given.get("fmt", "e4m3")
+    if scheme not in ("dynamic", "static"):
+        faults.append(f"activation_scheme of the fp8 weights is {scheme!r}, must be dynamic or static")
+    if number_format not in ("e4m3", "e4m3fn", TYPE):
+        faults.append(f"the weights are quantised to {number_format!r}; {supported}")
+    block = _block_shape(given.get("weight_block_size"), faults)
+    key = "ignored_layers" if given.get("ignored_layers") else "modules_to_not_convert"
+    return {
+        "scale_name": "weight_scale_inv" if block else "weight_scale",
+        "block_shape": block,
+        "kv_cache": given.get("kv_cache_scheme") is not None,
+        "ignored": read_names(given.get(key), key, faults, "re:"),
+        "static_activations": scheme == "static",
+    }
+
+
+def _read_compressed_tensors(given: Mapping[str, Any], supported: str, faults: list[str]) -> dict[str, Any] | None:
+    groups = given.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        count = len(groups) if isinstance(groups, Mapping) else 0
+        faults.append(f"the quantised weights have {count} config_groups, supported: one for all linear layers; {supported}")
+        return None
+    (group,) = groups.values()
+    parts = {name: group.get(name) or {} for name in ("weights", "input_activations")} if isinstance(group, Mapping) else {}
+    cache = given.get("kv_cache_scheme")
+    if not parts or not all(isinstance(part, Mapping) for part in (*parts.values(), cache or {})):
+        faults.append("config_groups and kv_cache_scheme of the quantised weights must be objects of objects")
+        return None
+    weights, inputs = parts["weights"], parts["input_activations"]
+    form = group.get("format") or given.get("format")
+    told = f"format {form}, {weights.get('num_bits')} bits of type {weights.get('type')}"
+    if not inputs:
+        faults.append(f"the quantised weights ({told}) go with activations that are not quantised; {supported}")
+    elif form != "float-quantized" or any((x.get("num_bits"), x.get("type")) != (8, "float") for x in (weights, inputs)):
+        faults.append(f"the weights are quantised with compressed-tensors ({told}); {supported}")
+    if group.get("targets") != ["Linear"]:
+        faults.append(
+            f"targets of the quantised weights are {group.get('targets')!r}, supported: ['Linear'], with an ignore list"
+        )
+    if weights.get("strategy") not in ("channel", "tensor", "block") or weights.get("symmetric") is False:
+        symmetry = "asymmetric " if weights.get("symmetric") is False else ""
+        faults.append(f"the weights have {symmetry}scales per {weights.get('strategy')}; {supported}")
+    block = _block_shape(weights.get("block_structure"), faults) if weights.get("strategy") == "block" else None
+    if cache is not None and (cache.get("num_bits"), cache.get("type"), cache.get("strategy")) != (8, "float", "tensor"):
+        faults.append(f"kv_cache_scheme is {cache!r}, supported: 8 bits of type float with strategy tensor")
+    return {
+        "scale_name": "weight_scale",
+        "block_shape": block,
+        "kv_cache": cache is not None,
+        "ignored": read_names(given.get("ignore"), "ignore", faults, "re:"),
+        "static_activations": not inputs.get("dynamic"),
+    }
+
+
+def _block_shape(given: Any, faults: list[str]) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    if isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) and n > 0 for n in given):
+        return given[0], given[1]
+    faults.append(f"the block of the quantised weights is {given!r}, must be two sizes such as [128, 128]")
+    return None

@@ -1,0 +1,225 @@
+"""Experts in MXFP4, as gpt-oss is released: computed from the 4 bits, or widened while loading."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from jaxllm.errors import ModelLoadError
+from jaxllm.layers.source import Index, Source, Tensor
+from jaxllm.quantization.formats.patterns import begins, read_names
+from jaxllm.weight_format import (
+    WHOLE,
+    Array,
+    Arrays,
+    Draw,
+    Expected,
+    Files,
+    Options,
+    ParamSpec,
+    Read,
+    Reader,
+    WeightFormat,
+    WeightSpec,
+)
+
+if TYPE_CHECKING:
+    from jaxllm.model_config import ModelConfig
+
+BLOCK = 32
+"""Values that share a scale."""
+LARGEST_EXPONENT = 191
+"""Of a scale with which kernels can compute: 2^64."""
+_BIAS = 127
+_DUMMY_EXPONENT = 120
+"""Of 2^-7: the values without a scale have a deviation of 2.9."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A parameter that the checkpoint holds in 4 bits: 32 values along the last dimension, in 16 bytes, share a scale."""
+
+    blocks: Tensor
+    """Its view is [..., inputs / 32, 16]."""
+    scales: Tensor
+    """Its view is [..., inputs / 32]."""
+    permutation: tuple[int, ...]
+    """Dimension i of the parameter is dimension permutation[i] of the values; the last is the last."""
+    plain: Source
+    """The same parameter without quantisation, which is how it is written."""
+
+    @classmethod
+    def of(cls, plain: Source) -> Self:
+        """The 4-bit form of a tensor of all experts [E, inputs, *outputs]: its values have the outputs before the inputs."""
+        (tensor,) = plain.tensors
+        experts, inputs, *outputs = tensor.view
+        last = len(tensor.view) - 1
+        permutation = tuple(last if i == 1 else max(i - 1, 0) for i in plain.permutation)
+        view = (experts, *outputs, inputs // BLOCK)
+        stored = (experts, int(np.prod(outputs)), inputs // BLOCK)
+        blocks = Tensor(f"{tensor.name}_blocks", (*stored, BLOCK // 2), (*view, BLOCK // 2), picks=tensor.picks)
+        return cls(blocks, Tensor(f"{tensor.name}_scales", stored, view, picks=tensor.picks), permutation, plain)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.blocks, self.scales)
+
+    @property
+    def words(self) -> Source:
+        """Of the parameter in 4 bits: the bytes of its values."""
+        *outputs, num_blocks, num_bytes = self.blocks.view
+        return Source((replace(self.blocks, view=(*outputs, num_blocks * num_bytes)),), 0, self.permutation)
+
+    @property
+    def exponents(self) -> Source:
+        """Of the parameter in 4 bits: those of its scales, the last outputs after the blocks."""
+        *others, outputs, blocks = self.permutation
+        return Source((self.scales,), 0, (*others, blocks, outputs))
+
+    def read(self, tensor: Read, index: Index) -> tuple[np.ndarray, np.ndarray, int]:
+        """The blocks and scales that cover a part of the parameter, and at which value of its first block it begins."""
+        start, stop, _ = index[-1].indices(BLOCK * self.scales.view[-1])
+        covering = [slice(None)] * (len(index) - 1) + [slice(start // BLOCK, -(-stop // BLOCK))]
+        for i, dimension in enumerate(self.permutation[:-1]):
+            covering[dimension] = index[i]
+        blocks = tensor(self.blocks, (*covering, slice(None)))
+        return blocks, tensor(self.scales, tuple(covering)), start % BLOCK
+
+    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
+        """Write a parameter into its tensors, by name, without quantisation."""
+        self.plain.write(parameter, written)
+
+
+@dataclass(frozen=True)
+class Mxfp4(WeightFormat):
+    """4-bit floats (e2m1), 32 of which share a scale that is a power of two; nothing but experts is quantised.
+
+    Where products are computed from the 4 bits, words and exponents stand in the model, as `pallas_kernels.grouped_matmul.mxfp4` has
+    them. Source: OCP Microscaling Formats (MX) Specification 1.0, 2023.
+    """
+
+    computes: bool
+    """Whether products are computed from the 4 bits; else weights are widened while they are loaded."""
+    ignored: tuple[str, ...] = ()
+    """Modules that are not quantised: regular expressions of how their names begin, or how they end."""
+
+    supported: ClassVar[str] = "experts of quant_method mxfp4"
+    may_widen: ClassVar[bool] = True
+
+    @classmethod
+    def claims(cls, given: Mapping[str, Any]) -> bool:
+        return given.get("quant_method") == "mxfp4"
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
+        if not given:
+            return None
+        key = "modules_to_not_convert"
+        widens = options.dequantize if options.dequantize is not None else not options.has_kernel
+        return cls(not widens, read_names(given.get(key), key, faults))
+
+    def covers(self, module: str) -> bool:
+        return not any(begins(pattern, module) or module.endswith(pattern) for pattern in self.ignored)
+
+    def faults(self, config: "ModelConfig") -> list[str]:
+        if not config.mixtures or not all(part.alternating for part in config.mixtures):
+            return ["the weights are quantised with quant_method 'mxfp4', supported for experts as gpt-oss has them"]
+        sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.mixtures[0].width}
+        return [
+            f"{name} is {size}, must be a multiple of 32, the block of mxfp4" for name, size in sizes.items() if size % BLOCK
+        ]
+
+    def indivisible(self, config: "ModelConfig", size: int) -> str:
+        if not self.computes or all(part.by_expert or part.width // size % BLOCK == 0 for part in config.mixtures):
+            return ""
+        return (
+            f"experts of width {max(part.width for part in config.mixtures)} in 4 bits have blocks of {BLOCK} that {size} devices cannot "
+            f"share: they become {config.dtype}, which takes four times the memory; with --enable-expert-parallel they stay in 4 bits"
+        )
+
+    def split(self, config: "ModelConfig", size: int) -> Self:
+        return replace(self, computes=False) if self.indivisible(config, size) else self
+
+    @property
+    def expert_type(self) -> tuple[str, float] | None:
+        return ("float4_e2m1fn", (BLOCK // 2 + 1) / BLOCK) if self.computes else None
+
+    def told(self, dtype: str) -> str:
+        return "" if self.computes else f"the checkpoint's 4-bit weights of experts (MXFP4) become {dtype}"
+
+    def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
+        plain = weight.plain
+        if weight.modules or not isinstance(plain.source, Source) or not self.covers(plain.source.tensors[0].name):
+            return None
+        source = Blocks.of(plain.source)
+        if not self.computes:
+            return {WHOLE: replace(plain, source=source)}
+        *lead, outputs, inputs = plain.shape
+        exponents_axes = (*plain.axes[:-2], plain.axes[-1], plain.axes[-2])
+        return {
+            "words": ParamSpec((*lead, outputs, inputs // 4), plain.axes, "uint16", source.words, "format"),
+            "exponents": ParamSpec((*lead, inputs // BLOCK, outputs), exponents_axes, "uint8", source.exponents, "format"),
+        }
+
+    def operand(self, arrays: Arrays) -> Any:
+        from pallas_kernels.grouped_matmul import mxfp4
+
+        return mxfp4.Mxfp4(arrays["words"], arrays["exponents"])
+
+    def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
+        return {name: tensor._replace(dtypes=("U8",)) for name, tensor in super().expected(parts, files).items()}
+
+    def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
+        from jaxllm.quantization import mxfp4
+
+        if WHOLE in parts:
+            spec = parts[WHOLE]
+            held = spec.source
+            assert isinstance(held, Blocks)
+
+            def widen(index: Index, device: Any) -> Array:
+                """Of the blocks that a device's part of the parameter is in."""
+                blocks, scales, start = held.read(reader.stored, index)
+                num_values = len(range(*index[-1].indices(spec.shape[-1])))
+                return mxfp4.widen_part(blocks, scales, device, held.permutation, start, num_values, spec.dtype)
+
+            yield WHOLE, reader.by_device(spec, widen)
+            return
+        (stored,), source = reader.tensors(parts["words"]), parts["words"].source
+        assert isinstance(source, Source)
+        yield "words", mxfp4.pack_tensor(stored, source.permutation, parts["words"].axes, reader.mesh)
+        del stored
+        exponents = reader.array(parts["exponents"])
+        yield "exponents", exponents
+        if (largest := int(exponents.max())) > LARGEST_EXPONENT:
+            raise ModelLoadError(
+                f"{parts['exponents'].source.tensors[0].name} has a scale of 2^{largest - _BIAS}, experts are computed from 4 bits with "
+                f"scales up to 2^{LARGEST_EXPONENT - _BIAS}; use --dequantize"
+            )
+
+    def transit_bytes(self, part: str) -> int | None:
+        return None if part == WHOLE else 1
+
+    def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
+        """Weights have a deviation of 0.023."""
+        return draw.bits("uint16") if part == "words" else draw.full(_DUMMY_EXPONENT, "uint8")
+
+    def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
+        from jaxllm.quantization.mxfp4 import stored_bytes
+
+        if part == WHOLE:
+            return super().saved(part, array, dtype)
+        return np.asarray(stored_bytes(array) if part == "words" else array)
+
+    def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
+        return given if self.computes else None
+
+    def unrestorable(self, names: Collection[str]) -> str:
+        is_packed = any(name.endswith(".words") for name in names)
+        if is_packed and not self.computes:
+            return (
+                "holds experts in 4 bits; use --no-dequantize with devices that share no block of 32 values, or convert the original "
+                "again with scripts/convert_checkpoint.py --dequantize"
+            )
+        return "holds no experts in 4 bits; use --dequantize" if self.computes and not is_packed else ""

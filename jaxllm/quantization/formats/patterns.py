@@ -1,0 +1,67 @@
+"""Names of modules in a quantization_config: parts of dotted names, and regular expressions that take a bounded time."""
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import regex
+
+from jaxllm.errors import shortened
+
+_MATCH_SECONDS = 0.1
+"""Longest time for a pattern and a name."""
+_MAX_SECONDS = 1.0
+"""Longest CPU time for all of them."""
+_MAX_PATTERN = 500
+_TOO_SLOW = "the patterns of modules that are not quantised take too long; give the names of the modules there"
+
+
+def read_names(given: Any, key: str, faults: list[str], prefix: str = "") -> tuple[str, ...]:
+    """Names of modules and regular expressions of them, which begin with `prefix`."""
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not all(isinstance(each, str) and len(each) <= _MAX_PATTERN for each in given):
+        faults.append(f"{key} is {shortened(repr(given))}, must be a list of names of up to {_MAX_PATTERN} characters")
+        return ()
+    for pattern in given:
+        try:
+            _compiled(pattern[len(prefix) :] if pattern.startswith(prefix) else "")
+        except (regex.error, RecursionError, OverflowError) as error:
+            faults.append(f"{key} has {shortened(pattern)!r}, which is no regular expression ({error})")
+            return ()
+    return tuple(given)
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a module has this part in its name, or fits the regular expression behind `re:`. Raises TimeoutError."""
+    if pattern.startswith("re:"):
+        return begins(pattern[3:], module)
+    return f".{pattern}." in f".{module}."
+
+
+def begins(pattern: str, module: str) -> bool:
+    """Whether a regular expression fits how a name begins. Raises TimeoutError."""
+    return _compiled(pattern).match(module, timeout=_MATCH_SECONDS) is not None
+
+
+def partly_covered(covers: Callable[[str], bool], linears: Iterable[tuple[str, ...]]) -> list[str]:
+    """Faults of linear layers that are made of several modules of which a format covers some; or that its patterns take too long."""
+    deadline = time.process_time() + _MAX_SECONDS
+    found = []
+    for modules in linears:
+        try:
+            covered = {name: covers(name) for name in modules}
+        except (TimeoutError, RecursionError):
+            return [_TOO_SLOW]
+        if len(set(covered.values())) > 1:
+            told = ", ".join(f"{name} {'is' if on else 'is not'}" for name, on in covered.items())
+            found.append(f"these modules are one product, so all of them must be quantised or none: {told}")
+        if time.process_time() > deadline:
+            return [_TOO_SLOW]
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> "regex.Pattern[str]":
+    return regex.compile(pattern)

@@ -1,0 +1,51 @@
+"""Where contents of blocks are kept beside the block pool, e.g. in the host's memory, on disk or at a peer."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from jaxllm.device_ops import AnyDeviceOp
+
+
+class TierStep(NamedTuple):
+    """What a tier adds to a step, and what it has heard."""
+
+    ops: Sequence[AnyDeviceOp] = ()
+    """Writes contents that have arrived into their blocks."""
+    loaded: Sequence[tuple[int, Sequence[bool]]] = ()
+    """Loads that are over, with whether each block has its content: the ops that wrote it were in earlier plans."""
+
+
+class CacheTier(Protocol):
+    """A store of block contents by name (`block_hash`). The step loop's thread calls all methods, and none may wait, but for `wait`.
+
+    A tier touches blocks through ops alone. Devices run plans in order, so a block may have another owner as soon as no further op for
+    it comes.
+    """
+
+    patience_seconds: float
+    """A load that takes longer counts as failed."""
+
+    def match(self, names: Sequence[bytes]) -> Collection[bytes]:
+        """Those of these contents that it can load now. Contents that are not worth the time of a load are left out."""
+
+    def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
+        """Begin to load contents into blocks that nobody else uses until `begin_step` reports the load. Returns its number."""
+
+    def cancel(self, load_id: int) -> None:
+        """Give a load up: no op for its blocks comes from now on, and no report."""
+
+    def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
+        """These contents are about to leave the pool. Returns what reads their blocks before the step being planned writes them; nothing
+        for contents that it has, or does not want. What it reads is right once that step is done without error."""
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        """These contents were computed wrongly."""
+
+    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
+        """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when something happened to a load, or after this time. Called while nothing else can be done."""
+
+    def forget(self, *, stored: bool) -> None:
+        """Drop all loads, and the stores of steps that are not done. stored: drop all contents too, because they are of other weights."""

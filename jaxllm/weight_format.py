@@ -1,0 +1,234 @@
+"""What the rest of the engine asks of a format of weights; the formats are in `jaxllm/quantization/formats/`.
+
+A weight without a format is an array of the model's type, stored as such.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
+
+import numpy as np
+
+from jaxllm.layers.source import AnySource, Index, Module, Tensor
+
+if TYPE_CHECKING:
+    from jaxllm.model_config import ModelConfig
+
+Array = Any
+"""Of JAX, which this module does not import."""
+Arrays = Mapping[str, Array]
+"""Of a weight, by part."""
+Init = Literal["normal", "zeros", "ones", "format"]
+"""How a parameter without a checkpoint begins; format: as its format says."""
+WHOLE = ""
+"""The part of a weight that stands in the model as one array."""
+
+
+class Options(NamedTuple):
+    """What an engine's options and the model say of formats."""
+
+    quantization: str | None
+    dequantize: bool | None
+    has_kernel: bool
+    """Whether products of experts can be computed from 4 bits."""
+    unquantized: tuple[str, ...]
+    """Modules of the family that are never quantised while loading: parts of their dotted names."""
+    supported: str = ""
+    """What errors about unsupported formats end with."""
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """An array of a weight: what a model declares, and what a loader makes."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    dtype: str
+    source: AnySource
+    init: Init = "normal"
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A weight of products, as it is without a format."""
+
+    plain: ParamSpec
+    modules: tuple[Module, ...] = ()
+    """The checkpoint's modules of a linear layer; none for experts."""
+    joined: int = 0
+    """The dimension of their outputs along which they are joined."""
+    num_contracted: int = 1
+    """Leading dimensions of a linear layer's weight that products contract."""
+
+
+class Expected(NamedTuple):
+    """A tensor that a checkpoint must have."""
+
+    shape: tuple[int, ...]
+    dtypes: Collection[str] = ()
+    """Names of types; empty: those of weights."""
+
+
+class Entry(Protocol):
+    """A tensor that a checkpoint has."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Files(Protocol):
+    """A checkpoint as formats see it."""
+
+    @property
+    def linears(self) -> Collection[str]:
+        """The modules of all linear layers of the model's layers."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """The tensors by name; empty before there is a checkpoint."""
+
+    def stored(self, tensor: Tensor, index: Index) -> np.ndarray:
+        """A part of a tensor as the file has it."""
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A whole tensor as the file has it."""
+
+
+Read = Callable[[Tensor, Index], np.ndarray]
+"""Reads a part of a tensor."""
+
+
+class Reader(Files, Protocol):
+    """Reads a checkpoint onto the devices of a mesh."""
+
+    @property
+    def mesh(self) -> Any: ...
+
+    def array(self, spec: ParamSpec, read: Read | None = None) -> Array:
+        """The whole parameter: its tensors joined, transposed, cast and split over the devices. read: default: as plain numbers."""
+
+    def tensors(self, spec: ParamSpec, read: Read | None = None) -> tuple[Array, ...]:
+        """Its tensors on the devices, in the types of the file, split as the parameter is."""
+
+    def by_device(self, spec: ParamSpec, make: Callable[[Index, Any], Array]) -> Array:
+        """The parameter of what `make` makes of the index of each device's part and the device."""
+
+    def put(self, values: np.ndarray, spec: ParamSpec) -> Array:
+        """The parameter with these values."""
+
+
+class Draw(Protocol):
+    """Makes an array of a parameter's shape without a checkpoint, on the devices."""
+
+    def normal(self) -> Array: ...
+    def bits(self, dtype: str) -> Array: ...
+    def full(self, value: Any, dtype: str) -> Array: ...
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A form in which some weights are stored, or computed with, or both. Subclasses are frozen dataclasses.
+
+    Modules of formats do not import JAX: clients read config.json too. Methods that compute import it when they are called.
+    """
+
+    supported: ClassVar[str]
+    """What of this format can be read, for errors."""
+    may_widen: ClassVar[bool] = False
+    """Whether `--dequantize` decides how it is loaded."""
+    unused: ClassVar[str] = r"\b\B"
+    """A pattern of tensors that a checkpoint of this format may hold and that are not read."""
+
+    @property
+    def kv_cache(self) -> bool:
+        """Whether the checkpoint says that the KV cache is fp8, and may hold its scales."""
+        return False
+
+    @classmethod
+    def claims(cls, given: Mapping[str, Any]) -> bool:
+        """Whether a quantization_config is of this format. The first of the registered formats that claims one reads it."""
+        raise NotImplementedError
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
+        """The format of a checkpoint with this quantization_config, or of the options if it is empty; None: neither asks for it.
+        Whatever is not supported is added to `faults`."""
+        raise NotImplementedError
+
+    def covers(self, module: str) -> bool:
+        """Whether a module, by its name in the checkpoint, is in this format."""
+        raise NotImplementedError
+
+    def faults(self, config: "ModelConfig") -> list[str]:
+        """What of a model in this format cannot be computed."""
+        return []
+
+    def indivisible(self, config: "ModelConfig", size: int) -> str:
+        """What keeps `size` devices from splitting weights in this format, and what becomes of them; empty: nothing does."""
+        return ""
+
+    def split(self, config: "ModelConfig", size: int) -> Self:
+        """The format of the same weights split over `size` devices."""
+        return self
+
+    @property
+    def expert_type(self) -> tuple[str, float] | None:
+        """The type that products of experts are computed from, and bytes of a value; None: the model's."""
+        return None
+
+    def told(self, dtype: str) -> str:
+        """What happens to the checkpoint's weights in a model of this type, for the log; empty: nothing."""
+        return ""
+
+    def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
+        """The parts that stand in the model for this weight: WHOLE alone, if it is an array that is read in another way than others;
+        None: it is not in this format."""
+        raise NotImplementedError
+
+    def product(self, arrays: Arrays, x: Array, shards: Any) -> Array:
+        """Of a linear layer's weight: [..., contracted as one] to [..., *outputs], in x's type. shards: what x and the contracted
+        dimension are split over."""
+        raise NotImplementedError
+
+    def operand(self, arrays: Arrays) -> Any:
+        """What `pallas_kernels.grouped_matmul` takes as the weight of experts."""
+        raise NotImplementedError
+
+    def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
+        """The tensors that a weight of these parts is read from."""
+        return {tensor.name: Expected(tensor.shape) for spec in parts.values() for tensor in spec.source.tensors}
+
+    def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
+        """Each part with its array, which is on its devices when it is given. Raises ModelLoadError."""
+        raise NotImplementedError
+
+    def beside(self, tensor: Tensor, files: Files) -> dict[str, tuple[int, ...]]:
+        """The tensors, with their shapes, that it takes to read a weight as plain numbers; none: it is stored so."""
+        return {}
+
+    def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
+        """A part of a tensor that others are beside, as plain numbers."""
+        raise NotImplementedError
+
+    def transit_bytes(self, part: str) -> int | None:
+        """Bytes of a stored value on its way through the host; 0: negligible, None: as in the model's type."""
+        return None
+
+    def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
+        """A part without a checkpoint; weights have this deviation, or about the same."""
+        raise NotImplementedError
+
+    def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
+        """A part as a checkpoint holds it, in which plain weights have this type."""
+        return np.asarray(array).astype(dtype)
+
+    def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
+        """The quantization_config of a saved model, which was read with this one; None: it needs none for this format."""
+        return None
+
+    def unrestorable(self, names: Collection[str]) -> str:
+        """Why a converted checkpoint with arrays of these names cannot be restored in this format, and the way out, as the end of a
+        sentence about its directory; empty: it can be."""
+        return ""

@@ -1,0 +1,113 @@
+"""A cache tier that is a dictionary. Its loads take several steps, overtake each other, and may fail."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxllm.device_ops import DeviceOp
+from jaxllm.scheduler.cache_tier import TierStep
+
+
+class CopyOut(DeviceOp, frozen=True):
+    """Read a block into a list that the tier keeps."""
+
+    block_id: int
+    content: list[Any]
+
+    def copy(self, memory: list[Any]) -> None:
+        self.content.extend(memory[self.block_id])
+
+
+class CopyIn(DeviceOp, frozen=True):
+    """Write a content into a block."""
+
+    block_id: int
+    content: list[Any]
+
+    def copy(self, memory: list[Any]) -> None:
+        memory[self.block_id] = list(self.content)
+
+
+@dataclass
+class _Load:
+    block_ids: Sequence[int]
+    names: Sequence[bytes]
+    num_steps: int
+    """Until its ops are planned."""
+    is_right: list[bool] = field(default_factory=list)
+    """Once they are."""
+
+
+class FakeTier:
+    """max_steps: that a load takes. share_bad: of blocks whose load fails, which leaves something else in them. capacity: of contents;
+    the oldest go first."""
+
+    def __init__(self, rng: random.Random, *, max_steps: int = 3, share_bad: float = 0.0, capacity: int = 1000):
+        self.rng, self.max_steps, self.share_bad, self.capacity = rng, max_steps, share_bad, capacity
+        self.patience_seconds = 1e9
+        self.contents: dict[bytes, list[Any]] = {}
+        self.stores: dict[bytes, tuple[int, list[Any]]] = {}
+        """Contents by name that are right once a step is done."""
+        self.loads: dict[int, _Load] = {}
+        self.step_id = self.num_loads = self.num_loaded = self.num_waits = 0
+        self.is_stuck = False
+        """Whether no load makes progress."""
+
+    def match(self, names: Sequence[bytes]) -> set[bytes]:
+        return self.contents.keys() & names
+
+    def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
+        assert len(block_ids) == len(names) == len(set(names)) > 0
+        self.num_loads += 1
+        self.loads[self.num_loads] = _Load(block_ids, names, self.rng.randint(0, self.max_steps))
+        return self.num_loads
+
+    def cancel(self, load_id: int) -> None:
+        del self.loads[load_id]
+
+    def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[DeviceOp]:
+        ops: list[DeviceOp] = []
+        for block_id, name in zip(block_ids, names, strict=True):
+            if name not in self.contents and name not in self.stores:
+                content: list[Any] = []
+                self.stores[name] = self.step_id, content
+                ops.append(CopyOut(block_id, content))
+        return ops
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            self.contents.pop(name, None)
+            self.stores.pop(name, None)
+
+    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
+        self.step_id = step_id
+        for name, (stored_at, content) in list(self.stores.items()):
+            if stored_at <= done_step_id:
+                assert content, "an op did not run"
+                self.contents[name] = content
+                del self.stores[name]
+        while len(self.contents) > self.capacity:
+            del self.contents[next(iter(self.contents))]
+        loaded = [(load_id, load.is_right) for load_id, load in self.loads.items() if load.is_right]
+        for load_id, is_right in loaded:
+            del self.loads[load_id]
+            self.num_loaded += sum(is_right)
+        ops: list[DeviceOp] = []
+        for load in () if self.is_stuck else self.loads.values():
+            if load.num_steps == 0:
+                for block_id, name in zip(load.block_ids, load.names, strict=True):
+                    content = None if self.rng.random() < self.share_bad else self.contents.get(name)
+                    ops.append(CopyIn(block_id, content or ["damaged"] * 4))
+                    load.is_right.append(content is not None)
+            load.num_steps -= 1
+        return TierStep(ops, loaded)
+
+    def wait(self, seconds: float) -> None:
+        self.num_waits += 1
+
+    def forget(self, *, stored: bool) -> None:
+        self.stores.clear()
+        self.loads.clear()
+        if stored:
+            self.contents.clear()

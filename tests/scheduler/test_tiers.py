@@ -1,0 +1,165 @@
+"""Blocks that live elsewhere, in a tier that is a dictionary. tests/scheduler/test_random_schedules.py mixes them with all else."""
+
+import random
+
+import pytest
+
+from jaxllm.request import ErrorKind, Request, RequestStatus
+from jaxllm.scheduler_output import ModelRunnerOutput
+from tests.helpers.fake_runner import FakeEngine, oracle_tokens
+from tests.helpers.fake_tier import FakeTier
+from tests.helpers.scheduling import make_request, make_scheduler
+
+VOCAB = 50
+PROMPTS = {name: [index + 1] * 33 for index, name in enumerate("abc")}
+
+
+def make_engine(tier: FakeTier | None = None, **options: object) -> tuple[FakeEngine, FakeTier]:
+    """An engine whose pool has forgotten prompt a, and whose tier has it."""
+    tier = FakeTier(random.Random(1), max_steps=0) if tier is None else tier
+    options = {"block_size": 4, "num_blocks": 21, "max_model_len": 48, **options}
+    engine = FakeEngine(make_scheduler(tiers=(tier,), **options), vocab_size=VOCAB)
+    add(engine, "a")
+    for number in range(5):
+        engine.run()
+        engine.scheduler.add_request(make_request(f"filler {number}", [30 + number] * 44, max_tokens=1))
+    engine.run()
+    assert engine.scheduler.num_cached_tokens(make_request("x", PROMPTS["a"])) == 0 and len(tier.contents) >= 8
+    return engine, tier
+
+
+def add(engine: FakeEngine, name: str, **options: object) -> Request:
+    """A request for the prompt of its first letter."""
+    request = make_request(name, PROMPTS[name[0]], max_tokens=3, **options)
+    engine.scheduler.add_request(request)
+    return request
+
+
+def check_tokens(engine: FakeEngine, *requests: Request) -> None:
+    """Every request gets its tokens, although those without ops leave nothing to run for a while."""
+    found: dict[str, list[int]] = {}
+    for _ in range(100):
+        engine.dispatch()
+        for output in engine.collect():
+            found.setdefault(output.request_id, []).extend(output.new_token_ids)
+    assert not engine.scheduler.has_requests()
+    for request in requests:
+        assert found[request.request_id] == oracle_tokens(request.spec.prompt_token_ids, 3, VOCAB)
+
+
+def test_evicted_blocks_come_back_and_are_not_computed_again() -> None:
+    engine, tier = make_engine()
+    num_computed = engine.runner.num_computed_tokens
+    request = add(engine, "a2")
+    engine.dispatch()
+    assert request.status is RequestStatus.WAITING_FOR_BLOCKS
+    check_tokens(engine, request)
+    assert (request.num_cached_tokens, tier.num_loaded) == (32, 8)
+    assert engine.runner.num_computed_tokens - num_computed == 1 + 2
+
+
+def test_a_request_that_waits_for_blocks_holds_up_nobody_and_keeps_its_place() -> None:
+    engine, tier = make_engine(num_blocks=31, max_num_seqs=1)
+    tier.is_stuck = True
+    first, second, third = (add(engine, name) for name in ("a2", "b2", "c2"))
+    engine.dispatch()
+    assert [request.request_id for request in engine.scheduler.running] == ["b2"]
+    tier.is_stuck = False
+    check_tokens(engine, first, second, third)
+    firsts = dict.fromkeys(data.request_id for plan in engine.plans for data in plan.new_requests)
+    assert list(firsts)[-3:] == ["b2", "a2", "c2"]
+
+
+def test_requests_with_the_same_prefix_load_it_once() -> None:
+    engine, tier = make_engine()
+    requests = [add(engine, f"a{index}") for index in range(3)]
+    check_tokens(engine, *requests)
+    assert (tier.num_loads, tier.num_loaded) == (1, 8)
+    assert [request.num_cached_tokens for request in requests] == [32] * 3
+
+
+@pytest.mark.parametrize("fault", ["all blocks", "some blocks", "late"])
+def test_what_does_not_come_is_computed(fault: str) -> None:
+    engine, tier = make_engine()
+    tier.share_bad = {"all blocks": 1.0, "some blocks": 0.3, "late": 0.0}[fault]
+    if fault == "late":
+        tier.is_stuck, tier.patience_seconds = True, 0.0
+    request = add(engine, "a2")
+    check_tokens(engine, request)
+    assert tier.num_loads == 1 and not tier.loads and not request.loads_blocks
+    assert request.num_cached_tokens == 0 if fault != "some blocks" else 0 <= request.num_cached_tokens < 32
+
+
+@pytest.mark.parametrize("event", ["abort", "deadline", "hold", "start over", "reset", "need of blocks"])
+def test_a_load_ends_with_whatever_ends_the_wait(event: str) -> None:
+    engine, tier = make_engine()
+    tier.is_stuck = True
+    scheduler = engine.scheduler
+    request = add(engine, "a2", timeout_seconds=0.0 if event == "deadline" else None)
+    engine.dispatch()
+    assert tier.loads and scheduler.holds_blocks
+    if event == "abort":
+        scheduler.finish_requests("a2", RequestStatus.FINISHED_ABORTED)
+    elif event == "deadline":
+        (output,) = scheduler.fail_expired()
+        assert output.error_kind is ErrorKind.TIMEOUT
+    elif event == "hold":
+        scheduler.hold_requests(["a2"])
+    elif event == "start over":
+        engine.start_over()
+    elif event == "reset":
+        assert scheduler.reset_prefix_cache(reset_running_requests=True) and not tier.contents
+    else:
+        others = [make_request(f"n{index}", [20 + index] * 20, max_tokens=14) for index in range(2)]
+        for other in others:
+            scheduler.add_request(other)
+        while others[0].num_output_tokens < 10:
+            engine.step()
+        assert not any(other.num_preemptions for other in others)
+    assert not tier.loads and request.status is not RequestStatus.WAITING_FOR_BLOCKS
+    scheduler.check_integrity()
+    tier.is_stuck = False
+    scheduler.release_requests(["a2"])
+    check_tokens(engine, *([] if event in ("abort", "deadline") else [request]))
+    assert not scheduler.holds_blocks
+
+
+def test_a_request_gets_the_blocks_that_loads_behind_it_hold() -> None:
+    engine, tier = make_engine(scheduling_policy="priority")
+    tier.is_stuck = True
+    late, urgent = add(engine, "a2", priority=1), make_request("n", [20] * 45, max_tokens=2)
+    engine.dispatch()
+    assert late.status is RequestStatus.WAITING_FOR_BLOCKS
+    engine.scheduler.cache_manager.pool.allocate(2)  # somebody else's: the rest is too little
+    engine.scheduler.add_request(urgent)
+    plan = engine.scheduler.schedule()
+    assert [row.request_id for row in plan.rows] == ["n"] and late.status is RequestStatus.WAITING and not tier.loads
+
+
+def test_contents_that_were_computed_wrongly_leave_the_tier() -> None:
+    engine, tier = make_engine()
+    names = list(add(engine, "a2").block_hashes)
+    engine.scheduler.finish_requests("a2", RequestStatus.FINISHED_ABORTED)
+    request = make_request("a3", PROMPTS["a"], max_tokens=3)
+    request.loads_blocks = False
+    engine.scheduler.add_request(request)
+    plan = engine.scheduler.schedule()
+    assert tier.contents.keys() >= set(names)
+    engine.scheduler.update_from_output(plan, ModelRunnerOutput({}, errors={"a3": "it broke"}))
+    assert tier.contents.keys().isdisjoint(names)
+
+
+def test_a_content_is_stored_once_its_step_is_done_and_only_if_no_copy_stays() -> None:
+    tier = FakeTier(random.Random(1))
+    scheduler = make_scheduler(num_blocks=9, block_size=4, tiers=(tier,), max_model_len=32)
+    pool = scheduler.cache_manager.pool
+    first, second = pool.allocate(2)
+    for block in (first, second):
+        pool.publish(block, b"name")
+    scheduler.cache_manager.loading.begin_step(1, 0)
+    pool.free([first])
+    pool.allocate(7)
+    assert not tier.stores
+    pool.free([second])
+    pool.allocate(1)
+    assert list(tier.stores) == [b"name"] and len(scheduler.cache_manager.loading.take_ops()) == 1
