@@ -31,14 +31,14 @@ def sql(tmp_path: Path) -> Path:
 def test_requests_name_the_adapter(line: list[str], opened: Any, sql: Path) -> None:
     assert main([*line, "-q", "--lora", f"a={sql}"]) == 0
     assert opened.options == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 40}
-    assert opened.core.requests and {request.adapter for request in opened.core.requests} == {"a"}
+    assert opened.core.requests and {request.options.adapter for request in opened.core.requests} == {"a"}
 
 
 def test_a_benchmark_takes_several_in_turn(opened: Any, sql: Path) -> None:
     line = f"bench throughput --num-prompts 3 --input-len 4 --output-len 2 --warmup-runs 0 --lora a={sql} --lora b={sql}"
     assert main([*line.split(), "--max-lora-rank", "64"]) == 0
     assert opened.options == {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
-    assert [request.adapter for request in opened.core.requests] == ["a", "b", "a"]
+    assert [request.options.adapter for request in opened.core.requests] == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize(
