@@ -45,7 +45,7 @@ class LoadReader:
         self._asked: list[Callable[[np.ndarray], None]] = []
         """Called with the totals of the next reading."""
         self._on_way: deque[list[Callable[[np.ndarray], None]]] = deque()
-        """The same of each reading that is on its way."""
+        """Callbacks of each reading in flight."""
         self._latest: Any = None
         """The latest reading, as `Ops.add` returned it."""
         self._work_began: float | None = None
@@ -57,9 +57,9 @@ class LoadReader:
         self._even = [0.0] * layout.num_layers
         """By layer of the model, what a device would have got if all had got as many, added up over readings."""
         self._busiest = [0.0] * layout.num_layers
-        """The same of the device that got most."""
+        """By layer of the model, the tokens of the device that got most, added up over readings."""
         self.balance = 1.0
-        """Of the latest reading: see `balance_of`."""
+        """Balance of the latest reading: see `balance_of`."""
 
     def note_step(self, *, is_idle: bool) -> None:
         """A step was read; is_idle: there is nothing else to compute."""
