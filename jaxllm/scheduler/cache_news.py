@@ -15,7 +15,7 @@ class NewsCollector:
     """
 
     def __init__(self, names: Iterable[bytes] = ()) -> None:
-        """names: what can be found already. The first news contain it all."""
+        """names: blocks that can be found already. The first update contains them all."""
         self.changes: dict[bytes, bool] = dict.fromkeys(names, True)
         """Whether a block can be found now, by hash. The block pool writes here; a block that came and went is one entry."""
         self._cleared = True
@@ -38,5 +38,5 @@ class NewsCollector:
 
 
 def keys_of(names: Iterable[bytes]) -> bytes:
-    """What news call these blocks; those of groups after the first, whose names are longer, are left out."""
+    """Keys of these blocks in updates. Those of groups after the first, whose names are longer, are left out."""
     return b"".join([name[:KEY_BYTES] for name in names if len(name) == HASH_BYTES])

@@ -90,11 +90,11 @@ class KVCacheManager:
         self._max_step_tokens = max_step_tokens
         self._num_lookahead = num_lookahead
         self._suffixes = [index.to_bytes(2, "little") if index else b"" for index in range(len(policies))]
-        """What tells apart the hashes of equal tokens in different groups."""
+        """Suffixes that distinguish the hashes of equal tokens in different groups."""
         self._lookups = self._lookups_in(self.pool.is_cached)
         self._tables: dict[str, _BlockTable] = {}
         self.loading = Loading(self, tiers) if tiers and self.enable_prefix_caching else None
-        """What loads blocks from tiers, if there are any."""
+        """Loads blocks from tiers, if there are any."""
 
     def _lookups_in(self, is_cached: Callable[[bytes], bool]) -> _Lookups:
         """For each policy, whether a block is there in all groups of that policy."""

@@ -1,4 +1,4 @@
-"""What a scheduler counts from its start on, for `SchedulerStats`."""
+"""Counters of a scheduler since its start, for `SchedulerStats`."""
 
 from dataclasses import dataclass, field
 from typing import Any
