@@ -1,4 +1,4 @@
-"""What must be the same on all hosts of an engine, and how a difference is described."""
+"""Facts that must be equal on all hosts of an engine, and the description of a difference."""
 
 import hashlib
 import platform

@@ -40,6 +40,6 @@ def listen(options: ParallelOptions) -> socket.socket:
 
 
 def free_port(address: str) -> int:
-    """A port at which nobody listens at an address of this machine."""
+    """A free port at an address of this machine."""
     with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         return int(probe.getsockname()[1])

@@ -170,7 +170,7 @@ def _num_hosts(config: EngineConfig, own: Mapping[str, Any]) -> int:
 
 
 def _num_devices(config: EngineConfig) -> int:
-    """Of all hosts together."""
+    """Number of devices of all hosts together."""
     return config.parallel.num_replicas * Topology.of(config.parallel).num_devices
 
 
