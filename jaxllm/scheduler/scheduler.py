@@ -57,9 +57,9 @@ class Scheduler:
         tiers: Sequence[CacheTier] = (),
     ):
         """policies: one for each group of layers with separate block tables. drafts: how many each request gets; None: none.
-        rooms: what a request needs but blocks. num_stages: so many steps in a row are of different requests, because the first
-        stage of a pipeline would wait for a token that the last one has yet to draw. block_size: tokens of a block over all devices
-        that split it; None: the option's. tiers: where blocks are kept outside the pool."""
+        rooms: needs of a request other than blocks. num_stages: so many steps in a row are of different requests, because
+        the first stage of a pipeline would wait for a token that the last one has yet to draw. block_size: tokens of a block over
+        all devices that split it; None: the option's. tiers: where blocks are kept outside the pool."""
         block_size = block_size or cache.block_size
         check_options(options, max_model_len)
         assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
