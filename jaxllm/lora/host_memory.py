@@ -30,7 +30,7 @@ Reader = Callable[[str], AdapterFiles]
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of an adapter."""
+    """An adapter as it was read."""
 
     rank: int
     directory: Path
@@ -89,7 +89,7 @@ class HostMemory:
 
     @property
     def has_place(self) -> bool:
-        """Whether another adapter fits beside all that are there or expected."""
+        """Whether another adapter fits in addition to all that are there or expected."""
         return len(self.packed) + len(self.expected) < self.capacity
 
     def touch(self, adapter: Adapter) -> None:

@@ -18,7 +18,7 @@ _SHOWN = 3
 
 Shape = tuple[int, ...]
 Form = Literal["module", "experts", "swapped"]
-"""Of a module alone; of all experts; of all experts, A being B transposed: PEFT took the parameter's inputs for its outputs, as their
+"""A module alone; all experts; all experts, A being B transposed: PEFT took the parameter's inputs for its outputs, as their
 order does not tell which are which."""
 
 
@@ -126,7 +126,7 @@ class Match:
         return found
 
     def _check_other(self, tensor: str) -> None:
-        """PEFT writes the base's weights of an embedding or a head beside their LoRA. They are not needed."""
+        """PEFT writes the base's weights of an embedding or a head next to their LoRA. They are not needed."""
         module = module_of(tensor)
         target = self._names.target(module.removesuffix(".base_layer.weight"))
         if target is not None and module.endswith(".base_layer.weight"):
@@ -178,7 +178,7 @@ class Match:
         )
 
     def _parameters(self, owners: Mapping[str, str]) -> dict[str, Experts]:
-        """What each wrapper of a parameter of all experts adapts."""
+        """The parameter of all experts that each wrapper adapts."""
         found: dict[str, Experts] = {}
         for owner in dict.fromkeys(owners.values()):
             own = [module for module in owners if owners[module] == owner]
