@@ -35,7 +35,7 @@ from scripts.measuring.engine_option import engine_option
 
 
 def main() -> None:
-    """Profile each kind of step; a mixed one in an engine of its own, whose steps are that large."""
+    """Profile each kind of step; a mixed one in a separate engine, whose steps are that large."""
     lines = __doc__.splitlines()
     parser = argparse.ArgumentParser(
         description=lines[0], epilog="\n".join(lines[3:]), formatter_class=argparse.RawTextHelpFormatter
@@ -114,7 +114,7 @@ class Profiler:
         self.clear()
 
     def mixed(self, batch: int, context: int, tokens: int) -> None:
-        """Prompts of 2048 tokens wait beside the decodes, so that every step takes as many of their tokens as it can."""
+        """Prompts of 2048 tokens wait during the decodes, so that every step takes as many of their tokens as it can."""
         self.fill(batch, context)
         length = min(2048, self.core.max_model_len - 1)
         steps = self.args.steps + self.args.traced + 45

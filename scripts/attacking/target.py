@@ -28,7 +28,7 @@ class Attacked(Protocol):
     port: int
 
     def pids(self, module: str) -> list[int]:
-        """Its processes that run a module ("engine.process", "server.front"); none if they cannot be told apart."""
+        """Its processes that run a module ("engine.process", "server.front"); none if they cannot be distinguished."""
 
 
 @dataclass(frozen=True)
