@@ -11,7 +11,7 @@ class NewsCollector:
 
     Covers the first group of layers alone. A cached prefix must be in all groups, and the first has every block of it where a
     layer has full attention, while those of a window have only the last ones: the walk along a prompt would stop there. So it does for
-    models with windows alone, once the first blocks of a prompt were evicted: a front then takes less for cached than there is.
+    models with windows alone, once the first blocks of a prompt were evicted: API servers then underestimate what is cached.
     """
 
     def __init__(self, names: Iterable[bytes] = ()) -> None:

@@ -2,7 +2,7 @@
 
 A virtual token counter (Sheng et al., Fairness in Serving Large Language Models, 2024): each client has a clock, which the tokens of its
 prompts move when they are taken, and those of its outputs as they come; the client whose clock is least is next. Who comes after a while
-starts at the clock of who is next, so that nobody saves turns up, and new clients do not hold up old ones.
+starts at the clock of who is next, so that no client saves turns up, and new clients do not hold up old ones.
 """
 
 import heapq

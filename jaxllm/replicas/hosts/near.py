@@ -89,7 +89,7 @@ class StartedReplicas(Started, Protocol):
 class ReplicasElsewhere:
     """The replicas of other hosts. Everything runs in an event loop, but for the constructor.
 
-    `directory` gets one for the sockets of each replica; `index`: the number of this process's clients, after those of the fronts;
+    `directory` gets one for the sockets of each replica; `index`: the number of this process's clients, after the API servers';
     `started`: what started the other hosts, if that was not done by hand.
     Raises ConfigError if host 0 cannot listen at its address.
     """
@@ -331,7 +331,7 @@ class _StandIn:
         """Give a client what the engine sent to it."""
         if client not in self._outbox.clients or self._outbox.send(client, frame):
             return
-        logger.error("a front does not fetch what replica %d sends; its requests there are ended", self._rank)
+        logger.error("an API server does not fetch what replica %d sends; its requests there are ended", self._rank)
         self._outbox.disconnect(client)
         self._outbox.connect(client)  # with an empty queue
         self._forget(client, "the server was too slow to fetch what the engine wrote")
@@ -352,7 +352,7 @@ class _StandIn:
             head = _head.decode(frame)
             hello = messages.decode_front_message(frame) if head.tag == "hello" else None
         except (msgspec.MsgspecError, MessageError) as error:
-            logger.warning("a message of a front was refused: %s", error)
+            logger.warning("a message of an API server was refused: %s", error)
             return
         if link is None:  # a client that is new says Hello again; the others were notified
             return
@@ -366,7 +366,7 @@ class _StandIn:
     def _greet(self, hello: FrontHello, link: Link) -> None:
         client = hello.client
         if not is_client_name(client):
-            logger.warning("a front with an impossible name was refused")
+            logger.warning("an API server with an impossible name was refused")
             return
         if client not in self._outbox.clients:
             self._outbox.connect(client)
