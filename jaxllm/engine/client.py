@@ -126,7 +126,7 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine has said that it serves."""
+        """Whether the engine has reported that it serves."""
         return self._ready.done() and self._ready.exception() is None
 
     @property

@@ -82,7 +82,7 @@ class AdapterManager(Preparation, Protocol):
     def pin_adapter(self, name: str) -> None: ...
 
     def add_stats(self, stats: "SchedulerStats") -> None:
-        """Set what the stats tell of adapters."""
+        """Set the adapter fields of the stats."""
 
 
 class ExpertLoad(Protocol):
@@ -107,7 +107,7 @@ class LoadReader(Protocol):
     def table(self) -> dict[str, Any]: ...
 
     def add_stats(self, stats: "SchedulerStats") -> None:
-        """Set what the stats tell of experts."""
+        """Set the expert fields of the stats."""
 
 
 class Hosts(Protocol):

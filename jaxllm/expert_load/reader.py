@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from jaxllm.scheduler_stats import SchedulerStats
 
 INTERVAL_SECONDS = 10.0
-"""Between two readings while the engine computes. In this time no count on a device exceeds an int32."""
+"""Seconds between two readings while the engine computes. In this time no count on a device exceeds an int32."""
 IDLE_SECONDS = 0.1
-"""At least so long after a reading at the end of all work there is another."""
+"""Least seconds between a reading at the end of all work and the next one."""
 
 
 class Ops(Moves, Protocol):
@@ -53,7 +53,7 @@ class LoadReader:
         self._idle_read_at = -np.inf
         most = max(layout.num_experts, default=0)
         self.tokens_LE = np.zeros((len(layout.layers), most), np.int64)
-        """By mixture and expert."""
+        """Tokens by mixture and expert."""
         self._even = [0.0] * layout.num_layers
         """By layer of the model, what a device would have got if all had got as many, added up over readings."""
         self._busiest = [0.0] * layout.num_layers
@@ -96,7 +96,7 @@ class LoadReader:
         return {"layers": list(self._layout.layers), "tokens": [tokens[:size] for tokens, size in rows]}
 
     def add_stats(self, stats: "SchedulerStats") -> None:
-        """Set what the stats tell of experts."""
+        """Set the expert fields of the stats."""
         stats.even_expert_load, stats.busiest_expert_load = tuple(self._even), tuple(self._busiest)
         stats.expert_balance = self.balance
 

@@ -9,11 +9,11 @@ from jaxllm.errors import ConfigError
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 7.0
-"""A host of which nothing is heard for so long is lost."""
+"""A host that sends nothing for so long is lost."""
 
 
 class Started(Protocol):
-    """What started the other hosts."""
+    """The launcher of the other hosts."""
 
     def fault(self) -> str | None:
         """Why one of them ended before it connected; None if none did."""

@@ -1,4 +1,4 @@
-"""The port of host 0 while it waits for the other hosts: who connects there, and who of them says hello."""
+"""The port of host 0 while it waits for the other hosts: its connections, and their Hellos."""
 
 import contextlib
 import queue

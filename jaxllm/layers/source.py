@@ -31,13 +31,13 @@ class Tensor:
     columns: tuple[int, int, int] | None = None
     """(start, stop, size): a dimension of the view is this range of one of `size`; None: all are whole."""
     columns_axis: int = 1
-    """That dimension."""
+    """The dimension that `columns` selects from."""
     transposed: bool = False
     """The outputs are the last stored dimension instead of the first."""
     order: tuple[int, ...] | None = None
     """Order of the values along the last dimension of the outputs, by their stored places; None: as stored."""
     order_axis: int = 0
-    """That dimension of the view."""
+    """The dimension of the view that `order` applies to."""
     picks: tuple[int, ...] | None = None
     """Indices of the view's first dimension that are read, perhaps several times; None: all of it."""
 

@@ -24,7 +24,7 @@ from jaxllm.weight_format import Init, WeightFormat
 
 STANDARD_DEVIATION = 0.02
 _THREADS = 8
-"""That compile."""
+"""Threads that compile."""
 
 
 def dummy_weights(

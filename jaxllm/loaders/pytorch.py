@@ -50,7 +50,7 @@ class _Listing:
         self.seek, self.tell = stream.seek, stream.tell
 
     def read(self, size: int = -1) -> bytes:
-        """At most _MAX_LISTING_BYTES. Raises ValueError if it should be more."""
+        """Read at most _MAX_LISTING_BYTES. Raises ValueError if more are requested."""
         if size > _MAX_LISTING_BYTES:
             raise ValueError(f"the list of its members has {size} bytes, at most {_MAX_LISTING_BYTES} are read")
         return self._stream.read(size if size >= 0 else _MAX_LISTING_BYTES)

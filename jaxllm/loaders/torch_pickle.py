@@ -327,4 +327,4 @@ _OPERATIONS: Mapping[int, Callable[[_Machine], None]] = {
     ord("s"): _Machine.set_item,
     ord("u"): _Machine.set_items,
 }
-"""By their codes."""
+"""Operations of the machine by their codes."""

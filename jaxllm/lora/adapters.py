@@ -245,7 +245,7 @@ class Adapters:
         self._lanes.shutdown()
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Set what the stats tell of adapters."""
+        """Set the adapter fields of the stats."""
         stats.max_adapters = self._device.num_slots
         stats.waiting_adapters = tuple(dict.fromkeys(adapter.name for adapter in self._used if len(adapter.waiting)))
         stats.running_adapters = tuple(dict.fromkeys(adapter.name for adapter in self._used if adapter.running))

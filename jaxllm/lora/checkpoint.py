@@ -19,7 +19,7 @@ _KEPT = 4
 _TENSORS_PER_TARGET = 4
 """Limit of an adapter's tensors, of which a target has two. To look at more holds up other threads."""
 _MIN_TENSORS = 4096
-"""That of a small model: adapters of other models are still told by their names."""
+"""The limit for a small model: adapters of other models are still recognised by their names."""
 
 
 class AdapterFiles:

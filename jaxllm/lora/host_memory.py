@@ -21,7 +21,7 @@ class AdapterFiles(Protocol):
     def directory(self) -> Path: ...
 
     def tensor(self, name: str) -> np.ndarray:
-        """By PEFT's name without prefix. Raises AdapterError."""
+        """The tensor of this name, PEFT's without prefix. Raises AdapterError."""
 
 
 Reader = Callable[[str], AdapterFiles]

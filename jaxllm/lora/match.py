@@ -53,7 +53,7 @@ class Match:
         self._sides = self._read_names()
 
     def factors(self) -> dict[str, Factors]:
-        """By target. Raises AdapterError."""
+        """The factors of each target. Raises AdapterError."""
         targets = {module: self._names.target(module) for module in self._sides}
         owners = {module: self._names.owner(module) for module, target in targets.items() if target is None}
         self._check_known([module for module, owner in owners.items() if owner is None])
@@ -216,7 +216,7 @@ class Match:
         return "experts" if shapes == as_it_is else "swapped" if shapes == swapped else None
 
     def _shapes(self, module: str) -> tuple[Shape, Shape]:
-        """Of A and B."""
+        """Shapes of A and B."""
         own = self._sides[module]
         return self._entries[own["A"].tensor].shape, self._entries[own["B"].tensor].shape
 
@@ -239,7 +239,7 @@ def _part(experts: Experts) -> ExpertPart:
 
 
 def _expert_shapes(experts: Experts, rows: int) -> tuple[tuple[Shape, Shape], tuple[Shape, Shape]]:
-    """Of A and B, as they are and swapped. rows: rank times experts."""
+    """Shapes of A and B, as they are and swapped. rows: rank times experts."""
     inputs, outputs = next(iter(experts.targets.values())).inputs, _part(experts).num_outputs
     return ((rows, inputs), (outputs, rows)), ((rows, outputs), (inputs, rows))
 

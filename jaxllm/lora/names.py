@@ -22,9 +22,9 @@ class LoraName:
     """A tensor of the file."""
 
     tensor: str
-    """As the file has it."""
+    """Name in the file."""
     module: str
-    """As PEFT has it: "model.layers.0.self_attn.q_proj"."""
+    """PEFT's name: "model.layers.0.self_attn.q_proj"."""
     side: str
     """A or B."""
     is_embedding: bool
@@ -48,14 +48,14 @@ class Experts:
     """A parameter of all experts of a layer."""
 
     module: str
-    """As PEFT has it."""
+    """PEFT's name of the module."""
     parameter: str
     targets: Mapping[str, TargetShape]
     """By the name of the target."""
 
     @property
     def name(self) -> str:
-        """As PEFT has it."""
+        """PEFT's name of the parameter."""
         return f"{self.module}.{self.parameter}"
 
 

@@ -78,7 +78,7 @@ class PeftConfig:
     """Ends of names."""
     base_model: str
     task_type: str
-    """Both are empty if the file does not say."""
+    """Both are empty if the file has none."""
     ties_weights: bool = False
     """Whether the LoRA of the embedding is the head's too; the file has both, and target_modules only one."""
 
@@ -87,7 +87,7 @@ class PeftConfig:
         return self._of(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What B @ A is multiplied by."""
+        """Factor of B @ A."""
         rank = self.rank_of(module)
         return self._of(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.root_of_rank else rank)
 

@@ -35,7 +35,7 @@ class TargetShape:
     outputs: int
     kind: Literal["linear", "embedding"] = "linear"
     part: ExpertPart | None = None
-    """For an expert's module."""
+    """Where adapters have it, if it is an expert's module."""
 
 
 def expert_targets(part: MoE, prefix: str, hidden_size: int) -> Mapping[str, TargetShape]:

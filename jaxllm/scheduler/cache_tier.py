@@ -45,7 +45,7 @@ class CacheTier(Protocol):
         """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens."""
 
     def wait(self, seconds: float) -> None:
-        """Return when something happened to a load, or after this time. Called while nothing else can be done."""
+        """Return when the state of a load changed, or after this time. Called while nothing else can be done."""
 
     def forget(self, *, stored: bool) -> None:
         """Drop all loads, and the stores of steps that are not done. stored: drop all contents too, because they are of other weights."""

@@ -270,7 +270,7 @@ class KVCacheManager:
             self.loading.discard([name + suffix for name in wrong for suffix in self._suffixes])
         for index in range(first_wrong, table.num_published):
             for group, suffix in zip(table.groups, self._suffixes, strict=True):
-                # A block that has expired may hold something else by now.
+                # A block that has expired may have other contents by now.
                 if group.blocks[index].block_hash == request.block_hashes[index] + suffix:
                     self.pool.forget(group.blocks[index])
         # The end of a sequence is the least likely to be reused: evict it first.

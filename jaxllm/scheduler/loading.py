@@ -47,7 +47,7 @@ class Loading:
     def __init__(self, manager: "KVCacheManager", tiers: Sequence[CacheTier]):
         self._manager, self._tiers = manager, tiers
         self._loads: dict[str, _Load] = {}
-        """By request, in the order of their beginning."""
+        """Loads by request, in the order of their beginning."""
         self._arriving: set[bytes] = set()
         """Names of contents that a load brings."""
         self._ops: list[AnyDeviceOp] = []
@@ -149,7 +149,7 @@ class Loading:
         return latest is not None
 
     def wait(self, seconds: float) -> None:
-        """Wait until something happens to a load, if any is under way."""
+        """Wait until the state of a load changes, if any is under way."""
         copies = [copy for load in self._loads.values() for copy in load.copies]
         if copies:
             copies[0].tier.wait(min(seconds, max(0.0, min(copy.deadline for copy in copies) - time.monotonic())))

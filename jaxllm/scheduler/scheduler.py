@@ -86,7 +86,7 @@ class Scheduler:
         )
         self.cache_manager = self._new_cache_manager()
         self.running: list[Request] = []
-        """In order of admission."""
+        """Running requests in order of admission."""
         self.waiting = make_waiting_queue(options.scheduling_policy)
         self._turns = Turns() if options.scheduling_policy == "fair" else None
         self.held: dict[str, Request] = {}

@@ -621,7 +621,7 @@ def test_a_front_that_did_not_run_does_not_take_that_for_the_engine_s_silence(
 
 
 class FullOutbox:
-    """An outbox to one front, which takes so many messages and then none."""
+    """An outbox to one API server, which takes so many messages and then none."""
 
     def __init__(self, room: int):
         self.room = room

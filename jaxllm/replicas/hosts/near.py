@@ -44,14 +44,14 @@ from jaxllm.replicas.hosts.wire import (
 from jaxllm.replicas.processes import MAX_RESTARTS, RESTART_WINDOW_SECONDS
 
 MAX_STRANGERS = 64
-"""Connections that may wait to say hello, in addition to those of all hosts. Beyond, the oldest is closed: hosts say hello at once."""
+"""Connections above one a host that may wait to say hello. Beyond, the oldest is closed: hosts say hello at once."""
 _POLL_SECONDS, _TELL_SECONDS = 0.5, 10.0
 _LAST_SECONDS = 1.0
 """The longest wait for the last messages to other hosts to be sent."""
 
 
 class _UnprovenError(ConfigError):
-    """A host has not shown that it knows the token."""
+    """A host has not proven that it has the token."""
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -215,7 +215,7 @@ class ReplicasElsewhere:
             logger.error("%s", error)
             link.send(Refused(str(error)))
             await link.close(within_seconds=_LAST_SECONDS)
-            if isinstance(error, _UnprovenError):  # whoever it is must not end the start of those that know the token
+            if isinstance(error, _UnprovenError):  # it must not end the start of hosts that have the token
                 self._refused = f"; {error}"
             else:
                 self._fail_start(str(error))
@@ -241,7 +241,7 @@ class ReplicasElsewhere:
         await link.close()
 
     async def _start_again(self, host: _Host) -> None:
-        """Have a host started that was lost, if somebody does that, and not too often."""
+        """Restart a lost host, if there is a launcher, unless that happens too often."""
         if self._started is None or not self._has_started:
             return
         self._restarts = [at for at in self._restarts if at > time.monotonic() - RESTART_WINDOW_SECONDS]
