@@ -1,4 +1,4 @@
-"""EngineCore: builds scheduler and runner from a config and serves requests in token ids. Knows no text."""
+"""EngineCore: builds scheduler and runner from a config and serves requests in token ids. Text is handled outside."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

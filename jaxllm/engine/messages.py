@@ -117,7 +117,7 @@ class Drain(_Message, tag="drain"):
 
 
 class NoMore(_Message, tag="no_more"):
-    """This API server sends no more requests and awaits no output: the answer to `Draining`, when that is so."""
+    """This API server sends no more requests and has received all that it waited for. Answers `Draining` once that is so."""
 
     client: str
 
