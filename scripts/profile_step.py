@@ -4,7 +4,7 @@ usage: profile_step.py MODEL_DIR [--decode 1,64] [--prefill 1024x16] [--mixed 25
 
     --decode 1,64        one token for each of so many requests of --context tokens
     --prefill 1024x16    16 prompts of 1024 tokens, computed at once as far as max_num_batched_tokens allows
-    --mixed 256+512      one token for each of 256 requests, beside 512 tokens of prompts, in every step
+    --mixed 256+512      one token for each of 256 requests, with 512 tokens of prompts, in every step
 
 Steps are timed without a trace first; the trace that follows has the gaps and what the profiler itself costs.
 """
