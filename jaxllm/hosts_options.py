@@ -50,7 +50,7 @@ def has_stages_on_hosts(num_hosts: int, num_stages: int) -> bool:
 
 
 def has_lanes_on_hosts(num_hosts: int, num_lanes: int) -> bool:
-    """Whether the lanes of an engine lie on several hosts, each with some of them."""
+    """Whether an engine's data-parallel ranks are on several hosts, each with some of them."""
     return num_hosts > 1 and num_lanes > 1
 
 

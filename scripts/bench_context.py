@@ -3,7 +3,7 @@
     python scripts/bench_context.py --model DIRECTORY --sizes 1,4 --prompt-len 131072
 
 Time to the first token of one prompt when nothing else runs, in chunks of max_num_prefill_tokens, and the time of a step in which so
-many requests of that length decode. Every size runs in a process of its own. On a machine without GPUs set JAX_NUM_CPU_DEVICES.
+many requests of that length decode. Every size runs in a separate process. On a machine without GPUs set JAX_NUM_CPU_DEVICES.
 
 Options of the engine follow as name=value, such as max_num_batched_tokens=8192 or tensor_parallel_size=2.
 """

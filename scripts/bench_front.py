@@ -1,7 +1,7 @@
 """Measures the cost of the process that handles HTTP: CPU time for each streamed token, and for each short request.
 
-Three processes: a fake engine that gives every stream a token at each step, the front as it serves (uvicorn, guard, routes,
-detokenizing, messages from the engine), and this one, whose sockets read the streams. Counted is the front's CPU time alone.
+Three processes: a fake engine that gives every stream a token at each step, an API server (uvicorn, guard, routes,
+detokenizing, messages from the engine), and this one, whose sockets read the streams. Only the API server's CPU time counts.
 
     python scripts/bench_front.py --streams 64 --seconds 10
     python scripts/bench_front.py --endpoint completions --step-ms 20 --json

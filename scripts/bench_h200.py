@@ -6,7 +6,7 @@ usage: bench_h200.py MODEL_DIR … [--recorded FILE] [--mix FILE] [--goals FILE]
 Method, the same as the record's: token-id prompts from numpy default_rng(attempt).integers(0, vocab_size - 256), greedy, ignore_eos,
 no detokenizing, prefix caching off, every row run as often as the record's (else twice) and the fastest kept; time per output
 token (tpot) = (time of +257 tokens minus time of +1 token) / 256; the whole `LLM.generate` call is timed, nothing is left out.
-With many rows tpot can pass its limit, because requests decode beside the prompts of others. A decode row has none of that: all
+With many rows tpot can pass its limit, because requests decode with prompts of others. A decode row has none of that: all
 prompts are computed, then 256 steps of the engine are timed, each of which must decode every row (else the row says so).
 decode16@16K has 16 requests with prompts of 16384 tokens, prefill1@128k is the prefill alone of a prompt of 128000; max_model_len
 is what the longest row needs, unless it is given. Kernels may differ by it, so compare rows of runs with the same.
@@ -14,7 +14,7 @@ is what the longest row needs, unless it is given. Kernels may differ by it, so 
 limit: the least time that the row's bytes and operations take (jaxllm/scaling/limits.py) at the speed of a copy and of a large
 bf16 product in the same run. idle: share of the time without a kernel. Stretches of such work are traced after all rows are timed;
 what the kernels took there is set against the time that the same work takes untraced (against the traced time, to which the
-profiler adds, where no row tells that: mixed and 128). Each of several models runs in a process of its own.
+profiler adds, where no row tells that: mixed and 128). Each of several models runs in a separate process.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Times the host's part of a decode step without a model: python scripts/bench_host.py
 
-schedule: Scheduler.schedule · build: BatchBuilder.build · update: Scheduler.update_from_output, and with --publish the news of the
-prefix cache · front: OutputProcessor.process with the demo model's tokenizer, reported apart. "step" is schedule + build + update.
+schedule: Scheduler.schedule · build: BatchBuilder.build · update: Scheduler.update_from_output, with --publish also changes of
+the prefix cache · front: OutputProcessor.process with the demo model's tokenizer, apart. "step" is schedule + build + update.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Measures the cost of choosing among replicas: python scripts/bench_router.py
 
 For each number of replicas the median CPU time of choosing for a prompt and taking note of its end, in microseconds, where no replica,
-one or all have the first part of the prompt in their caches; with the hashes of the prompt. Beside it the time to take in a report of load,
-and news per block.
+one or all have the first part of the prompt in their caches; with the prompt's hashes. Also the time to process a load report,
+and cache events per block.
 """
 
 import argparse

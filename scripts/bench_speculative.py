@@ -6,10 +6,10 @@
 
 --copy and --method take the demo model by default; both engines run in turn on the same prompts, the fastest run of each batch
 counts, and the greedy tokens of both are compared. --copy: passages of Python, each repeated with other names. The demo model goes on
-repeating them with changes of its own, as an answer does that gives back a text of the prompt with edits.
+repeating them with its changes, as an answer does that gives back a text of the prompt with edits.
 
 --synthetic times steps: all prompts are computed, then so many steps of the engine, first without drafts, then with. Dummy weights
-write tokens that nobody could foresee, so each draft is accepted with the probability given if all before it are. A row of the table
+write unpredictable tokens, so each draft is accepted with the probability given if all before it are. A row of the table
 has the time of a step, the tokens that a request gets in it, and the quotient: the time for an accepted token.
 
 Options of the engine follow as name=value.

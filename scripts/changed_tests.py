@@ -54,7 +54,7 @@ def merge_base(root: Path) -> str:
 
 
 def changed_files(root: Path, base: str) -> list[str]:
-    """What differs from a commit in the working tree, deleted and untracked files included."""
+    """Files of the working tree that differ from a commit, deleted and untracked ones included."""
     tracked = git(root, "diff", "--name-only", "--no-renames", "-z", base)
     untracked = git(root, "ls-files", "--others", "--exclude-standard", "-z")
     return sorted({path for path in (tracked + untracked).split("\0") if path})

@@ -68,7 +68,7 @@ wait. While requests wait for programs, `awaited_programs` counts these.
 
 
 def every_metric() -> list[Metric]:
-    """One engine's and one front's metrics, with something counted wherever a metric appears only then."""
+    """Metrics of one engine and one API server, with something counted wherever a metric appears only then."""
     engine = EngineMetrics("m", 100, cache_config=cache_labels(CacheOptions()))
     engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1)
     engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)

@@ -113,7 +113,7 @@ def _filled(text: str) -> str:
 
 
 def _limits() -> list[str]:
-    """What files may ask for."""
+    """Limits of model files."""
     return [
         "A safetensors header has at most 16 MiB (120,000 tensors in a file), a pickle of PyTorch 16 MiB and 50,000 tensors. An index of "
         "parts has at most 64 MiB and names only files below its directory. Files of models are memory-mapped, those of adapters are "
@@ -121,7 +121,7 @@ def _limits() -> list[str]:
         f"JSON files have at most {MAX_JSON_BYTES >> 20} MiB and nest {MAX_JSON_DEPTH} deep. Of a config.json a vocabulary has at most "
         f"{MAX_VOCABULARY:,} tokens, a sequence {MAX_POSITION:,}, a model {MAX_LAYERS:,} layers with {MAX_EXPERTS:,} experts each and "
         f"{model_config.MAX_EXPERTS:,} together; any other integer is at most {MAX_INTEGER:,}. A tokenizer.json has at most "
-        f"{MAX_TOKENIZER_BYTES >> 20} MiB, and its steps make at most {MAX_GROWTH} characters of one; tokens beside it have at most "
+        f"{MAX_TOKENIZER_BYTES >> 20} MiB, and its steps make at most {MAX_GROWTH} characters of one; tokens next to it have at most "
         f"{tokenizer_files.MAX_TOKEN_LENGTH:,} characters, chat templates {MAX_TEMPLATE_BYTES >> 20} MiB. A GGUF file has at most "
         f"{MAX_TENSORS:,} tensors of 1 to {MAX_DIMENSIONS} dimensions, and {MAX_VALUES:,} values and {MAX_TEXT_BYTES >> 20} MiB of texts "
         f"in its metadata; its tokens have at most {MAX_TOKEN_LENGTH:,} characters. An error names a value and its limit.",
@@ -162,7 +162,7 @@ def _formats() -> str:
 
 
 def _splits() -> Iterable[str]:
-    """What is said of tokenizer.ggml.pre: a row for each way to split."""
+    """A table for tokenizer.ggml.pre: a row for each way to split."""
     text = "It's 12345 fooBar's\n\n  x"
     about = (
         "How a tokenizer of the kind gpt2 splits texts before it merges bytes, by the file's `tokenizer.ggml.pre`, with the parts of "

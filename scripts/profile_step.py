@@ -4,7 +4,7 @@ usage: profile_step.py MODEL_DIR [--decode 1,64] [--prefill 1024x16] [--mixed 25
 
     --decode 1,64        one token for each of so many requests of --context tokens
     --prefill 1024x16    16 prompts of 1024 tokens, computed at once as far as max_num_batched_tokens allows
-    --mixed 256+512      one token for each of 256 requests, beside 512 tokens of prompts, in every step
+    --mixed 256+512      one token for each of 256 requests, with 512 tokens of prompts, in every step
 
 Steps are timed without a trace first; the trace that follows has the gaps and what the profiler itself costs.
 """
@@ -35,7 +35,7 @@ from scripts.measuring.engine_option import engine_option
 
 
 def main() -> None:
-    """Profile each kind of step; a mixed one in an engine of its own, whose steps are that large."""
+    """Profile each kind of step; a mixed one in a separate engine, whose steps are that large."""
     lines = __doc__.splitlines()
     parser = argparse.ArgumentParser(
         description=lines[0], epilog="\n".join(lines[3:]), formatter_class=argparse.RawTextHelpFormatter
@@ -114,7 +114,7 @@ class Profiler:
         self.clear()
 
     def mixed(self, batch: int, context: int, tokens: int) -> None:
-        """Prompts of 2048 tokens wait beside the decodes, so that every step takes as many of their tokens as it can."""
+        """Prompts of 2048 tokens wait during the decodes, so that every step takes as many of their tokens as it can."""
         self.fill(batch, context)
         length = min(2048, self.core.max_model_len - 1)
         steps = self.args.steps + self.args.traced + 45

@@ -4,7 +4,7 @@
     python scripts/train_demo_adapter.py --tiny --output /tmp/adapter   # the whole way in small, on a CPU
 
 The data is that of the demo model (scripts/demo_data) with the answers rewritten; nothing is downloaded. Two runs on a device make
-the same adapter. Needs optax (`pip install jaxllm[dev]`) beside what jaxllm itself needs.
+the same adapter. Needs optax (`pip install jaxllm[dev]`) in addition to what jaxllm needs.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 
 `--minutes` counts from the start of the script to the end of the training; saving and measuring take about another half minute.
 The data is that of the demo model (scripts/demo_data) and Python that the demo model continues itself; nothing is downloaded.
-Needs optax (`pip install jaxllm[dev]`) beside what jaxllm itself needs.
+Needs optax (`pip install jaxllm[dev]`) in addition to what jaxllm needs.
 """
 
 import argparse

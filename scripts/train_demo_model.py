@@ -5,7 +5,7 @@
 
 `--minutes` counts from the start of the script to the end of the training; saving and testing take about another half minute.
 Nothing is downloaded: the Python text is the standard library of the running interpreter, the dialogues are generated
-(scripts/demo_data). Needs optax (`pip install jaxllm[dev]`) beside what jaxllm itself needs.
+(scripts/demo_data). Needs optax (`pip install jaxllm[dev]`) in addition to what jaxllm needs.
 """
 
 import argparse

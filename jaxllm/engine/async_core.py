@@ -23,7 +23,7 @@ requests have; down: it has ended, and is started again."""
 
 @dataclass(frozen=True)
 class ReplicaInfo:
-    """What a front knows of a replica of the engine."""
+    """State and statistics of one replica of the engine."""
 
     rank: int
     state: ReplicaState
@@ -35,7 +35,7 @@ class ReplicaInfo:
 
 
 class CoreListener(Protocol):
-    """What an AsyncCore reports to. All methods are called where `AsyncCore.send` runs commands."""
+    """Receives outputs and events of an AsyncCore. All methods are called where `AsyncCore.send` runs commands."""
 
     def take_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Outputs of a step."""
@@ -53,7 +53,7 @@ class CoreListener(Protocol):
         """The core cannot continue. The last call."""
 
     def own_metrics(self) -> list[Metric]:
-        """What only this front has counted."""
+        """Metrics that this listener itself has counted."""
 
 
 class AsyncCore(Protocol):
@@ -61,15 +61,15 @@ class AsyncCore(Protocol):
 
     @property
     def core(self) -> Core:
-        """What the front adds requests to, within commands."""
+        """The core to which requests are added, within commands."""
 
     @property
     def namespace(self) -> str:
-        """Tells the ids of this front's requests from those of the core's other fronts."""
+        """Distinguishes the ids of this API server's requests from those of the core's other API servers."""
 
     @property
     def metrics_of_others(self) -> list[Metric]:
-        """What the other fronts of the core have counted, as of a while ago."""
+        """Metrics of the core's other API servers, as of the last exchange."""
 
     @property
     def dead_error(self) -> EngineDeadError | None:
@@ -83,7 +83,7 @@ class AsyncCore(Protocol):
         """Begin to report."""
 
     def send(self, command: Callable[[], None]) -> None:
-        """Run a command where the front's state lives, between two reports. Raises EngineDeadError."""
+        """Run a command where the listener is called, between two reports. Raises EngineDeadError."""
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """Run the core's method of this name, one of PauseCalls, between two steps and return its result."""
@@ -140,7 +140,7 @@ class ThreadCore:
         post(letters)
 
     async def refresh_metrics(self) -> None:
-        pass  # there are no other fronts
+        pass  # there are no other API servers
 
     def shutdown(self) -> None:
         with self._gate:

@@ -1,4 +1,4 @@
-"""A front's end of the sockets to the engine process, in an asyncio event loop.
+"""An API server's end of the sockets to the engine process, in an asyncio event loop.
 
 All outputs of a step arrive as one message and wake the loop once. Does not import JAX.
 """
@@ -126,7 +126,7 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine has said that it serves."""
+        """Whether the engine has reported that it serves."""
         return self._ready.done() and self._ready.exception() is None
 
     @property
@@ -142,7 +142,7 @@ class EngineClient:
 
     @property
     def stalled_seconds(self) -> float:
-        """The same, unless it was compiling or in a long call: then how long it has been silent."""
+        """`tick_seconds` if the last status was "running", otherwise the seconds since the last message."""
         status = self.status
         return self.tick_seconds if status is not None and status.state == "running" else self._silence
 
@@ -157,7 +157,7 @@ class EngineClient:
 
     @property
     def long_work(self) -> str:
-        """What keeps the engine from its next step legitimately, such as a compilation; empty if nothing does."""
+        """Work that legitimately delays the engine's next step, such as a compilation; empty if there is none."""
         status = self.status
         if status is None or status.state not in ("compiling", "calling"):
             return ""

@@ -1,4 +1,4 @@
-"""EngineCore: builds scheduler and runner from a config and serves requests in token ids. Text stays in the front."""
+"""EngineCore: builds scheduler and runner from a config and serves requests in token ids. Text is handled outside."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from jaxllm.structured.token_table import Vocabulary
 
 _MAX_IN_FLIGHT = {False: 2, True: 3}
-"""Steps in flight by whether they run on a GPU. There the news of a finished step takes up to a millisecond to reach the host (measured,
+"""Steps in flight by whether they run on a GPU. There the host learns of a finished step up to a millisecond late (measured,
 docs/MEASUREMENTS.md): with two in flight a step of 1.5 ms is over before the next but one is dispatched."""
 
 
@@ -168,7 +168,7 @@ class EngineCore:
 
     @property
     def preparations(self) -> tuple[Preparation, ...]:
-        """What requests may wait for before they run."""
+        """Preparations that requests may wait for before they run."""
         return (self.grammars,) if self.adapters is None else (self.grammars, self.adapters)
 
     def abort_requests(self, request_ids: list[str]) -> None:

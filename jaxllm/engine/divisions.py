@@ -1,4 +1,4 @@
-"""Registers the ways to divide an engine over devices, beside splitting each layer over them. A package and its entry here can be
+"""Registers parallel backends: ways to divide an engine other than splitting each layer. A package and its entry here can be
 deleted together. Does not import JAX."""
 
 import importlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Division:
-    """What a package does of it, each as module:function. Without one, an engine does the same as undivided."""
+    """Functions of a parallel backend, each as module:function; None: as in an undivided engine."""
 
     check: str
     """(config, model_config): raise ConfigError for a model or for options that exclude it. Does not import JAX."""
@@ -81,7 +81,7 @@ def make_stages(
 
 
 def make_runner(parts: "RunnerParts") -> "DeviceRunner":
-    """What runs the stages on their meshes."""
+    """Make the runner of the stages on their meshes."""
     parallel = parts.config.parallel
     if (make := _part(parallel, "runner")) is not None:
         return make(parts)  # type: ignore[no-any-return]
@@ -103,7 +103,7 @@ def _token_split(parallel: ParallelOptions, mesh: "Mesh") -> "TokenSplit | None"
 
 
 def _part(parallel: ParallelOptions, name: str) -> Callable[..., Any] | None:
-    """What the division that is asked for does itself of this; None: nothing."""
+    """The requested backend's function of this name; None: it has none, or no backend is requested."""
     registered = next((getattr(division, name) for division in _asked(parallel)), None)
     return None if registered is None else _load(registered)
 

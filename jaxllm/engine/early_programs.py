@@ -27,7 +27,7 @@ class EarlyPrograms:
 
     make: Callable[[Kernels], DeviceRunner]
     warmup: str | None
-    """The option; None: wait for the verdict. Devices of a mesh wait for each other, and a compiler beside them could hold one up."""
+    """The option; None: wait for the verdict. Concurrent compilation could delay devices, which wait for each other."""
     _runners: dict[Kernels, ModelRunner] = field(default_factory=dict)
 
     def choose(
@@ -74,7 +74,7 @@ class EarlyPrograms:
 
     @contextlib.contextmanager
     def _left_on_error(self) -> Iterator[None]:
-        """After an error no more programs are started. A device that hangs may hold those being made for ever: nobody waits for them."""
+        """After an error, start no more programs. Those being made are not awaited: a hung device may hold them for ever."""
         try:
             yield
         except BaseException:

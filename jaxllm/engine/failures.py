@@ -37,7 +37,7 @@ _OUT_OF_DEVICE = (
 """Parts of the errors of libraries that allocate outside the pool: CUDA itself (code and graphs) and NVIDIA's libraries."""
 _COLLECTIVES = ("NCCL", "nccl")
 _OUT_OF_COLLECTIVES = ("out of memory", "Failed to CUDA", "calloc", "alloc failed", "failed to allocate")
-"""Parts of NCCL's error texts, beside its name, when it found no memory for a communicator, which is then lost."""
+"""Parts of NCCL's error texts, in addition to its name, when it found no memory for a communicator, which is then lost."""
 _DEVICE_IS_LOST = (
     "CUDA_ERROR",
     "cudaError",

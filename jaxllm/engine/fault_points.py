@@ -128,7 +128,7 @@ class Fault:
         return request_id is not None and fnmatch.fnmatchcase(request_id, self.request_pattern)
 
     def happen(self) -> None:
-        """Fail in the way of this fault's kind."""
+        """Cause this fault's kind of failure."""
         logger.warning("injected fault: %s at %s", self.kind, self.place)
         if self.kind == "hang":
             threading.Event().wait(self.seconds)

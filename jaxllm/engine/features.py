@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from jaxllm.scheduler_stats import SchedulerStats
 
 DRAFTERS: str | None = "jaxllm.speculative:make_drafter"
-"""What makes the drafter of a speculative_config, as module:function; None: this build has no drafters."""
+"""Makes the drafter of a speculative_config, as module:function; None: this build has no drafters."""
 ADAPTERS: str | None = "jaxllm.lora:make_adapters"
-"""What makes the slots and the manager of adapters; None: this build has no adapters."""
+"""Makes the slots and the manager of adapters; None: this build has no adapters."""
 EXPERT_LOAD: str | None = "jaxllm.expert_load:make_expert_load"
-"""What adds up the tokens of experts, and moves experts; None: this build does neither."""
+"""Makes what adds up the tokens of experts and moves experts; None: this build does neither."""
 
 HOSTS: str | None = "jaxllm.hosts:open_hosts"
-"""What waits for the other hosts of an engine; None: this build has one host. `FOLLOW` is what a host above 0 runs."""
+"""Connects the hosts of an engine; None: this build has one host. A host above 0 runs `FOLLOW`."""
 FOLLOW = "jaxllm.hosts.follower:follow_until_told"
 
 
@@ -45,7 +45,7 @@ def check_speculative_config(config: EngineConfig) -> None:
 
 
 class Speculation(Protocol):
-    """What the package of drafters makes of a speculative_config."""
+    """The drafter of a speculative_config and its control, as `DRAFTERS` makes them."""
 
     @property
     def drafter(self) -> "Drafter": ...
@@ -55,11 +55,11 @@ class Speculation(Protocol):
         """All that the compiled programs depend on, as JSON values."""
 
     def new_control(self) -> "DraftControl":
-        """What decides how many drafts requests get."""
+        """Make the control that decides how many drafts requests get."""
 
 
 class Adapters(Protocol):
-    """What the package of adapters makes of an engine's options."""
+    """The slots of an engine's adapters and their manager, as `ADAPTERS` makes them."""
 
     @property
     def adaptation(self) -> "Adaptation": ...
@@ -69,7 +69,7 @@ class Adapters(Protocol):
         """All that the compiled programs depend on, as JSON values."""
 
     def new_manager(self, executor: "Executor", ops: "OpQueue") -> "AdapterManager":
-        """What loads adapters and gives them slots."""
+        """Make the manager that loads adapters and gives them slots."""
 
 
 class AdapterManager(Preparation, Protocol):
@@ -82,14 +82,14 @@ class AdapterManager(Preparation, Protocol):
     def pin_adapter(self, name: str) -> None: ...
 
     def add_stats(self, stats: "SchedulerStats") -> None:
-        """Set what the stats tell of adapters."""
+        """Set the adapter fields of the stats."""
 
 
 class ExpertLoad(Protocol):
-    """What the package for the load of experts makes of an engine's options."""
+    """The expert load of an engine, as `EXPERT_LOAD` makes it."""
 
     def new_reader(self, ops: "OpQueue") -> "LoadReader":
-        """What fetches the tokens of experts and adds them up."""
+        """Make the reader that fetches the tokens of experts and adds them up."""
 
 
 class LoadReader(Protocol):
@@ -107,7 +107,7 @@ class LoadReader(Protocol):
     def table(self) -> dict[str, Any]: ...
 
     def add_stats(self, stats: "SchedulerStats") -> None:
-        """Set what the stats tell of experts."""
+        """Set the expert fields of the stats."""
 
 
 class Hosts(Protocol):
@@ -125,7 +125,7 @@ class Hosts(Protocol):
         """The facts of all hosts in this phase, by rank."""
 
     def executor(self, own: "Executor") -> "Executor":
-        """What runs the engine's steps: on host 0 an executor on all hosts."""
+        """The executor of the engine's steps: on host 0 one that runs them on all hosts."""
 
     def started(self) -> None:
         """The start is over: a lost host is noticed sooner."""

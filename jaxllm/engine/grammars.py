@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests in a thread beside the step loop. Does not import JAX."""
+"""Compiles the grammars of requests in a thread next to the step loop. Does not import JAX."""
 
 import threading
 import time
@@ -45,7 +45,7 @@ class Grammars:
         self._waiting: list[tuple[Request, Future[Template]]] = []
 
     def bind(self, request: Request) -> None:
-        """See Preparation. The front compiled the grammar on trial."""
+        """See Preparation. The sender of the request compiled the grammar on trial."""
 
     def admit(self, request: Request) -> None:
         """Give a request its matcher, or let it wait until its grammar is compiled."""

@@ -26,7 +26,7 @@ from pallas_kernels.checking import (
 
 @dataclass(frozen=True)
 class _Engine:
-    """What shapes depend on."""
+    """Properties of an engine that shapes depend on."""
 
     model: ModelConfig
     plan: MemoryPlan
@@ -50,7 +50,7 @@ class _Engine:
 
     @property
     def paged(self) -> dict[str, Any]:
-        """What all layers with keys and values share."""
+        """Properties that all layers with keys and values share."""
         model = self.model
         return {
             "dtype": model.dtype,

@@ -54,7 +54,7 @@ def start_child(
     module: str, first_message: bytes, pass_fds: Sequence[int] = (), environment: Mapping[str, str] = MappingProxyType({})
 ) -> "subprocess.Popen[bytes]":
     """Run a module in its own process, which the terminal's Ctrl-C does not reach. It reads `first_message` from its standard
-    input, which stays open as long as this process lives. environment: variables beside this process's own."""
+    input, which stays open as long as this process lives. environment: variables in addition to this process's own."""
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,

@@ -31,7 +31,7 @@ class StepLoop:
     """
 
     def __init__(self, scheduler: AnyScheduler, executor: "Executor", *, max_in_flight: int, ops: OpQueue | None = None):
-        """ops: what plans carry beside what the scheduler plans."""
+        """ops: operations that plans carry in addition to the scheduler's."""
         self.scheduler = scheduler
         self.executor = executor
         self.ops = OpQueue(executor) if ops is None else ops

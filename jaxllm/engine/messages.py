@@ -1,8 +1,8 @@
-"""Messages between fronts and the engine process: typed msgpack, never pickles. Fields are positional: only append.
+"""Messages between API servers and the engine process: typed msgpack, never pickles. Fields are positional: only append.
 
-A front sends `Hello`, `Add`, `Abort`, `Call`, `NoMore` and `Bye`; the engine process sends `Status`, `Ready`, `Outputs`, `Refused`,
-`Failed`, `Reply`, `WantMetrics`, `News`, `Draining` and `Dead`. Who started it may send `Drain`. Anything that cannot be decoded raises
-MessageError.
+An API server sends `Hello`, `Add`, `Abort`, `Call`, `NoMore` and `Bye`; the engine process sends `Status`, `Ready`, `Outputs`,
+`Refused`, `Failed`, `Reply`, `WantMetrics`, `News`, `Draining` and `Dead`. The process that started it may send `Drain`. Anything
+that cannot be decoded raises MessageError.
 """
 
 import inspect
@@ -36,7 +36,7 @@ from jaxllm.served_model import ServedModel
 MAX_MESSAGE_BYTES = 1 << 30
 """A longer message ends its connection. Prompt logprobs of a long prompt are the longest messages."""
 State = Literal["loading", "compiling", "running", "calling", "idle"]
-"""Of the engine's loop. running: in a step or a short call; calling: in one of LONG_CALLS, which may take minutes."""
+"""State of the engine's loop. running: in a step or a short call; calling: in one of LONG_CALLS, which may take minutes."""
 _ERROR_TYPES: dict[str, type[JaxLLMError]] = {
     "no_adapter": AdapterNotFoundError,
     "invalid": InvalidRequestError,
@@ -76,15 +76,15 @@ class EngineStart(_Message):
     num_replicas: int = 1
     """With more than one, the engine publishes what a balancer needs to know."""
     has_clients_elsewhere: bool = False
-    """Whether fronts on another host use the engine, to whom its process id means nothing."""
+    """Whether API servers on another host use the engine, for which its process id means nothing."""
     stall_timeout_seconds: float = 10.0
 
 
-# From a front
+# From an API server
 
 
 class Hello(_Message, tag="hello"):
-    """A front listens at the socket of its name. Repeated until answered."""
+    """An API server listens at the socket of its name. Repeated until answered."""
 
     client: str
     pid: ProcessId
@@ -98,32 +98,32 @@ class Add(_Message, tag="add"):
 
 
 class Bye(_Message, tag="bye"):
-    """The last message of a front that closes its sockets, while its process may go on."""
+    """The last message of an API server that closes its sockets, while its process may go on."""
 
     client: str
 
 
 class Abort(_Message, tag="abort"):
-    """End requests of this front. Other ids are ignored."""
+    """End requests of this API server. Other ids are ignored."""
 
     client: str
     request_ids: list[str]
 
 
 class Drain(_Message, tag="drain"):
-    """End once every front has said `NoMore`; they are told by `Draining`."""
+    """End once every API server has said `NoMore`; `Draining` notifies them."""
 
     client: str
 
 
 class NoMore(_Message, tag="no_more"):
-    """This front sends no more requests and has all that it waited for: the answer to `Draining`, when that is so."""
+    """This API server sends no more requests and has received all that it waited for. Answers `Draining` once that is so."""
 
     client: str
 
 
 class ShareMetrics(_Message, tag="share_metrics"):
-    """The metrics of this front so far. Answered with the metrics of all others combined; `fresh` queries them first."""
+    """Metrics of this API server so far. Answered with those of all others combined; `fresh` queries them first."""
 
     own: list[Metric]
     fresh: bool = False
@@ -156,7 +156,7 @@ class Call(_Message, tag="call"):
 
     @property
     def name(self) -> str:
-        """Of a control call: the core's method."""
+        """Name of the core's method, for a control call."""
         return str(type(self.call).__struct_config__.tag)
 
 
@@ -170,7 +170,7 @@ class Load(_Message):
     num_compiled_after_warmup: int = 0
     sleep_level: int = 0
     received: dict[str, int] = {}
-    """Number of requests of each front that were taken in, refused ones included. Empty if the engine is the only one."""
+    """Number of requests received from each API server, including refused ones. Empty if the engine is the only one."""
 
 
 class Status(_Message, tag="status"):
@@ -189,7 +189,7 @@ class Status(_Message, tag="status"):
 
 
 class Ready(_Message, tag="ready"):
-    """The engine serves. Contains everything that a front needs to know about it."""
+    """The engine serves. Contains everything that an API server needs to know about it."""
 
     config: EngineConfig
     model_config: ServedModel
@@ -200,18 +200,18 @@ class Ready(_Message, tag="ready"):
     kernels: dict[str, OpReport] = {}
     """The implementation of each op and the result of its check."""
     pid: ProcessId = 0
-    """Of the engine process; 0 if fronts are on another host."""
+    """Id of the engine process; 0 if API servers are on another host."""
 
 
 class Outputs(_Message, tag="outputs"):
-    """The outputs of one step for one front."""
+    """The outputs of one step for one API server."""
 
     outputs: list[EngineCoreOutput]
     load: Load
 
 
 class News(_Message, tag="news"):
-    """The load of an engine of several, for all fronts, and what is new in its prefix cache."""
+    """The load of an engine of several, and the changes of its prefix cache, for all API servers."""
 
     load: Load
     cache: CacheNews | None = None
@@ -234,7 +234,7 @@ class Refused(_Message, tag="refused"):
 
 
 class Failed(_Message, tag="failed"):
-    """A step failed, or the front did not read its outputs. All its requests have ended; the engine continues."""
+    """A step failed, or the API server did not read its outputs. All its requests have ended; the engine continues."""
 
     message: str
 
@@ -250,14 +250,14 @@ class Reply(_Message, tag="reply"):
 
 
 class WantMetrics(_Message, tag="want_metrics"):
-    """Asks a front to share its metrics now, because another front collects the metrics of all."""
+    """Asks an API server to share its metrics now, because another one collects the metrics of all."""
 
     number: int
     """Grows with each collection."""
 
 
 class Draining(_Message, tag="draining"):
-    """The engine ends once all fronts have said `NoMore`."""
+    """The engine ends once all API servers have said `NoMore`."""
 
 
 class Dead(_Message, tag="dead"):
@@ -281,10 +281,10 @@ def encode(message: Any) -> bytes:
 
 
 def decode_front_message(frame: bytes) -> FrontMessage:
-    """Decode a message from a front. Raises MessageError."""
+    """Decode a message from an API server. Raises MessageError."""
     message = _decode(_front_decoder, frame)
     if isinstance(message, Add) and message.request.sampling_params.seed is None:
-        message.request.sampling_params.seed = -1  # to callers -1 means none; the front has set it, as the seed of an answer
+        message.request.sampling_params.seed = -1  # the API server has set it, as an answer's seed; to callers -1 means none
     return message
 
 
@@ -299,7 +299,7 @@ def decode_engine_start(frame: bytes) -> EngineStart:
 
 
 def sender_of_add(frame: bytes) -> tuple[str, str] | None:
-    """Front and request id of an Add that could not be decoded, if readable, so that the waiting front gets an answer."""
+    """API server and request id of an Add that could not be decoded, if readable, so that the sender gets an answer."""
     try:
         fields = msgspec.msgpack.decode(frame)
         tag, client, request = fields
@@ -339,7 +339,7 @@ def _decode(decoder: Any, frame: bytes) -> Any:
 
 
 def encode_other(value: Any) -> Any:
-    """What msgpack sends in place of a numpy array or number."""
+    """Convert a numpy array or number to what msgpack can send."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, np.generic):

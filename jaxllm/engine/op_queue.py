@@ -49,7 +49,7 @@ class OpQueue:
         self._executor = executor
         self._queued: list[QueuedOp] = []
         self._in_flight: deque[tuple[PendingStep, list[QueuedOp]]] = deque()
-        """Of each step whose operations have results that somebody waits for."""
+        """Steps in flight, each with those of its operations whose results are awaited."""
         self._handles = itertools.count(1)
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class OpQueue:
 
 
 def _results(read: Callable[[], ModelRunnerOutput]) -> ModelRunnerOutput | None:
-    """What this returns; None after an error, which is that of a step before and found with its results."""
+    """The results that `read` returns; None after an error, which comes from an earlier step and is found with its results."""
     try:
         return read()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What requests wait for before they are admitted, and what prepares it beside the step loop. Does not import JAX."""
+"""Preparations that requests wait for before they are admitted, made concurrently with the step loop. Does not import JAX."""
 
 from typing import Protocol
 
@@ -18,13 +18,13 @@ class Preparation(AdmissionRoom, Protocol):
         """A request was queued: begin to prepare what it needs."""
 
     def settle(self, scheduler: AnyScheduler) -> list[EngineCoreOutput]:
-        """Take in what is prepared. Called once a step. Returns the outputs of requests that failed."""
+        """Process what is prepared. Called once a step. Returns the outputs of requests that failed."""
 
     def forget_slots(self) -> None:
-        """What the device had of it is lost: its memory was released."""
+        """Drop what the device had of it: its memory was released."""
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if something is held by nobody. Called without unfinished requests."""
+        """Raise AssertionError if something is held without need. Called without unfinished requests."""
 
     def shutdown(self) -> None:
         """End the threads. May be called again."""

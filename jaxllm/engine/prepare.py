@@ -53,7 +53,7 @@ from jaxllm.sampling.processors import Processor
 from jaxllm.start_times import StartTimes
 
 _STATES_FRACTION = 0.25
-"""Of the device's memory: most that states by row take with the default of max_num_seqs."""
+"""Largest fraction of the device's memory for states by row with the default of max_num_seqs."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Prepared:
     config: EngineConfig
     model_config: ModelConfig
     meshes: tuple[Mesh, ...]
-    """Of each stage; with lanes one for all of them."""
+    """One for each stage; data-parallel ranks share one."""
     stages: tuple[Stage, ...]
     """One without a pipeline."""
     kernels: Kernels
@@ -75,13 +75,13 @@ class Prepared:
 
     @property
     def mesh(self) -> Mesh:
-        """Of an engine without a pipeline."""
+        """The mesh of an engine without a pipeline."""
         (mesh,) = self.meshes
         return mesh
 
     @property
     def plan(self) -> MemoryPlan:
-        """Of the stage that leaves the least memory."""
+        """The memory plan of the stage that leaves the least memory."""
         return tightest(self.stages)
 
     def describe(self) -> str:
@@ -207,7 +207,7 @@ def _drafter_bytes(drafter: Drafter | None, config: EngineConfig, model: ModelCo
 
 
 def _adapter_bytes(features: Features, stage: CausalLM, num_devices: int) -> int:
-    """Bytes on each device of a stage's slots of adapters, and of its part of an adapter on its way to one."""
+    """Bytes on each device of a stage's slots of adapters, and of its part of an adapter that is being copied to one."""
     adaptation = None if features.adaptation is None else features.adaptation.of_stage(stage)
     if adaptation is None:
         return 0
@@ -287,7 +287,7 @@ def _store(config: EngineConfig, made_of: Callable[[], Fingerprint], mesh: Mesh)
 
 
 def weight_bytes(model: nnx.Module, num_devices: int, num_lanes: int = 1) -> int:
-    """Bytes of the weights on each of `num_devices` devices, of which each of `num_lanes` lanes has as many."""
+    """Bytes of the weights on each device of `num_lanes` data-parallel ranks with `num_devices` devices each."""
     sizes = {TENSOR: num_devices, DATA: num_lanes}
     return sum(
         math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize // num_parts(axes_of(variable), sizes)

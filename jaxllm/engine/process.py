@@ -1,4 +1,4 @@
-"""The engine process: an engine core that serves the fronts of other processes. Run by `jaxllm.engine.launch` as `python -m`."""
+"""The engine process: a core that serves API servers in other processes. Run by `jaxllm.engine.launch` as `python -m`."""
 
 import contextlib
 import gc
@@ -48,13 +48,13 @@ from jaxllm.start_times import StartTimes, process_age_seconds
 
 _LAGGING_PAUSE_SECONDS = 0.25
 _FIRST_HELLO_SECONDS, _ALL_HELLOS_SECONDS = 2.0, 0.4
-"""Fronts say Hello four times a second until the engine serves."""
+"""API servers say Hello four times a second until the engine serves."""
 _NEWS_SECONDS = 0.005
-"""Least interval of the news that one of several engines sends to all fronts, which count what they sent since."""
+"""Least interval of the updates that one of several engines sends to all API servers, which count what they sent since."""
 
 
 class EngineLoop:
-    """Steps the core while there is work, and runs the fronts' commands between steps."""
+    """Steps the core while there is work, and runs the API servers' commands between steps."""
 
     def __init__(
         self,
@@ -71,19 +71,19 @@ class EngineLoop:
         self._outbox = outbox
         self._pulse = pulse
         self._requests: dict[str, str] = {}
-        """The front of each request in the core."""
+        """The API server of each request in the core."""
         self._lagging: set[str] = set()
-        """Fronts to notify, once they read again, that their requests were ended."""
+        """API servers to notify, once they read again, that their requests were ended."""
         self._metrics: dict[str, list[Metric]] = {}
         self._metrics_of_gone: list[Metric] = []
         self._num_gatherings = 0
         self._gatherings: list[tuple[Call, int, set[str]]] = []
-        """Calls for the metrics of all fronts, numbered, each with the fronts that have not shared theirs since."""
+        """Calls for the metrics of all API servers, numbered, each with those that have not shared theirs since."""
         self._stopping = False
         self._held_by: set[str] | None = None
-        """While the engine drains: fronts that have not let it go."""
+        """While the engine drains: API servers that have not released it."""
         self._received: dict[str, int] | None = {} if num_replicas > 1 else None
-        """Number of requests of each front; None if no front has to choose among engines."""
+        """Number of requests of each API server; None if none has to choose among engines."""
         if self._received is not None:
             core.publish_cache_news()
         self._last_news = 0.0
@@ -112,7 +112,7 @@ class EngineLoop:
                 self._step()
 
     def tell_all(self, message: Any) -> None:
-        """Send a message to every front."""
+        """Send a message to every API server."""
         frame = messages.encode(message)
         for client in self._outbox.clients:
             self._outbox.send(client, frame)
@@ -148,7 +148,7 @@ class EngineLoop:
         return not self._stopping
 
     def _note_load(self) -> Load:
-        """Show the load to the heartbeat, and to all fronts if they choose among several engines, at most every _NEWS_SECONDS."""
+        """Show the load to the heartbeat, and to all API servers if they choose among engines, at most every _NEWS_SECONDS."""
         self._pulse.load = load = self._load()
         if self._received is not None:
             self._owes_news = True
@@ -169,7 +169,7 @@ class EngineLoop:
             self._call(command)
         elif isinstance(command, Hello):
             if command.client in self._outbox.clients or self._held_by is not None:
-                return  # a front that is new is for the next process
+                return  # a new API server waits for the next process
             self._outbox.connect(command.client)
             self._outbox.send(command.client, self._ready)
             if self._received is not None:
@@ -194,7 +194,7 @@ class EngineLoop:
             command()
 
     def _drain(self) -> None:
-        """Have the fronts send no more requests, and end when all have let this engine go."""
+        """Have the API servers send no more requests, and end when all have released this engine."""
         if self._held_by is None:
             frame = messages.encode(Draining())
             self._held_by = {client for client in self._outbox.clients if self._outbox.send(client, frame)}
@@ -259,7 +259,7 @@ class EngineLoop:
         self._has_shared(command.client, call.asked)
 
     def _has_shared(self, client: str, asked: int) -> None:
-        """A front shared its metrics after it was asked for gathering `asked`, or is gone: answer the calls that waited only for it.
+        """An API server answered gathering `asked`, or left: answer the calls that waited only for it.
 
         What it shared before it was asked may lie in the queue behind the call, and lacks what it has counted since.
         """
@@ -305,12 +305,12 @@ class EngineLoop:
         for client, outputs in by_client.items():
             frame = messages.encode(Outputs(outputs, load))
             if not self._outbox.send(client, frame):
-                logger.error("a front does not fetch its outputs; its requests are ended")
+                logger.error("an API server does not fetch its outputs; its requests are ended")
                 self._end_all_of(client)
                 self._lagging.add(client)
 
     def _sorted(self, news: list[EngineCoreOutput]) -> dict[str, list[EngineCoreOutput]]:
-        """Group outputs by front, and drop the records of finished requests."""
+        """Group outputs by API server, and drop the records of finished requests."""
         by_client: dict[str, list[EngineCoreOutput]] = {}
         requests = self._requests
         for item in news:
@@ -338,7 +338,7 @@ class EngineLoop:
 
 
 def serve(start: EngineStart, parent_fd: int | None = None) -> int:
-    """Load the core and serve fronts until a stop command. Returns the exit code."""
+    """Load the core and serve API servers until a stop command. Returns the exit code."""
     pulse = Pulse()
     listener = Listener(
         start.directory,
@@ -376,7 +376,7 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
 
 
 def _say_to_all(last_words: Dead, listener: Listener, outbox: Outbox, *, all_hellos: bool) -> None:
-    """Send a last message to every front, also to those whose Hello is unread because loading failed. Waits for one if there
+    """Send a last message to all API servers, also to those with an unread Hello because loading failed. Waits for one if there
     is none yet, and with `all_hellos` until each has repeated its own."""
     began = time.monotonic()
     deadline, enough = began + _FIRST_HELLO_SECONDS, began + (_ALL_HELLOS_SECONDS if all_hellos else 0.0)

@@ -1,4 +1,4 @@
-"""An engine core in its own process, as a front uses it: what the front asks of it, and what it reports. Does not import JAX."""
+"""An engine core in its own process, as an API server uses it: its calls and its reports. Does not import JAX."""
 
 import asyncio
 import contextlib
@@ -20,11 +20,11 @@ from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.served_model import ServedModel
 
 SHARE_SECONDS = 1.0
-"""Interval at which fronts exchange metrics, and the longest wait for those of the others."""
+"""Interval at which API servers exchange metrics, and the longest wait for those of the others."""
 
 
 class RemoteCore:
-    """The core in the engine process, as a front's LLMEngine uses it. It steps by itself; outputs go to `client.on_outputs`."""
+    """The core in the engine process, for an API server's LLMEngine. It steps by itself; outputs go to `client.on_outputs`."""
 
     def __init__(self, client: EngineClient, ready: Ready):
         self.config: EngineConfig = ready.config
@@ -116,7 +116,7 @@ class ProcessCore:
         put_all(letters)
 
     async def refresh_metrics(self) -> None:
-        """Ask all fronts; of one that does not answer, and in a step that takes long, the numbers stay those of before."""
+        """Query all API servers. The numbers of one that does not answer, and of all in a long step, stay as before."""
         await self._exchange.refresh()
 
     def shutdown(self) -> None:
@@ -130,7 +130,7 @@ class ProcessCore:
 
 
 def replica_info(rank: int, state: ReplicaState, client: EngineClient) -> ReplicaInfo:
-    """What the client of an engine knows of it."""
+    """State and statistics of a replica, from the client of its engine."""
     stall = client.stall if state == "serving" else None
     return ReplicaInfo(
         rank,
@@ -142,7 +142,7 @@ def replica_info(rank: int, state: ReplicaState, client: EngineClient) -> Replic
 
 
 class MetricsExchange:
-    """Exchanges what the fronts of an engine process have counted, through that process, now and every SHARE_SECONDS."""
+    """Exchanges the metrics of an engine process's API servers, through that process, now and every SHARE_SECONDS."""
 
     def __init__(self, client: EngineClient, own_metrics: Callable[[], list[Metric]]):
         self.client, self._own_metrics = client, own_metrics
@@ -150,12 +150,12 @@ class MetricsExchange:
         self._asked = 0
         """Number of the latest WantMetrics."""
         self._must_share = asyncio.Event()
-        """Set while another front waits for the metrics of this one."""
+        """Set while another API server waits for the metrics of this one."""
         client.on_want_metrics = self._wake
         self._sharing = asyncio.create_task(self._share_often())
 
     async def refresh(self) -> None:
-        """Fetch the numbers of all fronts, within SHARE_SECONDS."""
+        """Fetch the metrics of all API servers, within SHARE_SECONDS."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHARE_SECONDS):
                 await self._share(fresh=True)

@@ -1,7 +1,7 @@
 """The engine process's end of the sockets, and the thread that receives, sends heartbeats and detects a hang. No JAX import.
 
-Every front binds a PULL socket under its own name, and the engine process binds one for all fronts, in a directory that only
-their user can enter. The thread queues the fronts' messages for the step loop, which reads them between two steps. The step
+Every API server binds a PULL socket under its own name, and the engine process binds one for all API servers, in a directory
+that only their user can enter. The thread queues their messages for the step loop, which reads them between two steps. The step
 loop sends outputs itself, so that they wait for no other thread. Each thread has its own sockets, because a socket belongs to
 one thread.
 """
@@ -45,7 +45,7 @@ from jaxllm.progress import Progress
 
 ENGINE_SOCKET = "engine"
 MAX_QUEUED_MESSAGES = 2000
-"""Limit of queued messages, one per step, that a front has not fetched. Beyond it, the front's requests are ended."""
+"""Limit of queued messages, one per step, that an API server has not fetched. Beyond it, its requests are ended."""
 BEAT_SECONDS = 0.25
 LONG_CALLS = frozenset({"sleep", "wake_up", "start_profile", "stop_profile"})
 """Calls that move or read all weights, or write a trace. They have the time that a compilation has."""
@@ -65,7 +65,7 @@ def socket_address(directory: str | Path, name: str) -> str:
 
 @dataclass(frozen=True)
 class Gone:
-    """A front has left, or its process has ended."""
+    """An API server has left, or its process has ended."""
 
     client: str
 
@@ -138,12 +138,12 @@ class PhaseProgress(Progress):
 
 
 def is_client_name(name: str) -> bool:
-    """Whether a front may have this name, which becomes that of a file."""
+    """Whether an API server may have this name, which becomes a file's name."""
     return _CLIENT_NAME.fullmatch(name) is not None
 
 
 class Outbox:
-    """Sockets to the fronts. Used by one thread only."""
+    """Sockets to the API servers. Used by one thread only."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", directory: str):
         self._context, self._directory = context, directory
@@ -154,12 +154,12 @@ class Outbox:
         return list(self._sockets)
 
     def connect(self, client: str) -> None:
-        """Open a socket to a front. Messages wait until it listens. Without more sockets, the front is told nothing."""
+        """Open a socket to an API server. Messages wait until it listens. Without more sockets, it receives nothing."""
         if client not in self._sockets:
             try:
                 socket = self._context.socket(zmq.PUSH)
             except zmq.ZMQError as error:
-                logger.error("no socket can be opened to another front: %s", error)
+                logger.error("no socket can be opened to another API server: %s", error)
                 return
             socket.sndhwm = MAX_QUEUED_MESSAGES
             socket.linger = 1000
@@ -167,7 +167,7 @@ class Outbox:
             self._sockets[client] = socket
 
     def send(self, client: str, frame: bytes) -> bool:
-        """Send a frame. Returns False if the front is gone or its queue is full."""
+        """Send a frame. Returns False if the API server has left or its queue is full."""
         try:
             self._sockets[client].send(frame, zmq.NOBLOCK)
         except (KeyError, zmq.Again):
@@ -250,7 +250,7 @@ class Listener:
                     self._beat()
         except BaseException:
             logger.exception("the engine's listener failed")
-            os._exit(EXIT_FAILED)  # no front could reach the engine any more, not even to end it
+            os._exit(EXIT_FAILED)  # no API server could reach the engine any more, not even to end it
         finally:
             faulthandler.cancel_dump_traceback_later()
             self._inbox.close(linger=0)
@@ -265,7 +265,7 @@ class Listener:
             if not os.read(self._parent_fd, 1):
                 logger.warning("the process that started the engine is gone; the engine ends")
                 shutil.rmtree(self.directory, ignore_errors=True)  # the parent can no longer remove it
-                os._exit(EXIT_FAILED)  # no front outlives it either
+                os._exit(EXIT_FAILED)  # no API server outlives it either
         elif isinstance(source, int) and source in self._processes:
             self._forget(self._processes[source], source)
 
@@ -273,7 +273,7 @@ class Listener:
         try:
             message = messages.decode_front_message(frame)
         except MessageError as error:
-            logger.warning("a message of a front was refused: %s", error)
+            logger.warning("a message of an API server was refused: %s", error)
             if (sender := messages.sender_of_add(frame)) is not None:
                 client, request_id = sender
                 refusal = Refused(request_id, Fault("engine", "the engine could not read the request; its log has more"))
@@ -284,7 +284,7 @@ class Listener:
             self._forget(message.client, next(iter(descriptors), None))
             return
         if isinstance(message, Hello) and not is_client_name(message.client):
-            logger.warning("a front with an impossible name was refused")
+            logger.warning("an API server with an impossible name was refused")
             return
         if isinstance(message, Hello) and message.client not in self._outbox.clients:
             self._greet(message)
@@ -295,7 +295,7 @@ class Listener:
         if hasattr(os, "pidfd_open"):
             try:
                 descriptor = os.pidfd_open(hello.pid)
-            except OSError:  # it is gone already
+            except OSError:  # it has ended already
                 self._forget(hello.client, None)
                 return
             self._processes[descriptor] = hello.client

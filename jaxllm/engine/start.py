@@ -95,7 +95,7 @@ class Started:
 
     @property
     def executor(self) -> Executor:
-        """What runs the engine's steps: on all hosts, or on a host above 0 those of host 0."""
+        """The executor of the engine's steps: of all hosts on host 0, of this host's devices elsewhere."""
         return self.prepared.runner if self.hosts is None else self.hosts.executor(self.prepared.runner)
 
 

@@ -96,7 +96,7 @@ def _packed(shares: Sequence[tuple[float, int]], num_slots: int, now: Sequence[C
 
 
 def _nearest(devices: Sequence[Sequence[int]], now: Sequence[Collection[int]]) -> list[list[int]]:
-    """The same groups of experts, each given to the device that has the most of them now, those with the most first."""
+    """Assign each group of experts to the device that has the most of them now, those with the most first."""
     found: list[list[int]] = [[] for _ in now]
     common = sorted(
         (-sum(expert in have for expert in group), number, device)

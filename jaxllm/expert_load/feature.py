@@ -1,4 +1,4 @@
-"""What the options of an engine make of the load of experts."""
+"""Counts and moves experts as the options of an engine say."""
 
 from dataclasses import dataclass
 

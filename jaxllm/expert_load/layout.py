@@ -17,15 +17,15 @@ class Layout:
     layers: tuple[int, ...]
     """The layers that have a mixture."""
     num_experts: tuple[int, ...]
-    """Of each of these layers."""
+    """Number of experts in each of these layers."""
     num_layers: int
-    """Of the model."""
+    """Number of layers of the model."""
     num_devices: int
     """Devices that experts are distributed to; 1: every device computes a part of each expert, or is alone."""
     num_redundant: int = 0
     """Further copies of experts in each of these layers."""
     slots: list[np.ndarray] = field(init=False)
-    """Of each of these layers, the expert in each slot; devices have as many slots, one after the other."""
+    """The expert in each slot, for each of these layers; devices have equally many slots, one device after the other."""
 
     def __post_init__(self) -> None:
         self.start_over()

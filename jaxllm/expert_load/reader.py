@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from jaxllm.scheduler_stats import SchedulerStats
 
 INTERVAL_SECONDS = 10.0
-"""Between two readings while the engine computes. In this time no count on a device exceeds an int32."""
+"""Seconds between two readings while the engine computes. In this time no count on a device exceeds an int32."""
 IDLE_SECONDS = 0.1
-"""At least so long after a reading at the end of all work there is another."""
+"""Least seconds between a reading at the end of all work and the next one."""
 
 
 class Ops(Moves, Protocol):
@@ -45,7 +45,7 @@ class LoadReader:
         self._asked: list[Callable[[np.ndarray], None]] = []
         """Called with the totals of the next reading."""
         self._on_way: deque[list[Callable[[np.ndarray], None]]] = deque()
-        """The same of each reading that is on its way."""
+        """Callbacks of each reading in flight."""
         self._latest: Any = None
         """The latest reading, as `Ops.add` returned it."""
         self._work_began: float | None = None
@@ -53,13 +53,13 @@ class LoadReader:
         self._idle_read_at = -np.inf
         most = max(layout.num_experts, default=0)
         self.tokens_LE = np.zeros((len(layout.layers), most), np.int64)
-        """By mixture and expert."""
+        """Tokens by mixture and expert."""
         self._even = [0.0] * layout.num_layers
         """By layer of the model, what a device would have got if all had got as many, added up over readings."""
         self._busiest = [0.0] * layout.num_layers
-        """The same of the device that got most."""
+        """By layer of the model, the tokens of the device that got most, added up over readings."""
         self.balance = 1.0
-        """Of the latest reading: see `balance_of`."""
+        """Balance of the latest reading: see `balance_of`."""
 
     def note_step(self, *, is_idle: bool) -> None:
         """A step was read; is_idle: there is nothing else to compute."""
@@ -96,7 +96,7 @@ class LoadReader:
         return {"layers": list(self._layout.layers), "tokens": [tokens[:size] for tokens, size in rows]}
 
     def add_stats(self, stats: "SchedulerStats") -> None:
-        """Set what the stats tell of experts."""
+        """Set the expert fields of the stats."""
         stats.even_expert_load, stats.busiest_expert_load = tuple(self._even), tuple(self._busiest)
         stats.expert_balance = self.balance
 

@@ -40,7 +40,7 @@ class Rebalancer:
         self._waiting: deque[tuple[int, np.ndarray]] = deque()
         """Mixtures to place anew, with their tokens in the window."""
         self._loads: list[tuple[np.ndarray, np.ndarray]] = []
-        """Of mixtures placed since the last window, the devices' tokens in it, before and after."""
+        """Tokens of each device in the last window, before and after, for each mixture placed since."""
         self._num_moved = 0
         """Slots that got another expert since."""
 

@@ -65,7 +65,7 @@ class HostsExecutor:
             self._tokens.send(step)
 
     def expect_others(self) -> "list[Future[bytes]]":
-        """What other hosts send of their lanes, of the call that follows; nothing without lanes there."""
+        """Results of other hosts' data-parallel ranks, of the call that follows; empty if there are none."""
         return self._leader.expect_results() if self._has_lanes_elsewhere else []
 
     def read(self, result: Callable[[], T]) -> "Future[T]":
@@ -142,7 +142,7 @@ class _Step:
     """A step in flight on all hosts."""
 
     def __init__(self, own: PendingStep, executor: HostsExecutor, others: "list[Future[bytes]] | None"):
-        """others: of lanes that other hosts have; None: the step is not drawn yet."""
+        """others: results of other hosts' data-parallel ranks; None: the step is not drawn yet."""
         self._own, self._executor, self._others = own, executor, others
         self._reading: Future[ModelRunnerOutput] | None = None
 

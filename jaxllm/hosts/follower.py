@@ -135,7 +135,7 @@ class Member:
         return answer.facts
 
     def executor(self, own: Executor) -> Executor:
-        """What this host runs: that on its own devices."""
+        """The executor of this host's devices."""
         return own
 
     def started(self) -> None:
@@ -193,7 +193,7 @@ class Follower:
         self._most_in_flight = _MAX_IN_FLIGHT + options.pipeline_parallel_size
         self._undrawn: PendingStep | None = None
         self._arriving: dict[int, np.ndarray] = {}
-        """What arrives in pieces, by handle."""
+        """Arrays that arrive in pieces, by handle."""
 
     def run(self) -> None:
         """Until host 0 ends the engine."""
@@ -247,7 +247,7 @@ class Follower:
         self._in_flight.append(self._read(step))
 
     def _read(self, pending: PendingStep) -> "PendingStep | Future[None]":
-        """Have it read for host 0, if that lacks it: it has its own lanes' results, and those that all hosts have."""
+        """Read it for host 0 if needed: host 0 has its own data-parallel ranks' results, and those that all hosts have."""
         return pending if self._results is None else self._results.send(pending)
 
     def _call(self, message: Do) -> None:
@@ -308,6 +308,6 @@ def follow(config: EngineConfig) -> None:
 
 
 def follow_until_told(config: EngineConfig) -> None:
-    """`follow`, as a process of its own: SIGTERM ends this host, and with it the engine."""
+    """`follow` in a separate process: SIGTERM ends this host, and with it the engine."""
     signal.signal(signal.SIGTERM, lambda number, _: process_group.end_process(128 + number))
     follow(config)

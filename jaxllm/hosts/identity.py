@@ -1,4 +1,4 @@
-"""What must be the same on all hosts of an engine, and how a difference is described."""
+"""Facts that must be equal on all hosts of an engine, and the description of a difference."""
 
 import hashlib
 import platform
@@ -21,7 +21,7 @@ def identity(config: EngineConfig, model_dir: Path) -> dict[str, str]:
 
 
 def difference(names: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str | None:
-    """In what the hosts of these names differ from the first; None if in nothing."""
+    """A description of how the hosts of these names differ from the first; None if they do not."""
     first = found[0]
     for name, other in zip(names[1:], found[1:], strict=True):
         faults = [

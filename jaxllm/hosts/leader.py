@@ -23,7 +23,7 @@ from jaxllm.hosts.wire import AllFacts, Beat, Connection, Done, End, Facts, Fail
 from jaxllm.log import logger
 
 START_SILENCE_SECONDS = 60.0
-"""The same during the start."""
+"""`SILENCE_SECONDS` during the start."""
 GRACE_SECONDS = 2.0
 """After which the process ends if its main thread waits for a device that waits for a lost host."""
 NEWS_SECONDS = 1.0
@@ -153,7 +153,7 @@ class Leader:
         return self._num_calls, call.future
 
     def expect_results(self) -> "list[Future[bytes]]":
-        """What every host sends of the lanes that it has, of a call that is sent next."""
+        """Expect the results of every host's data-parallel ranks, of the call that is sent next."""
         return [host.results.expect() for host in self._hosts]
 
     def waiting(self) -> "_Waiting":
@@ -212,7 +212,7 @@ class Leader:
                     return
         except WireError as error:
             self._lose(f"{host} is lost: {error}")
-        except Exception:  # nobody else would notice that it is heard no more
+        except Exception:  # no other thread would notice that its messages are no longer read
             logger.exception("what %s sent could not be taken", host)
             self._lose(f"{host} is lost: what it sent could not be taken; the log says more")
 

@@ -9,11 +9,11 @@ from jaxllm.errors import ConfigError
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 7.0
-"""A host of which nothing is heard for so long is lost."""
+"""A host that sends nothing for so long is lost."""
 
 
 class Started(Protocol):
-    """What started the other hosts."""
+    """The launcher of the other hosts."""
 
     def fault(self) -> str | None:
         """Why one of them ended before it connected; None if none did."""
@@ -40,6 +40,6 @@ def listen(options: ParallelOptions) -> socket.socket:
 
 
 def free_port(address: str) -> int:
-    """A port at which nobody listens at an address of this machine."""
+    """A free port at an address of this machine."""
     with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The port of host 0 while it waits for the other hosts: who connects there, and who of them says hello."""
+"""The port of host 0 while it waits for the other hosts: its connections, and their Hellos."""
 
 import contextlib
 import queue
@@ -15,12 +15,12 @@ from jaxllm.log import logger
 HELLO_SECONDS = 5.0
 """The longest that a whole Hello may take."""
 MAX_STRANGERS = 64
-"""Connections that may wait to say hello, beside those of all hosts. Beyond them, the oldest is closed: a host says hello at once."""
+"""Connections above one a host that may wait to say hello. Beyond them, the oldest is closed: a host says hello at once."""
 _POLL_SECONDS = 0.25
 
 
 class Reception:
-    """Accepts connections until the block ends, in a thread, and waits for the Hello of each in one of its own: none waits for another."""
+    """Accepts connections in a thread until the block ends, and waits for the Hello of each in a separate thread."""
 
     def __init__(self, listening: socket.socket, num_hosts: int, *, hello_seconds: float = HELLO_SECONDS):
         self.hellos: queue.SimpleQueue[tuple[Connection, Hello]] = queue.SimpleQueue()

@@ -37,7 +37,7 @@ class Relay:
         self._send(near, far)
 
     def _send(self, near: socket.socket, far: socket.socket) -> None:
-        """What JAX sends, to host 0. If JAX closes its end, so does the relay."""
+        """Forward what JAX sends to host 0. If JAX closes its end, so does the relay."""
         with contextlib.suppress(OSError):
             while data := near.recv(_CHUNK_BYTES):
                 with contextlib.suppress(OSError):  # host 0 is lost
@@ -48,7 +48,7 @@ class Relay:
             end.close()
 
     def _receive(self, near: socket.socket, far: socket.socket) -> None:
-        """What host 0 sends, to JAX. If host 0 closes its end, JAX is not told."""
+        """Forward what host 0 sends to JAX. If host 0 closes its end, JAX is not notified."""
         with contextlib.suppress(OSError):
             while data := far.recv(_CHUNK_BYTES):
                 near.sendall(data)

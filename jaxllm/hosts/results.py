@@ -1,4 +1,4 @@
-"""The way of results from the lanes of other hosts to host 0: in the order of its calls, in messages that hold up no heartbeats."""
+"""Sends results of other hosts' data-parallel ranks to host 0: in the order of its calls, without delaying heartbeats."""
 
 import queue
 import threading
@@ -27,7 +27,7 @@ class ExpectedResults:
     def __init__(self) -> None:
         self._expected: deque[Future[bytes]] = deque()
         self._pieces: list[bytes] = []
-        """Of the first."""
+        """Pieces of the first expected result."""
 
     def expect(self) -> "Future[bytes]":
         """The result of the next call that has one. Call it before the host can answer."""

@@ -44,7 +44,7 @@ class Hello(_Message, tag="hello"):
 
 
 class Facts(_Message, tag="facts"):
-    """What this host found in a phase of the start. Answered by AllFacts once every host has sent its own."""
+    """Facts of this host in a phase of the start. Answered by AllFacts once every host has sent its own."""
 
     phase: str
     facts: dict[str, Any]
@@ -58,7 +58,7 @@ class Done(_Message, tag="done"):
 
 
 class Result(_Message, tag="result"):
-    """What the lanes of this host computed of the next step that was drawn. Long ones come in pieces."""
+    """Results of this host's data-parallel ranks for the next step that was drawn. Long ones come in pieces."""
 
     data: bytes
     is_last: bool
@@ -99,7 +99,7 @@ class Dispatch(_Message, tag="dispatch"):
 
 
 class DispatchLanes(_Message, tag="dispatch_lanes"):
-    """Run a step that has these parts, one for each lane. Answered by Result once it is drawn."""
+    """Run a step that has these parts, one for each data-parallel rank. Answered by Result once it is drawn."""
 
     lanes: list[SchedulerOutput]
     step_id: int
@@ -164,7 +164,7 @@ def framed(message: Any) -> bytes:
 
 
 class Connection:
-    """One end of a connection. Any thread may send; one receives. Raises WireError if the other end is gone already."""
+    """One end of a connection. Any thread may send; one receives. Raises WireError if the other end has closed already."""
 
     def __init__(self, stream: socket.socket, decoder: Any):
         self._socket, self._decoder = stream, decoder
@@ -183,7 +183,7 @@ class Connection:
         self._socket.settimeout(seconds)
 
     def send(self, message: Any) -> None:
-        """Raises WireError if the other end is gone."""
+        """Raises WireError if the other end has closed."""
         self.send_frame(framed(message))
 
     def send_frame(self, frame: bytes) -> None:

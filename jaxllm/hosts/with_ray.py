@@ -158,7 +158,7 @@ def _connect(ray: Any) -> None:
 
 
 def _num_hosts(config: EngineConfig, own: Mapping[str, Any]) -> int:
-    """As asked for, or as many as the engine needs if each has as many GPUs as this one."""
+    """The requested number of hosts, or as many as the engine needs if each has as many GPUs as this one."""
     if config.parallel.nnodes > 1:
         return config.parallel.nnodes
     num_gpus = int(own["Resources"].get("GPU", 0))
@@ -170,7 +170,7 @@ def _num_hosts(config: EngineConfig, own: Mapping[str, Any]) -> int:
 
 
 def _num_devices(config: EngineConfig) -> int:
-    """Of all hosts together."""
+    """Number of devices of all hosts together."""
     return config.parallel.num_replicas * Topology.of(config.parallel).num_devices
 
 

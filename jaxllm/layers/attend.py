@@ -65,7 +65,7 @@ class Attend(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LatentProjection:
-    """The same of latent attention: a vector per token, of which all heads' keys and values are made."""
+    """As `Projection`, for latent attention: a vector per token, of which all heads' keys and values are made."""
 
     q_TNH: Array
     """[T, N, P + E], of which the last E values are to be rotated."""
@@ -94,7 +94,7 @@ class LatentProjection:
 
 
 class AttendToLatents(Protocol):
-    """The same of a layer of latent attention."""
+    """As `Attend`, for a layer of latent attention."""
 
     def __call__(self, layer: int, projection: LatentProjection, /, *, scale: float) -> Array:
         """Outputs [T, N, V], of the heads' values."""

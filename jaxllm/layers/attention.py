@@ -91,7 +91,7 @@ class GroupedQueryAttention(nnx.Module):
         )
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
-        """Of runs of tokens [T, D], one after the other, the output of each; of several devices, this one's part of the sum."""
+        """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
         part = self.part
         qkv_TKGH = products(self.qkv, runs, step)
         q_norm, k_norm = self.q_norm, self.k_norm
@@ -162,7 +162,7 @@ class HeadNorm(nnx.Module):
 
     @property
     def factor(self) -> Array:
-        """What the normed values are multiplied with."""
+        """Factor of the normed values."""
         weight = self.stored_weight
         return weight.astype(jnp.float32) + self.norm.weight_offset if self.norm.weight_offset else weight
 
@@ -172,11 +172,11 @@ class HeadNorm(nnx.Module):
         return jnp.ones(self.shape, jnp.float32) if self.weight is None else self.weight[...]
 
     def of_each(self, x: Array) -> Array:
-        """Of x [T, heads..., H], each head normed by itself."""
+        """Norm each head of x [T, heads..., H] by itself."""
         return normed(self.norm, x, self.factor).astype(x.dtype)
 
     def over_all(self, x: Array, shards: Shards) -> Array:
-        """Of x [T, heads..., H], of which each device has some heads."""
+        """Norm x [T, heads..., H] over the heads of all devices."""
         wide = x.astype(jnp.float32)
         num_values = shards.size * math.prod(x.shape[1:])
         mean_T = shards.sum(jnp.sum(jnp.square(wide), axis=range(1, x.ndim))) / num_values

@@ -12,7 +12,7 @@ from pallas_kernels.mla_attention.products import absorb, values_of
 
 
 def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Attend:
-    """An `attend` over the tokens of one call, each seeing the tokens of its own segment up to its own position.
+    """An `attend` over the tokens of one call, each seeing its segment's tokens up to its own position.
 
     Without segment ids all tokens are one sequence. Scores are [K, G, T, T] float32: for short sequences.
     """
@@ -34,7 +34,7 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Atte
 
 
 def dense_attend_to_latents(positions_T: Array, segment_ids_T: Array | None = None) -> AttendToLatents:
-    """The same of latent attention."""
+    """As `dense_attend`, for latent attention."""
 
     def attend(layer: int, projection: LatentProjection, *, scale: float) -> Array:
         q_TNP, q_TNE, latent_TL, rotated_TE = projection.finished()

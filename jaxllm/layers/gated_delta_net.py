@@ -58,7 +58,7 @@ class GatedDelta(nnx.Module):
         )
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
-        """Of runs of tokens [T, D], one after the other, the output of each; of several devices, this one's part of the sum."""
+        """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
         part, states = self.part, step.states
         assert states is not None, "the step has no states by row"
         H, V, C, G = part.key_dim, part.value_dim, part.num_channels, part.group_size

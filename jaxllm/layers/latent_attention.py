@@ -79,7 +79,7 @@ class MultiHeadLatentAttention(nnx.Module):
         )
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
-        """Of runs of tokens [T, D], one after the other, the output of each; of several devices, this one's part of the sum."""
+        """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
         assert step.attend_to_latents is not None, "the step has no attention over latents"
         part = self.part
         projected = (self._projected(x_TD, step, start) for x_TD, start in zip(runs, starts(runs), strict=True))

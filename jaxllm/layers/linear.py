@@ -49,11 +49,11 @@ class PackedWeight(nnx.Module):
         return {name: getattr(self, name)[...] for name in self.names}
 
     def product(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
-        """Of a linear layer, as `WeightFormat.product`."""
+        """Product of a linear layer, as `WeightFormat.product`."""
         return self.format.product(self._arrays(), x, shards)
 
     def __getitem__(self, index: object) -> Any:
-        """Of experts, as of a parameter: `weight[...]`."""
+        """The weight of experts, indexed as a parameter: `weight[...]`."""
         return self.format.operand(self._arrays())[index]
 
 

@@ -50,7 +50,7 @@ class FeedForward(nnx.Module):
         )
 
     def __call__(self, x_TD: Array, step: Step, start: int = 0) -> Array:
-        """Of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
+        """The output; of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
         gate_up_TCF = step.product(self.gate_up, x_TD, start)
         x_TF = self.activation(gate_up_TCF[:, 0])
         return step.product(self.down, x_TF * gate_up_TCF[:, 1] if self.gated else x_TF, start)

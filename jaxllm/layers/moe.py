@@ -44,7 +44,7 @@ class MixtureOfExperts(nnx.Module):
         )
         by_expert, by_width = ("split_experts", "expert_mlp"), ("experts", "mlp")
         self.axes = experts, width = by_expert if part.by_expert else by_width
-        """Of the experts, and of their width."""
+        """Axes of the experts, and of their width."""
         gates, down = [f"{name}.{part}" for part in part.gate_up], f"{name}.{part.down}"
         axes = (experts, "gate_up", width, "embed")
         P = len(part.slots)
@@ -66,7 +66,7 @@ class MixtureOfExperts(nnx.Module):
         )
 
     def __call__(self, x_TD: Array, step: Step, start: int = 0) -> Array:
-        """Of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
+        """The output; of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
         shards = step.shards
         logits_TE = _scores(x_TD, self.router[...])
         if self.router_bias is not None:
@@ -106,7 +106,7 @@ class MixtureOfExperts(nnx.Module):
 
     @property
     def shared_gate_name(self) -> str:
-        """The same, of a mixture that has it."""
+        """The checkpoint's module, in a mixture that has a shared gate."""
         return f"{self.name}.{self.part.shared_gate}"
 
     def _down_bias(self, shards: Shards) -> Array | None:
@@ -130,7 +130,7 @@ def _weight(
 
 
 def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tuple[Source | Stacked, Source | Stacked]:
-    """Of gate and up, and of down."""
+    """Sources of gate and up, and of down."""
     E, D, F = part.routing.num_experts, config.hidden_size, part.width
     if not part.transposed:
         return _experts(gates, E, (F, D) if "{}" in gates[0] else (2, F, D)), _experts([down], E, (D, F))

@@ -38,7 +38,7 @@ class Normalization(nnx.Module):
 
     @property
     def factor(self) -> Array:
-        """What the normed values are multiplied with."""
+        """Factor of the normed values."""
         weight = self.weight[...]
         return weight.astype(jnp.float32) + self.norm.weight_offset if self.norm.weight_offset else weight
 

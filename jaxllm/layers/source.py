@@ -31,19 +31,19 @@ class Tensor:
     columns: tuple[int, int, int] | None = None
     """(start, stop, size): a dimension of the view is this range of one of `size`; None: all are whole."""
     columns_axis: int = 1
-    """That dimension."""
+    """The dimension that `columns` selects from."""
     transposed: bool = False
     """The outputs are the last stored dimension instead of the first."""
     order: tuple[int, ...] | None = None
     """Order of the values along the last dimension of the outputs, by their stored places; None: as stored."""
     order_axis: int = 0
-    """That dimension of the view."""
+    """The dimension of the view that `order` applies to."""
     picks: tuple[int, ...] | None = None
-    """What is read of the view's first dimension, by its index, perhaps several times; None: all of it."""
+    """Indices of the view's first dimension that are read, perhaps several times; None: all of it."""
 
     @property
     def placed_shape(self) -> tuple[int, ...]:
-        """Of the view with copies and padding."""
+        """Shape of the view with copies and padding."""
         if self.picks is not None:
             return (len(self.picks), *self.view[1:])
         return (self.view[0] * self.copies + self.padding, *self.view[1:])
@@ -102,7 +102,7 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the concatenation."""
+        """Shape of the concatenation."""
         views = [t.placed_shape for t in self.tensors]
         return tuple(sum(v[i] for v in views) if i == self.axis else n for i, n in enumerate(views[0]))
 
@@ -113,7 +113,7 @@ class Source:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
 
     def placed(self, axes: Sequence[str], shape: Sequence[int]) -> "Source":
-        """The same for a parameter of `shape`, which differs from the stored one as `layout.expand` says: the tensors are read so
+        """The source of a parameter of `shape`, which differs from the stored one as `layout.expand` says: tensors are read so
         that each device gets its own part without the rest."""
         stored = tuple(self.shape[i] for i in self.permutation)
         if stored == tuple(shape):
@@ -131,12 +131,12 @@ class Source:
         return replace(self, tensors=tuple(_with_copies(tensor, copies, where, has_groups) for tensor in self.tensors))
 
     def picked(self, picks: tuple[int, ...]) -> "Source":
-        """The same for a parameter with these indices of the view's first dimension, in this order."""
+        """The source of a parameter with these indices of the view's first dimension, in this order."""
         (tensor,) = self.tensors
         return replace(self, tensors=(replace(tensor, picks=picks),))
 
     def output_major(self) -> "Source":
-        """The same without permutation: the parameter as fp8 weights hold it."""
+        """The source without permutation, for the parameter as fp8 weights hold it."""
         return replace(self, permutation=tuple(range(len(self.permutation))))
 
     def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
@@ -157,7 +157,7 @@ class Stacked:
     lead: tuple[int, ...]
 
     def picked(self, picks: tuple[int, ...]) -> "Stacked":
-        """The same for a parameter with these indices of the first dimension, in this order."""
+        """The source of a parameter with these indices of the first dimension, in this order."""
         each = len(self.tensors) // self.lead[0]
         tensors = tuple(self.tensors[first * each + i] for first in picks for i in range(each))
         return Stacked(tensors, (len(picks), *self.lead[1:]))
@@ -186,7 +186,7 @@ class AnySource(Protocol):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is read of the checkpoint."""
+        """The tensors that are read from the checkpoint."""
 
     def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
         """Write a parameter into its tensors, by name; those that are not there yet are added."""

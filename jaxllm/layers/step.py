@@ -1,4 +1,4 @@
-"""What a model may want to know of a step."""
+"""The step as a model sees it."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -40,11 +40,11 @@ class Adapt(Protocol):
         ...
 
     def scores(self, name: str, x_TD: Array, y_TN: Array, start: int = 0) -> Array:
-        """The same for float32 scores y by the module of this name: logits, or those of a mixture's router."""
+        """As `__call__`, for float32 scores y by the module of this name: logits, or those of a mixture's router."""
         ...
 
     def experts(self, name: str, start: int) -> Callable[..., Array] | None:
-        """What computes the experts of the mixture of this name in place of `Step.experts`; None: adapters cannot change them."""
+        """A replacement of `Step.experts` for the mixture of this name; None: adapters cannot change its experts."""
         ...
 
     def embedded(self, token_ids_T: Array, x_TD: Array, start: int, shards: Shards) -> Array:
@@ -69,7 +69,7 @@ class Step:
     attend_to_latents: AttendToLatents | None = None
     """`attend` of layers of latent attention; None where there are none."""
     states: RowStates | None = None
-    """Of layers that keep a state by row; None where there are none."""
+    """States of layers that keep one by row; None where there are none."""
     gated_delta: Callable[..., tuple[Array, Array]] = partial(gated_delta, implementation="xla")
     """Outputs and states of the gated delta rule: `pallas_kernels.gated_delta.gated_delta`."""
     adapt: Adapt | None = None
@@ -77,10 +77,10 @@ class Step:
     entering_TD: Array | None = None
     """In a later stage of a pipeline: the sum of embedding and layers that the stage before leaves, whole on every device."""
     exchange: LaneExchange | None = None
-    """Between lanes, which share the experts of a mixture; None: experts are distributed over `shards` alone."""
+    """Between data-parallel ranks, which share the experts of a mixture; None: experts are distributed over `shards` alone."""
     chosen: list[tuple[str, Array]] | None = None
     """Collects the experts that tokens chose, int32 [T, k], -1 for padding, with the name of their mixture: one for each run of the step's
-    tokens. None: nobody asks."""
+    tokens. None: not collected."""
     slots: Callable[[str, Array, int | Array], Array] | None = None
     """Takes the name of a mixture, the experts int32 [T, k] that tokens chose, -1 for padding, and the number of the first of these
     tokens, by which copies are chosen. Returns the slots of the mixture's weights in which these experts are. None: each is in the slot
@@ -96,7 +96,7 @@ class Step:
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
 
     def over(self, context: Any) -> "Step":
-        """The same step in a trace of its own, with another context: what `attend`, `attend_to_latents` and `states` are parts of."""
+        """This step in a separate trace, with another context: what `attend`, `attend_to_latents` and `states` are parts of."""
         parts = {"attend": context, "attend_to_latents": context.attend_to_latents, "states": context}
         return replace(self, **parts, _angles={})
 
@@ -118,12 +118,13 @@ class Step:
         """The slots of the experts that the tokens from `start` on chose in the mixture of this name."""
         if self.slots is None:
             return expert_Tk
-        # Tokens take the copies of an expert in turn. Each lane begins with another one: in a decode it may have a single token.
+        # Tokens take copies in turn. Each data-parallel rank begins with another one: in a decode it may have a single token.
         return self.slots(name, expert_Tk, start if self.exchange is None else start + self.exchange.lane)
 
     def experts_of(self, name: str, start: int, *, are_whole: bool) -> Callable[..., Array]:
-        """What computes the chosen experts of a mixture of the tokens from `start` on, as `experts` does. are_whole: devices have whole
-        experts, which lanes then share; else each lane has a share of every expert on each of its devices."""
+        """The function that computes the chosen experts of a mixture for the tokens from `start` on, as `experts` does. are_whole:
+        data-parallel ranks share experts, of which devices have whole ones; else each rank has a share of every expert on each of
+        its devices."""
         changed = None if self.adapt is None else self.adapt.experts(name, start)
         found = self.experts if changed is None else changed
         return partial(_exchanged, self.exchange, found) if self.exchange is not None and are_whole else found
@@ -152,7 +153,7 @@ def _exchanged(
     down_EDF: Any,
     **options: Any,
 ) -> Array:
-    """`experts` of the tokens of all lanes."""
+    """`experts` for the tokens of all data-parallel ranks."""
 
     def of_device(x_TD: Array, expert_Tk: Array, weight_Tk: Array) -> Array:
         return experts(x_TD, expert_Tk, weight_Tk, gate_up_E2FD, down_EDF, **options)

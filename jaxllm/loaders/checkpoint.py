@@ -32,11 +32,11 @@ INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.i
 """The types of tables of numbers, and of weights that a format makes numbers of."""
 NUMPY_TYPES: dict[str, np.dtype] = {**DTYPES, BYTES: np.dtype(np.uint8), **INTEGERS}
 MAX_DIMS = 64
-"""Of a tensor: NumPy has no more."""
+"""Dimensions of a tensor: NumPy has no more."""
 MAX_NAME = 512
 """Characters of a tensor's name."""
 MAX_TENSORS = 1_000_000
-"""Of a checkpoint."""
+"""Tensors of a checkpoint."""
 _MAX_INDEX_BYTES = 64 * 2**20
 """The index of 210 000 tensors of Kimi-K2-Thinking has 24 MB."""
 _SHOWN = 10
@@ -45,7 +45,7 @@ _LFS_POINTER = b"version "
 
 
 class _Index(msgspec.Struct):
-    """What is read of an index."""
+    """The fields that are read from an index."""
 
     weight_map: dict[str, str]
 

@@ -24,7 +24,7 @@ from jaxllm.weight_format import Init, WeightFormat
 
 STANDARD_DEVIATION = 0.02
 _THREADS = 8
-"""That compile."""
+"""Threads that compile."""
 
 
 def dummy_weights(
@@ -77,7 +77,7 @@ def init_params(model: CausalLM, key: Array, dtype: str = "float32") -> nnx.Stat
 
 
 class _Kind(NamedTuple):
-    """What a parameter is made of, beside its name."""
+    """Properties of a parameter other than its name."""
 
     init: Init
     format: WeightFormat | None
@@ -128,14 +128,14 @@ class _Draw(NamedTuple):
 
 
 def _begins(variable: nnx.Variable) -> tuple[Init, WeightFormat | None, str]:
-    """What a parameter begins as."""
+    """The initialisation of a parameter, and the format and part that it depends on."""
     init = variable.get_metadata("init")
     by_format = init == "format"
     return init, variable.get_metadata("format") if by_format else None, variable.get_metadata("part") if by_format else ""
 
 
 def _layer_of(path: ParamPath) -> ParamPath:
-    """What the parameters of a layer share; of another parameter its path."""
+    """Path of the parameter's layer; its own path if it is in none."""
     return next((path[: i + 1] for i, part in enumerate(path) if isinstance(part, int)), path)
 
 

@@ -32,7 +32,7 @@ class _Stored:
     heads: int = 0
     """Heads whose values that turn together are neighbours; 0: none are."""
     offset: float = 0.0
-    """What was added to its values."""
+    """Number that was added to its values."""
 
 
 class Checkpoint(checkpoint.Checkpoint):

@@ -24,7 +24,7 @@ from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.weight_format import WHOLE, Expected, ParamSpec
 
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
-"""Buffers that old versions of transformers saved beside the weights."""
+"""Buffers that old versions of transformers saved with the weights."""
 
 
 def load_weights(

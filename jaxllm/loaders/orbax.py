@@ -63,7 +63,7 @@ def restore(
         name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=stored_sharding(mesh, axes_of(v), v.shape))
         for name, v in stored.items()
     }
-    # Arrays are read side by side; without a limit of its own orbax would hold up to 96 GB of them on the host.
+    # Arrays are read concurrently; without this limit orbax would hold up to 96 GB of them on the host.
     largest_gb = math.ceil(max(math.prod(v.shape) for v in wanted.values()) * 4 / 1e9)  # in the checkpoint float32, perhaps
     options = {}
     if isinstance(model, CausalLM) and model.is_stage:
@@ -86,7 +86,7 @@ def restore(
 
 
 def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Of the arrays that `save` wrote, by name."""
+    """Shapes of the arrays that `save` wrote, by name."""
     path = directory / TABLE
     if not path.is_file():
         raise ModelLoadError(f"{directory} has no {TABLE}: it is not an orbax checkpoint of this project")

@@ -17,9 +17,9 @@ from jaxllm.loaders import checkpoint, torch_pickle
 from jaxllm.loaders.checkpoint import TensorEntry, span_bytes
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a zip member: the lengths of its name and of its extra field, which the data follows."""
+"""Lengths of a zip member's name and of its extra field, which the data follows."""
 _MAX_LISTING_BYTES = 8 * 2**20
-"""Of the list of an archive's members: a tensor takes some 100."""
+"""Size of the list of an archive's members: a tensor takes some 100."""
 
 
 class Checkpoint(checkpoint.Checkpoint):
@@ -50,7 +50,7 @@ class _Listing:
         self.seek, self.tell = stream.seek, stream.tell
 
     def read(self, size: int = -1) -> bytes:
-        """At most _MAX_LISTING_BYTES. Raises ValueError if it should be more."""
+        """Read at most _MAX_LISTING_BYTES. Raises ValueError if more are requested."""
         if size > _MAX_LISTING_BYTES:
             raise ValueError(f"the list of its members has {size} bytes, at most {_MAX_LISTING_BYTES} are read")
         return self._stream.read(size if size >= 0 else _MAX_LISTING_BYTES)

@@ -118,7 +118,7 @@ def _place_tensor(read: Read, tensor: Tensor, place: NamedSharding) -> Array:
     for device, index in place.addressable_devices_indices_map(tensor.placed_shape).items():
         assert index is not None
         part = read(tensor, index)
-        # What is contiguous in the file is sent from there, to all devices at once. A copy is gone before the next is made.
+        # What is contiguous in the file is sent from there, to all devices at once. A copy is freed before the next is made.
         is_copy = part.flags.writeable or not part.flags.c_contiguous
         slices.append(jax.device_put(np.ascontiguousarray(part), device))
         if is_copy:

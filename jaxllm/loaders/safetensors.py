@@ -21,9 +21,9 @@ from jaxllm.loaders import checkpoint
 from jaxllm.loaders.checkpoint import MAX_DIMS, MAX_NAME, MAX_TENSORS, NUMPY_TYPES, TensorEntry
 
 MAX_HEADER_BYTES = 16 * 2**20
-"""Of a file: 120 000 tensors. All 92 000 of DeepSeek-V3 would need 12 MB in one file; its parts have less than 0.2 MB."""
+"""In a file: 120 000 tensors. All 92 000 of DeepSeek-V3 would need 12 MB in one file; its parts have less than 0.2 MB."""
 _MAX_MEMBER_BYTES = 2**20
-"""Of a header's member, of which only "__metadata__" is long."""
+"""Size of a header's member, of which only "__metadata__" is long."""
 _MAX_ENTRY_BYTES = 4096
 
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'

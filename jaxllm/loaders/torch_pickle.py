@@ -12,9 +12,9 @@ from typing import Any
 from jaxllm.loaders.checkpoint import DTYPES, MAX_DIMS, MAX_NAME
 
 MAX_BYTES = 16 * 2**20
-"""Of a pickle: a tensor takes some 200."""
+"""Size of a pickle: a tensor takes some 200."""
 MAX_OPERATIONS = 2_000_000
-"""Of a pickle: 50 000 tensors. One makes an object of at most 100 bytes."""
+"""Operations in a pickle: 50 000 tensors. One makes an object of at most 100 bytes."""
 OPERATIONS_PER_TENSOR = 64
 """At most; torch.save writes some 32."""
 MAX_MEMO = 500_000
@@ -112,7 +112,7 @@ _NAMES: Mapping[str, Callable[..., Any] | StorageType] = {
     **_FUNCTIONS,
     **{f"torch.{name}Storage": StorageType(code, _SIZES[code]) for name, code in _STORAGES.items()},
 }
-"""What a file may name, and what stands for it here: nothing of PyTorch, and nothing else, is ever called."""
+"""Names that a file may use, and their substitutes here: nothing of PyTorch, and nothing else, is ever called."""
 
 
 class _Machine:
@@ -201,7 +201,7 @@ class _Machine:
         self.marked_tuple()
 
     def marked_tuple(self) -> None:
-        """Of arguments, which may be shapes. To free tuples that nest without end, or look at them for garbage, keeps all threads."""
+        """Push a tuple of arguments or of a shape. Freeing or traversing endlessly nested tuples would block all threads."""
         values = tuple(self._since_mark())
         inner = [value for value in values if type(value) is tuple]
         if len(values) > (_MAX_ARGUMENTS if inner else MAX_DIMS) or any(tuple in map(type, value) for value in inner):
@@ -257,7 +257,7 @@ class _Machine:
         self._stack.append(function(*arguments))
 
     def set_attributes(self) -> None:
-        """Those of a dictionary, which weights do not need."""
+        """Ignore attributes of a dictionary, which weights do not need."""
         self._stack.pop()
         if type(self._stack[-1]) is not dict:
             raise TypeError
@@ -327,4 +327,4 @@ _OPERATIONS: Mapping[int, Callable[[_Machine], None]] = {
     ord("s"): _Machine.set_item,
     ord("u"): _Machine.set_items,
 }
-"""By their codes."""
+"""Operations of the machine by their codes."""

@@ -50,5 +50,5 @@ class Adapter:
 
     @property
     def order(self) -> Order:
-        """Of its first waiting request: lower is sooner."""
+        """Order of its first waiting request: lower is sooner."""
         return self.waiting.peek().sort_key() if len(self.waiting) else _FIRST

@@ -78,17 +78,17 @@ class Adapters:
         self._registry = Registry()
         self._num_pinned = 0
         self._used: dict[Adapter, None] = {}
-        """Those with unfinished requests."""
+        """Adapters with unfinished requests."""
         self._wanting: dict[Adapter, float] = {}
-        """Those that should have a slot and have none, with the time since when."""
+        """Adapters that should have a slot and have none, with the time since when."""
         self._reads: dict[Adapter, Future[Reading]] = {}
-        """Those that are being read."""
+        """Adapters that are being read."""
         self._staging: tuple[Adapter, int, Future[None]] | None = None
-        """The one on its way to the device, for the reserved slot, with its handle."""
+        """The adapter that is being copied to the device, for the reserved slot, with its handle."""
         self._num_loads = 0
         self._load_seconds = 0.0
 
-    # Calls of fronts
+    # Calls of API servers
 
     def add_adapter(self, name: str, path: str, replace: bool = False) -> int:
         """See ControlCalls. The adapter that is replaced is there until the new one is ready."""
@@ -232,8 +232,8 @@ class Adapters:
         return news
 
     def forget_slots(self) -> None:
-        """See Preparation. Adapters that are needed get a slot again, from host memory or from their files. One that is on its way to the
-        device is not lost."""
+        """See Preparation. Adapters that are needed get a slot again, from host memory or from their files. One that is being
+        copied to the device is not lost."""
         for adapter in self._slots.contents:
             if adapter is not None:
                 self._slots.clear(adapter)
@@ -245,7 +245,7 @@ class Adapters:
         self._lanes.shutdown()
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Set what the stats tell of adapters."""
+        """Set the adapter fields of the stats."""
         stats.max_adapters = self._device.num_slots
         stats.waiting_adapters = tuple(dict.fromkeys(adapter.name for adapter in self._used if len(adapter.waiting)))
         stats.running_adapters = tuple(dict.fromkeys(adapter.name for adapter in self._used if adapter.running))

@@ -19,7 +19,7 @@ _KEPT = 4
 _TENSORS_PER_TARGET = 4
 """Limit of an adapter's tensors, of which a target has two. To look at more holds up other threads."""
 _MIN_TENSORS = 4096
-"""That of a small model: adapters of other models are still told by their names."""
+"""The limit for a small model: adapters of other models are still recognised by their names."""
 
 
 class AdapterFiles:
@@ -51,7 +51,7 @@ class AdapterFiles:
         """A target's "….lora_A.weight", float32 [rank, inputs], or "….lora_B.weight", float32 [outputs, rank] with the scale
         multiplied in; zeros if the adapter does not change the target. The same for embeddings, whose inputs are tokens.
 
-        Raises AdapterError if the file is gone or was changed, or has values that are not finite.
+        Raises AdapterError if the file was deleted or changed, or has values that are not finite.
         """
         module, _, side = name.removesuffix(".weight").rpartition(".lora_")
         target, factors = self._targets[module], self._factors.get(module)

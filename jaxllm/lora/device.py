@@ -54,13 +54,13 @@ class DeviceSlots:
         self.num_slots, self.rank, self.dtype, self.mesh = num_slots, rank, dtype, mesh
         self.model = Slots(parts, num_slots, rank, dtype)
         self.names = tuple(part.name for part in parts)
-        """Of the parts that adapters may change."""
+        """Names of the parts that adapters may change."""
         self.targets: dict[str, TargetShape] = {name: shape for part in parts for name, shape in part.modules.items()}
         """The checkpoint's modules that adapters may change."""
         self.left_out: dict[str, TargetShape] = {
             name: shape for part in every if not part.is_wanted(names) for name, shape in part.modules.items()
         }
-        """Those that they could change with other names."""
+        """Modules that they could change with other names."""
         self.changes_logits = isinstance(model, CausalLM) and model.config.names.head in self.names
         self.packed_size = packed_size(self.model, tensor_size(mesh))
 
@@ -103,7 +103,7 @@ class DeviceSlots:
 
     @cached_property
     def _local_shapes(self) -> list[tuple[int, ...]]:
-        """Of each array's part on one device, without the slots."""
+        """Shape of each array's part on one device, without the slots."""
         return [self._local_shape(variable) for _, variable in parameters(self.model)]
 
     def _local_shape(self, variable: nnx.Variable) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class Products:
         self._embedding = next(iter(_of_type(EmbeddingTarget, model)), None)
         self._slot_T, self._num_slots, self._kernels = slot_T, num_slots, kernels
         self._groups: dict[tuple[int, int], Any] = {}
-        """Of each run of tokens."""
+        """For each run of tokens, by its start and length."""
 
     def __call__(self, linear: Linear, x: Array, y: Array, start: int) -> Array:
         """See Adapt."""

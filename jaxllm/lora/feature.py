@@ -1,4 +1,4 @@
-"""What the options of an engine make of adapters."""
+"""Adapters as the options of an engine ask for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from jaxllm.parallel.mesh import tensor_size
 
 
 class Executor(Protocol):
-    """What this package uses of an executor."""
+    """The methods of an executor that this package uses."""
 
     def stage(self, handle: int, data: np.ndarray) -> None: ...
 

@@ -21,7 +21,7 @@ class AdapterFiles(Protocol):
     def directory(self) -> Path: ...
 
     def tensor(self, name: str) -> np.ndarray:
-        """By PEFT's name without prefix. Raises AdapterError."""
+        """The tensor of this name, PEFT's without prefix. Raises AdapterError."""
 
 
 Reader = Callable[[str], AdapterFiles]
@@ -30,7 +30,7 @@ Reader = Callable[[str], AdapterFiles]
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of an adapter."""
+    """An adapter as it was read."""
 
     rank: int
     directory: Path
@@ -89,7 +89,7 @@ class HostMemory:
 
     @property
     def has_place(self) -> bool:
-        """Whether another adapter fits beside all that are there or expected."""
+        """Whether another adapter fits in addition to all that are there or expected."""
         return len(self.packed) + len(self.expected) < self.capacity
 
     def touch(self, adapter: Adapter) -> None:

@@ -1,4 +1,4 @@
-"""Threads beside the step loop: one reads adapters, the other sends them to the device. Does not import JAX."""
+"""Threads next to the step loop: one reads adapters, the other sends them to the device. Does not import JAX."""
 
 import itertools
 import queue
@@ -15,7 +15,7 @@ _JOIN_SECONDS = 10.0
 
 
 class Lanes:
-    """One thread for each lane, so that an adapter in host memory does not wait for a slow disk. Threads start with the first job."""
+    """One thread per kind of job, started by its first: an adapter in host memory does not wait for a slow disk."""
 
     def __init__(self) -> None:
         self._queues: dict[Lane, queue.PriorityQueue[tuple[int, int, Any]]] = {}
@@ -23,7 +23,7 @@ class Lanes:
         self._numbers = itertools.count()
 
     def submit(self, lane: Lane, job: Callable[[], Result], *, urgent: bool = True) -> "Future[Result]":
-        """Run a job, after earlier ones of the lane; urgent ones first. A future that is cancelled before is not run."""
+        """Run a job, after earlier ones of its kind; urgent ones first. A future that is cancelled before is not run."""
         future: Future[Result] = Future()
         if lane not in self._queues:
             self._queues[lane] = queue.PriorityQueue()

@@ -18,7 +18,7 @@ _SHOWN = 3
 
 Shape = tuple[int, ...]
 Form = Literal["module", "experts", "swapped"]
-"""Of a module alone; of all experts; of all experts, A being B transposed: PEFT took the parameter's inputs for its outputs, as their
+"""A module alone; all experts; all experts, A being B transposed: PEFT took the parameter's inputs for its outputs, as their
 order does not tell which are which."""
 
 
@@ -53,7 +53,7 @@ class Match:
         self._sides = self._read_names()
 
     def factors(self) -> dict[str, Factors]:
-        """By target. Raises AdapterError."""
+        """The factors of each target. Raises AdapterError."""
         targets = {module: self._names.target(module) for module in self._sides}
         owners = {module: self._names.owner(module) for module, target in targets.items() if target is None}
         self._check_known([module for module, owner in owners.items() if owner is None])
@@ -126,7 +126,7 @@ class Match:
         return found
 
     def _check_other(self, tensor: str) -> None:
-        """PEFT writes the base's weights of an embedding or a head beside their LoRA. They are not needed."""
+        """PEFT writes the base's weights of an embedding or a head next to their LoRA. They are not needed."""
         module = module_of(tensor)
         target = self._names.target(module.removesuffix(".base_layer.weight"))
         if target is not None and module.endswith(".base_layer.weight"):
@@ -178,7 +178,7 @@ class Match:
         )
 
     def _parameters(self, owners: Mapping[str, str]) -> dict[str, Experts]:
-        """What each wrapper of a parameter of all experts adapts."""
+        """The parameter of all experts that each wrapper adapts."""
         found: dict[str, Experts] = {}
         for owner in dict.fromkeys(owners.values()):
             own = [module for module in owners if owners[module] == owner]
@@ -216,7 +216,7 @@ class Match:
         return "experts" if shapes == as_it_is else "swapped" if shapes == swapped else None
 
     def _shapes(self, module: str) -> tuple[Shape, Shape]:
-        """Of A and B."""
+        """Shapes of A and B."""
         own = self._sides[module]
         return self._entries[own["A"].tensor].shape, self._entries[own["B"].tensor].shape
 
@@ -239,7 +239,7 @@ def _part(experts: Experts) -> ExpertPart:
 
 
 def _expert_shapes(experts: Experts, rows: int) -> tuple[tuple[Shape, Shape], tuple[Shape, Shape]]:
-    """Of A and B, as they are and swapped. rows: rank times experts."""
+    """Shapes of A and B, as they are and swapped. rows: rank times experts."""
     inputs, outputs = next(iter(experts.targets.values())).inputs, _part(experts).num_outputs
     return ((rows, inputs), (outputs, rows)), ((rows, outputs), (inputs, rows))
 

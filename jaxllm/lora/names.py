@@ -10,11 +10,11 @@ from jaxllm.lora.shapes import EXPERT_PARAMETERS, TargetShape
 
 _PREFIX = "base_model.model."
 _INNER = ".base_layer"
-"""What a module is called inside the wrapper of another parameter of its."""
+"""Name of a module inside the wrapper of another of its parameters."""
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.(?!weight$)[^.]+)?(\.weight)?")
 """PEFT before 0.3 wrote the adapter's name behind lora_A too: "….lora_A.default.weight"."""
 _WRAPPERS = {"model", "language_model", "text_model", "transformer"}
-"""Parts of names in front of the layers that differ between classes of the same model."""
+"""Parts of names before the layers that differ between classes of the same model."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class LoraName:
     """A tensor of the file."""
 
     tensor: str
-    """As the file has it."""
+    """Name in the file."""
     module: str
-    """As PEFT has it: "model.layers.0.self_attn.q_proj"."""
+    """PEFT's name: "model.layers.0.self_attn.q_proj"."""
     side: str
     """A or B."""
     is_embedding: bool
@@ -39,7 +39,7 @@ def parse(tensor: str) -> LoraName | None:
 
 
 def module_of(name: str) -> str:
-    """A name of the file without what PEFT puts in front of all."""
+    """A name of the file without PEFT's common prefix."""
     return name.removeprefix(_PREFIX)
 
 
@@ -48,14 +48,14 @@ class Experts:
     """A parameter of all experts of a layer."""
 
     module: str
-    """As PEFT has it."""
+    """PEFT's name of the module."""
     parameter: str
     targets: Mapping[str, TargetShape]
     """By the name of the target."""
 
     @property
     def name(self) -> str:
-        """As PEFT has it."""
+        """PEFT's name of the parameter."""
         return f"{self.module}.{self.parameter}"
 
 
@@ -75,13 +75,13 @@ class TargetNames:
         return self._names.get(_canonical(module))
 
     def owner(self, module: str) -> str | None:
-        """What has parameters of all experts, if `module` is a wrapper of one of them."""
+        """The module that has parameters of all experts, if `module` is a wrapper of one of them."""
         while module.endswith(_INNER):
             module = module.removesuffix(_INNER)
         return module if _canonical(module) in self._experts else None
 
     def last_names(self, module: str) -> list[str]:
-        """What the targets are called that `module` stands for; empty if it stands for none."""
+        """Last names of the targets that `module` stands for; empty if it stands for none."""
         target, owner = self.target(module), self.owner(module)
         of_owner = [] if owner is None else [name for each in self._experts[_canonical(owner)].values() for name in each]
         return list(dict.fromkeys(name.rpartition(".")[2] for name in ([] if target is None else [target]) + of_owner))
@@ -89,7 +89,7 @@ class TargetNames:
     def parameters(
         self, owner: str, wrappers: Iterable[str], config: PeftConfig, fits: Callable[[str, Experts], bool]
     ) -> dict[str, Experts]:
-        """What each of the wrappers found around a module's parameters adapts; without those of which that cannot be told.
+        """The parameter that each of the wrappers around a module's parameters adapts; without those for which it is unknown.
 
         PEFT puts a wrapper around the module for each parameter, in the order in which they are declared, and names it by its
         depth alone.
@@ -110,7 +110,7 @@ class TargetNames:
 
 
 def name_in_config(module: str, config: PeftConfig) -> str:
-    """What patterns for ranks and alphas are about: of modules that PEFT does not know, such as routers, their weight is adapted."""
+    """The name that patterns for ranks and alphas match: that of the weight if `target_parameters` names it, as for routers."""
     weight = f"{module}.weight"
     return weight if _is_named(weight, config.target_parameters) else module
 
@@ -129,7 +129,7 @@ def _is_named(name: str, ends: Collection[str]) -> bool:
 
 
 def _canonical(name: str) -> str:
-    """The same for all names of a module, whichever class of the model it belongs to."""
+    """One name for all names of a module, whichever class of the model it belongs to."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part not in _WRAPPERS), len(parts) - 1)
     return ".".join("mlp" if part == "block_sparse_moe" else part for part in parts[first:])

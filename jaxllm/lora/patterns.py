@@ -15,7 +15,7 @@ MAX_LENGTH = 500
 MAX_TOTAL_LENGTH = 2**17
 """Characters of all, each as often as the counts of its pattern, such as {3}, say: compiling repeats what is counted."""
 MAX_SECONDS = 5.0
-"""Of computation for all patterns and names."""
+"""Computation time for all patterns and names."""
 _MATCH_SECONDS = 0.1
 """Longest time for a pattern and a name."""
 _ESCAPED = re.compile(r"\\.", re.DOTALL)

@@ -15,7 +15,7 @@ from jaxllm.lora.patterns import Number, Patterns
 
 CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**19
-"""Of an adapter_config.json: some 30 000 for a rank of its own in each of 500 modules."""
+"""Size of an adapter_config.json: some 30 000 for a separate rank in each of 500 modules."""
 MERGE = "merge it into its base with PEFT's merge_and_unload() and serve the result as a model"
 _CONVERT = "save it again as a plain LoRA (PEFT's save_pretrained with path_initial_model_for_weight_conversion)"
 _UNSUPPORTED = {
@@ -38,13 +38,13 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _SHOWN = 200
 """Characters of a text that messages have."""
 _SMALL_BYTES = 4096
-"""Of the value of a field that must be unset; longer ones are not looked at."""
+"""Size of the value of a field that must be unset; longer ones are not looked at."""
 
 _Rank = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
 class _Fields(msgspec.Struct):
-    """What is read of the file, with PEFT's defaults where it always had one."""
+    """The fields that are read from the file, with PEFT's defaults where it always had one."""
 
     r: _Rank
     lora_alpha: float
@@ -78,7 +78,7 @@ class PeftConfig:
     """Ends of names."""
     base_model: str
     task_type: str
-    """Both are empty if the file does not say."""
+    """Both are empty if the file has none."""
     ties_weights: bool = False
     """Whether the LoRA of the embedding is the head's too; the file has both, and target_modules only one."""
 
@@ -87,7 +87,7 @@ class PeftConfig:
         return self._of(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What B @ A is multiplied by."""
+        """Factor of B @ A."""
         rank = self.rank_of(module)
         return self._of(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.root_of_rank else rank)
 

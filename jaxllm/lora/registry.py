@@ -13,13 +13,13 @@ _MAX_OUTCOMES = 1000
 
 
 class Registry:
-    """Adapters by name. Each addition is an adapter of its own, with a number."""
+    """Adapters by name. Each addition is a separate adapter, with a number."""
 
     def __init__(self) -> None:
         self.named: dict[str, Adapter] = {}
-        """Those that requests may name."""
+        """Adapters that requests may name."""
         self.new: dict[str, Adapter] = {}
-        """Those that are read for the first time."""
+        """Adapters that are read for the first time."""
         self._numbers = itertools.count(1)
         self._outcomes: OrderedDict[int, str] = OrderedDict()
         """Why an adapter that is no longer new cannot be named, by its number; empty: it could be."""
@@ -42,7 +42,7 @@ class Registry:
             raise InvalidRequestError(f"adapter {name!r} is loaded already; remove it first, or replace it", "name")
         if not replace and pending is not None:
             if pending.path == path:
-                return pending  # several fronts add what they are asked for at the same time
+                return pending  # several API servers add what they are asked for at the same time
             raise InvalidRequestError(f"adapter {name!r} is being loaded from {pending.path}; replace it, or wait", "name")
         if pending is not None:
             self.give_up(name, "was replaced before it was loaded")

@@ -12,13 +12,13 @@ class ExpertPart:
     """Where adapters have a module of an expert that PEFT sees as part of a parameter of all experts."""
 
     module: str
-    """What has the parameter: "model.layers.0.mlp.experts"."""
+    """The module that has the parameter: "model.layers.0.mlp.experts"."""
     parameter: str
     """Among `EXPERT_PARAMETERS`."""
     expert: int
     num_experts: int
     num_outputs: int
-    """Of an expert's part of the parameter."""
+    """Outputs of an expert's part of the parameter."""
     rows: tuple[int, int, int]
     """(start, stop, step): which of these outputs the module has."""
 
@@ -35,7 +35,7 @@ class TargetShape:
     outputs: int
     kind: Literal["linear", "embedding"] = "linear"
     part: ExpertPart | None = None
-    """Of an expert's module."""
+    """Where adapters have it, if it is an expert's module."""
 
 
 def expert_targets(part: MoE, prefix: str, hidden_size: int) -> Mapping[str, TargetShape]:

@@ -20,7 +20,7 @@ class SlotTable:
         self.closed: frozenset[int] = frozenset()
         """Slots whose adapters admit no further requests, so that an adapter that waited long gets one."""
         self.reserved: int | None = None
-        """The slot of the adapter that is on its way to the device."""
+        """The slot of the adapter that is being copied to the device."""
         self.num_evictions = 0
         self._ticks = itertools.count(1)
         self._used = [0] * num_slots

@@ -1,4 +1,4 @@
-"""What adapters may change of a model, and the arrays that hold adapters beside it."""
+"""The parts of a model that adapters may change, and the arrays that hold adapters."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ class Target(nnx.Module):
 
     @classmethod
     def of_linear(cls, linear: Linear, num_slots: int, rank: int, dtype: str) -> "Target":
-        """Of a linear layer."""
+        """The target of a linear layer."""
         n, shape, axes = linear.num_contracted, linear.shape, linear.axes
         modules = linear.modules
         lora_a = tuple(

@@ -53,7 +53,7 @@ class WeightsFile:
         return self._checkpoint.entries
 
     def values(self, name: str) -> np.ndarray:
-        """A tensor in float32. Raises AdapterError if the file is gone or was changed."""
+        """A tensor in float32. Raises AdapterError if the file was deleted or changed."""
         entry = self.entries[name]
         needed = math.prod(entry.shape) * NUMPY_TYPES[entry.dtype].itemsize
         if entry.num_bytes > _MAX_SPREAD * needed:

@@ -64,7 +64,7 @@ class EngineProcesses:
 
     `start`: their parameters, of which `directory`, `replica` and the profiler's directory are filled in for each. `environments`: what
     each has in its environment, by its rank among all replicas. `stopping`: set when none is to be started again. `client_index`: the
-    number of their clients here, after those of the fronts.
+    number of their clients here, after those of the API servers.
     """
 
     def __init__(

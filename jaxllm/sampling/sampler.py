@@ -74,8 +74,8 @@ def sample_full(
     """As `sample_random`, of the tokens that the mask allows, after all that the requests' rows of the state ask for.
 
     Returns the tokens int32[R] (NO_TOKEN where every logit is -inf), the state with them added, and the logits that were drawn
-    from, -inf where dropped. Rows of the batch that draw nothing in this step must have neutral columns, else their state takes in a
-    token.
+    from, -inf where dropped. Rows of the batch that draw nothing in this step must have neutral columns, else a token is
+    added to their state.
     """
 
     def after(stages: Sequence[Stage], processors: Sequence[Processor] = ()) -> jax.Array:

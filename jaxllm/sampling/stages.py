@@ -1,7 +1,7 @@
 """The stages of sampling, each a small pure function, and their order.
 
 `STAGES` turn the model's logits into those that temperature applies to; custom processors follow them. `FILTERS` then
-raise, row by row, the value below which tokens are dropped: a filter is a threshold, never a mask of its own, so the
+raise, row by row, the value below which tokens are dropped: a filter is a threshold, never a separate mask, so the
 draw reads the logits once and nothing of size [R, V] is written for it.
 """
 

@@ -1,4 +1,4 @@
-"""What a waiting request must find room in before it runs."""
+"""Interfaces of the resources that a waiting request needs before it runs."""
 
 import enum
 from collections.abc import Collection, Iterable
@@ -19,7 +19,7 @@ class Fit(enum.IntEnum):
 
 
 class AdmissionRoom(Protocol):
-    """Something that a request needs from its admission until it ends or is preempted.
+    """A resource that a request needs from its admission until it ends or is preempted.
 
     Blocks of the KV cache are no such room. A request needs more of them in later steps, shares them, and leaves them to the
     prefix cache; when they run out, running requests are preempted. So the KVCacheManager allocates them, after all rooms agreed.
@@ -58,10 +58,10 @@ class ChunkRoom(AdmissionRoom, Protocol):
         """
 
     def ops(self, request: Request, start: int, count: int) -> list[AnyDeviceOp]:
-        """What devices must do before the step that computes these tokens, at most those that `limit` allowed."""
+        """Operations on the devices before the step that computes these tokens, at most those that `limit` allowed."""
 
     def forget(self) -> None:
-        """What devices computed for it is lost, or of other weights. No request is admitted; what `limit` granted is free."""
+        """Results on the devices are lost, or of other weights. No request is admitted; what `limit` granted is free."""
 
 
 def limit_all(rooms: Iterable[ChunkRoom], request: Request, start: int, count: int) -> int:

@@ -84,7 +84,7 @@ def block_hasher(block_size: int, algorithm: HashAlgorithm) -> Callable[[Request
 
 
 def extra_keys_of(spec: EngineCoreRequest, adapter_key: str | None, block_size: int, first_block: int = 0) -> BlockKeys:
-    """What shapes the keys and values of a request beside its tokens, from block `first_block` on: in the first block its salt and the
+    """Hash keys of a request in addition to its tokens, from block `first_block` on: in the first block its salt and the
     `cache_key` of its adapter, in each block that an item overlaps the item and where it begins, counted from the block's first token.
     """
     found: dict[int, tuple[ExtraKey, ...]] = {}

@@ -22,7 +22,7 @@ class BlockPool:
         # because tables are append-only; the rare second block turns the value into a dict by block id.
         self._cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self.news: NewsCollector | None = None
-        """If set, hears which contents came with their first block and went with their last."""
+        """If set, receives which contents came with their first block and left with their last."""
         self.evicting: Callable[[Sequence[KVCacheBlock]], None] | None = None
         """If set, is called with blocks whose contents leave with them, before they do."""
 

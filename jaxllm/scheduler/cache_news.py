@@ -11,11 +11,11 @@ class NewsCollector:
 
     Covers the first group of layers alone. A cached prefix must be in all groups, and the first has every block of it where a
     layer has full attention, while those of a window have only the last ones: the walk along a prompt would stop there. So it does for
-    models with windows alone, once the first blocks of a prompt were evicted: a front then takes less for cached than there is.
+    models with windows alone, once the first blocks of a prompt were evicted: API servers then underestimate what is cached.
     """
 
     def __init__(self, names: Iterable[bytes] = ()) -> None:
-        """names: what can be found already. The first news contain it all."""
+        """names: blocks that can be found already. The first update contains them all."""
         self.changes: dict[bytes, bool] = dict.fromkeys(names, True)
         """Whether a block can be found now, by hash. The block pool writes here; a block that came and went is one entry."""
         self._cleared = True
@@ -38,5 +38,5 @@ class NewsCollector:
 
 
 def keys_of(names: Iterable[bytes]) -> bytes:
-    """What news call these blocks; those of groups after the first, whose names are longer, are left out."""
+    """Keys of these blocks in updates. Those of groups after the first, whose names are longer, are left out."""
     return b"".join([name[:KEY_BYTES] for name in names if len(name) == HASH_BYTES])

@@ -1,4 +1,4 @@
-"""Where contents of blocks are kept beside the block pool, e.g. in the host's memory, on disk or at a peer."""
+"""Storage for contents of blocks outside the block pool, e.g. in the host's memory, on disk or at a peer."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
@@ -7,7 +7,7 @@ from jaxllm.device_ops import AnyDeviceOp
 
 
 class TierStep(NamedTuple):
-    """What a tier adds to a step, and what it has heard."""
+    """Operations that a tier adds to a step, and its finished loads."""
 
     ops: Sequence[AnyDeviceOp] = ()
     """Writes contents that have arrived into their blocks."""
@@ -26,10 +26,10 @@ class CacheTier(Protocol):
     """A load that takes longer counts as failed."""
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        """Those of these contents that it can load now. Contents that are not worth the time of a load are left out."""
+        """The contents among these that it can load now. Contents that are not worth the time of a load are left out."""
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
-        """Begin to load contents into blocks that nobody else uses until `begin_step` reports the load. Returns its number."""
+        """Begin to load contents into blocks with no other user until `begin_step` reports the load. Returns its number."""
 
     def cancel(self, load_id: int) -> None:
         """Give a load up: no op for its blocks comes from now on, and no report."""
@@ -45,7 +45,7 @@ class CacheTier(Protocol):
         """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens."""
 
     def wait(self, seconds: float) -> None:
-        """Return when something happened to a load, or after this time. Called while nothing else can be done."""
+        """Return when the state of a load changed, or after this time. Called while nothing else can be done."""
 
     def forget(self, *, stored: bool) -> None:
         """Drop all loads, and the stores of steps that are not done. stored: drop all contents too, because they are of other weights."""

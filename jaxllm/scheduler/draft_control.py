@@ -10,7 +10,7 @@ from jaxllm.scheduler_output import ModelRunnerOutput
 
 
 def levels(num_drafts: int) -> tuple[int, ...]:
-    """The most drafts of a row that steps are compiled for, beside none, if there are `num_drafts` at most: half of them and all."""
+    """Limits of drafts per row that steps are compiled for, except 0, for at most `num_drafts`: half of them and all."""
     return (num_drafts,) if num_drafts < 3 else (-(-num_drafts // 2), num_drafts)
 
 

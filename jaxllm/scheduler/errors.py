@@ -21,7 +21,7 @@ class UpdateError(Exception):
 
 
 class LostError(Exception):
-    """Something on the device that steps use was lost, but not the requests. The original error is the cause."""
+    """State on the device that steps use was lost, but not the requests. The original error is the cause."""
 
     def __init__(self, request_ids: list[str]):
         super().__init__("what steps need on the device was lost")

@@ -2,7 +2,7 @@
 
 A virtual token counter (Sheng et al., Fairness in Serving Large Language Models, 2024): each client has a clock, which the tokens of its
 prompts move when they are taken, and those of its outputs as they come; the client whose clock is least is next. Who comes after a while
-starts at the clock of who is next, so that nobody saves turns up, and new clients do not hold up old ones.
+starts at the clock of who is next, so that no client saves turns up, and new clients do not hold up old ones.
 """
 
 import heapq
@@ -24,11 +24,11 @@ class FairQueue(WaitingQueue):
         self._lines: dict[str, OrderedDict[str, Request]] = {}
         """The requests of each client that has any."""
         self._clocks: dict[str, int] = {}
-        """Of clients that wait, or were served since nobody waited."""
+        """Clock of each client that waits, or was served since the queue was last empty."""
         self._heap: list[tuple[int, int, str]] = []
         """Clock, number, client; an entry counts if its client has this number. The number decides between equal clocks."""
         self._numbers: dict[str, int] = {}
-        """Of each client that waits."""
+        """Number of each client that waits."""
         self._num_pushed = 0
         self._num_charged: dict[str, int] = {}
         """Output tokens that requests which had been taken are charged for, or had before any other waited."""
@@ -47,7 +47,7 @@ class FairQueue(WaitingQueue):
 
     def add(self, request: Request) -> None:
         client = request.options.client
-        if not self._requests:  # nobody has waited: whoever comes now is served alike
+        if not self._requests:  # the queue was empty: all clients are served alike from now on
             self._clocks.clear()
             self._heap.clear()
             self._num_charged.clear()
@@ -112,7 +112,7 @@ class FairQueue(WaitingQueue):
         return client
 
     def _least_clock(self) -> int:
-        """The clock of the client that is next; 0 if nobody waits."""
+        """The clock of the next client; 0 if the queue is empty."""
         return self._clocks[self._next_client()] if self._lines else 0
 
     def _set(self, client: str, clock: int, *, first: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The queue of free blocks, in order of reuse: the front is taken next, so it is also the order of eviction."""
+"""The queue of free blocks, in order of reuse: the first is taken next, so it is also the order of eviction."""
 
 from collections.abc import Iterable, Iterator
 
@@ -20,7 +20,7 @@ class FreeBlockQueue:
         return self._length
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        """From the front. Linear: for tests and integrity checks."""
+        """From the first block on. Linear: for tests and integrity checks."""
         block = self._head.next_free
         while block is not self._tail:
             assert block is not None
@@ -28,11 +28,11 @@ class FreeBlockQueue:
             block = block.next_free
 
     def popleft(self) -> KVCacheBlock:
-        """Take the front block."""
+        """Take the first block."""
         return self.popleft_n(1)[0]
 
     def popleft_n(self, count: int) -> list[KVCacheBlock]:
-        """Take the `count` front blocks, in order. Raises IndexError if there are fewer."""
+        """Take the first `count` blocks, in order. Raises IndexError if there are fewer."""
         if count > self._length:
             raise IndexError(f"{count} blocks asked of a free queue that holds {self._length}")
         taken = []
@@ -60,7 +60,7 @@ class FreeBlockQueue:
         self._insert(self._tail.previous_free, blocks)
 
     def prepend_n(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Put blocks at the front; the first given becomes the front."""
+        """Put blocks at the start; the first given becomes the first."""
         self._insert(self._head, blocks)
 
     def _insert(self, after: KVCacheBlock | None, blocks: Iterable[KVCacheBlock]) -> None:

@@ -11,7 +11,7 @@ from jaxllm.scheduler_stats import SchedulerStats
 
 
 class AnyScheduler(Protocol):
-    """See Scheduler for what is not said here."""
+    """See Scheduler for what is not documented here."""
 
     @property
     def requests(self) -> Mapping[str, Request]:

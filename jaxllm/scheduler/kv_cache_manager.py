@@ -90,11 +90,11 @@ class KVCacheManager:
         self._max_step_tokens = max_step_tokens
         self._num_lookahead = num_lookahead
         self._suffixes = [index.to_bytes(2, "little") if index else b"" for index in range(len(policies))]
-        """What tells apart the hashes of equal tokens in different groups."""
+        """Suffixes that distinguish the hashes of equal tokens in different groups."""
         self._lookups = self._lookups_in(self.pool.is_cached)
         self._tables: dict[str, _BlockTable] = {}
         self.loading = Loading(self, tiers) if tiers and self.enable_prefix_caching else None
-        """What loads blocks from tiers, if there are any."""
+        """Loads blocks from tiers, if there are any."""
 
     def _lookups_in(self, is_cached: Callable[[bytes], bool]) -> _Lookups:
         """For each policy, whether a block is there in all groups of that policy."""
@@ -270,7 +270,7 @@ class KVCacheManager:
             self.loading.discard([name + suffix for name in wrong for suffix in self._suffixes])
         for index in range(first_wrong, table.num_published):
             for group, suffix in zip(table.groups, self._suffixes, strict=True):
-                # A block that has expired may hold something else by now.
+                # A block that has expired may have other contents by now.
                 if group.blocks[index].block_hash == request.block_hashes[index] + suffix:
                     self.pool.forget(group.blocks[index])
         # The end of a sequence is the least likely to be reused: evict it first.

@@ -33,7 +33,7 @@ class _Load:
     blocks: list[KVCacheBlock]
     """All that it holds, in the order of the sequence."""
     copies: list[_Copy] = field(default_factory=list)
-    """Those under way."""
+    """Copies under way."""
     arrived: list[tuple[KVCacheBlock, bytes]] = field(default_factory=list)
 
 
@@ -47,15 +47,15 @@ class Loading:
     def __init__(self, manager: "KVCacheManager", tiers: Sequence[CacheTier]):
         self._manager, self._tiers = manager, tiers
         self._loads: dict[str, _Load] = {}
-        """By request, in the order of their beginning."""
+        """Loads by request, in the order of their beginning."""
         self._arriving: set[bytes] = set()
         """Names of contents that a load brings."""
         self._ops: list[AnyDeviceOp] = []
-        """Of the step that is being planned."""
+        """Operations of the step that is being planned."""
         manager.pool.evicting = self._store
 
     def begin_step(self, step_id: int, done_step_id: int) -> None:
-        """A step is about to be planned: take in what has arrived."""
+        """A step is about to be planned: process what has arrived."""
         self._ops = []
         copies = {(copy.tier, copy.load_id): (load, copy) for load in self._loads.values() for copy in load.copies}
         for tier in self._tiers:
@@ -71,7 +71,7 @@ class Loading:
                 self._end_copy(load, copy, [False] * len(copy.blocks))
 
     def take_ops(self) -> list[AnyDeviceOp]:
-        """What the step that is being planned does for tiers."""
+        """Take the operations for tiers in the step that is being planned."""
         ops, self._ops = self._ops, []
         return ops
 
@@ -149,7 +149,7 @@ class Loading:
         return latest is not None
 
     def wait(self, seconds: float) -> None:
-        """Wait until something happens to a load, if any is under way."""
+        """Wait until the state of a load changes, if any is under way."""
         copies = [copy for load in self._loads.values() for copy in load.copies]
         if copies:
             copies[0].tier.wait(min(seconds, max(0.0, min(copy.deadline for copy in copies) - time.monotonic())))

@@ -1,4 +1,4 @@
-"""Processes the results of a step: appends tokens to requests, ends those that are done, and makes the outputs for the fronts."""
+"""Processes the results of a step: appends tokens to requests, ends those that are done, and makes their outputs."""
 
 import time
 from collections.abc import Callable, Iterable

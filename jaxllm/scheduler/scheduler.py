@@ -56,10 +56,10 @@ class Scheduler:
         block_size: int | None = None,
         tiers: Sequence[CacheTier] = (),
     ):
-        """policies: of each group of layers that has block tables of its own. drafts: how many each request gets; None: none.
-        rooms: what a request needs beside blocks. num_stages: so many steps in a row are of different requests, because the first
-        stage of a pipeline would wait for a token that the last one has yet to draw. block_size: tokens of a block over all devices
-        that split it; None: the option's. tiers: where blocks are kept beside the pool."""
+        """policies: one for each group of layers with separate block tables. drafts: how many each request gets; None: none.
+        rooms: needs of a request other than blocks. num_stages: so many steps in a row are of different requests, because
+        the first stage of a pipeline would wait for a token that the last one has yet to draw. block_size: tokens of a block over
+        all devices that split it; None: the option's. tiers: where blocks are kept outside the pool."""
         block_size = block_size or cache.block_size
         check_options(options, max_model_len)
         assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
@@ -86,7 +86,7 @@ class Scheduler:
         )
         self.cache_manager = self._new_cache_manager()
         self.running: list[Request] = []
-        """In order of admission."""
+        """Running requests in order of admission."""
         self.waiting = make_waiting_queue(options.scheduling_policy)
         self._turns = Turns() if options.scheduling_policy == "fair" else None
         self.held: dict[str, Request] = {}
@@ -556,7 +556,7 @@ class Scheduler:
         return plan
 
     def _ops(self, shares: list[Share]) -> tuple[AnyDeviceOp, ...]:
-        """What tiers and rooms let devices do before the step."""
+        """Operations that tiers and rooms add before the step."""
         loading = self.cache_manager.loading
         ops = [] if loading is None else loading.take_ops()
         for room in self._chunk_rooms:
@@ -633,26 +633,26 @@ class Scheduler:
         return was_reset
 
     def _forget(self, *, stored: bool) -> None:
-        """Forget what devices hold beside the blocks of requests. stored: and what tiers keep."""
+        """Drop what devices hold in addition to the blocks of requests. stored: also what tiers keep."""
         for room in self._chunk_rooms:
             room.forget()
         if self.cache_manager.loading is not None:
             self.cache_manager.loading.forget(stored=stored)
 
-    # What fronts that choose among several engines know of this one's prefix cache
+    # Updates of the prefix cache, for API servers that choose among several engines
 
     def publish_cache_news(self) -> None:
-        """Collect from now on what comes into the prefix cache and what leaves it. The first news are a snapshot."""
+        """Collect changes of the prefix cache from now on. The first update is a snapshot."""
         pool = self.cache_manager.pool
         pool.news = NewsCollector(pool.cached_hashes())
 
     def take_cache_news(self) -> CacheNews | None:
-        """The news since the last call; None if there are none or nobody asked to publish them."""
+        """The changes since the last call; None if there are none or `publish_cache_news` was not called."""
         news = self.cache_manager.pool.news
         return None if news is None else news.take()
 
     def cache_snapshot(self) -> CacheNews:
-        """Everything that can be found in the prefix cache. News that are taken later may follow it."""
+        """Everything that can be found in the prefix cache. Updates that are taken later may follow it."""
         return CacheNews(cleared=True, stored=keys_of(self.cache_manager.pool.cached_hashes()))
 
     def start_over(self) -> None:

@@ -1,4 +1,4 @@
-"""What a scheduling policy decides: who is next, and who gives its place up."""
+"""Scheduling policies: which request is next, and which running one gives way."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

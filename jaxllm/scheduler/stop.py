@@ -1,4 +1,4 @@
-"""Checks whether a request ends with its last token. The front checks stop strings, because the engine core has no text."""
+"""Checks whether a request ends with its last token. Stop strings are checked where the text is, outside the engine core."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What a scheduler counts from its start on, for `SchedulerStats`."""
+"""Counters of a scheduler since its start, for `SchedulerStats`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ class Totals:
     num_not_finite: int = 0
     """Requests that ended because the model computed NaN or infinity for them."""
     num_rejected: dict[str, int] = field(default_factory=lambda: {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0})
-    """By the limit that was reached."""
+    """Rejected requests by the limit that was reached."""
     step_tokens: Observations = field(default_factory=lambda: Observations(STEP_TOKENS))
     _first: list[int] = field(default_factory=lambda: [0, 0])
     _resumed: list[int] = field(default_factory=lambda: [0, 0])

@@ -1,4 +1,4 @@
-"""From a drafter's logits to drafts."""
+"""Chooses drafts from a drafter's logits."""
 
 import jax
 import jax.numpy as jnp

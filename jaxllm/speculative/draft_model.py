@@ -88,7 +88,7 @@ def make(
 
 
 def _check_vocabulary(directory: Path, config: ModelConfig, target_directory: Path, target: ModelConfig) -> None:
-    """Sizes that differ must differ in padding alone: the tokenizers tell."""
+    """Raise ConfigError if vocabularies of different sizes differ in more than padding, by their tokenizers."""
     if config.vocab_size == target.vocab_size:
         return
     from jaxllm.text.tokenizer import load_tokenizer

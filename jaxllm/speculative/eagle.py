@@ -1,7 +1,7 @@
 """Drafts of a decoder layer trained on the target's hidden states. Sources: arXiv:2401.15077 (EAGLE), arXiv:2503.01840 (EAGLE-3).
 
 EAGLE goes on from the hidden state after the target's last norm and predicts the next one. EAGLE-3 takes what enters three of the
-target's layers, and has a head of its own, often for the likelier part of the vocabulary only.
+target's layers, and has a separate head, often for the likelier part of the vocabulary only.
 """
 
 import json

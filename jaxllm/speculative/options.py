@@ -36,7 +36,7 @@ NEED_MODEL: Mapping[str, str] = {
     "eagle": "the checkpoint of the EAGLE head",
     "eagle3": "the checkpoint of the EAGLE-3 head",
 }
-"""What `model` names, by the method that needs it."""
+"""Description of `model` by the method that needs it."""
 ONLY_FOR: Mapping[str, tuple[str, ...]] = {
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
@@ -48,7 +48,7 @@ ONLY_FOR: Mapping[str, tuple[str, ...]] = {
 _NO_MODEL = ("ngram", "[ngram]")
 """Models that vLLM's scripts name for n-grams."""
 _IN_NAMES = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-"""Parts of a draft's name that say its method."""
+"""Parts of a draft's name that imply its method."""
 _IN_CONFIGS = ("eagle3", "eagle", "dflash", "dspark", "medusa", "mlp_speculator", "mtp")
 """Names of methods in architectures and model_type of config.json."""
 _NUM_MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "n_predict")
@@ -115,7 +115,7 @@ class SpeculativeConfig:
         return cls(**values)
 
     def most_drafts(self, num_running: int) -> int:
-        """The most drafts of a row while so many requests run, as the options say."""
+        """Most drafts of a row while so many requests run."""
         if self.disable_by_batch_size is not None and num_running > self.disable_by_batch_size:
             return 0
         ranges = self.num_speculative_tokens_per_batch_size
@@ -125,7 +125,7 @@ class SpeculativeConfig:
 
     @property
     def synthetic_rates_after_each(self) -> tuple[float, ...]:
-        """By position, how often a draft is accepted where all before it are. Empty unless acceptance is synthetic."""
+        """Acceptance rate of drafts by position where all before are accepted. Empty unless acceptance is synthetic."""
         rates = self.synthetic_acceptance_rates or ()
         return tuple(rate / before if before else 0.0 for before, rate in itertools.pairwise((1.0, *rates)))
 
@@ -199,7 +199,7 @@ def _method_hint(name: str, value: Any) -> str:
 
 
 def _method(given: Mapping[str, Any], read_config: Callable[[str | None, str | None], Mapping[str, Any]]) -> Method:
-    """The method as named, else as the model's name says it, else as its config.json does."""
+    """The method as given, else as the model's name implies it, else as its config.json does."""
     model = given.get("model")
     method: str | None = given.get("method")
     if method is None:

@@ -28,7 +28,7 @@ class Attacked(Protocol):
     port: int
 
     def pids(self, module: str) -> list[int]:
-        """Its processes that run a module ("engine.process", "server.front"); none if they cannot be told apart."""
+        """Its processes that run a module ("engine.process", "server.front"); none if they cannot be distinguished."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Target:
     def command(self, *words: str, timeout_seconds: float, memory_bytes: int | None = None, is_first: bool = False) -> Ended:
         """Run `jaxllm` to its end, or to its time limit.
 
-        memory_bytes: of its address space. is_first: with a cache of its own, in which nothing was made of the files before.
+        memory_bytes: of its address space. is_first: with a separate, empty cache.
         """
         started = time.monotonic()
         with tempfile.TemporaryFile() as output, directory() as cache:

@@ -113,7 +113,7 @@ def unrolled(
 
     features_TF: of the target's layers, joined. embedded_TD: the target's embeddings of the tokens; draft j of position t reads
     that of t + 1 + j, whatever stands there at the end. visible_TS: whether t may see s. The first draft of a position leaves a
-    key, which later positions see; those after it see the keys of their own chain besides.
+    key, which later positions see; those after it also see the keys of their own chain.
     """
     T, groups = len(positions_T), sizes.num_heads // sizes.num_kv_heads
     dtype = embedded_TD.dtype

@@ -1,6 +1,6 @@
 """Engines over several hosts, each of one device: the tokens of one device. Hosts are processes of this machine.
 
-Each has a GPU of its own, or where there are too few, a share of one. NCCL then believes that they are different machines
+Each has its own GPU, or where there are too few, a share of one. NCCL then believes that they are different machines
 (NCCL_HOSTID), without which it refuses them, and what they exchange goes through sockets. So this shows that programs, plans and
 collectives over processes are right on GPUs, and nothing of their speed.
 """

@@ -1,1 +1,1 @@
-"""What the benchmarks share beside `jaxllm/scaling/`: options, idle shares from traces, rows of tables, a core with a set pace."""
+"""Shared by the benchmarks: options, idle shares from traces, rows of tables, a core with a set pace."""

@@ -8,9 +8,9 @@ from typing import Literal
 from jaxllm.flag_arguments import whole_number
 
 LONG = "decode16@4K,decode16@16K,decode4@64K,decode1@128k,prefill16@16K,prefill1@32K,prefill1@128k"
-"""What the name `long` stands for. Here 128k, 128000, leaves room for an output in models of 131072 tokens."""
+"""The rows that the name `long` stands for. Here 128k, 128000, leaves room for an output in models of 131072 tokens."""
 _STEP_TOKENS = 2048
-"""Tokens of prompts that a step computes beside decodes, at least."""
+"""Least tokens of prompts that a step computes in addition to decodes."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Asked:
     kind: Literal["batch", "decode", "prefill", "requests"]
     num_requests: int = 0
     num_tokens: int | None = None
-    """Of each prompt; None: as other options say."""
+    """Tokens of each prompt; None: as other options say."""
 
     @classmethod
     def of(cls, name: str) -> "Asked":
@@ -51,5 +51,5 @@ def read_rows(names: str) -> list[Asked]:
 
 
 def max_model_len(rows: Iterable[Asked], output: int, usual: int = 4096) -> int:
-    """What the rows need, in whole pages of any size; at least the usual."""
+    """The length that the rows need, in whole pages of any size; at least the usual."""
     return max(usual, *(-(-row.longest(output) // 128) * 128 for row in rows))

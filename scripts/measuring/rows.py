@@ -1,4 +1,4 @@
-"""A line of a benchmark's table: a figure beside what another engine reaches, what the device allows and what was aimed at."""
+"""A line of a benchmark's table: a figure next to what another engine reaches, what the device allows and what was aimed at."""
 
 from dataclasses import dataclass, field
 

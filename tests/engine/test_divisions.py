@@ -1,4 +1,4 @@
-"""What registers the ways to divide an engine over devices."""
+"""Registration of parallel backends, the ways to divide an engine over devices."""
 
 import dataclasses
 

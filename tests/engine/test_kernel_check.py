@@ -341,7 +341,7 @@ def test_a_program_that_hangs_is_given_up(choose, implementations, monkeypatch):
 
 
 class Start:
-    """A start whose programs are traced by nobody, and compiled as long as `gate` is closed."""
+    """A start whose programs are not traced, and compiled as long as `gate` is closed."""
 
     def __init__(self, monkeypatch, tmp_path, names):
         self.made: list[str] = []

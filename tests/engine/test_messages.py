@@ -40,7 +40,7 @@ LIKE_MESSAGES = st.tuples(st.sampled_from(TAGS), st.lists(VALUES, max_size=8)).m
 
 
 def read(frame: bytes) -> list[Any]:
-    """What each end makes of a frame; what it refuses is left out."""
+    """A frame as each end decodes it; without the ends that refuse it."""
     found = []
     for decode in (messages.decode_front_message, messages.decode_engine_message, messages.decode_engine_start):
         with contextlib.suppress(MessageError):

@@ -1,4 +1,4 @@
-"""Operations that features want: when they run, and who is told what became of them. Without a device."""
+"""Operations that features queue: when they run, and who receives their outcome. Without a device."""
 
 from collections.abc import Callable
 

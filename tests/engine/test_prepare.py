@@ -1,4 +1,4 @@
-"""What is known before the weights: fingerprints, and a cache that fits the largest step."""
+"""Preparation before the weights: fingerprints, and a cache that fits the largest step."""
 
 import json
 import logging
@@ -88,7 +88,7 @@ def test_by_default_states_by_row_take_at_most_a_quarter_of_the_device(caplog):
             {"enable_expert_parallel": True, "data_parallel_size": 5, "max_num_batched_tokens": 4096},
             4096,
             4096,
-        ),  # lanes
+        ),  # data-parallel ranks
     ],
 )
 def test_steps_of_long_prompts_are_larger_by_default_where_that_costs_little(name, gibibytes, options, beside_decodes, alone):

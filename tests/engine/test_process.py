@@ -273,7 +273,7 @@ def damaged(whole: bytes, source: random.Random) -> list[bytes]:
 
 
 def strange_messages() -> Iterator[Any]:
-    """What no front sends, though each is a message."""
+    """Valid messages that no API server sends."""
     name = "front-0-0123456789abcdef"
     for client in (name, "../" + name, "", "a" * 200 + "-0-0123456789abcdef", "front-" + "1" * 300 + "-0123456789abcdef"):
         for pid in (-1, 0, 1 << 31, 1 << 40, 1 << 63, os.getpid()):
@@ -295,7 +295,7 @@ def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> Non
         for message in whole:
             for frame in damaged(messages.encode(message), source):
                 socket.send(frame)
-        socket.send(messages.encode(messages.Failed("the end")))  # which a front never sends
+        socket.send(messages.encode(messages.Failed("the end")))  # which an API server never sends
 
     async def main() -> None:
         # Open to the end: what a receiver has not read when its peer goes is lost.
@@ -621,7 +621,7 @@ def test_a_front_that_did_not_run_does_not_take_that_for_the_engine_s_silence(
 
 
 class FullOutbox:
-    """An outbox to one front, which takes so many messages and then none."""
+    """An outbox to one API server, which takes so many messages and then none."""
 
     def __init__(self, room: int):
         self.room = room

@@ -1,4 +1,4 @@
-"""What engines that count tokens of experts are asked, and what they must count."""
+"""Requests to engines that count tokens of experts, and the expected counts."""
 
 import functools
 from typing import Any

@@ -38,7 +38,7 @@ def test_every_expert_has_a_slot_and_the_moves_lead_to_the_placement(num_experts
 
 
 def moved(slots_P: np.ndarray, moves_2RN: np.ndarray, num_devices: int) -> np.ndarray:
-    """What the rounds make of slots: they read what was there before all of them."""
+    """The slots after the rounds, which read what was there before all of them."""
     after = slots_P.reshape(num_devices, -1).copy()
     for wanted_N, target_N in zip(*moves_2RN, strict=True):
         for device, (wanted, target) in enumerate(zip(wanted_N, target_N, strict=True)):
@@ -48,7 +48,7 @@ def moved(slots_P: np.ndarray, moves_2RN: np.ndarray, num_devices: int) -> np.nd
 
 
 def test_small_placements_are_nearly_the_best() -> None:
-    """Of six experts on two devices, without copies: all ways to divide them."""
+    """Compared with all ways to divide six experts between two devices, without copies."""
     rng = np.random.default_rng(0)
     for _ in range(50):
         tokens_E = random_tokens(rng, 6)

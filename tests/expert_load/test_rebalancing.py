@@ -39,7 +39,7 @@ def expected(two_devices: EngineCore) -> list[list[int]]:
 
 @pytest.fixture(params=slow_except([], ["two_devices", "two_lanes"]))
 def core(request: pytest.FixtureRequest) -> EngineCore:
-    """Their experts lie on two devices, of one lane or of two."""
+    """Their experts lie on two devices, of one data-parallel rank or of two."""
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 

@@ -43,7 +43,7 @@ class VirtualLanes:
         default_factory=lambda: {"read": [], "stage": []}
     )
     ends: dict[str, float] = field(default_factory=dict)
-    """When the job that a lane works on is done."""
+    """When the current job of each kind is done."""
     numbers: Any = field(default_factory=itertools.count)
 
     def submit(self, lane: str, job: Callable[[], Any], *, urgent: bool = True) -> Future[Any]:

@@ -34,7 +34,7 @@ class Place(DeviceOp, frozen=True):
 class ItemToken(NamedTuple):
     request_id: str
     position: int
-    """Of the item."""
+    """The position of the item."""
     offset: int
 
 
@@ -52,7 +52,7 @@ def effective_prompt(prompt: Sequence[int], items: Sequence[PromptItem]) -> list
 
 @dataclass
 class FakeDevice:
-    """What runs the ops of plans."""
+    """Runs the ops of plans."""
 
     requests: dict[str, Request] = field(default_factory=dict)
     """Requests with items, by which it knows what is right."""
@@ -104,7 +104,7 @@ class Encoder:
     def __init__(self, max_step_tokens: int, num_slots: int):
         self.max_step_tokens, self.num_slots = max_step_tokens, num_slots
         self.slot_of: dict[bytes, int] = {}
-        """Of encoded items and those that the step will encode, least recently used first."""
+        """Slots of encoded items and those that the step will encode, least recently used first."""
         self.users: dict[bytes, dict[str, Request]] = {}
         self.planned: dict[bytes, PromptItem] = {}
         """Items that this step is to encode."""

@@ -140,7 +140,7 @@ class FakeRunner:
         self.slots: list[int] = []
         """Initial value of digests by adapter slot."""
         self.staged: dict[int, int] = {}
-        """The same of adapters on their way into a slot."""
+        """Initial value of digests by the handle of an adapter that is being copied to a slot."""
 
     def stage(self, handle: int, data: np.ndarray) -> None:
         """See Executor. The data is what digests start from."""

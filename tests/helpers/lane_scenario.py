@@ -46,8 +46,8 @@ def expected(core: EngineCore) -> dict[str, list[float]]:
 
 
 def answers(core: EngineCore) -> list[dict[str, list[float]]]:
-    """To the same requests: wherever they go; all in the last lane, which another host has; after sleep in the midst of steps; and while
-    the plan of a step with others fails, so that steps in flight are forgotten."""
+    """Answers to the same requests: wherever they go; all in the last data-parallel rank, which another host has; after sleep in
+    the midst of steps; and while the plan of a step with others fails, so that steps in flight are forgotten."""
     last = core.config.parallel.num_lanes - 1
     in_last = [replace(each, options=RequestOptions(data_parallel_rank=last)) for each in requests()]
     found = [engines.run(core, requests())]

@@ -61,7 +61,7 @@ class ServerProcess:
         return self.errors.read_text(errors="replace")
 
     def children(self, of: str = "") -> list[int]:
-        """Process ids of the engine ("engine") or the API servers ("front"); of all by default."""
+        """Process ids of the engine or the API servers, by a part of their command; of all by default."""
         found = []
         for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

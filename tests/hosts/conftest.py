@@ -24,7 +24,7 @@ STRANGERS = (
     b"\0\0\0\2\x91\xa4beat",  # a message of the protocol, or half of one, but no Hello
     b"\0\0\0\6\x91\xa4beat",
 )
-"""What others than hosts say first."""
+"""First bytes from connections that are not hosts."""
 
 
 def reset(port: int) -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ray
 def cluster():
     from ray.cluster_utils import Cluster
 
-    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: actors would starve beside other tests
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: actors would starve next to other tests
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     cluster.add_node(num_cpus=1)
     yield cluster

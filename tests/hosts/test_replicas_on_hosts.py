@@ -118,7 +118,7 @@ def ends_of_streams(first: ServerProcess, client: httpx.Client, kill: Callable[[
 
 
 def test_a_host_that_is_told_to_stop_lets_its_requests_end_and_the_next_one_joins(model: Path, tmp_path: Path) -> None:
-    """A restart under load costs no request. Those that outlast their time run elsewhere if nothing of them was told, and a second
+    """A restart under load costs no request. Those that outlast their time run elsewhere if nothing of them was sent. A second
     signal ends the host at once."""
     options = {"master_port": free_port(), "data_parallel_size": 2}
     with (

@@ -1,4 +1,4 @@
-"""Replicas on several hosts, without processes: who may take part, and what is carried between fronts and engines of two hosts."""
+"""Replicas on several hosts, without processes: who may take part, and messages between API servers and remote engines."""
 
 import asyncio
 import contextlib
@@ -186,7 +186,7 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
             while not refusals:
                 await asyncio.sleep(0.005)
             to_client.send(messages.encode(messages.Refused("last", messages.Fault("engine", ""))))
-            time.sleep(0.05)  # it has arrived, and nobody has looked
+            time.sleep(0.05)  # it has arrived, and is not read yet
             bridge.engine_ended(1, "the engine process has ended (signal 9)")
             while client.dead_error is None:
                 await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""What other hosts compute of their lanes comes to host 0, whatever the order in which devices are done. No JAX devices are used."""
+"""Results of other hosts' data-parallel ranks reach host 0 in any order in which devices finish. No JAX devices are used."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ LANES = {"data_parallel_size": 2, "enable_expert_parallel": True, "tensor_parall
 
 
 def plan_of(step_id: int, *, masked: tuple[str, ...] = ()) -> LanesPlan:
-    """A request in each lane, of which the second has logprobs and more."""
+    """A request in each data-parallel rank, of which the second has logprobs and more."""
     lanes = [SchedulerOutput([], [RowStep(name, step_id, 1, 0, [])], 1, [], [], masked_request_ids=masked) for name in "ab"]
     return LanesPlan.of(lanes, step_id)
 
@@ -43,7 +43,7 @@ def result_of(plan: SchedulerOutput, lane: int) -> ModelRunnerOutput:
 
 @dataclass
 class FakeStep:
-    """A step of both lanes, as the host of one has it."""
+    """A step of both data-parallel ranks, as the host of one has it."""
 
     plan: LanesPlan
     lane: int
@@ -76,7 +76,7 @@ class FakeStep:
 
 @dataclass
 class FakeExecutor:
-    """Of a host with one lane."""
+    """The executor of a host with one data-parallel rank."""
 
     lane: int
     failing_step: int = -1
@@ -103,7 +103,7 @@ class FakeExecutor:
 
 @pytest.fixture
 def on_two_hosts(together, monkeypatch) -> Iterator[Callable[[FakeExecutor], HostsExecutor]]:
-    """Makes host 0's executor of both lanes, with the other lane's on a follower."""
+    """Makes host 0's executor of both data-parallel ranks, one of which is on a follower."""
     monkeypatch.setattr(results, "PIECE_BYTES", 50)
     monkeypatch.setattr(follower, "NEWS_SECONDS", 0.0)
     made: list[HostsExecutor] = []
@@ -119,7 +119,7 @@ def on_two_hosts(together, monkeypatch) -> Iterator[Callable[[FakeExecutor], Hos
 
 
 def check(step: PendingStep, plan: LanesPlan) -> None:
-    """The step has the results of both lanes."""
+    """The step has the results of both data-parallel ranks."""
     wanted = result_of(plan, 0)
     wanted.add(result_of(plan, 1))
     for found in (step.result(), step.result()):  # an interrupted wait is repeated

@@ -1,4 +1,4 @@
-"""What hosts do until all are there: who is refused, and what is said of hosts that do not come. No JAX devices are used."""
+"""The start of several hosts: who is refused, and what is said of hosts that do not come. No JAX devices are used."""
 
 import contextlib
 import socket

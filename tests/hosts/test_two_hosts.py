@@ -85,7 +85,7 @@ def line_of(process: "subprocess.Popen[str]", errors: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wanted(directory):
-    """What one device answers."""
+    """Answers of one device."""
     core = EngineCore(EngineConfig.from_options(**host_scenario.options(directory)))
     yield host_scenario.answers(core, directory)
     core.shutdown()

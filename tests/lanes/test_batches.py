@@ -1,4 +1,4 @@
-"""Batches of lanes in the layout of the largest, without devices."""
+"""Batches of data-parallel ranks in the layout of the largest, without devices."""
 
 import numpy as np
 

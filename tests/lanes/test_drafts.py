@@ -39,7 +39,7 @@ def expected(one_device):
 
 @pytest.fixture(scope="module")
 def two_lanes(new_core):
-    """A model that drafts for itself. As a draft model each lane has all its experts, as the target they share them."""
+    """A model that drafts for itself. As draft, each data-parallel rank has all its experts; as target, they share them."""
     core = new_core(**LANES, speculative_config=ITSELF)
     yield core
     core.shutdown()
@@ -90,7 +90,7 @@ def hot(prompts, most_drafts):
 
 @pytest.mark.slow
 def test_a_layer_for_multi_token_prediction_shares_its_experts_between_lanes(tmp_path):
-    """In lanes of two devices. Its drafts are those that NumPy proposes while the target's experts move, of which it has no copies."""
+    """Ranks of two devices. Drafts are those that NumPy proposes while the target's experts move, of which it has no copies."""
     directory = write_with_next_token_layer(tmp_path)
     options = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "tensor_parallel_size": 2}
     options |= {"enable_eplb": True, "eplb_config": {"window_size": 3, "step_interval": 4, "num_redundant_experts": 4}}

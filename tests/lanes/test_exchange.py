@@ -21,7 +21,7 @@ SIZES = [(2, 1), (4, 1), (2, 2)]
 
 
 def problem(num_lanes, num_devices, seed=0):
-    """Tokens of all lanes, some of them padding, and experts of all devices."""
+    """Tokens of all data-parallel ranks, some of them padding, and experts of all devices."""
     rng = np.random.default_rng(seed)
     T, E = num_lanes * NUM_TOKENS, num_devices * OF_DEVICE
     expert_Tk = np.argsort(rng.random((T, E)))[:, :NUM_CHOICES].astype(np.int32)
@@ -45,7 +45,7 @@ def expected(x_TD, expert_Tk, weight_Tk, gate_up_E2FD, down_EDF):
 
 @functools.cache
 def program(size, capacity):
-    """The sums of all lanes; capacity: of a send, None: by a gather."""
+    """The sums of all data-parallel ranks; capacity: of a send, None: by a gather."""
     (mesh,) = meshes_of(Topology(size[1], has_expert_parallel=True, data=size[0]))
     exchange = make_exchange(mesh)
 
@@ -77,7 +77,7 @@ def test_both_ways(num_lanes, num_devices):
 @pytest.mark.slow
 def test_what_overflows_on_one_device_is_gathered_on_all():
     x_TD, expert_Tk, weight_Tk, *weights = problem(4, 4)
-    expert_Tk[:NUM_TOKENS] = [0, 1, 7]  # all tokens of the first lane choose the same devices
+    expert_Tk[:NUM_TOKENS] = [0, 1, 7]  # all tokens of the first data-parallel rank choose the same devices
     weight_Tk[:NUM_TOKENS] = 0.5
     arrays = (x_TD, expert_Tk, weight_Tk, *weights)
     found = np.asarray(program((4, 1), 20)(*arrays))

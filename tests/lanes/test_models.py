@@ -1,4 +1,4 @@
-"""Mixtures of every kind over several lanes, of one and of two devices, in a pool so small that requests are preempted."""
+"""Mixtures of every kind over data-parallel ranks of one and of two devices, in a pool that is too small for all requests."""
 
 import pytest
 

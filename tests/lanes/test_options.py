@@ -1,4 +1,4 @@
-"""What lanes refuse, and what is planned for them."""
+"""Options that data-parallel ranks refuse, and their plans."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The programs of an engine with lanes: all are there after the warm-up, and each is compiled or loaded once."""
+"""The programs of an engine with data-parallel ranks: all are there after the warm-up, and each is compiled or loaded once."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ KINDS = [
 
 
 def requests():
-    """Of every kind, in prompts of several lengths."""
+    """Requests of every kind, with prompts of several lengths."""
     found = [
         engines.request(f"{i} {length}", [1 + (i + 3 * j) % 90 for j in range(length)], max_tokens=length % 7 + 2, **params)
         for i, params in enumerate(KINDS)

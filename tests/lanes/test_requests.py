@@ -1,4 +1,4 @@
-"""An engine of two lanes answers requests of every kind as one device does, wherever they are."""
+"""An engine of two data-parallel ranks answers requests of every kind as one device does, wherever they are."""
 
 import random
 from dataclasses import replace
@@ -20,7 +20,7 @@ PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
 
 
 def requests():
-    """Two grammars, so that both lanes have one."""
+    """Two grammars, so that both data-parallel ranks have one."""
     found = every_kind.requests(PROMPTS)
     (grammar,) = [each for each in found if each.request_id == "grammar"]
     return [*found, replace(grammar, request_id="grammar 2", prompt_token_ids=PROMPTS[2])]
@@ -56,7 +56,7 @@ def core(two_lanes):
     ids=str,
 )
 def test_requests_of_every_kind_have_the_answers_of_one_device(core, expected, options):
-    """More and fewer steps in flight, prompts in chunks, requests preempted, and one at a time in each lane."""
+    """More and fewer steps in flight, prompts in chunks, requests preempted, and one at a time in each data-parallel rank."""
     every_kind.check_twice(core, requests, expected, **options)
 
 

@@ -1,4 +1,4 @@
-"""The schedulers of lanes as one, without devices."""
+"""The schedulers of data-parallel ranks as one, without devices."""
 
 import random
 from dataclasses import replace
@@ -114,7 +114,7 @@ def test_what_did_not_fit_goes_where_none_waits():
         add(scheduler, name, range(4), max_tokens=20, lane=1)
     for name in ("e", "f"):
         add(scheduler, name, range(4), max_tokens=2, lane=2)
-    for name in ("g", "h", "i"):  # all lanes are full
+    for name in ("g", "h", "i"):  # all data-parallel ranks are full
         add(scheduler, name, range(50, 54), max_tokens=20, timeout_seconds=100.0)
     before = {name: index for index, names in enumerate(lanes_of(scheduler)) for name in names}
     for _ in range(5):
@@ -178,7 +178,7 @@ def test_any_traffic_ends_with_every_request_done_and_no_block_held(seed):
 
 
 def test_all_lanes_have_as_many_drafts_as_pay_in_the_fullest():
-    """One lane that is too full for drafts has none in the others; all are timed and counted as one."""
+    """If one data-parallel rank is too full for drafts, the others have none; all are timed and counted as one."""
     allowed, timed = {1: 2, 2: 0}, []
     control = AdaptiveControl(2, 0, most_drafts=lambda num_running: allowed[num_running])
     control.note_seconds = lambda *found: timed.append(found)

@@ -1,4 +1,4 @@
-"""What computes experts with adapters, against a loop over tokens."""
+"""The computation of experts with adapters, against a loop over tokens."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -127,7 +127,7 @@ def check(model: Path, answers: Sequence[engines.Answer]) -> None:
 
 
 def test_answers_are_those_of_merged_models(served, tmp_path):
-    """Of all adapters and of none in the same steps, with more adapters than slots."""
+    """All adapters and none in the same steps, with more adapters than slots."""
     case, folder, core = served
     model = goldens.FOLDER / case.model
     answers = run(core, [None, *case.adapters], prompt_logprobs=0)

@@ -95,7 +95,7 @@ def test_random_adapters(seed: int, **options: Any) -> None:
     for name in NAMES:
         load.engine.adapters.remove_adapter(name)
     load.engine.tick(10)
-    load.engine.adapters.list_adapters()  # takes in what was read
+    load.engine.adapters.list_adapters()  # processes what was read
     load.engine.adapters.check_integrity()
     slots, host = load.engine.adapters._slots, load.engine.adapters._host
     assert not any(slots.contents) and not host.packed and not host.expected

@@ -260,7 +260,7 @@ def test_fp8_weights_that_are_no_linear_layers_are_widened(tmp_path, golden, sto
         return {name: (values.astype(np.float32) * spread).astype(np.float32)}
 
     def outside(quantize):
-        """Of a checkpoint's tensors those that `write` leaves as they are."""
+        """The tensors of a checkpoint that `write` leaves as they are."""
         source = safetensors.Checkpoint(goldens.FOLDER / golden)
         names = ("lm_head.weight", "model.embed_tokens.weight")
         return {k: v for name in names for k, v in quantize(name, np.asarray(source.tensor(name), np.float32)).items()}

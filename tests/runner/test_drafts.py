@@ -1,4 +1,4 @@
-"""What a step makes of several tokens a row: where they are, which they are, and which of them count. Compared with plain loops."""
+"""Steps with several tokens a row: their positions, their ids, and which of them count. Compared with plain loops."""
 
 import jax
 import jax.numpy as jnp

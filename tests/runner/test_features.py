@@ -24,7 +24,7 @@ NAMES = re.compile(
 
 
 def conditions(source: str) -> Iterator[str]:
-    """What is asked in a module: in statements, expressions, assertions and comprehensions."""
+    """The conditions in a module: in statements, expressions, assertions and comprehensions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
             yield ast.unparse(node.test)

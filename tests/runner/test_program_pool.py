@@ -258,7 +258,7 @@ def test_programs_for_later_are_made_few_at_a_time_behind_what_is_needed_and_bef
     assert at.traced[3:] == [] and at.programs.num_queued == 6
     at.gates["later 1"].set()
     until(lambda: "later 2" in at.traced)
-    assert at.traced[3:7] == ["rare 2", "later 3", "new", "later 2"]  # a rare one may begin beside the last
+    assert at.traced[3:7] == ["rare 2", "later 3", "new", "later 2"]  # a rare one may begin concurrently with the last
     assert at.programs.get("rare 1") == "program rare 1"
     at.gates["later 2"].set()
     until(lambda: not at.programs.num_queued)

@@ -1,4 +1,4 @@
-"""What tracing is spared."""
+"""Work that tracing is spared."""
 
 import sys
 from importlib.abc import MetaPathFinder

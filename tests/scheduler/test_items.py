@@ -35,7 +35,7 @@ def chunks(engine: FakeEngine, name: str) -> list[tuple[int, int]]:
 
 
 def check_tokens(engine: FakeEngine, *requests: Request) -> None:
-    """Every request gets the tokens of its own items."""
+    """Every request gets the tokens of its items."""
     found = engine.run()
     for request in requests:
         prompt = effective_prompt(request.spec.prompt_token_ids, request.spec.items)

@@ -120,7 +120,7 @@ FOREIGN = {"origin": PAGE}
         (EVERYWHERE, "POST", "/sleep", {"host": "10.0.0.1:8000", **FOREIGN}, 403),
         (EVERYWHERE, "POST", "/sleep", {"host": "page.example:80", **FOREIGN}, 200),
         (EVERYWHERE, "POST", "/sleep", {"host": "[::1]:80", "origin": "http://[::1]"}, 200),
-        # a proxy in front: it ended TLS and kept the Host, kept the port, or replaced the Host by its upstream's
+        # a reverse proxy: it ended TLS and kept the Host, kept the port, or replaced the Host by its upstream's
         (EVERYWHERE, "POST", "/sleep", {"host": "llm.example", "origin": "https://llm.example"}, 200),
         (EVERYWHERE, "POST", "/sleep", {"host": "llm.example:8443", "origin": "https://llm.example:8443"}, 200),
         (EVERYWHERE, "POST", "/sleep", {"host": "llm.example", "origin": "https://llm.example:8443"}, 403),

@@ -42,7 +42,7 @@ class Bridge:
                 engine.leave(message.client)
 
     def engine_ended(self, rank: int, reason: str) -> None:
-        """An engine process has ended: carry its last messages, and tell those who talked to it."""
+        """An engine process has ended: send its last messages, and notify its clients."""
         clients = self._engines[rank].end()
         self._link.send(Ended(rank, clients, reason))
 

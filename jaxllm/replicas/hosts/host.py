@@ -92,7 +92,7 @@ class ReplicaHost:
         return code
 
     async def _leave(self, link: Link, watchers: "Mapping[int, asyncio.Task[None]]") -> None:
-        """Once told to, let the requests end that this host's replicas have, while they get no more. Then stop."""
+        """After a signal, let the running requests of this host's replicas end, without new ones. Then stop."""
         await self._leaving.wait()
         if self._have_served and not self._stopping.is_set():
             name = signal.Signals(self._signal).name
@@ -104,8 +104,8 @@ class ReplicaHost:
         self._stopping.set()
 
     async def _watch(self, engine: EngineProcess) -> None:
-        """Wait until an engine process ends, tell host 0, and start it again, unless that happens too often; without any replica this
-        host ends."""
+        """Wait until an engine process ends, notify host 0, and start it again, unless that happens too often. Without any
+        replica this host ends."""
         while True:
             error = await self._engines.ended(engine)
             if self._stopping.is_set():

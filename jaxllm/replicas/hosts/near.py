@@ -44,14 +44,14 @@ from jaxllm.replicas.hosts.wire import (
 from jaxllm.replicas.processes import MAX_RESTARTS, RESTART_WINDOW_SECONDS
 
 MAX_STRANGERS = 64
-"""Connections that may wait to say hello, in addition to those of all hosts. Beyond, the oldest is closed: hosts say hello at once."""
+"""Connections above one a host that may wait to say hello. Beyond, the oldest is closed: hosts say hello at once."""
 _POLL_SECONDS, _TELL_SECONDS = 0.5, 10.0
 _LAST_SECONDS = 1.0
 """The longest wait for the last messages to other hosts to be sent."""
 
 
 class _UnprovenError(ConfigError):
-    """A host has not shown that it knows the token."""
+    """A host has not proven that it has the token."""
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -89,7 +89,7 @@ class StartedReplicas(Started, Protocol):
 class ReplicasElsewhere:
     """The replicas of other hosts. Everything runs in an event loop, but for the constructor.
 
-    `directory` gets one for the sockets of each replica; `index`: the number of this process's clients, after those of the fronts;
+    `directory` gets one for the sockets of each replica; `index`: the number of this process's clients, after the API servers';
     `started`: what started the other hosts, if that was not done by hand.
     Raises ConfigError if host 0 cannot listen at its address.
     """
@@ -215,7 +215,7 @@ class ReplicasElsewhere:
             logger.error("%s", error)
             link.send(Refused(str(error)))
             await link.close(within_seconds=_LAST_SECONDS)
-            if isinstance(error, _UnprovenError):  # whoever it is must not end the start of those that know the token
+            if isinstance(error, _UnprovenError):  # it must not end the start of hosts that have the token
                 self._refused = f"; {error}"
             else:
                 self._fail_start(str(error))
@@ -241,7 +241,7 @@ class ReplicasElsewhere:
         await link.close()
 
     async def _start_again(self, host: _Host) -> None:
-        """Have a host started that was lost, if somebody does that, and not too often."""
+        """Restart a lost host, if there is a launcher, unless that happens too often."""
         if self._started is None or not self._has_started:
             return
         self._restarts = [at for at in self._restarts if at > time.monotonic() - RESTART_WINDOW_SECONDS]
@@ -331,7 +331,7 @@ class _StandIn:
         """Give a client what the engine sent to it."""
         if client not in self._outbox.clients or self._outbox.send(client, frame):
             return
-        logger.error("a front does not fetch what replica %d sends; its requests there are ended", self._rank)
+        logger.error("an API server does not fetch what replica %d sends; its requests there are ended", self._rank)
         self._outbox.disconnect(client)
         self._outbox.connect(client)  # with an empty queue
         self._forget(client, "the server was too slow to fetch what the engine wrote")
@@ -352,7 +352,7 @@ class _StandIn:
             head = _head.decode(frame)
             hello = messages.decode_front_message(frame) if head.tag == "hello" else None
         except (msgspec.MsgspecError, MessageError) as error:
-            logger.warning("a message of a front was refused: %s", error)
+            logger.warning("a message of an API server was refused: %s", error)
             return
         if link is None:  # a client that is new says Hello again; the others were notified
             return
@@ -366,7 +366,7 @@ class _StandIn:
     def _greet(self, hello: FrontHello, link: Link) -> None:
         client = hello.client
         if not is_client_name(client):
-            logger.warning("a front with an impossible name was refused")
+            logger.warning("an API server with an impossible name was refused")
             return
         if client not in self._outbox.clients:
             self._outbox.connect(client)

@@ -198,7 +198,7 @@ class Link:
         self._writer.transport.abort()
 
     async def close(self, *, within_seconds: float = 0.0) -> None:
-        """Close it, after what was sent has gone if that takes no longer than so many seconds."""
+        """Close it, after sending what is queued if that takes no longer than so many seconds."""
         if self._beats is not None:
             self._beats.cancel()
         if within_seconds:
