@@ -1,4 +1,4 @@
-"""What adapts a model to requests by their adapters, as seen by the runner. It is traced into the step's programs."""
+"""Interface of the runner to adapters, which change a model per request. It is traced into the step's programs."""
 
 from collections.abc import Collection
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ class Adaptation(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of all slots."""
+        """Largest rank that a slot holds."""
 
     @property
     def products(self) -> Collection[tuple[int, Parts]]:
@@ -42,16 +42,16 @@ class Adaptation(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Of these values."""
+        """Type of the values of an adapter."""
 
     def of_stage(self, model: nnx.Module) -> "Adaptation | None":
-        """What a stage of the model needs, or the whole model, which is itself a stage; None: adapters change nothing in it."""
+        """The adaptation of a stage of the model, or of the whole model, which is itself a stage; None: adapters change nothing in it."""
 
     def own(self, packed_1P: np.ndarray) -> np.ndarray:
         """The values of a stage, of an adapter of the whole model. [devices, values of one device]"""
 
     def adapt(self, model: Any, slot_T: jax.Array, shards: Shards, kernels: Kernels) -> Adapt:
-        """What changes a step's products. slot_T: the slot of each token, NO_ADAPTER for none."""
+        """The function that applies adapters to a step's products. slot_T: the slot of each token, NO_ADAPTER for none."""
 
     def write(self, arrays: tuple[jax.Array, ...], packed_1P: jax.Array, slot: jax.Array) -> tuple[jax.Array, ...]:
         """The arrays of `model`, flat, with an adapter in a slot; on each device with its own part of all of them."""

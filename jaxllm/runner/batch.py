@@ -50,11 +50,11 @@ class Batch:
     width: int
     """Tokens that a row may sample: 1, and drafts."""
     next_width: int
-    """The same of the next step, for which drafts are proposed: 1 if none are wanted."""
+    """`width` of the next step, for which drafts are proposed: 1 if none are wanted."""
     sampled: list[Row]
     """Requests that get a token, in the order of the device's rows."""
     variant: Variant
-    """Of the program that samples."""
+    """Variant of the program that samples."""
     logprobs: LogprobsKind
     sample_rows: int
     """Rows of the program that samples apart; 0 if the step samples itself."""
@@ -171,7 +171,7 @@ class BatchBuilder:
         return Batch(buffer, layout, *kind, [], chunks, extra)
 
     def _starts(self, start_R: np.ndarray, num_known_R: np.ndarray) -> np.ndarray:
-        """The first positions of rows as the device is told them: with drafts, it alone knows how many of a row were right."""
+        """The first positions of rows as sent to the device: with drafts, only the device knows how many of a row were right."""
         return start_R if self.buckets.widths == (1,) else np.where(start_R < num_known_R, start_R, FROM_ROW)
 
     def _build_mixed(self, plan: SchedulerOutput) -> Batch:

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=StepFeature)
 
 @dataclass(frozen=True)
 class Body:
-    """What the steps of an engine, or of a stage of a pipeline, have in common. All of it is static.
+    """The common part of the steps of an engine, or of a stage of a pipeline. All of it is static.
 
     With several devices each program runs inside one `shard_map`: weights, caches and logits are this device's shards, everything else
     is replicated.
@@ -36,9 +36,9 @@ class Body:
     kernels: Kernels
     features: tuple[StepFeature, ...] = ()
     latest: LatestTokens = LatestTokens()
-    """What rows keep of their latest tokens, and how steps go on from them."""
+    """How rows keep their latest tokens, and how steps continue from them."""
     exchange: LaneExchange | None = None
-    """Between lanes, which share the experts of mixtures; None: there is one, or the program has no mixture."""
+    """Between data-parallel ranks, which share experts; None: there is one rank, or the program has no mixture."""
     share_layers: bool = False
     """Whether layers that are alike are traced as calls of one function: see `SharedLayers`."""
 

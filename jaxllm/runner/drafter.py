@@ -1,4 +1,4 @@
-"""What proposes draft tokens, as seen by the runner. A step checks the drafts of the step before it and proposes new ones.
+"""Interface of the runner to a drafter, which proposes tokens. A step checks the drafts of the step before it and proposes new ones.
 
 A drafter is traced into the step's programs: nothing here may depend on values, and what it keeps between steps it keeps in arrays.
 """
@@ -87,7 +87,7 @@ class Drafter(Protocol):
 
     @property
     def cache_specs(self) -> tuple[CacheSpec, ...]:
-        """What its own layers keep in the blocks of requests."""
+        """Caches of the drafter's own layers in the blocks of requests."""
 
     @property
     def model(self) -> nnx.Module | None:

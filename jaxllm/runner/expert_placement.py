@@ -50,7 +50,7 @@ class Tables(nnx.Module):
 
     @classmethod
     def of(cls, options: ParallelOptions, config: ModelConfig, layers: Sequence[int]) -> "Tables | None":
-        """Of these layers of a model; None: experts do not move."""
+        """The tables of these layers of a model; None: experts do not move."""
         if not options.enable_eplb:
             return None
         mixtures = [part for i in layers if isinstance(part := config.layers[i].mlp, MoE)]

@@ -1,4 +1,4 @@
-"""What is computed of a step's hidden states, as the host sees it: tokens, logprobs of prompts, pooled vectors."""
+"""Interfaces on the host to what is computed from a step's hidden states: tokens, prompt logprobs, pooled vectors."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +21,9 @@ class Hidden:
     """Results of a step's forward pass, on the device."""
 
     hidden_TD: jax.Array
-    """Of all tokens."""
+    """Hidden states of all tokens."""
     hidden_NWD: jax.Array
-    """Of the last token of each row, or with drafts of the last ones."""
+    """Hidden states of the last token of each row, or with drafts of the last ones."""
     columns_NC: jax.Array
     """The rows' columns, of which sampling reads its parameters."""
     shown: Any = None
@@ -31,7 +31,7 @@ class Hidden:
 
 
 class Device(Protocol):
-    """What heads use of the runner."""
+    """The part of the runner that heads use."""
 
     buckets: Buckets
 
@@ -56,7 +56,7 @@ class Device(Protocol):
 
 
 class PendingPart(Protocol):
-    """What a head computes of a step in flight."""
+    """A head's results of a step in flight."""
 
     @property
     def arrays(self) -> Any:
@@ -67,7 +67,7 @@ class PendingPart(Protocol):
 
 
 class Head(Protocol):
-    """Computes something of hidden states beside sampling. `launch` is called for steps of which `select` takes some chunks."""
+    """Computes something from hidden states in addition to sampling. `launch` is called for steps of which `select` takes some chunks."""
 
     def select(self, chunks: Sequence[Chunk]) -> Sequence[Any]:
         """The work in a step with these parts of prompts; empty for none."""

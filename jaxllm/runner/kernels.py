@@ -25,7 +25,7 @@ class Kernels:
     sampling: str = "xla"
     """"xla" is plain JAX (`jaxllm.sampling`)."""
     collectives: str = "xla"
-    """What several devices exchange sums and logits by: "peer" reads and writes the peers' memory."""
+    """How several devices exchange sums and logits: "peer" reads and writes the peers' memory."""
     expert_choice: str = "xla"
     """Which experts of a mixture compute each token."""
     grouped_matmul: str = "xla"
@@ -33,7 +33,7 @@ class Kernels:
     gated_delta: str = "xla"
     """States of linear attention."""
     lora: str = "xla"
-    """What adapters add to products."""
+    """The terms that adapters add to products."""
     interpret: bool = False
     """Run Pallas kernels as plain JAX: on a CPU."""
 

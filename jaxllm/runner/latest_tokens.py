@@ -29,7 +29,7 @@ class Draw(Protocol):
 
 
 class TokensOnHost:
-    """Programs about the tokens of rows that a host starts beside those of the step. Here there are none."""
+    """Programs for the tokens of rows that a host starts in addition to those of the step. Here there are none."""
 
     def admit(self, row: Row) -> None:
         """Called with each new request before the first step that computes tokens of it."""
@@ -56,7 +56,7 @@ class LatestTokens(StepFeature):
     """Positions from that of the latest token on that a step may write behind those it computes."""
 
     def on_host(self, device: Device) -> TokensOnHost:
-        """What the host starts beside the step."""
+        """The programs that the host starts in addition to the step."""
         return TokensOnHost()
 
     def resolved(self, rows: RowArrays, columns_RC: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ class LatestTokens(StepFeature):
         return rows
 
     def shown(self, run: StepRun) -> tuple[Any, ...]:
-        """What `forward` returns for programs behind it, beside what all programs take."""
+        """Results of `forward` for the programs after it, in addition to what all programs take."""
         return ()
 
     def draw(

@@ -64,7 +64,7 @@ class MemoryPlan:
     num_queries: int = 1
     """Most tokens of a row in a decode: 1, and its drafts."""
     num_lanes: int = 1
-    """Groups of `num_devices` devices, each with a cache of its own."""
+    """Data-parallel ranks: groups of `num_devices` devices, each with its own cache."""
     is_cut: bool = False
     """Whether the cache is smaller by default than the requests that may run at once can use."""
 
@@ -82,7 +82,7 @@ class MemoryPlan:
 
     @property
     def state_bytes(self) -> int:
-        """Of all rows."""
+        """Bytes of the states of all rows, on one device."""
         return self.num_rows * self.cache.row_bytes // self.num_devices
 
     @property
@@ -323,7 +323,7 @@ def entering_bytes(model: ModelConfig, num_tokens: int, num_stages: int) -> int:
 
 
 def exchange_bytes(model: ModelConfig, num_tokens: int, topology: Topology) -> int:
-    """What a device has of a step's tokens of all lanes while it computes those that chose its experts; `num_tokens` of each lane."""
+    """Bytes on a device of all ranks' tokens while it computes those that chose its experts; `num_tokens`: of each data-parallel rank."""
     if topology.data == 1:
         return 0
     at_once = min(topology.data * num_tokens, MAX_TOKENS_AT_ONCE)
@@ -332,7 +332,7 @@ def exchange_bytes(model: ModelConfig, num_tokens: int, topology: Topology) -> i
 
 
 def tuning_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """What XLA allocates to time the largest product, that of the vocabulary, when a program is compiled beside a full cache.
+    """Bytes that XLA allocates to time the largest product, that of the vocabulary, when a program is compiled next to a full cache.
 
     Without it a small program falls back to slow products and a large one fails to compile.
     """
@@ -349,7 +349,7 @@ _COMPILER_BYTES = 512 << 20
 def device_limit(num_devices: int = 1, devices: Sequence[jax.Device] | None = None) -> tuple[str, int]:
     """Name of a device and the bytes on it that the engine may use: of the first `num_devices` the one with the least memory.
 
-    On a CPU the devices share the machine's memory, or what is left of the address space beside the share of XLA's compiler.
+    On a CPU the devices share the machine's memory, or what is left of the address space after the share of XLA's compiler.
     """
     found = list(jax.local_devices() if devices is None else devices)[:num_devices]
     limits = [(int(stats["bytes_limit"]), i) for i, device in enumerate(found) if (stats := _stats(device))]
@@ -468,7 +468,7 @@ def check_pool(plan: MemoryPlan, devices: Sequence[jax.Device]) -> None:
 
 
 def _other_bytes(topology: Topology) -> int:
-    """What the runner keeps in the pool of each GPU: spacers, and what GPUs exchange through."""
+    """Bytes that the runner keeps in the pool of each GPU: spacers, and the workspace for exchange between GPUs."""
     return (8 << 20) + (WORKSPACE_BYTES if topology.tensor > 1 else 0)
 
 

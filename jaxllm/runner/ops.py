@@ -96,7 +96,7 @@ class PlanRunner:
 
 
 def op_runners(features: Iterable["StepFeature"], device: Any) -> tuple[OpRunner, ...]:
-    """What runs the operations of features on a `ModelRunner` or `LanesRunner`."""
+    """The runners of the operations of features on a `ModelRunner` or `LanesRunner`."""
     return tuple(runner for feature in features if (runner := feature.op_runner(device)) is not None)
 
 

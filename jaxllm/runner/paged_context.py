@@ -1,4 +1,4 @@
-"""What layers keep between steps, while a model runs: `attend` over the paged cache, and the states of rows."""
+"""State of layers between steps, while a model runs: `attend` over the paged cache, and the states of rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class PagedContext:
     """Tokens of each row, in a step where every row has as many; None: any mix."""
     kernels: Kernels
     devices: TokenSplit | None = None
-    """Those that split tokens: the caches are this one's parts, projections are of its share of the tokens, and so are outputs."""
+    """Devices that split tokens: the caches are this one's parts, projections and outputs are of its share of the tokens."""
 
     def __call__(
         self,
@@ -186,7 +186,7 @@ def _write_and_attend_to_latents(
     kernels: Kernels,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same of a layer of latent attention. Returns outputs and cache."""
+    """One layer of latent attention. Returns outputs and cache."""
     kernel: dict[str, Any] = {"implementation": kernels.mla_attention, "interpret": kernels.interpret}
     tokens, pages_P1SC = mla_attention.rope_and_write(
         projection.q_TNH,

@@ -27,7 +27,7 @@ class Peers:
 
     @property
     def workspace(self) -> jax.Array:
-        """What programs exchange through."""
+        """The workspace that programs exchange through."""
         return self._communicator.workspace
 
     def knows(self, key: ProgramKey) -> bool:

@@ -25,12 +25,12 @@ class StepInFlight:
 
     batch: Batch
     launches: "list[Future[None]]" = field(default_factory=list)
-    """Those in the thread, in order."""
+    """Launches in the thread, in order."""
     hidden: Hidden | None = None
     """Between the forward pass and sampling."""
     parts: Sequence[PendingPart] = ()
     op_parts: Sequence[PendingPart] = ()
-    """Of the plan's operations."""
+    """Pending results of the plan's operations."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that failed alone, with the reason."""
     done: jax.Array | None = None
@@ -87,8 +87,8 @@ class StepInFlight:
             array.copy_to_host_async()
 
     def tokens(self) -> list[int]:
-        """What the requests of `sampled_ids` drew, without drafts. Waits for the launches and the device, and raises their errors; the
-        step must have been drawn."""
+        """The tokens sampled for the requests of `sampled_ids`, without drafts. Waits for the launches and the device, and raises their
+        errors; the step must have been drawn."""
         for launched in self.launches:
             launched.result()
         return np.asarray(self.done)[: len(self.batch.sampled)].tolist() if self.batch.sampled else []

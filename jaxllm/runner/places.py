@@ -67,7 +67,7 @@ def locate(block_table_NB: jax.Array, columns_RC: jax.Array, num_tokens: int, ca
 
 
 def locate_decode(block_table_NB: jax.Array, columns_RC: jax.Array, width: int, cache: CacheLayout) -> Places:
-    """The same for a step in which row i has the tokens width * i … width * i + width - 1, of which the first NUM_TOKENS are real."""
+    """`Places` of a step in which row i has the tokens width * i … width * i + width - 1, of which the first NUM_TOKENS are real."""
     num_rows = columns_RC.shape[0]
     index_T = jnp.arange(num_rows * width, dtype=jnp.int32)
     owner_T, offset_T = index_T // width, index_T % width
@@ -158,9 +158,9 @@ def make_step(
     exchange: LaneExchange | None = None,
     share_layers: bool = False,
 ) -> Step:
-    """What a model with these layers runs on. It replaces the arrays in `caches`.
+    """The `Step` that a model with these layers runs on. It replaces the arrays in `caches`.
 
-    exchange: between lanes. share_layers: whether layers that are alike become calls of one function."""
+    exchange: between data-parallel ranks. share_layers: whether layers that are alike become calls of one function."""
     context = PagedContext(
         caches=caches,
         places=layers,

@@ -79,7 +79,7 @@ class ProgramChoice:
         return found
 
     def _stand_ins(self, wanted: ProgramKey, sizes: Sequence[int]) -> list[ProgramKey]:
-        """What can do a program's work, the fastest first."""
+        """Programs that can replace `wanted`, the fastest first."""
         if self._reach == 0:
             return []
         first = sizes.index(wanted.size)

@@ -27,8 +27,8 @@ StoreKey = TypeVar("StoreKey", contravariant=True)
 
 _SLOW_SECONDS = 1.0
 _MOST_LATER = 2
-"""Most programs made at the same time that nobody waits for: XLA times products with arrays of their size, in memory that the largest
-step and `tuning_bytes` have beside the cache."""
+"""Most programs made at the same time that nothing waits for: XLA times products with arrays of their size, in memory that the largest
+step and `tuning_bytes` have next to the cache."""
 _QUIET_SECONDS = 1.0
 """Background compilation waits until no program was called for this many seconds, because tracing holds the interpreter."""
 
@@ -72,7 +72,7 @@ class ProgramPool(Generic[Key]):
         self._later: dict[Key, None] = {}
         self._rare: dict[Key, None] = {}
         self._begins_later = False
-        """Whether programs for later may be begun: beside those that a start waits for they would only delay it."""
+        """Whether programs for later may be begun: concurrently with those that a start waits for, they would only delay it."""
         self._num_later = 0
         """Number of programs for later that are being made."""
         self._jobs: dict[Key, Future[CompiledProgram]] = {}

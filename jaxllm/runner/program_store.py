@@ -176,7 +176,7 @@ def open_artifact(directory: Path, fingerprint: Fingerprint, devices: Sequence[j
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """What an artifact was compiled for. Raises ConfigError if it is none, or not to be trusted."""
+    """Read what an artifact was compiled for. Raises ConfigError if it is none, or not to be trusted."""
     path = directory / MANIFEST
     try:
         data = trusted_files.read(path, max_bytes=MAX_MANIFEST_BYTES)

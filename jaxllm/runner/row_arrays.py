@@ -15,9 +15,9 @@ class RowArrays(NamedTuple):
     block_table_NB: jax.Array
     """The block tables of all groups of layers, side by side."""
     drafts: Any = None
-    """What the feature `Drafts` keeps; as the next, None without the feature."""
+    """Arrays of the feature `Drafts`; as the next, None without the feature."""
     expert_tokens_LE: Any = None
-    """What the feature `ExpertCounts` keeps. It is not of rows, but changes in every step too."""
+    """Counts of the feature `ExpertCounts`. Not by row, but changed in every step too."""
 
 
 class Logprobs(NamedTuple):

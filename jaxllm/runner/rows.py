@@ -18,7 +18,7 @@ NO_DECODE = Variant.MASKED
 
 
 class Need(enum.IntEnum):
-    """What a row needs of a step in which every row computes one token; each includes the lower ones."""
+    """Needs of a row in a step in which every row computes one token; each includes the lower ones."""
 
     DECODE = 0
     """The program that also samples."""
@@ -29,7 +29,7 @@ class Need(enum.IntEnum):
 
 
 class LogprobsKind(enum.IntEnum):
-    """The tokens whose logprobs a step reports beside the sampled ones; each kind includes the lower ones."""
+    """The tokens whose logprobs a step reports in addition to the sampled ones; each kind includes the lower ones."""
 
     NONE = 0
     TOP = 1
@@ -63,7 +63,7 @@ class Row:
     needs_state: bool
     """Whether full sampling needs state of the request, such as its tokens and masks."""
     num_logprobs: int | None
-    """Likeliest tokens to report beside each sampled one; None: no logprobs."""
+    """Likeliest tokens to report in addition to each sampled one; None: no logprobs."""
     named_ids: list[int] | None
     """Tokens to report in place of the likeliest."""
     num_prompt_logprobs: int | None
@@ -84,7 +84,7 @@ class Rows:
         self.full_logprobs = full_logprobs
         self.by_request: dict[str, Row] = {}
         self.columns = np.zeros((max_rows + 1, NUM_ROW_COLUMNS), np.int32)
-        """What a row sends to the device in every step; START, NUM_TOKENS and TOKEN_ROW are set step by step."""
+        """Columns of each row, sent to the device in every step; START, NUM_TOKENS and TOKEN_ROW are set step by step."""
         self.columns[:, Column.ROW] = np.arange(max_rows + 1)
         self.columns[:, Column.TOKEN_ROW] = max_rows
         self.columns[:, Column.ADAPTER] = NO_ADAPTER

@@ -173,7 +173,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def _new_functions(
         self, plan: MemoryPlan, kernels: Kernels, processors: tuple[Any, ...], token_split: TokenSplit | None
     ) -> StepFunctions:
-        """What the programs of steps compute."""
+        """The functions that the programs of steps compute."""
         source, merges = self._source, self.weights.merges
         config, model_config, drafter, last_part = source.config, source.model_config, source.drafter, self.weights.parts[-1]
         max_rows, vocab_size, max_logprobs = config.scheduler.max_num_seqs, model_config.vocab_size, config.model.max_logprobs
@@ -206,7 +206,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         )
 
     def _new_choice(self, config: EngineConfig) -> ProgramChoice:
-        """What chooses the programs of steps. Where none is compiled ahead, one that shares layers may stand in for the next smaller, which
+        """Choice of the programs of steps. Where none is compiled ahead, one that shares layers may stand in for the next smaller, which
         is then compiled when nothing runs."""
         compile_ = config.compile
         is_ahead = compile_.warmup in ("all", "background")
@@ -527,7 +527,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         return [(head, work) for head in self.heads if (work := head.select(batch.chunks))]
 
     def keys_after(self, batch: Batch, work: Sequence[tuple[Head, Any]]) -> list[ProgramKey]:
-        """What takes the hidden states of a step that `forward` computes."""
+        """The programs that take the hidden states of a step that `forward` computes."""
         sampled = [self.sampling.key(batch)] if batch.sampled else []
         return [*sampled, *(key for head, part in work for key in head.keys(part, batch.layout.num_tokens))]
 

@@ -50,7 +50,7 @@ class SharedLayers:
     """Calls the layers of one step: see `Step.call_layer`. Layers share a function if parts, weights and caches are alike."""
 
     context: PagedContext
-    """Of the step."""
+    """Context of the step."""
     _functions: "dict[Hashable, _Traced]" = field(default_factory=dict)
 
     def __call__(self, block: DecoderBlock, next_norm: AnyNorm, runs: Sequence[Run], step: Step) -> list[Run]:

@@ -103,7 +103,7 @@ class SplitProgram:
         return jax.tree.unflatten(self.wiring.out_tree, [values[number] for number in self.wiring.results])
 
     def memory_analysis(self) -> MemoryAnalysis:
-        """An upper bound: the largest temporary arrays of a piece beside the results of all."""
+        """An upper bound: the largest temporary arrays of a piece plus the results of all."""
         sizes: list[Any] = [piece.memory_analysis() for piece in self.pieces.values()]
         return MemoryAnalysis(
             max(size.temp_size_in_bytes for size in sizes),
@@ -235,7 +235,7 @@ def _shape(var: core.Var, sharding: Sharding | None = None) -> jax.ShapeDtypeStr
 def _identity(
     section: Sequence[core.JaxprEqn], inputs: Sequence[core.Var], outputs: Sequence[core.Var], donate: tuple[int, ...]
 ) -> Any:
-    """What groups of layers that compute the same have in common, of other sections something of their own."""
+    """A key that is equal for groups of layers that compute the same, and unique for any other section."""
     if not _is_layer(section):
         return id(section)
     numbers: dict[Any, int] = {var: number for number, var in enumerate(inputs)}

@@ -1,4 +1,4 @@
-"""What an engine's runner is made of: its stages, one without a pipeline, and what all of them share."""
+"""Parts of an engine's runner: its stages, one without a pipeline, and what all of them share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,13 +40,13 @@ def tightest(stages: Sequence[Stage]) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """What a runner is made of."""
+    """The parts of a runner."""
 
     config: EngineConfig
     model_config: ModelConfig
     stages: tuple[Stage, ...]
     meshes: tuple[Mesh, ...]
-    """Of each stage; with lanes one for all of them."""
+    """The mesh of each stage; with data-parallel ranks one for all of them."""
     kernels: Kernels
     processors: tuple[Any, ...]
     times: StartTimes
@@ -54,7 +54,7 @@ class RunnerParts:
     """Where the programs of a stage are stored."""
     drafter: Drafter | None = None
     adaptation: Adaptation | None = None
-    """Of the whole model."""
+    """The adaptation of the whole model."""
 
     def make(self, kind: type[R], stage: Stage, mesh: Mesh, **more: Any) -> R:
         """The runner of a stage. more: arguments of this kind of runner."""

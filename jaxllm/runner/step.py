@@ -27,7 +27,7 @@ class StepFunctions(Body):
     """The programs of an engine's steps, as functions to compile."""
 
     num_logprobs: int
-    """Number of likeliest tokens reported beside the sampled one."""
+    """Number of likeliest tokens reported in addition to the sampled one."""
     logprobs_mode: str
     processors: tuple[Any, ...] = ()
 
@@ -66,7 +66,7 @@ class StepFunctions(Body):
         return tuple(run.caches), run.rows, hidden_RD, hidden_NWD, columns_NC
 
     def _padded(self, hidden_RWD: jax.Array, columns_RC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What is sampled of a step, for as many rows as there are. Those beyond the step's point to the trash row."""
+        """Hidden states and columns to sample from, padded to all rows. Rows beyond the step's point to the trash row."""
         num_rows = len(columns_RC)
         pad = self.max_rows - num_rows
         hidden_NWD = jnp.pad(hidden_RWD, ((0, pad), (0, 0), (0, 0)))
@@ -180,7 +180,7 @@ class StepFunctions(Body):
         return self.logprobs_mode.endswith("logprobs")
 
     def adapts(self, params: Params, slot_T: jax.Array) -> tuple[Adapt, ...]:
-        """What changes the logits of tokens with adapters in these slots."""
+        """The functions that adapt the logits of tokens with adapters in these slots."""
         return tuple(adapt for feature in self.features for adapt in feature.of_logits(params, slot_T, self.shards))
 
     def logits(self, params: Params, hidden_TD: jax.Array, shards: Shards, adapts: tuple[Adapt, ...]) -> jax.Array:

@@ -31,20 +31,20 @@ class StepRun:
     """Layers replace them as they write."""
     shards: Shards
     columns_RC: jax.Array
-    """Of the step's rows, with all starts known."""
+    """Columns of the step's rows, with all starts known."""
     places: Places
     token_ids_T: jax.Array
-    """Of all tokens of the step."""
+    """Ids of all tokens of the step."""
     step: Step
-    """What the model runs on."""
+    """The input of the model."""
     hidden_TD: jax.Array = field(init=False)
-    """What the model leaves of each token, once the layers have run."""
+    """Hidden state of each token, once the layers have run."""
     share: Callable[[jax.Array], jax.Array] = lambda x_T: x_T
-    """Of an array by token, the tokens that this device computes."""
+    """Selects from an array by token the tokens that this device computes."""
     count: Callable[[Callable[[jax.Array], jax.Array], jax.Array], jax.Array] = lambda add, counts: add(counts)
     """(add, counts) -> the counts with what `add` adds to them on each device that computes tokens of the step."""
     adapts: Callable[[], tuple[Adapt, ...]] = tuple
-    """What changes the logits of `hidden_TD`: further arguments of the model's `logits`."""
+    """The functions that adapt the logits of `hidden_TD`: further arguments of the model's `logits`."""
 
 
 class StepFeature:
@@ -60,11 +60,11 @@ class StepFeature:
         return ()
 
     def head(self, device: Device) -> Head | None:
-        """What runs programs behind the step's own, of its hidden states."""
+        """The head that runs programs on the step's hidden states, after the step's own."""
         return None
 
     def op_runner(self, device: Any) -> OpRunner | None:
-        """What runs its operations of plans on the devices of a `ModelRunner` or `LanesRunner`."""
+        """The runner of its operations of plans, on the devices of a `ModelRunner` or `LanesRunner`."""
         return None
 
     def row_arrays(self, num_rows: int) -> dict[str, Any]:
@@ -78,13 +78,13 @@ class StepFeature:
         """Take or change what the layers left. Features do so in the reverse order of `before`."""
 
     def of_logits(self, params: Params, slot_T: jax.Array, shards: Shards) -> tuple[Adapt, ...]:
-        """What changes the logits of tokens with adapters in these slots, in programs that do not run the layers."""
+        """The functions that adapt the logits of tokens with adapters in these slots, in programs that do not run the layers."""
         return ()
 
 
 @dataclass(frozen=True)
 class FeatureParts:
-    """What features are made of: the options and parts of an engine, or of a stage of a pipeline."""
+    """Parts that features are made from: the options and parts of an engine, or of a stage of a pipeline."""
 
     config: EngineConfig
     model_config: ModelConfig

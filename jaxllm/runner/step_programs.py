@@ -38,7 +38,7 @@ from pallas_kernels import collectives
 from pallas_kernels.cache_write.bits import bits_type
 
 _MAX_TRITON_ROWS = 16
-"""Up to here XLA may multiply with Triton kernels of its own, which for 8 rows are the fastest."""
+"""Up to this many rows XLA may multiply with its own Triton kernels, which for 8 rows are the fastest."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class StepPrograms:
     max_blocks: int
     """Per request and group of layers."""
     layers: range
-    """Those that are computed here: all, or those of a stage of a pipeline."""
+    """Layers that are computed here: all, or those of a stage of a pipeline."""
     make_state: Callable[[], SamplingState]
     full_logprobs: bool
     """Whether full sampling alone reports logprobs."""
     in_pieces: bool = False
     """Whether programs whose layers share functions are compiled in pieces."""
     pieces: Pieces = field(default_factory=Pieces)
-    """Of these."""
+    """The compiled pieces of these programs."""
 
     @property
     def cache(self) -> CacheLayout:
@@ -89,7 +89,7 @@ class StepPrograms:
 
     @property
     def everywhere(self) -> NamedSharding:
-        """The same on all devices, also of several lanes."""
+        """Replicated on all devices, including those of several data-parallel ranks."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -98,14 +98,14 @@ class StepPrograms:
 
     @property
     def by_heads_and_slots(self) -> NamedSharding:
-        """Of arrays [blocks, heads, slots of a block, width]: devices that split tokens have some slots of each block."""
+        """Sharding of arrays [blocks, heads, slots of a block, width]: devices that split tokens have some slots of each block."""
         if context_size(self.mesh) == 1:
             return self.by_heads
         return NamedSharding(self.mesh, PartitionSpec(None, TENSOR, CONTEXT))
 
     @cached_property
     def kinds(self) -> dict[str, ProgramKind]:
-        """The kinds of programs by name: those that compute layers, those of features, and what every engine has besides."""
+        """The kinds of programs by name: those that compute layers, those of features, and those that every engine has."""
         layers: list[ProgramKind] = [PassOnMixed(), PassOnDecode()]
         if self.is_last:
             sampled = [ForwardRows(), Decode(), Sample(), NewState(), Admit()] if self.model.generates else []
@@ -130,7 +130,7 @@ class StepPrograms:
         return [*self.common_keys(), *(key for kind in self.kinds.values() for key in kind.at_start(self))]
 
     def first_keys(self) -> list[ProgramKey]:
-        """Those of `start_keys` that can run every common step, if not each in the fastest way (`ProgramChoice`)."""
+        """The programs of `start_keys` that can run every common step, if not each in the fastest way (`ProgramChoice`)."""
         return [key for key in self.start_keys() if self.kind_of(key).is_first(self, key)]
 
     def keys_after_first(self) -> list[ProgramKey]:
@@ -146,11 +146,11 @@ class StepPrograms:
         return sorted(found, key=lambda key: key.size)
 
     def common_keys(self) -> list[ProgramKey]:
-        """What almost every request needs, the slowest to compile first."""
+        """Programs that almost every request needs, the slowest to compile first."""
         return [key for kind in self.kinds.values() for key in kind.common(self)]
 
     def rare_keys(self) -> list[ProgramKey]:
-        """What only some requests ask for: grammars, the full sampler, logprobs, vectors."""
+        """Programs that only some requests need: grammars, the full sampler, logprobs, vectors."""
         found = ((kind.rank(key), key) for kind in self.kinds.values() for key in kind.rare(self))
         return [key for _, key in sorted(found, key=lambda ranked: ranked[0])]
 
@@ -245,16 +245,16 @@ class StepPrograms:
         return traced.lower()
 
     def step_arguments(self, layout: StepLayout) -> tuple[Any, ...]:
-        """What the programs forward and decode take, but for what enters a later stage of a pipeline."""
+        """Arguments of the programs forward and decode, except for those that enter a later stage of a pipeline."""
         return self.params, self.caches, self.rows, self._buffer(layout), self.workspace
 
     def entering(self, layout: StepLayout) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What they take besides: of a later stage the sum of embedding and all earlier layers, [T, D]."""
+        """Further arguments of a later stage: the sum of embedding and all earlier layers, [T, D]."""
         return () if self.is_first else (self.shape((layout.num_tokens, self.model.hidden_size), self.model.dtype),)
 
     @property
     def workspace(self) -> jax.ShapeDtypeStruct | None:
-        """What the devices exchange through; None if that is left to XLA."""
+        """The workspace that the devices exchange through; None if XLA exchanges."""
         if tensor_size(self.mesh) == 1 or self.functions.kernels.collectives == "xla":
             return None
         shape = (tensor_size(self.mesh), collectives.WORKSPACE_BYTES // 4)

@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class TokenSplit(Protocol):
-    """Such devices, as seen by one of them inside a shard_map over them. They have the same weights."""
+    """Devices that split tokens, as seen by one of them inside a shard_map over them. They have the same weights."""
 
     @property
     def part(self) -> Part:
         """Which part of the keys this device has."""
 
     def share(self, x_T: T) -> T:
-        """Of arrays by token, the tokens that this device computes; all in a step that is not shared out."""
+        """The tokens of arrays by token that this device computes; all in a step that is not shared out."""
 
     def whole(self, x: Array, num_tokens: int) -> Array:
         """All tokens of an array whose tokens `share` has shared out. Identical on every device."""

@@ -67,7 +67,7 @@ class Weights:
 
 
 HostCopies = list[dict[tuple[int, ...], np.ndarray]]
-"""Of each array, the parts on this process's devices by their first index in it, each part once."""
+"""For each array, the parts on this process's devices by their first index in it, each part once."""
 
 
 def host_copies(arrays: Params) -> HostCopies:
@@ -99,7 +99,7 @@ class WeightsSource:
     drafter: Drafter | None = None
     adaptation: Adaptation | None = None
     tables: Tables | None = None
-    """Of experts that move."""
+    """Tables of experts that move."""
 
     @property
     def models(self) -> list[nnx.Module]:

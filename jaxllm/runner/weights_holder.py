@@ -21,7 +21,7 @@ class WeightsHolder:
         """weights: the shapes of all weights."""
         self.weights, self.times = weights, times
         self.params: Params = ()
-        """What programs take; nothing before the weights are loaded and while they are dropped."""
+        """Weights as programs take them; empty before they are loaded and while they are dropped."""
         self._source, self._model_dir = source, Path(source.config.model.model)
         self._kept: HostCopies | None = None
 

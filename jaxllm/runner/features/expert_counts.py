@@ -32,15 +32,15 @@ class ExpertCounts(StepFeature):
     """
 
     names: tuple[str, ...]
-    """What the layers call their mixtures."""
+    """Names of the layers' mixtures."""
     num_experts: int
-    """Of the largest."""
+    """Number of experts of the largest mixture."""
     layers: tuple[int, ...] = ()
-    """Of the mixtures."""
+    """Layers of the mixtures."""
 
     @classmethod
     def of(cls, config: ModelConfig, layers: Collection[int]) -> "ExpertCounts":
-        """Of these layers of a model."""
+        """The counts of these layers of a model."""
         found = [(layer, config.layers[layer].mlp) for layer in mixture_layers(config) if layer in layers]
         names = tuple(f"{config.layer_name(layer)}.{part.name}" for layer, part in found)
         most = max((part.routing.num_experts for _, part in found if isinstance(part, MoE)), default=0)
@@ -48,7 +48,7 @@ class ExpertCounts(StepFeature):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the counts."""
+        """Shape of the counts."""
         return len(self.names), self.num_experts
 
     def add(self, counts_LE: jax.Array, chosen: Sequence[tuple[str, jax.Array]]) -> jax.Array:

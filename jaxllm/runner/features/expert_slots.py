@@ -31,7 +31,7 @@ class ExpertSlots(StepFeature):
     """Where the experts of an engine, or of one stage of a pipeline, are among all weights."""
 
     names: tuple[str, ...]
-    """What the layers call their mixtures, in the order of `leaves`."""
+    """Names of the layers' mixtures, in the order of `leaves`."""
     leaves: dict[int, tuple[int, ...]]
     """By layer with a mixture, its arrays over slots, by their index among all weights."""
     tables: slice
@@ -41,7 +41,7 @@ class ExpertSlots(StepFeature):
 
     @classmethod
     def of(cls, config: ModelConfig, model: nnx.Module, tables: slice, merge: Callable[..., Tables]) -> "ExpertSlots":
-        """Of a model whose weights come first among all."""
+        """The slots of a model whose weights come first among all."""
         leaves: dict[int, tuple[int, ...]] = {}
         for index, (path, variable) in enumerate(parameters(model)):
             if "split_experts" in axes_of(variable):
@@ -137,7 +137,7 @@ class MoveProgram(ProgramKind):
         runner.replace_params(self.moved(runner, key.size, self.no_moves(runner.shapes, key.size)))
 
     def moved(self, runner: Any, layer: int, moves_2RN: np.ndarray) -> dict[int, jax.Array]:
-        """What replaces which of all weights, by their index. Returns at once."""
+        """Start the moves of a layer. Returns the new weights by their index among all, at once."""
         where, shapes = self.slots.leaves[layer], runner.shapes
         program, no_moves_2RN = runner.program(self.key(shapes, layer)), self.no_moves(shapes, layer)
         old = new = tuple(runner.params[index] for index in where)

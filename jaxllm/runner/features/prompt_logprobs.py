@@ -45,7 +45,7 @@ class PromptLogprobs:
         self._device, self._buckets = device, device.buckets
 
     def select(self, chunks: Sequence[Chunk]) -> list[Targets]:
-        """Of prompts that are computed for the first time: those of a resumed request were delivered before."""
+        """The targets of prompts that are computed for the first time: those of a resumed request were delivered before."""
         return [
             Targets(
                 chunk.row,
@@ -139,13 +139,13 @@ def _whole(row: Row) -> TokenLogprobs:
 
 
 def _no_logprobs(num_logprobs: int) -> TokenLogprobs:
-    """Those of a prompt of one token."""
+    """Prompt logprobs of a prompt of one token."""
     shape = (0, 1 + max(0, num_logprobs))
     return TokenLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(0, np.int32))
 
 
 class PromptLogprobsFeature(StepFeature):
-    """Scores prompt tokens by a program of its own, behind `forward`."""
+    """Scores prompt tokens in a separate program after `forward`."""
 
     def programs(self) -> Sequence[ProgramKind]:
         return [ScorePrompt()]

@@ -116,7 +116,7 @@ class Sampling:
         return self._all_allowed(batch.sample_rows * batch.width)
 
     def _open_mask(self, num_draws: int) -> jax.Array:
-        """The same on the device, for full sampling of rows without a grammar."""
+        """A mask on the device that allows every token, for full sampling of rows without a grammar."""
         if num_draws not in self._open_masks:
             self._open_masks[num_draws] = self._device.put(self._all_allowed(num_draws))
         return self._open_masks[num_draws]

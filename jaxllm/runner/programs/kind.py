@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request's steps need beside common programs."""
+    """Needs of a request's steps in addition to common programs."""
 
     variant: Variant = Variant.GREEDY
     logprobs: LogprobsKind = LogprobsKind.NONE
@@ -33,7 +33,7 @@ class Wanted:
     def of(
         cls, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool, full_logprobs: bool
     ) -> "Wanted | None":
-        """Of a request; None: nothing."""
+        """The needs of a request; None: nothing."""
         if pooling is not None:
             return cls(vectors=True)
         variant, logprobs = sampled_by(params, full_logprobs=full_logprobs, is_masked=is_masked)
@@ -55,15 +55,15 @@ class ProgramKind:
     """Whether a missing one is made next when a step asks for it, even if no others are made ahead."""
 
     def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        """Those that almost every request needs, the slowest to compile first."""
+        """Programs that almost every request needs, the slowest to compile first."""
         return ()
 
     def at_start(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        """Those that only the start runs."""
+        """Programs that only the start runs."""
         return ()
 
     def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        """Those that only some requests ask for."""
+        """Programs that only some requests need."""
         return ()
 
     def rank(self, key: ProgramKey) -> int:
@@ -87,7 +87,7 @@ class ProgramKind:
         return False
 
     def compiler_options(self, programs: "StepPrograms", key: ProgramKey) -> dict[str, str | bool]:
-        """XLA's options for a GPU beside those of all kinds."""
+        """XLA's options for a GPU in addition to those of all kinds."""
         return {}
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:

@@ -1,4 +1,4 @@
-"""What the kinds of programs that compute layers have in common."""
+"""The common part of the kinds of programs that compute layers."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ class LayersProgram(ProgramKind):
 
 
 class MixedProgram(LayersProgram):
-    """Of tokens of any mix of prompts and decodes; the key's size counts them."""
+    """Computes tokens of any mix of prompts and decodes; the key's size counts them."""
 
     def layout(self, programs: "StepPrograms", key: ProgramKey) -> StepLayout:
         num_rows = programs.buckets.rows_for_tokens(key.size)
@@ -50,7 +50,7 @@ class MixedProgram(LayersProgram):
 
 
 class DecodeProgram(LayersProgram):
-    """Of as many tokens of each row; the key's size counts rows."""
+    """Computes the same number of tokens of each row; the key's size counts rows."""
 
     def layout(self, programs: "StepPrograms", key: ProgramKey) -> StepLayout:
         return decode_layout(key.size, programs.num_updates)

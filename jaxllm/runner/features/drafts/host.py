@@ -1,4 +1,4 @@
-"""The programs of drafts beside those of the step itself, as the host starts them."""
+"""Starts the programs of drafts from the host, in addition to those of the step itself."""
 
 from typing import TYPE_CHECKING
 

@@ -55,7 +55,7 @@ class Propose(ProgramKind):
         runner.run_on_rows(program, *runner.put(runner.shapes.joined_arrays(self._nothing(runner.shapes, key))))
 
     def _nothing(self, programs: "StepPrograms", key: ProgramKey) -> tuple[Any, ...]:
-        """What the program takes of a step without requests."""
+        """The arguments of the program for a step without requests."""
         hidden_TD = np.zeros((key.size, programs.model.hidden_size), jnp.dtype(programs.model.dtype))
         features = (hidden_TD,) * len(self.drafts.drafter.feature_layers)
         return hidden_TD, programs.nothing_to_sample()[1], np.zeros(key.size, np.int32), features

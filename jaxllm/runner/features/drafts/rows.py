@@ -1,4 +1,4 @@
-"""What the rows keep of drafts on the device, and which of them prove right."""
+"""Arrays of drafts by row on the device, and which of the drafts are right."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,9 +22,9 @@ class DraftRows(NamedTuple):
     drawn_NW: jax.Array
     """The tokens that the latest step which sampled added to the row, NO_DRAFT behind them."""
     state: Any
-    """What the drafter keeps."""
+    """The drafter's own arrays."""
     logits_NKV: jax.Array | None = None
-    """What each draft was drawn from, as of `rejection.as_kept`; whole on every device. See `kept_logits`."""
+    """Logits that each draft was sampled from, as of `rejection.as_kept`; whole on every device. See `kept_logits`."""
 
 
 def kept_logits(drafter: Drafter, num_rows: int, vocab_size: int) -> jax.ShapeDtypeStruct | None:

@@ -42,7 +42,7 @@ from jaxllm.sampling.variants import Variant
 
 
 class Engine(Protocol):
-    """What drafting uses of `StepFunctions`."""
+    """The part of `StepFunctions` that drafting uses."""
 
     @property
     def merge(self) -> Callable[[Any], Any]: ...
@@ -78,7 +78,7 @@ class Drafts(LatestTokens):
 
     max_model_len: int
     vocab_size: int
-    """Of logits."""
+    """Number of logits."""
 
     num_shown = 1
 
@@ -198,7 +198,7 @@ class Drafts(LatestTokens):
         return caches, rows
 
     def features(self, step: Step) -> tuple[jax.Array, ...]:
-        """What the drafter wants to know of the target's step."""
+        """Features of the target's layers that the drafter reads."""
         return tuple(step.features[layer] for layer in self.drafter.feature_layers)
 
     def show(self, rows: Any, row_and_position: jax.Array, token_ids_C: jax.Array) -> Any:

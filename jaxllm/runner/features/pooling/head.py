@@ -24,10 +24,10 @@ class PendingVectors:
 
     finished: Sequence[Chunk]
     vectors_RD: jax.Array | None
-    """Of the finished requests, in order."""
+    """Vectors of the finished requests, in order."""
     by_token: Sequence[Chunk]
     hidden_TD: jax.Array | None
-    """Of all tokens of the step."""
+    """Hidden states of all tokens of the step."""
 
     @property
     def arrays(self) -> Any:
@@ -67,7 +67,7 @@ class Pooling:
         self._sums_ND: jax.Array | None = None
 
     def select(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Those of pooling requests."""
+        """The chunks of pooling requests."""
         return [chunk for chunk in chunks if chunk.row.pooling is not None]
 
     def keys(self, work: Sequence[Chunk], num_tokens: int) -> list[ProgramKey]:
