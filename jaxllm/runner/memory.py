@@ -343,7 +343,7 @@ def tuning_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 _COMPILER_BYTES = 512 << 20
-"""What XLA's compiler may take of a limited address space."""
+"""Bytes of a limited address space that XLA's compiler may use."""
 
 
 def device_limit(num_devices: int = 1, devices: Sequence[jax.Device] | None = None) -> tuple[str, int]:

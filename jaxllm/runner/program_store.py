@@ -1,6 +1,6 @@
 """Stores compiled programs in a directory, so that the next process or another machine of the same kind need not compile them.
 
-Each program has its own file beside `manifest.json`, which records what they were compiled for. The files contain pickles and
+Each program has its own file next to `manifest.json`, which records what they were compiled for. The files contain pickles and
 machine code: a user with write access can run code here, so `trusted_files` reads them.
 """
 

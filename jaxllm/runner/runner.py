@@ -99,7 +99,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         super().__init__(weights or Weights(source.models, mesh), source, times or StartTimes())
         functions = self._new_functions(plan, kernels, processors, token_split)
         self.layers = model.layers
-        # What was drawn from is known to full sampling alone.
+        # Only full sampling knows the distribution that was sampled from.
         full_logprobs = config.model.logprobs_mode.startswith("processed")
         self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=functions.latest.width - 1)
         max_blocks = -(-plan.max_model_len // plan.block_size)

@@ -202,14 +202,14 @@ class StepPrograms:
         """XLA's compiler options for a program.
 
         Products of more than a few rows go to cuBLAS alone: it adds the residual in passing, and a Triton product, which is
-        chosen by timing beside other work, is now and then far slower (13 ms instead of 0.4 for the head at 256 rows, measured).
+        chosen by timing concurrently with other work, is now and then far slower (13 ms instead of 0.4 for the head at 256 rows, measured).
         All-reduces that are left to XLA go to NCCL: XLA's own kernel for them keeps buffers outside of JAX's memory pool for
         each all-reduce of each program (13 GiB with the programs of Llama-3.1-8B, measured), for which nothing is left, and is
         no faster.
         Products of the same input are not merged: XLA would copy the weights of both side by side in every step. Nor must those be
         that are multiplied while others are added up (`Shards.num_runs`).
         What adapters change does not depend on the product that it is added to: on one device, nodes of a CUDA graph that do not
-        depend on each other run beside each other.
+        depend on each other run concurrently.
         """
         if self.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
             return {}

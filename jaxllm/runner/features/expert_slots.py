@@ -77,7 +77,7 @@ class ExpertSlots(StepFeature):
     ) -> tuple[jax.Array, ...]:
         """`new`, a layer's arrays on this device, with the experts of these rounds. In round r device n gets what is in the slot
         moves[0, r, n] of `old`, counted over all devices, and writes it to its own slot moves[1, r, n]; a slot that it does not have
-        stands for nothing.
+        means no move.
 
         So slots may be exchanged, in whatever order. Each round has two experts for each device in memory. The number of rounds is
         static: the host would be asked whether there is another one, and wait for the device to know.

@@ -118,7 +118,7 @@ class Drafts(LatestTokens):
         return rows._replace(drafts=note_computed(rows.drafts, columns_RC))
 
     def shown(self, run: StepRun) -> tuple[Any, ...]:
-        """What `propose` takes of the step."""
+        """The arguments of `propose` from the step."""
         return ((run.token_ids_T, self.features(run.step)),)
 
     def draw(
