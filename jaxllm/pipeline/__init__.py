@@ -1,1 +1,1 @@
-"""Pipelines: the layers of a model in stages, each with devices, programs, weights and a KV cache of its own."""
+"""Pipelines: the layers of a model in stages, each with its own devices, programs, weights and KV cache."""

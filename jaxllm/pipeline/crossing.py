@@ -37,7 +37,7 @@ class Sizes:
 
     @classmethod
     def of(cls, model: ModelConfig, buckets: Buckets) -> "Sizes":
-        """Of all steps."""
+        """The sizes of all steps."""
         decode_rows = buckets.decode_rows if model.generates else ()
         return cls(tuple(sorted({*buckets.tokens, *decode_rows})), model.hidden_size, jnp.dtype(model.dtype))
 
@@ -93,7 +93,7 @@ class Crossing:
         return jax.jit(on_each, donate_argnums=0, out_shardings=out).lower(given)
 
     def _on_each(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What one device does. Each sends a part of what all devices of its stage have; those that receive exchange the parts, because
+        """Runs on each device. Each sends a part of what all devices of its stage have; those that receive exchange the parts, because
         they reach each other faster than the other host."""
         steps = [self._from_to]
         if x_TD.size % self._num_devices:

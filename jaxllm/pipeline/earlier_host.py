@@ -29,7 +29,7 @@ class EarlierHost(Stages):
         self._entry, self._leave = entry, leave
         self._tokens = TokensThroughHosts(last.rows.trash + 1) if entry is None else None
         self._waiting: deque[tuple[int, Callable[[], object]]] = deque()
-        """What launches steps and operations, each with the number of steps whose tokens must be known."""
+        """Launches of steps and operations, each with the number of steps whose tokens must be known."""
 
     def dispatch(self, plan: SchedulerOutput) -> StepInFlight | OpsInFlight:
         """Start a step, as soon as its tokens are known, behind the plan's operations. Its result is empty, and there once the devices of

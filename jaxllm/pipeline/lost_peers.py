@@ -16,7 +16,7 @@ class LostPeers:
     """A head of every step, after sampling. The last stage itself reports its own devices' failures."""
 
     stages: Sequence[ModelRunner]
-    """Those before the last."""
+    """The stages before the last."""
 
     @property
     def arrays(self) -> Any:

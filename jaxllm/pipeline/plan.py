@@ -35,7 +35,7 @@ def plan_stages(
 
 
 def pipeline_runner(parts: RunnerParts) -> ModelRunner | PipelineRunner | EarlierHost:
-    """What runs the stages of this process, each on its mesh; other hosts may have stages before and behind them."""
+    """Make the runner of the stages of this process, each on its mesh; other hosts may have stages before and behind them."""
     stages, meshes = parts.stages, parts.meshes
     if len(stages) == 1:
         return parts.make(ModelRunner, stages[0], meshes[0])
