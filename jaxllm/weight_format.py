@@ -1,4 +1,4 @@
-"""What the rest of the engine asks of a format of weights; the formats are in `jaxllm/quantization/formats/`.
+"""Interface between the engine and a weight format; the formats are in `jaxllm/quantization/formats/`.
 
 A weight without a format is an array of the model's type, stored as such.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Array = Any
 """Of JAX, which this module does not import."""
 Arrays = Mapping[str, Array]
-"""Of a weight, by part."""
+"""Arrays of a weight, by part."""
 Init = Literal["normal", "zeros", "ones", "format"]
 """How a parameter without a checkpoint begins; format: as its format says."""
 WHOLE = ""
@@ -25,7 +25,7 @@ WHOLE = ""
 
 
 class Options(NamedTuple):
-    """What an engine's options and the model say of formats."""
+    """The options of an engine and the model that concern formats."""
 
     quantization: str | None
     dequantize: bool | None
@@ -34,7 +34,7 @@ class Options(NamedTuple):
     unquantized: tuple[str, ...]
     """Modules of the family that are never quantised while loading: parts of their dotted names."""
     supported: str = ""
-    """What errors about unsupported formats end with."""
+    """The end of errors about unsupported formats."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class WeightFormat:
     """
 
     supported: ClassVar[str]
-    """What of this format can be read, for errors."""
+    """The part of this format that can be read, for errors."""
     may_widen: ClassVar[bool] = False
     """Whether `--dequantize` decides how it is loaded."""
     unused: ClassVar[str] = r"\b\B"
@@ -162,11 +162,11 @@ class WeightFormat:
         raise NotImplementedError
 
     def faults(self, config: "ModelConfig") -> list[str]:
-        """What of a model in this format cannot be computed."""
+        """Why a model in this format cannot be computed, as texts of errors; empty: it can."""
         return []
 
     def indivisible(self, config: "ModelConfig", size: int) -> str:
-        """What keeps `size` devices from splitting weights in this format, and what becomes of them; empty: nothing does."""
+        """Why `size` devices cannot split weights in this format, and what becomes of them; empty: they can."""
         return ""
 
     def split(self, config: "ModelConfig", size: int) -> Self:
@@ -179,7 +179,7 @@ class WeightFormat:
         return None
 
     def told(self, dtype: str) -> str:
-        """What happens to the checkpoint's weights in a model of this type, for the log; empty: nothing."""
+        """How the checkpoint's weights are converted in a model of this type, for the log; empty: not at all."""
         return ""
 
     def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
@@ -188,12 +188,12 @@ class WeightFormat:
         raise NotImplementedError
 
     def product(self, arrays: Arrays, x: Array, shards: Any) -> Array:
-        """Of a linear layer's weight: [..., contracted as one] to [..., *outputs], in x's type. shards: what x and the contracted
-        dimension are split over."""
+        """Multiply x by a linear layer's weight: [..., contracted as one] to [..., *outputs], in x's type. shards: what x and the
+        contracted dimension are split over."""
         raise NotImplementedError
 
     def operand(self, arrays: Arrays) -> Any:
-        """What `pallas_kernels.grouped_matmul` takes as the weight of experts."""
+        """The weight of experts as `pallas_kernels.grouped_matmul` takes it."""
         raise NotImplementedError
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
@@ -209,7 +209,7 @@ class WeightFormat:
         return {}
 
     def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
-        """A part of a tensor that others are beside, as plain numbers."""
+        """A part of a tensor that needs others to be read (`beside`), as plain numbers."""
         raise NotImplementedError
 
     def transit_bytes(self, part: str) -> int | None:

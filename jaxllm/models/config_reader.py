@@ -167,7 +167,7 @@ class ConfigReader:
         return self.integer("num_hidden_layers")
 
     def layer_kinds(self, kinds: Mapping[str, bool], otherwise: Callable[[int], bool]) -> tuple[bool, ...]:
-        """What `layer_types` says of each layer, by `kinds`; `otherwise` where it is absent."""
+        """The value in `kinds` of each layer's entry in `layer_types`; that of `otherwise` where it is absent."""
         given = self._value("layer_types")
         if given is None:
             return tuple(otherwise(layer) for layer in range(self.num_layers))

@@ -7,7 +7,7 @@ from jaxllm.model_parts import Routing
 from jaxllm.models.config_reader import ConfigReader
 
 EXPERTS = {"name": "block_sparse_moe", "gate_up": ("experts.{}.w1", "experts.{}.w3"), "down": "experts.{}.w2"}
-"""What Mixtral and Phi-3.5-MoE call the weights of experts."""
+"""Names of the weights of experts in Mixtral and Phi-3.5-MoE."""
 
 
 def read(c: ConfigReader) -> ModelConfig:

@@ -81,7 +81,7 @@ def _dot_for(dtype: jnp.dtype):  # type: ignore[no-untyped-def]
 
 
 def _dot_of_wide(values: Array, weight: Array) -> Array:
-    """The same numbers on a CPU, whose fp8 products are slow."""
+    """The product for a CPU, whose fp8 products are slow: the same numbers in float32."""
     return _dot(values.astype(jnp.float32), weight.astype(jnp.float32), jnp.float32)
 
 

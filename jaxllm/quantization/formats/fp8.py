@@ -233,7 +233,7 @@ def _of_outputs(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _kv_scale(files: Reader, spec: ParamSpec) -> np.ndarray:
-    """What keys and values of a layer are divided by before they become fp8, float32 [2]; 1 where the checkpoint has no scale."""
+    """Divisors of the keys and values of a layer before they become fp8, float32 [2]; 1 where the checkpoint has no scale."""
     scales = np.ones(2, np.float32)
     missing = []
     for i, tensor in enumerate(spec.source.tensors):

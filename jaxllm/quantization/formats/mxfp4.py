@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BLOCK = 32
 """Values that share a scale."""
 LARGEST_EXPONENT = 191
-"""Of a scale with which kernels can compute: 2^64."""
+"""Largest exponent of a scale with which kernels can compute: 2^64."""
 _BIAS = 127
 _DUMMY_EXPONENT = 120
 """Of 2^-7: the values without a scale have a deviation of 2.9."""
@@ -47,7 +47,7 @@ class Blocks:
     permutation: tuple[int, ...]
     """Dimension i of the parameter is dimension permutation[i] of the values; the last is the last."""
     plain: Source
-    """The same parameter without quantisation, which is how it is written."""
+    """The parameter without quantisation, which is how it is written."""
 
     @classmethod
     def of(cls, plain: Source) -> Self:
@@ -67,13 +67,13 @@ class Blocks:
 
     @property
     def words(self) -> Source:
-        """Of the parameter in 4 bits: the bytes of its values."""
+        """The bytes of the values of the parameter in 4 bits."""
         *outputs, num_blocks, num_bytes = self.blocks.view
         return Source((replace(self.blocks, view=(*outputs, num_blocks * num_bytes)),), 0, self.permutation)
 
     @property
     def exponents(self) -> Source:
-        """Of the parameter in 4 bits: those of its scales, the last outputs after the blocks."""
+        """The bytes of the scales of the parameter in 4 bits, the last outputs after the blocks."""
         *others, outputs, blocks = self.permutation
         return Source((self.scales,), 0, (*others, blocks, outputs))
 
@@ -179,7 +179,7 @@ class Mxfp4(WeightFormat):
             assert isinstance(held, Blocks)
 
             def widen(index: Index, device: Any) -> Array:
-                """Of the blocks that a device's part of the parameter is in."""
+                """Widen the blocks that contain a device's part of the parameter."""
                 blocks, scales, start = held.read(reader.stored, index)
                 num_values = len(range(*index[-1].indices(spec.shape[-1])))
                 return mxfp4.widen_part(blocks, scales, device, held.permutation, start, num_values, spec.dtype)
