@@ -1,4 +1,4 @@
-"""Work on the devices that a step's plan carries beside its rows. Does not import JAX."""
+"""Work on the devices that a step's plan carries in addition to its rows. Does not import JAX."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -36,7 +36,7 @@ class MoveExperts(DeviceOp, frozen=True):
     layer: int
     moves: list[list[list[int]]]
     """[2][rounds][devices]: in round r, device n gets what was in the slot moves[0][r][n] before all rounds, counted over all devices, and
-    writes it to its own slot moves[1][r][n]; its number of slots stands for nothing."""
+    writes it to its own slot moves[1][r][n]; its number of slots means no move."""
     table: list[list[int]]
     """[experts]: how many copies each expert has then, and the slots of these."""
 

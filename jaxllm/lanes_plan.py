@@ -9,13 +9,13 @@ from jaxllm.scheduler_output import SchedulerOutput
 
 @dataclass(frozen=True)
 class LanesPlan(SchedulerOutput):
-    """One step of all lanes, of which some may have nothing to do. The fields of `SchedulerOutput` are those of all lanes together."""
+    """One step of all data-parallel ranks; some may have no work. The fields of `SchedulerOutput` are those of all ranks together."""
 
     lanes: tuple[SchedulerOutput, ...] = ()
 
     @classmethod
     def of(cls, lanes: Sequence[SchedulerOutput], step_id: int) -> "LanesPlan":
-        """The step that has these parts. The lanes number their own."""
+        """The step that has these parts. Each data-parallel rank numbers its own."""
         return cls(
             new_requests=[*chain.from_iterable(plan.new_requests for plan in lanes)],
             rows=[*chain.from_iterable(plan.rows for plan in lanes)],

@@ -1,4 +1,4 @@
-"""The request that a front sends to the engine core (`EngineCoreRequest`) and its mutable state inside it (`Request`)."""
+"""The request that an API server sends to the engine core (`EngineCoreRequest`) and its mutable state inside it (`Request`)."""
 
 import enum
 import sys
@@ -113,11 +113,11 @@ class PromptItem(msgspec.Struct, frozen=True):
     """A part of a prompt that is more than its token ids, e.g. an image. It stands at placeholder tokens of the prompt."""
 
     kind: str
-    """What computes it: a room of the scheduler that lists this kind."""
+    """Kind of item: it is computed by the room of the scheduler that lists this kind."""
     content_hash: bytes
     """Equal for items with equal keys and values only: it covers all that shapes them, settings of their processing included."""
     position: int
-    """Of its first token in the prompt."""
+    """Position of its first token in the prompt."""
     num_tokens: int
     payload: bytes = b""
     """Its content, in a form that only what computes it reads."""
@@ -130,14 +130,14 @@ class PromptItem(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCoreRequest:
-    """One validated sequence to generate or to pool, in token ids. The front sends it to the engine core."""
+    """One validated sequence to generate or to pool, in token ids. The API server sends it to the engine core."""
 
     request_id: str
     prompt_token_ids: list[int]
     items: tuple[PromptItem, ...] = ()
-    """What stands at some of these tokens, in order, without overlap."""
+    """Items at some of these tokens, in order, without overlap."""
     sampling_params: SamplingParams
-    """Here n is 1 (the front makes a request per answer), and max_tokens and the seed are set. Unused with pooling_params."""
+    """Here n is 1 (the API server makes a request per answer), and max_tokens and the seed are set. Unused with pooling_params."""
     pooling_params: PoolingParams | None = None
     """If set, nothing is generated and the request ends when its prompt is computed. All fields in it are set."""
     eos_token_ids: tuple[int, ...] = ()
@@ -147,7 +147,7 @@ class EngineCoreRequest:
     grammar: Grammar | None = None
     """The grammar made from sampling_params.structured_outputs, which is not set here."""
     thinking_budget: ThinkingBudget | None = None
-    """What sampling_params.thinking_token_budget, which is not set here, means for this prompt."""
+    """The budget made from sampling_params.thinking_token_budget, which is not set here, for this prompt."""
 
     def __post_init__(self) -> None:
         end = 0
@@ -216,7 +216,7 @@ class Request:
     matcher: OutputMatcher | None = None
     """The matcher of a request with a grammar, once the grammar is compiled. It has consumed all output tokens."""
     adapter: RequestAdapter | None = None
-    """What computes a request whose options name an adapter."""
+    """The adapter that computes a request whose options name one."""
     thinking: ThinkingSection | None = field(init=False)
     """The thinking section of a request with a budget. It has consumed all output tokens."""
     block_hashes: list[bytes] = field(default_factory=list)

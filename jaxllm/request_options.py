@@ -1,4 +1,4 @@
-"""What a caller asks of an engine beside an answer: when, where and for whom a request is computed."""
+"""Options of a request other than its parameters: when, where and for whom it is computed."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -29,7 +29,7 @@ class RequestOptions:
     session_id: str | None = None
     """Requests of one session go to one replica as long as it takes them at once."""
     client: str = ""
-    """Who sent it, as far as the scheduling policy "fair" tells clients apart."""
+    """The client that sent it, as the scheduling policy "fair" distinguishes clients."""
 
     def check(self) -> None:
         """Raise InvalidRequestError for a value that no engine takes."""
@@ -51,7 +51,7 @@ OPTION_NAMES = tuple(field.name for field in fields(RequestOptions))
 
 @dataclass(frozen=True)
 class Placement:
-    """What applies to all requests of a task, e.g. of one HTTP request. Set by whoever answers for it."""
+    """Options that apply to all requests of a task, e.g. of one HTTP request. Set by the code that handles the task."""
 
     data_parallel_rank: int | None = None
     """The replica of requests that name none."""
@@ -60,7 +60,7 @@ class Placement:
     priority: int | None = None
     """Replaces the requests' own."""
     client: str = ""
-    """Who asks."""
+    """The client that sent the requests."""
 
     def applied_to(self, options: RequestOptions) -> RequestOptions:
         """The options of a request of this task."""

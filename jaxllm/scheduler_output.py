@@ -32,7 +32,7 @@ class NewRequestData:
     """Its block tables, one for each group of layers and all of the same length, one after the other."""
     num_computed_tokens: int
     num_cached_tokens: int
-    """Tokens at the front whose keys and values are in shared blocks already; never written again. It exceeds
+    """Tokens at the start whose keys and values are in shared blocks already; never written again. It exceeds
     num_computed_tokens by one when the whole prompt was cached and only its last token is computed again."""
     is_masked: bool = False
     """Whether a grammar restricts its tokens."""
@@ -64,7 +64,7 @@ class SchedulerOutput:
     rows: list[RowStep]
     """In scheduling order: running requests first."""
     num_tokens: int
-    """Of all rows."""
+    """Tokens of all rows."""
     finished_request_ids: list[str]
     """Requests that ended since the last step. Free their rows before admitting new requests."""
     preempted_request_ids: list[str]
