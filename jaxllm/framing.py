@@ -1,4 +1,4 @@
-"""What all protocols between hosts share: messages in msgpack, never pickles, each after its length. Does not import JAX."""
+"""Framing of all protocols between hosts: messages in msgpack, never pickles, each after its length. Does not import JAX."""
 
 import socket
 import struct
@@ -24,7 +24,7 @@ class ClosedError(WireError):
 
 
 class Message(msgspec.Struct, array_like=True):
-    """What is sent. Fields are positional."""
+    """A message of a protocol. Fields are positional."""
 
 
 def frame(message: Message, max_bytes: int) -> bytes:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 POLL_SECONDS = 0.005
 """Interval between questions whether an adapter is loaded."""
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""What is downloaded of an adapter on the hub."""
+"""Files of an adapter that are downloaded from the hub."""
 
 
 class Loras:
@@ -168,14 +168,14 @@ class LoraCalls:
 
 
 class AsyncLoraCalls(LoraCalls):
-    """The same, awaited."""
+    """`LoraCalls` whose results are awaited."""
 
     def _lora_call(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         return work
 
 
 def loras_in_this_thread(config: EngineConfig, call: Callable[..., Any]) -> Loras:
-    """Whose coroutines never wait for an event loop: for `run_now`."""
+    """Make `Loras` whose coroutines never wait for an event loop: for `run_now`."""
 
     async def call_now(name: str, *arguments: Any) -> Any:
         return call(name, *arguments)

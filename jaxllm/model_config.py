@@ -42,7 +42,7 @@ class ModelConfig(ServedModel):
     padded_vocab_size: int = 0
     """Rows of the embedding and columns of the logits; 0 at construction means vocab_size."""
     formats: tuple[WeightFormat, ...] = ()
-    """Of weights that the checkpoint does not hold, or products do not take, in the model's type."""
+    """Formats of weights that the checkpoint does not hold, or products do not take, in the model's type."""
     kv_cache_dtype: str = ""
     """Concrete: one of DTYPES or float8_e4m3fn; empty at construction means dtype."""
     num_spare_layers: int = 0

@@ -151,7 +151,7 @@ class ScoringOutput:
 
 @dataclass
 class EmbeddingRequestOutput:
-    """What `LLM.embed` returns for a prompt."""
+    """Result of `LLM.embed` for a prompt."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -162,7 +162,7 @@ class EmbeddingRequestOutput:
 
 @dataclass
 class ScoringRequestOutput:
-    """What `LLM.score` returns for a pair."""
+    """Result of `LLM.score` for a pair."""
 
     request_id: str
     prompt_token_ids: list[int]

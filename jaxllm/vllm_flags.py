@@ -94,7 +94,7 @@ TAKEN_BY_SERVER = _names("""
     enable_log_requests enable_tokenizer_info_endpoint fingerprint_mode shutdown_timeout served_model_name
     otlp_traces_endpoint api_server_count lora_modules enable_scale_out
 """)
-"""Flags of vLLM that `jaxllm serve` takes in addition."""
+"""Additional flags of vLLM that `jaxllm serve` accepts."""
 OLDER = _names("""
     swap_space disable_log_requests max_seq_len_to_capture task guided_decoding_backend device use_v2_block_manager
     num_scheduler_steps multi_step_stream_outputs disable_frontend_multiprocessing disable_async_output_proc preemption_mode

@@ -55,7 +55,7 @@ class FrontStart(msgspec.Struct):
     accepts_while_loading: bool
     """Whether to answer 503 until it serves, because no other API server serves meanwhile."""
     epoch: float
-    """Epoch of the clock, so that the fronts' requests can be ordered by their times of arrival."""
+    """Epoch of the clock, so that the requests of all API servers can be ordered by their times of arrival."""
 
 
 class _Server(uvicorn.Server):
@@ -189,7 +189,7 @@ class Front:
 
     def _parent_is_gone(self) -> None:
         logger.warning("the server's main process is gone; this front ends")
-        for directory, _ in self._start.engines:  # nobody else removes those of replicas on other hosts
+        for directory, _ in self._start.engines:  # no other process removes those of replicas on other hosts
             shutil.rmtree(directory, ignore_errors=True)
             with contextlib.suppress(OSError):
                 Path(directory).parent.rmdir()

@@ -30,7 +30,7 @@ CLASS_SECONDS = 0.25
 
 
 class Origin(NamedTuple):
-    """Whose request is being answered."""
+    """Client and size of the request that is being answered."""
 
     client: str
     num_bytes: int

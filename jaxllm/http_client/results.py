@@ -89,7 +89,7 @@ def _kinds(errors: Sequence[str]) -> dict[str, int]:
 
 
 def details(run: LoadRun) -> dict[str, Any]:
-    """What `--save-detailed` adds: one entry per request, failed ones too."""
+    """The fields that `--save-detailed` adds: one entry per request, failed ones too."""
     timings = [timing_of(outcome) for outcome in run.outcomes]
     return {
         "input_lens": [outcome.num_prompt_tokens or 0 for outcome in run.outcomes],

@@ -12,7 +12,7 @@ _PARAM = "tokenization_kwargs"
 
 @dataclass(frozen=True)
 class Tokenization:
-    """What `tokenization_kwargs` may say. Construction raises InvalidRequestError."""
+    """Values of `tokenization_kwargs`. Construction raises InvalidRequestError."""
 
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None

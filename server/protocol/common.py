@@ -178,7 +178,7 @@ def _body_field(name: str) -> Any:
 
 
 class EngineFields(RequestModel):
-    """What every request may say about its computation; those that are named as in RequestOptions reach the engine as they are."""
+    """Fields of every request about its computation; those that are named as in RequestOptions reach the engine as they are."""
 
     priority: Int64 = 0
     cache_salt: CacheSalt | None = None
@@ -186,7 +186,7 @@ class EngineFields(RequestModel):
 
 
 class SessionFields(EngineFields):
-    """Of requests that generate."""
+    """Fields of requests that generate."""
 
     session_id: Annotated[str, Field(max_length=MAX_SESSION_ID)] | None = None
     """Requests of one session go to one replica; empty: none. The header X-Session-ID serves where a body has none."""
