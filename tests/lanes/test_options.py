@@ -12,12 +12,12 @@ from jaxllm.engine.prepare import Prepared, lay_out, resolve_sizes
 from jaxllm.errors import ConfigError
 from jaxllm.lanes.options import check_lanes
 from jaxllm.layers.build import build_model
+from jaxllm.model_parts import MoE
 from jaxllm.parallel.axes import num_parts, partition_spec
 from jaxllm.parallel.mesh import make_mesh, meshes_of
 from jaxllm.parallel.topology import Topology
 from jaxllm.progress import Progress
 from jaxllm.replicas.devices import environments
-from jaxllm.runner.expert_counts import mixture_layers
 from jaxllm.runner.memory import memory_plan
 from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
@@ -105,7 +105,7 @@ def test_a_drafters_experts_are_planned_to_be_shared_too():
         features = Features.of(config, model, build_model(model), make_mesh(1))
         (stage,) = lay_out(config, model, lambda **known: memory_plan(config, model, **known), features)  # noqa: B023
         sizes[num_lanes] = stage.plan.weight_bytes
-    mixture, num_layers = model.mixtures[0], len(mixture_layers(model)) + 1
+    mixture, num_layers = model.mixtures[0], sum(isinstance(layer.mlp, MoE) for layer in model.layers) + 1
     experts = num_layers * 3 * mixture.routing.num_experts * mixture.width * model.hidden_size * 4
     assert sizes[1] - sizes[2] == experts // 2
 

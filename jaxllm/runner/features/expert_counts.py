@@ -11,7 +11,6 @@ import numpy as np
 from jaxllm.device_ops import TakeCounts
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
-from jaxllm.runner.expert_counts import mixture_layers
 from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind
@@ -41,9 +40,9 @@ class ExpertCounts(StepFeature):
     @classmethod
     def of(cls, config: ModelConfig, layers: Collection[int]) -> "ExpertCounts":
         """The counts of these layers of a model."""
-        found = [(layer, config.layers[layer].mlp) for layer in mixture_layers(config) if layer in layers]
+        found = [(i, layer.mlp) for i, layer in enumerate(config.layers) if isinstance(layer.mlp, MoE) and i in layers]
         names = tuple(f"{config.layer_name(layer)}.{part.name}" for layer, part in found)
-        most = max((part.routing.num_experts for _, part in found if isinstance(part, MoE)), default=0)
+        most = max((part.routing.num_experts for _, part in found), default=0)
         return cls(names, most, tuple(layer for layer, _ in found))
 
     @property
