@@ -1,8 +1,8 @@
 """Times an engine from the start of its process to its first token and to its last program, with the parts that the time goes into.
 
-    python scripts/bench_start.py [MODEL] [--cases cold,warm,…] [--json FILE] [engine options as name=value …]
+    python scripts/bench_start.py [MODEL] [--cases cold,warm,…] [--json FILE] [--directory DIR] [engine options as name=value …]
 
-Each case is a fresh process that makes an `LLM`, asks it for one token, twice, and waits for the programs that follow in the background.
+Each case is a fresh process: it makes an `LLM`, asks it for one token, twice, and waits for the programs that follow in the background.
 "ms a token" is of one request, while programs follow (if any do for that long) and when all are ready. The cases:
 
 cold      an empty cache directory
@@ -14,6 +14,7 @@ restored  the stored programs that `xla` left, which XLA had read from its cache
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -191,6 +192,7 @@ def main() -> None:
         "--warm-up-runs", type=int, help="runs of each program in the case cold, instead of the engine's own number"
     )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--directory", type=Path, help="keep what the cases store there, in its folder cache")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("options", nargs="*", type=engine_option, help="engine options, name=value")
     args = parser.parse_intermixed_args()
@@ -200,13 +202,14 @@ def main() -> None:
     options = {"model": args.model, "use_progress_bar": False, **dict(args.options)}
     end, results = time.monotonic() + args.limit, {}
     print("times since the process began; parts overlap, and those of threads add up", flush=True)
-    with tempfile.TemporaryDirectory() as directory:
+    with contextlib.ExitStack() as stack:
+        directory = args.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for case in args.cases.split(","):
             left = end - time.monotonic()
             if left < 5:
                 print(f"{case:<9} left out: the time is over", flush=True)
                 continue
-            results[case] = run_case(case, options, Path(directory), left, args.warm_up_runs)
+            results[case] = run_case(case, options, directory, left, args.warm_up_runs)
             print(describe(case, results[case]), flush=True)
     print(
         f"\n{args.model} {' '.join(f'{name}={value}' for name, value in args.options)}, {os.cpu_count()} cores\n\n{table(results)}"

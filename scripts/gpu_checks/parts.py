@@ -39,7 +39,7 @@ def _outcomes(part: str, args: argparse.Namespace, until: float, done: Collectio
     if args.sanitize:
         from scripts.gpu_checks import sanitizing
 
-        yield from sanitizing.check()
+        yield from sanitizing.check(ops=args.ops.split(","))
     elif part == "kernels":
         from scripts.gpu_checks import kernels
 
