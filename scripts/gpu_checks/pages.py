@@ -40,9 +40,9 @@ def page_name(device_kind: str) -> str:
 
 
 def readme_sentence(records: Mapping[str, Any]) -> str:
-    """Which devices have a record, with links to their pages."""
-    links = [f"[{kind}]({PAGES}/{page_name(kind)})" for kind in sorted(records)]
-    return f"{SENTENCE} {', '.join(links) or 'no device yet'}."
+    """Which devices have a record, with a link to the folder of their pages."""
+    kinds = ", ".join(sorted(records))
+    return f"{SENTENCE} {f'[{kinds}]({PAGES}/)' if kinds else 'no device yet'}."
 
 
 def render_page(device_kind: str, record: Mapping[str, Any]) -> str:
