@@ -39,8 +39,8 @@ class Place:
 PLACES = {
     "add": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.add_request", lambda self, request: request.request_id),
     "grammar": Place("core", "jaxllm.engine.grammars", "Grammars._start", lambda self, request, template: request.request_id),
-    "adapter.read": Place("core", "jaxllm.lora.adapters", "Adapters._read", lambda self, adapter, packs: adapter.name),
-    "adapter.stage": Place("core", "jaxllm.lora.adapters", "Adapters._stage", lambda self, adapter, *args: adapter.name),
+    "adapter.read": Place("core", "jaxllm.lora.manager", "LoRAManager._read", lambda self, adapter, packs: adapter.name),
+    "adapter.stage": Place("core", "jaxllm.lora.manager", "LoRAManager._stage", lambda self, adapter, *args: adapter.name),
     "op": Place("core", "jaxllm.device_ops", "run_op", lambda op, run: type(op).__name__),
     "mask": Place("core", "jaxllm.structured.matcher", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),

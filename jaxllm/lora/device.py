@@ -63,6 +63,8 @@ class DeviceSlots:
         """Modules that they could change with other names."""
         self.changes_logits = isinstance(model, CausalLM) and model.config.names.head in self.names
         self.packed_size = packed_size(self.model, tensor_size(mesh))
+        self.num_bytes = self.packed_size * tensor_size(mesh) * jnp.dtype(dtype).itemsize
+        """Memory of one packed adapter, in bytes."""
 
     def of_stage(self, model: nnx.Module) -> "DeviceSlots | None":
         """See Adaptation."""

@@ -3,28 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.lora.adapters import Adapters, Ops
 from jaxllm.lora.checkpoint import read_adapter
 from jaxllm.lora.device import DeviceSlots
-from jaxllm.lora.host_memory import AdapterFiles
+from jaxllm.lora.manager import Executor, LoRAManager, Ops
 from jaxllm.lora.targets import last_name
 from jaxllm.model_config import ModelConfig
-from jaxllm.parallel.mesh import tensor_size
-
-
-class Executor(Protocol):
-    """The methods of an executor that this package uses."""
-
-    def stage(self, handle: int, data: np.ndarray) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,7 @@ class LoRA:
         slots = self.adaptation
         return {"slots": slots.num_slots, "rank": slots.rank, "dtype": slots.dtype, "modules": sorted(slots.names)}
 
-    def new_manager(self, executor: Executor, ops: Ops) -> Adapters:
+    def new_manager(self, executor: Executor, ops: Ops) -> LoRAManager:
         """See Adapters."""
         slots, options = self.adaptation, self.config.lora
         reader = partial(
@@ -67,21 +57,4 @@ class LoRA:
             left_out=slots.left_out,
             model=self.config.model.model,
         )
-        return Adapters(Device(slots, executor), ops, reader, max_host=self.config.lora.max_cpu_loras)
-
-
-class Device:
-    """An AdapterDevice: the slots of an executor's devices."""
-
-    def __init__(self, slots: DeviceSlots, executor: Executor):
-        self._slots, self._executor = slots, executor
-        self.num_slots = slots.num_slots
-        self.num_bytes = slots.packed_size * tensor_size(slots.mesh) * jnp.dtype(slots.dtype).itemsize
-
-    def pack(self, files: AdapterFiles) -> np.ndarray:
-        """See AdapterDevice."""
-        return self._slots.pack(files.tensor)
-
-    def stage(self, handle: int, packed: np.ndarray) -> None:
-        """See AdapterDevice."""
-        self._executor.stage(handle, packed)
+        return LoRAManager(slots, executor, ops, reader, max_host=options.max_cpu_loras)

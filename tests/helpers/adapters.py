@@ -2,9 +2,11 @@
 
 import contextlib
 import itertools
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_COMPLETED, Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 
 from jaxllm.engine.op_queue import OpQueue
 from jaxllm.errors import AdapterError, JaxLLMError
-from jaxllm.lora.adapters import Adapters
+from jaxllm.lora.manager import LoRAManager
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.scheduler.errors import LostError
@@ -33,48 +35,57 @@ class Clock:
         return self.now
 
 
-@dataclass
-class VirtualLanes:
-    """Lanes whose jobs take a known time each, one after the other."""
+class VirtualThreads:
+    """Worker threads in virtual time: each job takes the time known for its thread, one after the other."""
 
-    clock: Clock
-    seconds: dict[str, float]
-    jobs: dict[str, list[tuple[bool, int, Future[Any], Callable[[], Any]]]] = field(
-        default_factory=lambda: {"read": [], "stage": []}
-    )
-    ends: dict[str, float] = field(default_factory=dict)
-    """When the current job of each kind is done."""
-    numbers: Any = field(default_factory=itertools.count)
+    def __init__(self, clock: Clock, seconds: dict[str, float]):
+        """seconds: by the last part of a thread's name."""
+        self.clock, self.seconds = clock, seconds
+        self.threads: list[VirtualThread] = []
 
-    def submit(self, lane: str, job: Callable[[], Any], *, urgent: bool = True) -> Future[Any]:
-        future: Future[Any] = Future()
-        self.jobs[lane].append((not urgent, next(self.numbers), future, job))
-        self.ends.setdefault(lane, self.clock.now + self.seconds[lane])
-        return future
+    def new(self, name: str) -> "VirtualThread":
+        self.threads.append(VirtualThread(self.clock, self.seconds[name.rpartition("-")[2]]))
+        return self.threads[-1]
 
-    def wait(self, jobs: Sequence[Future[Any]], seconds: float) -> None:
+    def wait(self, jobs: Sequence[Future[Any]], seconds: float, return_when: str = FIRST_COMPLETED) -> None:
+        """As `concurrent.futures.wait`."""
         limit = self.clock.now + seconds
-        while self.ends and min(self.ends.values()) <= limit and not any(job.done() for job in jobs):
-            self.clock.now = max(self.clock.now, min(self.ends.values()))
+        while (end := min(thread.end for thread in self.threads)) <= limit and not any(job.done() for job in jobs):
+            self.clock.now = max(self.clock.now, end)
             self.work()
         if not any(job.done() for job in jobs):
             self.clock.now = limit
 
     def work(self) -> None:
         """Finish the jobs that are done by now."""
-        for lane, waiting in self.jobs.items():
-            while lane in self.ends and self.ends[lane] <= self.clock.now:
-                _, _, future, job = waiting.pop(waiting.index(min(waiting, key=lambda entry: entry[:2])))
-                end = self.ends.pop(lane)
-                if waiting:
-                    self.ends[lane] = end + self.seconds[lane]
-                try:
-                    future.set_result(job())
-                except Exception as error:
-                    future.set_exception(error)
+        for thread in self.threads:
+            thread.work()
 
-    def shutdown(self) -> None:
-        """See Lanes."""
+
+class VirtualThread:
+    """A WorkerThread in virtual time."""
+
+    def __init__(self, clock: Clock, seconds: float):
+        self._clock, self._seconds = clock, seconds
+        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self.end = math.inf
+        """When the current job is done."""
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        if not self._jobs:
+            self.end = self._clock.now + self._seconds
+        self._jobs.append((Future(), call))
+        return self._jobs[-1][0]
+
+    def work(self) -> None:
+        """Finish the jobs that are done by now."""
+        while self.end <= self._clock.now:
+            future, call = self._jobs.popleft()
+            self.end = self.end + self._seconds if self._jobs else math.inf
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
 
 
 @dataclass
@@ -84,6 +95,9 @@ class Number:
     value: int
     directory: Path
     rank: int = 8
+
+    def tensor(self, name: str) -> np.ndarray:
+        return np.array(self.value)
 
 
 def read_number(path: str) -> Number:
@@ -97,18 +111,18 @@ def read_number(path: str) -> Number:
 
 
 class NumberDevice:
-    """Stages numbers for the slots of a FakeRunner."""
+    """The slots of a FakeRunner, and its executor."""
 
     num_bytes = 8
 
     def __init__(self, num_slots: int, runner: Callable[[], FakeRunner]):
         self.num_slots, self._runner = num_slots, runner
 
-    def pack(self, files: Number) -> np.ndarray:
-        return np.array(files.value)
+    def pack(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        return read("")
 
-    def stage(self, handle: int, packed: np.ndarray) -> None:
-        self._runner().stage(handle, packed)
+    def stage(self, handle: int, data: np.ndarray) -> None:
+        self._runner().stage(handle, data)
 
 
 class LateOps:
@@ -135,14 +149,18 @@ class AdapterEngine:
         **options: Any,
     ):
         self.clock = Clock()
-        self.lanes = VirtualLanes(self.clock, seconds or {"read": 0.1, "stage": 0.01})
+        seconds = seconds or {"read": 0.1, "stage": 0.01}
+        self.threads = VirtualThreads(self.clock, {**seconds, "check": seconds["read"]})
         self.step_seconds = step_seconds
-        self.adapters = Adapters(
-            NumberDevice(num_slots, lambda: self.engine.runner),  # type: ignore[arg-type]
+        device = NumberDevice(num_slots, lambda: self.engine.runner)
+        self.adapters = LoRAManager(
+            device,  # type: ignore[arg-type]
+            device,
             LateOps(lambda: self.engine.ops),
-            read_number,
+            read_number,  # type: ignore[arg-type]
             max_host=max_host,
-            lanes=self.lanes,  # type: ignore[arg-type]
+            new_thread=self.threads.new,  # type: ignore[arg-type]
+            wait=self.threads.wait,
             clock=self.clock,
         )
         self.scheduler = make_scheduler(rooms=(self.adapters,), async_scheduling=depth > 1, **options)
@@ -185,7 +203,7 @@ class AdapterEngine:
     def tick(self, seconds: float | None = None) -> None:
         """Let time pass."""
         self.clock.now += self.step_seconds if seconds is None else seconds
-        self.lanes.work()
+        self.threads.work()
 
     def step(self) -> list[str]:
         """What EngineCore.step does, with the time that it takes. Returns the requests that it admitted."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.engine.fault_points import injected
-from jaxllm.lora.adapters import CLAIM_SECONDS
+from jaxllm.lora.manager import CLAIM_SECONDS
 from tests.helpers.adapters import AdapterEngine, refused
 
 
@@ -54,7 +54,7 @@ def test_at_most_as_many_adapters_as_slots_run_and_others_are_overtaken():
 
 def test_steps_go_on_while_an_adapter_is_read_and_it_has_its_slot_before_it_is_next_in_line():
     engine = make(2, "a", "b", max_num_seqs=1, seconds={"read": 1.0, "stage": 0.01})
-    engine.adapters._host.packed.clear()
+    engine.adapters._host.clear()
     engine.ask(None, max_tokens=100)
     late = engine.ask("b")
     for _ in range(60):
@@ -182,7 +182,7 @@ def test_a_failure_on_the_way_ends_those_that_wait_and_the_next_request_tries_ag
     engine = make(2, "a", "b")
     engine.ask("a")
     engine.run()
-    engine.adapters._host.packed.clear()
+    engine.adapters._host.clear()
     running, plain = engine.ask("a", max_tokens=60), engine.ask(None, max_tokens=60)
     engine.step()
     with injected(fault):
@@ -197,7 +197,7 @@ def test_a_failure_on_the_way_ends_those_that_wait_and_the_next_request_tries_ag
 
 def test_requests_whose_adapters_fail_in_the_same_step_all_end():
     engine = make(2, "b", "c")
-    engine.adapters._host.packed.popitem()
+    engine.adapters._host.popitem()
     with injected("op:1:error,adapter.read:1:error"):
         plain, *asked = engine.ask(None, max_tokens=60), engine.ask("b"), engine.ask("c")
         engine.step()
@@ -218,7 +218,7 @@ def test_slots_that_were_lost_are_filled_again():
     engine.engine.runner.start_over()
     engine.engine.runner.slots = [0, 0]
     engine.adapters.forget_slots()
-    engine.adapters._host.packed.clear()
+    engine.adapters._host.clear()
     engine.check()
     engine.run()
     assert engine.stats.num_adapter_loads == 4
@@ -275,11 +275,11 @@ def test_requests_end_with_the_adapter_that_they_began_with(num_slots, how):
     most = 0
     while engine.scheduler.has_requests():
         engine.step()
-        most = max(most, sum(adapter is not None for adapter in engine.adapters._slots.contents))
+        most = max(most, sum(adapter is not None for adapter in engine.adapters._slots))
     engine.run()
     assert len({tuple(engine.received[request_id]) for request_id in old}) == 1
     assert engine.received[new] != engine.received[old[0]] and most == num_slots
-    assert len([adapter for adapter in engine.adapters._slots.contents if adapter]) == 1  # the old one is nowhere
+    assert len([adapter for adapter in engine.adapters._slots if adapter]) == 1  # the old one is nowhere
 
 
 def test_removal_while_it_is_read_staged_or_used():
@@ -289,13 +289,13 @@ def test_removal_while_it_is_read_staged_or_used():
     assert engine.adapters.adapter_state(number).error == "adapter 'b' was removed before it was loaded"
     engine.tick(1)
     assert list(where(engine)) == ["a"]
-    engine.adapters._host.packed.clear()
+    engine.adapters._host.clear()
     request = engine.ask("a")
     for _ in range(5):
         engine.step()
         assert engine.adapters.remove_adapter("a") == (_ == 0)
     engine.run()
-    assert engine.received[request] and not where(engine) and not engine.adapters._host.packed
+    assert engine.received[request] and not where(engine) and not engine.adapters._host
     assert engine.add("a", "4") == ""
     aborted = engine.ask("a", max_tokens=90)
     engine.ask(None, max_tokens=30)
@@ -304,17 +304,17 @@ def test_removal_while_it_is_read_staged_or_used():
     engine.adapters.remove_adapter("a")
     engine.abort(aborted)
     engine.run()
-    assert engine.adapters._slots.contents == [None, None] and engine.adapters._staging is None
+    assert engine.adapters._slots == [None, None] and engine.adapters._staging is None
 
 
 def test_an_abort_while_an_adapter_is_read_leaves_it_in_memory_and_nothing_else():
     engine = make(1, "a")
-    engine.adapters._host.packed.clear()
+    engine.adapters._host.clear()
     engine.ask(None, max_tokens=30)
     engine.abort(engine.ask("a"))
     engine.run()
     assert not engine.received["r1"] and where(engine)["a"] == "host"
-    assert engine.adapters.remove_adapter("a") and not engine.adapters._host.packed
+    assert engine.adapters.remove_adapter("a") and not engine.adapters._host
 
 
 def test_many_are_added_and_only_as_many_as_fit_are_kept_in_memory():
@@ -326,7 +326,7 @@ def test_many_are_added_and_only_as_many_as_fit_are_kept_in_memory():
     for index in (*range(10), 4, 5):
         engine.ask(f"a{index}")
     engine.run()
-    assert not engine.errors and len(engine.adapters._host.packed) == 3
+    assert not engine.errors and len(engine.adapters._host) == 3
 
 
 def test_an_engine_whose_requests_have_no_adapters_does_nothing_for_them():

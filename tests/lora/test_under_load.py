@@ -98,7 +98,7 @@ def alone(shared_core: EngineCore, weights: list[Path]) -> dict[tuple[int | None
 
 
 def wait_for_adapters(core: EngineCore) -> None:
-    while core.adapters._registry.new:  # type: ignore[union-attr]
+    while core.adapters._new:  # type: ignore[union-attr]
         core.list_adapters()
         time.sleep(0.001)
 
