@@ -1,11 +1,33 @@
-"""Numbers on the command line, with the range that each argument allows. Each raises argparse.ArgumentTypeError."""
+"""Types of arguments: numbers with the range that each allows, and JSON objects. Each raises argparse.ArgumentTypeError."""
 
 import argparse
+import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.flag_arguments import whole_number
+
+
+@dataclass(frozen=True)
+class Number:
+    """The type of an argument that is a number."""
+
+    read: Callable[[str], Any]
+    allows: Callable[[Any], bool]
+    fault: str
+    metavar: str
+    """How help names the value."""
+
+    def __call__(self, text: str) -> Any:
+        try:
+            value = self.read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if not self.allows(value):
+            raise argparse.ArgumentTypeError(self.fault)
+        return value
 
 
 def _decimal(text: str) -> float:
@@ -19,22 +41,19 @@ def _decimal(text: str) -> float:
     return value
 
 
-def _ranged(read: Callable[[str], Any], allows: Callable[[Any], bool], fault: str) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        if not allows(value):
-            raise argparse.ArgumentTypeError(fault)
-        return value
-
-    return parse
+count = Number(whole_number, lambda value: value >= 0, "must not be negative", "N")
+positive = Number(whole_number, lambda value: value >= 1, "must be at least 1", "N")
+above_zero = Number(_decimal, lambda value: 0 < value < math.inf, "must be above 0", "X")
+not_negative = Number(_decimal, lambda value: 0 <= value < math.inf, "must not be negative", "X")
+rate = Number(_decimal, lambda value: value > 0, "must be above 0, or inf", "X")
+fraction = Number(_decimal, lambda value: 0 <= value < 1, "must be at least 0 and less than 1", "X")
 
 
-count = _ranged(whole_number, lambda value: value >= 0, "must not be negative")
-positive = _ranged(whole_number, lambda value: value >= 1, "must be at least 1")
-above_zero = _ranged(_decimal, lambda value: 0 < value < math.inf, "must be above 0")
-not_negative = _ranged(_decimal, lambda value: 0 <= value < math.inf, "must not be negative")
-rate = _ranged(_decimal, lambda value: value > 0, "must be above 0, or inf")
-fraction = _ranged(_decimal, lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
+    return value

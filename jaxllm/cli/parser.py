@@ -6,11 +6,12 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxllm import vllm_environment
 from jaxllm.cli.flags import SHORT_NAMES, all_flags, join_sub_keys, object_flags
+from jaxllm.cli.numbers import json_object
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
 from jaxllm.flag_arguments import SEVERAL_WORDS, add_flag, spelling
@@ -20,6 +21,7 @@ from jaxllm.vllm_flags import OLDER
 
 MAX_CANDIDATES = 12
 """Most flags that the error of an ambiguous prefix lists."""
+_METAVARS: Mapping[Any, str] = {int: "N", float: "X", json_object: "JSON"}
 
 
 class UsageError(Exception):
@@ -195,13 +197,23 @@ class _Help(argparse.Action):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """argparse's layout, with a fixed width for pipes and examples kept as they are written."""
+    """argparse's layout, with a fixed width for pipes, examples as they are written, values named by their type, and defaults."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=34, width=min(_width(), 120))
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(indent + line for line in text.splitlines())
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return getattr(action.type, "metavar", None) or _METAVARS.get(action.type, "TEXT")
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        is_told = not isinstance(default, str | int | float) or default is False or default == argparse.SUPPRESS
+        if is_told or action.help is None or "default:" in action.help:
+            return action.help
+        return f"{action.help} (default: {f'{default:g}' if isinstance(default, float) else default})"
 
 
 def _long_name(action: argparse.Action) -> str:
