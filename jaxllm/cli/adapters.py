@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxllm.cli.numbers import name_value
 from jaxllm.cli.parser import Parser, UsageError
-from jaxllm.cli.server_arguments import pairs
 from jaxllm.errors import ConfigError
 from jaxllm.files import read_json
 from jaxllm.lora_calls import adapter_directory
@@ -16,22 +16,17 @@ from jaxllm.lora_request import LoRARequest
 
 def add_lora_argument(parser: Parser, help: str, *, several: bool = False) -> None:
     """Add --lora; with `several` it may be repeated."""
-    parser.add_argument(
-        "--lora",
-        action="append" if several else "store",
-        metavar="NAME=PATH",
-        help=f"{help}: a directory in PEFT's format or a hub id; sets --enable-lora",
-    )
+    text = f"{help}: a directory in PEFT's format or a hub id; sets --enable-lora"
+    parser.add_argument("--lora", action="append" if several else "store", type=name_value, metavar="NAME=PATH", help=text)
 
 
 def lora_requests(arguments: argparse.Namespace, engine_options: dict[str, Any]) -> list[LoRARequest]:
     """The adapters of --lora; sets the engine's options that they need and that are not given. Raises UsageError or AdapterError."""
-    given = arguments.lora or []
-    if not given:
+    if not arguments.lora:
         return []
     if engine_options.get("enable_lora") is False:
         raise UsageError("--lora needs --enable-lora, which is switched off")
-    named = pairs([given] if isinstance(given, str) else given, "--lora")
+    named = arguments.lora if isinstance(arguments.lora, list) else [arguments.lora]
     names = [name for name, _ in named]
     if len(set(names)) < len(names):
         raise UsageError(f"--lora: two adapters have the name {max(names, key=names.count)!r}")

@@ -6,7 +6,7 @@ import math
 from jaxllm.cli import options
 from jaxllm.cli.bench_elsewhere import add_arguments_of_vllm, dataset
 from jaxllm.cli.flags import shaping_flags
-from jaxllm.cli.numbers import above_zero, count, fraction, json_object, not_negative, positive, rate
+from jaxllm.cli.numbers import above_zero, count, fraction, json_object, name_value, not_negative, positive, rate
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments
 from jaxllm.flag_arguments import spelling
@@ -16,6 +16,7 @@ DATASETS = ("random", "mix", "sharegpt", "custom", "prefix_repetition")
 BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat", "openai-embeddings": "openai-embeddings"}
 SAMPLING = {flag.name: flag.type for flag in shaping_flags() if flag.name != "temperature"}
 METRICS = ("ttft", "tpot", "itl", "e2el")
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -113,7 +114,7 @@ def _add_result_arguments(parser: Parser) -> None:
     add("--percentile-metrics", type=_metrics, default=METRICS, metavar="NAMES", help=shown)
     add("--metric-percentiles", type=_percentiles, default=(99.0,), metavar="N,N", help="(default: 99)")
     limits = "count requests within these limits, e.g. ttft:200 tpot:50"
-    add("--goodput", nargs="+", default=[], metavar="NAME:MS", help=limits)
+    add("--goodput", nargs="+", type=_limit, default=[], metavar="NAME:MS", help=limits)
     add("--json", action="store_true", help="print the result as a JSON object")
     add("--output-json", metavar="FILE", help="write the result to this file")
     add("--save-result", action="store_true", help="write the result to a JSON file that is named after the run")
@@ -122,7 +123,7 @@ def _add_result_arguments(parser: Parser) -> None:
     add("--result-dir", metavar="DIRECTORY", help="default: the current one")
     add("--result-filename", metavar="NAME", help="default: from label, rate, model and time")
     add("--label", help="name of this run in result and file name; default: the backend")
-    add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="kept in the result")
+    add("--metadata", nargs="*", type=name_value, default=[], metavar="KEY=VALUE", help="kept in the result")
     add("--disable-tqdm", action="store_true", help="show no progress")
     add("--profile", action="store_true", help="have the server trace the run (its --profiler-dir and --enable-dev-endpoints)")
     add("--plot", metavar="FILE", help="draw the run (png, svg or pdf; extra: plot)")
@@ -143,3 +144,14 @@ def _percentiles(text: str) -> tuple[float, ...]:
     if not all(0 <= value <= 100 for value in values):
         raise argparse.ArgumentTypeError(f"{text!r} must be numbers from 0 to 100, separated by commas")
     return values
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, limit = text.partition(":")
+    try:
+        if name in GOODPUT_METRICS and (milliseconds := float(limit)) >= 0:
+            return name, milliseconds
+    except ValueError:
+        pass
+    names = ", ".join(GOODPUT_METRICS)
+    raise argparse.ArgumentTypeError(f"{text!r} must be NAME:MILLISECONDS with NAME one of {names}")

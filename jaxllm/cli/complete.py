@@ -3,7 +3,7 @@
 import argparse
 
 from jaxllm.cli import options
-from jaxllm.cli.chat import chat_flags, converse_plainly
+from jaxllm.cli.chat import answer_all, chat_flags
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client
 
@@ -31,7 +31,4 @@ def run(arguments: argparse.Namespace) -> int:
     sampling = options.sampling_options(arguments, chat_flags())
     client = make_client(arguments, arguments.url)
     with ServerCompletions(client, arguments.model, sampling, quiet=arguments.quiet) as server:
-        if arguments.quick is None:
-            return converse_plainly(server)
-        server.answer(arguments.quick)
-        return 0
+        return answer_all(server, arguments.quick, has_commands=False)

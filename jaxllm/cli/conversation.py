@@ -5,7 +5,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import running, terminal
-from jaxllm.cli.streaming import stream
+from jaxllm.cli.streaming import Answer, stream
 from jaxllm.errors import EngineError
 from jaxllm.lora_request import LoRARequest
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class Conversation(abc.ABC):
     """The messages so far and the sampling values; subclasses produce the answers."""
 
+    keeps_messages = True
+    """Whether an answer depends on the messages before it."""
+
     def __init__(self, sampling: dict[str, Any], *, quiet: bool):
         self.messages: list[dict[str, Any]] = []
         self.sampling = sampling
@@ -24,15 +27,22 @@ class Conversation(abc.ABC):
 
     @abc.abstractmethod
     def values(self) -> dict[str, Any]:
-        """The sampling values of the next answer, as far as the client has them."""
+        """The sampling values of the next answer, as far as the client has them. Raises InvalidRequestError for an invalid one."""
 
     @abc.abstractmethod
-    def check(self) -> None:
-        """Raise InvalidRequestError for an invalid value from /set."""
+    def produce(self, messages: list[dict[str, Any]], answer: Answer) -> None:
+        """Stream the answer to the last message to the terminal."""
 
-    @abc.abstractmethod
     def answer(self, text: str) -> None:
-        """Stream the answer to a message to the terminal, and store both. Ctrl-C ends the answer and keeps its text so far."""
+        """Answer a message, store both, and print the speed. Ctrl-C ends the answer and keeps its text so far."""
+        asked, answer = [*self.messages, {"role": "user", "content": text}], Answer()
+        self.produce(asked, answer)
+        if answer.fault is not None:
+            raise EngineError(answer.fault)
+        if self.keeps_messages:
+            self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        if not self.quiet:
+            terminal.note(answer.stats.line() + ("" if answer.finished else " (stopped)"))
 
     def set_system(self, text: str) -> None:
         """Replace the system message; an empty text removes it."""
@@ -42,12 +52,6 @@ class Conversation(abc.ABC):
     def reset(self) -> None:
         """Remove all messages but the system message."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
-
-    def keep(self, asked: list[dict[str, Any]], answer: str, stats: terminal.RunStats, *, finished: bool) -> None:
-        """Store the answer, and print its speed."""
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
-        if not self.quiet:
-            terminal.note(stats.line() + ("" if finished else " (stopped)"))
 
 
 class LocalConversation(Conversation):
@@ -61,16 +65,9 @@ class LocalConversation(Conversation):
     def values(self) -> dict[str, Any]:
         return dataclasses.asdict(self._params())
 
-    def check(self) -> None:
-        self._params()
-
-    def answer(self, text: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = self._llm.render_conversations(asked)[0]
-        streamed = stream(self._llm, prompt, self._params(), lora_request=self._lora_request)
-        if streamed.fault is not None:
-            raise EngineError(streamed.fault)
-        self.keep(asked, streamed.text, streamed.stats, finished=streamed.finished)
+    def produce(self, messages: list[dict[str, Any]], answer: Answer) -> None:
+        prompt = self._llm.render_conversations(messages)[0]
+        stream(self._llm, prompt, self._params(), answer, self._lora_request)
 
     def _params(self) -> SamplingParams:
         return dataclasses.replace(self._base, **self.sampling, output_kind=RequestOutputKind.DELTA)

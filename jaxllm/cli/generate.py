@@ -7,18 +7,19 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.batches import each
 from jaxllm.cli import planning, prompts, running, terminal
 from jaxllm.cli.adapters import add_lora_argument, the_lora_request
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.forms import add_form_arguments, read_form
 from jaxllm.cli.options import add_common_arguments, engine_options, progress_for, sampling_options
 from jaxllm.cli.parser import Parser, UsageError
-from jaxllm.cli.streaming import stream
+from jaxllm.cli.streaming import Answer, stream
 from jaxllm.config import ModelOptions
 from jaxllm.errors import InvalidRequestError
 from jaxllm.flag_arguments import spelling
@@ -46,23 +47,16 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "prompts",
-        nargs="*",
-        metavar="PROMPT",
-        help="text to write on from; - reads all of stdin; a model's directory, GGUF file or known name (demo, smollm2) before all "
-        "prompts is taken for --model",
+    add = parser.add_argument
+    text = (
+        "text to write on from; - reads all of stdin; a model's directory, GGUF file or known name (demo, smollm2) before all "
     )
-    parser.add_argument(
-        "-f",
-        "--file",
-        metavar="FILE",
-        help="prompts to run: a line each; in a .jsonl file objects with prompt, prompt_token_ids or messages, "
-        "and sampling values for that line; - is stdin",
-    )
-    parser.add_argument("--chat", action="store_true", help="treat prompts as messages of a user, in the model's chat template")
-    parser.add_argument("--system", metavar="TEXT", help="system message for --chat")
-    parser.add_argument("--json", action="store_true", help="a JSON object per prompt, with token ids and why it ended")
+    add("prompts", nargs="*", metavar="PROMPT", help=text + "prompts is taken for --model")
+    text = "prompts to run: a line each; in a .jsonl file objects with prompt, prompt_token_ids or messages, "
+    add("-f", "--file", metavar="FILE", help=text + "and sampling values for that line; - is stdin")
+    add("--chat", action="store_true", help="treat prompts as messages of a user, in the model's chat template")
+    add("--system", help="system message for --chat")
+    add("--json", action="store_true", help="a JSON object per prompt, with token ids and why it ended")
     add_lora_argument(parser, "LoRA adapter that answers all prompts")
     add_form_arguments(parser)
     add_common_arguments(parser)
@@ -78,9 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     if (form := read_form(arguments)) is not None:
         sampling["structured_outputs"] = form
     jobs = _gather(arguments)
-    _refuse_empty(jobs)
-    for job in jobs:
-        _check_sampling(job, sampling, options.get("max_logprobs", ModelOptions().max_logprobs))
+    max_logprobs = options.get("max_logprobs", ModelOptions().max_logprobs)
+    with _origins_in_errors(jobs):
+        each(jobs, lambda job: _check(job, sampling, max_logprobs), "prompt")
     if not arguments.json:
         _refuse_what_text_cannot_show(options, sampling, jobs)
     lora_request = the_lora_request(arguments, options)
@@ -89,26 +83,18 @@ def run(arguments: argparse.Namespace) -> int:
     if jobs[0].origin == "demo" and not arguments.quiet:
         terminal.note(f"no prompt was given; here is one for the model:\n{jobs[0].text}")
     progress = progress_for(arguments, options)
-    llm = running.open_llm(options, progress)
-    try:
-        if lora_request is not None:
-            llm.add_lora(lora_request)
-        params = [
-            dataclasses.replace(running.default_sampling(llm, chat=job.messages is not None), **{**sampling, **job.sampling})
-            for job in jobs
-        ]
+    with running.opened_llm(options, progress, lora_request) as llm, _origins_in_errors(jobs):
+        defaults = {
+            is_chat: running.default_sampling(llm, chat=is_chat) for is_chat in {job.messages is not None for job in jobs}
+        }
+        params = [dataclasses.replace(defaults[job.messages is not None], **{**sampling, **job.sampling}) for job in jobs]
         if len(jobs) == 1 and params[0].n == 1 and not arguments.json:
             params[0].output_kind = RequestOutputKind.DELTA
-            after = "" if arguments.quiet else _beginning_on_terminal(jobs[0])
-            try:
-                streamed = stream(llm, running.as_input(llm, jobs[0]), params[0], lora_request=lora_request, after=after)
-            except InvalidRequestError as error:
-                raise _with_origins(error, jobs) from error
-            outcome = _Outcome(streamed.stats, int(streamed.finished), [streamed.fault] if streamed.fault else [])
+            answer = Answer(after="" if arguments.quiet else _beginning_on_terminal(jobs[0]))
+            stream(llm, _as_input(llm, jobs[0]), params[0], answer, lora_request)
+            outcome = _Outcome(answer.stats, int(answer.finished), [answer.fault] if answer.fault else [])
         else:
             outcome = _run_batch(llm, jobs, params, lora_request, progress, as_json=arguments.json)
-    finally:
-        llm.shutdown()
     if not arguments.quiet:
         terminal.note(outcome.stats.line())
     for fault in outcome.faults:
@@ -173,24 +159,29 @@ def _as_message(job: prompts.Prompt, system: str | None) -> prompts.Prompt:
     return dataclasses.replace(job, text=None, messages=messages)
 
 
-def _refuse_empty(jobs: Sequence[prompts.Prompt]) -> None:
+def _check(job: prompts.Prompt, sampling: Mapping[str, Any], max_logprobs: int) -> None:
     """Report the errors that need no tokenizer before the model is loaded."""
-    empty = [job.origin for job in jobs if job.text == ""]
-    if not empty:
-        return
-    fault = "prompt is empty, must have at least 1 token"
-    if len(jobs) == 1:
-        raise _with_origins(InvalidRequestError(fault, "prompt"), jobs)
-    named = "; ".join(f"{origin}: {fault}" for origin in empty[: prompts.MAX_FAULTS_SHOWN])
-    more = f"; and {len(empty) - prompts.MAX_FAULTS_SHOWN} more" if len(empty) > prompts.MAX_FAULTS_SHOWN else ""
-    raise InvalidRequestError(f"{len(empty)} of {len(jobs)} prompts cannot be served, none was run: {named}{more}", "prompt")
+    if job.text == "":
+        raise InvalidRequestError("prompt is empty, must have at least 1 token", "prompt")
+    SamplingParams(**{**sampling, **job.sampling}).verify_logprobs(max_logprobs)
 
 
-def _check_sampling(job: prompts.Prompt, sampling: Mapping[str, Any], max_logprobs: int) -> None:
+@contextlib.contextmanager
+def _origins_in_errors(jobs: Sequence[prompts.Prompt]) -> Iterator[None]:
+    """Name prompts in errors by their origin: the engine numbers prompts, if there are several."""
     try:
-        SamplingParams(**{**sampling, **job.sampling}).verify_logprobs(max_logprobs)
+        yield
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{job.origin}: {error}", error.param) from error
+        text = re.sub(r"\bprompt (\d+):", lambda match: f"{jobs[int(match[1])].origin}:", str(error))
+        is_only_line = len(jobs) == 1 and jobs[0].is_line
+        raise InvalidRequestError(f"{jobs[0].origin}: {error}" if is_only_line else text, error.param) from error
+
+
+def _as_input(llm: "LLM", job: prompts.Prompt) -> Any:
+    """The prompt in the engine's form; applies the model's chat template to messages."""
+    if job.messages is not None:
+        return llm.render_conversations(job.messages)[0]
+    return job.text if job.token_ids is None else {"prompt_token_ids": job.token_ids}
 
 
 def _beginning_on_terminal(job: prompts.Prompt) -> str:
@@ -230,10 +221,7 @@ def _run_batch(
     finished: dict[int, RequestOutput] = {}
     next_index = 0
     began = time.perf_counter()
-    try:
-        outputs = llm.generate_iter([running.as_input(llm, job) for job in jobs], params, lora_request=lora_request)
-    except InvalidRequestError as error:
-        raise _with_origins(error, jobs) from error
+    outputs = llm.generate_iter(each(jobs, lambda job: _as_input(llm, job), "prompt"), params, lora_request=lora_request)
     progress.start("generating", len(jobs), "prompt")
     try:
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
@@ -257,17 +245,6 @@ def _run_batch(
         if answer.finish_reason == "error"
     ]
     return _Outcome(_stats_of(list(finished.values()), seconds), len(finished), faults)
-
-
-def _with_origins(error: InvalidRequestError, jobs: Sequence[prompts.Prompt]) -> InvalidRequestError:
-    """Name a prompt in an error by its origin: the engine numbers prompts (only if there are several)."""
-    if len(jobs) == 1:
-        [job] = jobs
-        if not job.is_line or str(error).startswith(f"{job.origin}: "):
-            return error
-        return InvalidRequestError(f"{job.origin}: {error}", error.param)
-    text = re.sub(r"\bprompt (\d+):", lambda match: f"{jobs[int(match[1])].origin}:", str(error))
-    return InvalidRequestError(text, error.param)
 
 
 def _stats_of(outputs: Sequence["RequestOutput"], seconds: float) -> terminal.RunStats:

@@ -1,4 +1,4 @@
-"""Types of arguments: numbers with the range that each allows, and JSON objects. Each raises argparse.ArgumentTypeError."""
+"""Types of arguments: numbers with the range that each allows, JSON objects, pairs. Each raises argparse.ArgumentTypeError."""
 
 import argparse
 import json
@@ -50,6 +50,7 @@ fraction = Number(_decimal, lambda value: 0 <= value < 1, "must be at least 0 an
 
 
 def json_object(text: str) -> dict[str, Any]:
+    """An object in JSON."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -57,3 +58,11 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("not a JSON object")
     return value
+
+
+def name_value(text: str) -> tuple[str, str]:
+    """NAME=VALUE, split."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
+    return name, value

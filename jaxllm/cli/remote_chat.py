@@ -2,34 +2,16 @@
 
 import asyncio
 import contextlib
-import re
-import sys
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from jaxllm.cli import terminal
 from jaxllm.cli.conversation import Conversation
+from jaxllm.cli.streaming import Answer, printable
 from jaxllm.errors import ConfigError
 from jaxllm.http_client.chunks import Chunk
 from jaxllm.http_client.client import ServerClient, ServerError
 from jaxllm.sampling_params import SamplingParams
-
-PATH = "/v1/chat/completions"
-NAMES_OF_SERVERS: Mapping[str, str] = {"max_tokens": "max_completion_tokens"}
-"""Sampling values with another name in a chat request."""
-_TERMINAL_CODES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-@dataclass
-class _Answer:
-    text: str = ""
-    thought: str = ""
-    finished: bool = False
-    stats: terminal.RunStats = field(default_factory=terminal.RunStats)
 
 
 class ServerConversation(Conversation):
@@ -65,56 +47,26 @@ class ServerConversation(Conversation):
         self._runner.close()
 
     def values(self) -> dict[str, Any]:
-        """The sampling values set here or told by the server, which has defaults for the others."""
+        SamplingParams(**self.sampling)
         return {**self._defaults, **self.sampling}
 
-    def check(self) -> None:
-        SamplingParams(**self.sampling)
+    def produce(self, messages: list[dict[str, Any]], answer: Answer) -> None:
+        with answer.arriving():
+            self._runner.run(self._stream(*self._request(messages), answer))
 
-    def answer(self, text: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": text}]
-        answer = _Answer()
-        began = time.perf_counter()
-        try:
-            with contextlib.suppress(KeyboardInterrupt):
-                self._runner.run(self._stream(asked, answer, began))
-        finally:
-            if answer.text and not answer.text.endswith("\n"):
-                print(flush=True)
-        answer.stats.total_seconds = time.perf_counter() - began
-        self.keep(asked, answer.text, answer.stats, finished=answer.finished)
-
-    def _request(self, asked: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    def _request(self, messages: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
         """The path, and the fields of the body that depend on it."""
-        values = {NAMES_OF_SERVERS.get(name, name): value for name, value in self.values().items() if value is not None}
-        return PATH, {"messages": asked} | values
+        values = {"max_completion_tokens" if name == "max_tokens" else name: value for name, value in self.values().items()}
+        return "/v1/chat/completions", {"messages": messages} | values
 
-    async def _stream(self, asked: list[dict[str, Any]], answer: _Answer, began: float) -> None:
-        path, values = self._request(asked)
-        body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}} | values
+    async def _stream(self, path: str, values: dict[str, Any], answer: Answer) -> None:
+        given = {name: value for name, value in values.items() if value is not None}
+        body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}} | given
         async with contextlib.aclosing(self._client.stream(path, msgspec.json.encode(body))) as pieces:
             async for chunks in pieces:
                 for chunk in chunks:
-                    self._show(chunk, answer, began)
+                    _add(chunk, answer)
         answer.finished = True
-
-    def _show(self, chunk: Chunk, answer: _Answer, began: float) -> None:
-        stats = answer.stats
-        if chunk.usage is not None:
-            stats.num_prompt_tokens = chunk.usage.prompt_tokens or stats.num_prompt_tokens
-            stats.num_output_tokens = chunk.usage.completion_tokens or stats.num_output_tokens
-        for choice in (chunk.choices or [])[:1]:
-            if not choice.only_opens and not stats.first_token_seconds:
-                stats.first_token_seconds = [time.perf_counter() - began]
-            if choice.delta is not None and (thought := printable(choice.delta.thought)):
-                answer.thought += thought
-                print(terminal.styled(thought, "dim", sys.stderr), end="", file=sys.stderr, flush=True)
-            if text := choice.visible:
-                if answer.thought and not answer.text:
-                    print(file=sys.stderr, flush=True)
-                answer.text += text
-                sys.stdout.write(printable(text))
-                sys.stdout.flush()
 
     async def _card_of(self, model: str | None) -> dict[str, Any]:
         """The server's entry of a model; None: of its first one. Raises ServerError or ConfigError."""
@@ -134,15 +86,21 @@ class ServerConversation(Conversation):
 class ServerCompletions(ServerConversation):
     """Continues each text separately; keeps no context for the next."""
 
-    def _request(self, asked: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-        values = {name: value for name, value in self.sampling.items() if value is not None}
-        return "/v1/completions", {"prompt": asked[-1]["content"]} | values
+    keeps_messages = False
 
-    def keep(self, asked: list[dict[str, Any]], answer: str, stats: terminal.RunStats, *, finished: bool) -> None:
-        super().keep([], answer, stats, finished=finished)
-        self.messages = []
+    def _request(self, messages: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+        return "/v1/completions", {"prompt": messages[-1]["content"]} | self.sampling
 
 
-def printable(text: str) -> str:
-    """Remove terminal control codes from untrusted text, except line ends and tabs."""
-    return _TERMINAL_CODES.sub("", text)
+def _add(chunk: Chunk, answer: Answer) -> None:
+    stats = answer.stats
+    if chunk.usage is not None:
+        stats.num_prompt_tokens = chunk.usage.prompt_tokens or stats.num_prompt_tokens
+        stats.num_output_tokens = chunk.usage.completion_tokens or stats.num_output_tokens
+    for choice in (chunk.choices or [])[:1]:
+        if not choice.only_opens:
+            answer.note_token()
+        if choice.delta is not None and (thought := printable(choice.delta.thought)):
+            answer.add_thought(thought)
+        if text := choice.visible:
+            answer.add(text, printable(text))

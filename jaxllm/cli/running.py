@@ -1,14 +1,15 @@
 """The engine for `generate`, `chat` and `bench`: created with progress output; takes prompts in its own form."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.cli.planning import meant_model
-from jaxllm.cli.prompts import Prompt
 from jaxllm.config import EngineConfig
-from jaxllm.errors import InvalidRequestError, ModelLoadError
+from jaxllm.errors import ModelLoadError
 from jaxllm.log import info_once
+from jaxllm.lora_request import LoRARequest
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
 
@@ -25,6 +26,19 @@ def open_llm(options: Mapping[str, Any], progress: Progress) -> "LLM":
     from jaxllm.llm import LLM
 
     return _opened(LLM.from_config, options, progress)
+
+
+@contextlib.contextmanager
+def opened_llm(options: Mapping[str, Any], progress: Progress, lora_request: LoRARequest | None = None) -> Iterator["LLM"]:
+    """The engine with an adapter; at the end it is shut down and the progress display removed."""
+    llm = open_llm(options, progress)
+    try:
+        if lora_request is not None:
+            llm.add_lora(lora_request)
+        yield llm
+    finally:
+        progress.finish()
+        llm.shutdown()
 
 
 def open_async_llm(options: Mapping[str, Any], progress: Progress) -> "AsyncLLM":
@@ -56,13 +70,3 @@ def chat_sampling(llm: "LLM") -> SamplingParams:
     """The sampling defaults of a chat, which the log tells."""
     info_once(f"default sampling: {llm.llm_engine.input_processor.generation_config.describe_chats()}")
     return llm.get_default_sampling_params(chat=True)
-
-
-def as_input(llm: "LLM", prompt: Prompt) -> Any:
-    """A prompt in the engine's form; applies the model's chat template to messages."""
-    if prompt.messages is None:
-        return prompt.text if prompt.token_ids is None else {"prompt_token_ids": prompt.token_ids}
-    try:
-        return llm.render_conversations(prompt.messages)[0]
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"{prompt.origin}: {error}", error.param) from error
