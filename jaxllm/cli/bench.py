@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.acceptance import Acceptance, report_lines
 from jaxllm.cli import options, planning, running
-from jaxllm.cli.adapters import add_lora_argument, lora_requests
 from jaxllm.cli.bench_elsewhere import add_arguments_of_vllm, dataset
 from jaxllm.cli.bench_serve import PlainTokenizer, read_mix
 from jaxllm.cli.flags import engine_flags, sampling_flags, shaping_flags
@@ -68,7 +67,7 @@ def add_arguments(parser: Parser) -> None:
     backend = "changes nothing: this engine is measured, under vLLM's name for its own too; not vLLM's other engines"
     add("--backend", choices=["jaxllm", "vllm"], help=backend)
     add("--n", type=int, choices=[1], help=argparse.SUPPRESS)  # vLLM's number of answers to each prompt
-    add_lora_argument(parser, "LoRA adapter that requests name in turn; may be repeated", several=True)
+    options.add_lora_argument(parser, "LoRA adapter that requests name in turn; may be repeated", several=True)
     options.add_common_arguments(parser)
     parser.add_flags(bench_flags())
     parser.add_flags(engine_flags())
@@ -83,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine_options = options.engine_options(arguments)
     sampling = options.sampling_options(arguments, bench_flags())
     mix = read_mix(arguments.mix, arguments.num_prompts) if arguments.mix else None
-    loras = lora_requests(arguments, engine_options)
+    loras = options.lora_requests(arguments, engine_options)
     if arguments.dry_run:
         return planning.dry_run(engine_options)
     if arguments.output_json:

@@ -52,11 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         prompts = with_models(prompts, arguments.lora_modules, arguments.lora_assignment, arguments.seed)
         warm_up = dataclasses.replace(warm_up, model=arguments.lora_modules[0])
-    progress = make_progress(quiet=arguments.quiet or arguments.disable_tqdm)
-    try:
+    with make_progress(quiet=arguments.quiet or arguments.disable_tqdm) as progress:
         model, load, drafts = run_async(_measure(arguments, prompts, warm_up, progress))
-    finally:
-        progress.finish()
     from jaxllm.http_client import results
 
     percentiles = arguments.metric_percentiles

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from jaxllm import env
 from jaxllm.cache_folders import make_folder
 from jaxllm.cli import options, planning, running, terminal
-from jaxllm.cli.adapters import add_lora_argument, the_lora_request
 from jaxllm.cli.conversation import Conversation, LocalConversation
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.parser import Parser, UsageError
@@ -47,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
     add("--quick", help="answer this message and end")
     add("--load", metavar="FILE", help="go on with a conversation that /save wrote")
     add("--model-name", dest="model", metavar="NAME", default=argparse.SUPPRESS, help="as --model")
-    add_lora_argument(parser, "LoRA adapter that answers")
+    options.add_lora_argument(parser, "LoRA adapter that answers")
     add("--url", metavar="URL", help="talk with the model of this server, e.g. http://127.0.0.1:8000")
     add_connection_arguments(parser)
     options.add_common_arguments(parser)
@@ -65,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine_options = options.engine_options(arguments)
     if engine_options.get("skip_tokenizer_init"):
         raise UsageError("a conversation needs the tokenizer; leave out --skip-tokenizer-init")
-    lora_request = the_lora_request(arguments, engine_options)
+    lora_request = options.the_lora_request(arguments, engine_options)
     if arguments.dry_run:
         return planning.dry_run(engine_options)
     with running.opened_llm(engine_options, options.progress_for(arguments, engine_options), lora_request) as llm:

@@ -35,11 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     from jaxllm.engine.compile import compile_artifact
 
     config, started = EngineConfig.from_options(**chosen), time.perf_counter()
-    progress = options.progress_for(arguments, chosen)
-    try:
+    with options.progress_for(arguments, chosen) as progress:
         made = compile_artifact(config, planning.model_directory(config), Path(arguments.output), progress)
-    finally:
-        progress.finish()  # remove the bar before an error is printed
     seconds = time.perf_counter() - started
     print(f"{made.num_programs} programs, {size(made.num_bytes)}, in {arguments.output} ({seconds:.1f} s)")
     return 0

@@ -14,10 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.batches import each
 from jaxllm.cli import planning, prompts, running, terminal
-from jaxllm.cli.adapters import add_lora_argument, the_lora_request
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.forms import add_form_arguments, read_form
-from jaxllm.cli.options import add_common_arguments, engine_options, progress_for, sampling_options
+from jaxllm.cli.options import (
+    add_common_arguments,
+    add_lora_argument,
+    engine_options,
+    progress_for,
+    sampling_options,
+    the_lora_request,
+)
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.streaming import Answer, stream
 from jaxllm.config import ModelOptions

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.terminal import size
-from jaxllm.config import EngineConfig, unknown_name
-from jaxllm.errors import JaxLLMError, ModelLoadError
-from jaxllm.hub import KNOWN
+from jaxllm.config import EngineConfig
+from jaxllm.errors import JaxLLMError
 
 if TYPE_CHECKING:
     from jaxllm.cache_spec import CacheLayout
@@ -97,10 +96,7 @@ def model_directory(config: EngineConfig) -> Path:
     from jaxllm.text.model_files import text_files
 
     options = config.model
-    try:
-        return text_files(options.model, revision=options.revision, download_dir=options.download_dir)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{error}{meant_model(options.model, error)}") from error
+    return text_files(options.model, revision=options.revision, download_dir=options.download_dir)
 
 
 def dry_run(options: Mapping[str, Any]) -> int:
@@ -118,23 +114,3 @@ def dry_run(options: Mapping[str, Any]) -> int:
     print(planned.describe())
     planned.check()
     return 0
-
-
-def cached_models(download_dir: str | None = None) -> list[Any]:
-    """The models in the hub's cache on this machine, as huggingface_hub's CachedRepoInfo, by name."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        cache = scan_cache_dir(download_dir)
-    except (CacheNotFound, ValueError):
-        return []
-    return sorted((repo for repo in cache.repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
-
-
-def meant_model(name: str, error: Exception) -> str:
-    """`; did you mean 'demo'?`, unless the error already suggests a name or no model here has a similar one."""
-    if name in KNOWN or "did you mean" in str(error):
-        return ""
-    _, separator, rest = unknown_name("model", name, [*KNOWN, *(repo.repo_id for repo in cached_models())]).partition("; did")
-    return separator + rest

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from jaxllm import __version__, hub
-from jaxllm.cli import planning
 from jaxllm.cli.main import COMMANDS, main
 from jaxllm.hub import resolve_model
 from jaxllm.runner import memory
@@ -387,7 +386,7 @@ def test_a_dry_run_checks_what_serving_would_refuse(
 
 def test_a_misspelt_model_gets_a_suggestion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(planning, "cached_models", lambda *_: [SimpleNamespace(repo_id="Qwen/Qwen3-0.6B")])
+    monkeypatch.setattr(hub, "cached_models", lambda *_: [SimpleNamespace(repo_id="Qwen/Qwen3-0.6B")])
     assert main(["inspect", "./Qwen3-0.6"]) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("error: ")
