@@ -1,6 +1,7 @@
-"""`jaxllm env`: information about the machine for bug reports."""
+"""`jaxllm env`: information about the machine for bug reports, and the versions of `jaxllm --version`."""
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
@@ -15,10 +16,10 @@ from typing import Any
 from jaxllm import __version__, env
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.terminal import size
-from jaxllm.cli.version import git_sha, package_version
 from jaxllm.kernel_verdicts import VerdictStore
 from pallas_kernels import verified
 
+ROOT = Path(__file__).resolve().parents[2]
 ABOUT = "Versions, devices, variables and caches of this machine, for a bug report."
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy", "ml_dtypes", "orbax-checkpoint"),
@@ -129,3 +130,31 @@ def _kernel_checks(folder: Path) -> dict[str, str]:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def git_sha() -> str | None:
+    """The commit of a source checkout, with + if files differ from it; None for an installed package or without git."""
+    if not (ROOT / ".git").exists():
+        return None
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def version_line() -> str:
+    """`jaxllm 0.1.0 (git 1a2b3c4), jax 0.10.2, flax 0.12.8, Python 3.11.7`"""
+    sha = git_sha()
+    packages = [f"{name} {package_version(name)}" for name in ("jax", "flax")]
+    return ", ".join(
+        [f"jaxllm {__version__}{f' (git {sha})' if sha else ''}", *packages, f"Python {platform.python_version()}"]
+    )

@@ -128,7 +128,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(_overview())
         return 0 if arguments else 2
     if arguments[0] in ("-v", "-V", "--version"):
-        from jaxllm.cli.version import version_line
+        from jaxllm.cli.env import version_line
 
         print(version_line())
         return 0
