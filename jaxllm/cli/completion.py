@@ -2,7 +2,7 @@
 
 import argparse
 
-from jaxllm.cli.parser import Parser
+from jaxllm.cli.parser import Formatter, Parser
 
 ABOUT = "Print a completion script for a shell."
 EXAMPLES = """examples:
@@ -31,7 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
         for first, second in SUBCOMMANDS:
             if first == name:
                 _add_missing(built, command_parser(first, second))
+        help = Formatter(name)
         for action in built._actions:
+            action.help = help._get_help_string(action)
+            if action.option_strings and action.nargs != 0 and action.metavar is action.choices is None:
+                action.metavar = help._get_default_metavar_for_optional(action)
             if action.dest in FILES:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             elif action.dest in DIRECTORIES:
