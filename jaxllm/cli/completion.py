@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     root = argparse.ArgumentParser(prog="jaxllm")
     root.add_argument("--version", action="version", version="")
     commands = root.add_subparsers()
-    for name, command in COMMANDS.items():
+    for name, about in COMMANDS.items():
         built = command_parser(name)
         for first, second in SUBCOMMANDS:
             if first == name:
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             elif action.dest in DIRECTORIES:
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-        commands.add_parser(name, help=command.about, parents=[built], add_help=False)
+        commands.add_parser(name, help=about, parents=[built], add_help=False)
     print(shtab.complete(root, arguments.shell))
     return 0
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxllm.cli import inspect_model
+from jaxllm.cli import inspect
 from jaxllm.cli.main import main
 
 WIDTH = 256
@@ -79,7 +79,7 @@ def test_what_cannot_start_does_not_fit(made, options, verdict, tmp_path, monkey
     ],
 )
 def test_numbers_are_short(given: list[int], shown: str) -> None:
-    assert inspect_model.numbers(given) == shown
+    assert inspect.numbers(given) == shown
 
 
 def test_a_model_of_alternating_layers_is_shown_in_100_columns(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
