@@ -230,30 +230,24 @@ def _extra_body(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise UsageError for arguments that exclude or need each other."""
-    needs_path, strategy = arguments.dataset_name in NEEDS_PATH, arguments.ramp_up_strategy
+    name, path, strategy = arguments.dataset_name, arguments.dataset_path, arguments.ramp_up_strategy
     ends = (arguments.ramp_up_start_rps, arguments.ramp_up_end_rps)
-    no_chat = BACKENDS[arguments.backend] != "openai-chat"
-    for is_wrong, what in (
-        (needs_path and not arguments.dataset_path, f"--dataset-name {arguments.dataset_name} needs --dataset-path"),
-        (arguments.dataset_path and not needs_path, f"--dataset-path is for {', '.join(NEEDS_PATH)}; add --dataset-name"),
-        (
-            arguments.chat_template_kwargs is not None and no_chat,
-            "--chat-template-kwargs is for --backend openai-chat: no other has a chat template",
-        ),
-        (strategy is None and any(ends), "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy"),
-        (strategy is not None and not all(ends), "--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps"),
-        (
-            strategy is not None and not math.isinf(arguments.request_rate),
-            "--ramp-up-strategy gives the rate; leave out --request-rate",
-        ),
-    ):
-        if is_wrong:
-            raise UsageError(what)
+    if name in NEEDS_PATH and not path:
+        raise UsageError(f"--dataset-name {name} needs --dataset-path")
+    if path and name not in NEEDS_PATH:
+        raise UsageError(f"--dataset-path is for {', '.join(NEEDS_PATH)}; add --dataset-name")
+    if arguments.chat_template_kwargs is not None and BACKENDS[arguments.backend] != "openai-chat":
+        raise UsageError("--chat-template-kwargs is for --backend openai-chat: no other has a chat template")
+    if strategy is None and any(ends):
+        raise UsageError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+    if strategy is not None and not all(ends):
+        raise UsageError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+    if strategy is not None and not math.isinf(arguments.request_rate):
+        raise UsageError("--ramp-up-strategy gives the rate; leave out --request-rate")
 
 
 def _header(arguments: argparse.Namespace, model: str, num_prompts: int) -> dict[str, Any]:
-    """The results, under the names that vLLM's benchmark uses."""
-    rate = arguments.request_rate
+    """What was asked for, under the names that vLLM's benchmark uses."""
     header = {
         "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": arguments.backend,
@@ -263,16 +257,14 @@ def _header(arguments: argparse.Namespace, model: str, num_prompts: int) -> dict
         "tokenizer_id": arguments.tokenizer or model,
         "dataset_name": arguments.dataset_name,
         "num_prompts": num_prompts,
-        "request_rate": "inf" if math.isinf(rate) else rate,
+        "request_rate": "inf" if math.isinf(arguments.request_rate) else arguments.request_rate,
         "burstiness": arguments.burstiness,
         "max_concurrency": arguments.max_concurrency,
     }
-    if arguments.lora_modules:
-        header |= {"lora_modules": arguments.lora_modules, "lora_assignment": arguments.lora_assignment}
+    more = ("lora_modules", "lora_assignment") if arguments.lora_modules else ()
     if arguments.ramp_up_strategy is not None:
-        names = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
-        header |= {name: getattr(arguments, name) for name in names}
-    return header
+        more += ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
+    return header | {name: getattr(arguments, name) for name in more}
 
 
 def _file_name(arguments: argparse.Namespace, report: Mapping[str, Any]) -> str:

@@ -7,8 +7,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,34 +89,24 @@ def run(arguments: argparse.Namespace) -> int:
         terminal.note(f"no prompt was given; here is one for the model:\n{jobs[0].text}")
     progress = progress_for(arguments, options)
     with running.opened_llm(options, progress, lora_request) as llm, _origins_in_errors(jobs):
-        defaults = {
-            is_chat: running.default_sampling(llm, chat=is_chat) for is_chat in {job.messages is not None for job in jobs}
-        }
+        defaults = {chat: running.default_sampling(llm, chat=chat) for chat in {job.messages is not None for job in jobs}}
         params = [dataclasses.replace(defaults[job.messages is not None], **{**sampling, **job.sampling}) for job in jobs]
         if len(jobs) == 1 and params[0].n == 1 and not arguments.json:
             params[0].output_kind = RequestOutputKind.DELTA
             answer = Answer(after="" if arguments.quiet else _beginning_on_terminal(jobs[0]))
             stream(llm, _as_input(llm, jobs[0]), params[0], answer, lora_request)
-            outcome = _Outcome(answer.stats, int(answer.finished), [answer.fault] if answer.fault else [])
+            stats, num_finished, faults = answer.stats, int(answer.finished), [answer.fault] if answer.fault else []
         else:
-            outcome = _run_batch(llm, jobs, params, lora_request, progress, as_json=arguments.json)
+            finished, seconds = _run_batch(llm, jobs, params, lora_request, progress, as_json=arguments.json)
+            stats, num_finished, faults = _stats_of(finished.values(), seconds), len(finished), _faults_of(jobs, finished)
     if not arguments.quiet:
-        terminal.note(outcome.stats.line())
-    for fault in outcome.faults:
+        terminal.note(stats.line())
+    for fault in faults:
         terminal.note(f"error: {fault}", "red")
-    if outcome.num_finished < len(jobs):
-        terminal.note(f"interrupted: {outcome.num_finished} of {len(jobs)} prompts were finished", "red")
+    if num_finished < len(jobs):
+        terminal.note(f"interrupted: {num_finished} of {len(jobs)} prompts were finished", "red")
         return 130
-    return 1 if outcome.faults else 0
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    stats: terminal.RunStats
-    num_finished: int
-    """Fewer than prompts if Ctrl-C ended the run."""
-    faults: list[str]
-    """Number of requests that failed individually."""
+    return 1 if faults else 0
 
 
 def _take_model(arguments: argparse.Namespace) -> None:
@@ -196,9 +185,7 @@ def _beginning_on_terminal(job: prompts.Prompt) -> str:
     return job.text or "" if is_shown else ""
 
 
-def _refuse_what_text_cannot_show(
-    options: Mapping[str, Any], sampling: Mapping[str, Any], jobs: Sequence[prompts.Prompt]
-) -> None:
+def _refuse_what_text_cannot_show(options: Mapping[str, Any], sampling: Mapping[str, Any], jobs: list[prompts.Prompt]) -> None:
     wordless = "without a tokenizer there is no text to print; add --json for token ids"
     if options.get("skip_tokenizer_init"):
         raise UsageError(wordless)
@@ -218,8 +205,11 @@ def _run_batch(
     progress: Progress,
     *,
     as_json: bool,
-) -> _Outcome:
-    """Print each answer once all before it are printed; after Ctrl-C or an error, print all other finished ones."""
+) -> "tuple[dict[int, RequestOutput], float]":
+    """Print each answer once all before it are printed; after Ctrl-C or an error, print all other finished ones.
+
+    Returns the finished ones by their numbers, and the time in seconds.
+    """
     for one in params:
         one.output_kind = RequestOutputKind.FINAL_ONLY
     if sys.stdout.isatty():
@@ -230,7 +220,7 @@ def _run_batch(
     outputs = llm.generate_iter(each(jobs, lambda job: _as_input(llm, job), "prompt"), params, lora_request=lora_request)
     progress.start("generating", len(jobs), "prompt")
     try:
-        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
+        with progress, contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
             for index, output in outputs:
                 with llm.interrupt:  # no answer is truncated, lost or printed twice
                     finished[index] = output
@@ -239,31 +229,31 @@ def _run_batch(
                         next_index += 1
                         _print_answer(next_index - 1, jobs, finished[next_index - 1], as_json=as_json)
     finally:
-        progress.finish()
         seconds = time.perf_counter() - began
         for index in sorted(finished):
             if index >= next_index:
                 _print_answer(index, jobs, finished[index], as_json=as_json)
-    faults = [
-        f"{jobs[index].origin}: {answer.stop_reason}"
-        for index in sorted(finished)
-        for answer in finished[index].outputs
-        if answer.finish_reason == "error"
-    ]
-    return _Outcome(_stats_of(list(finished.values()), seconds), len(finished), faults)
+    return finished, seconds
 
 
-def _stats_of(outputs: Sequence["RequestOutput"], seconds: float) -> terminal.RunStats:
+def _stats_of(outputs: "Collection[RequestOutput]", seconds: float) -> terminal.RunStats:
+    times = [output.metrics for output in outputs if output.metrics is not None]
     return terminal.RunStats(
         num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
         num_output_tokens=sum(len(answer.token_ids) for output in outputs for answer in output.outputs),
-        first_token_seconds=[
-            output.metrics.first_token_time - output.metrics.arrival_time
-            for output in outputs
-            if output.metrics is not None and output.metrics.first_token_time is not None
-        ],
+        first_token_seconds=[t.first_token_time - t.arrival_time for t in times if t.first_token_time is not None],
         total_seconds=seconds,
     )
+
+
+def _faults_of(jobs: Sequence[prompts.Prompt], finished: "Mapping[int, RequestOutput]") -> list[str]:
+    """Why requests failed individually."""
+    return [
+        f"{jobs[index].origin}: {answer.stop_reason}"
+        for index, output in sorted(finished.items())
+        for answer in output.outputs
+        if answer.finish_reason == "error"
+    ]
 
 
 def _print_answer(index: int, jobs: Sequence[prompts.Prompt], output: "RequestOutput", *, as_json: bool) -> None:
@@ -272,36 +262,26 @@ def _print_answer(index: int, jobs: Sequence[prompts.Prompt], output: "RequestOu
         print(json.dumps({"index": index, **job.as_json(), **_as_json(output)}, ensure_ascii=False), flush=True)
         return
     if len(jobs) > 1 and sys.stdout.isatty():
-        terminal.note(f"[{index + 1}/{len(jobs)}] {_beginning(job)}")
+        text = job.text or (str(job.messages[-1]["content"]) if job.messages else f"{len(job.token_ids or [])} tokens")
+        first = text.strip().split("\n")[0]
+        terminal.note(f"[{index + 1}/{len(jobs)}] {first if len(first) <= 70 else first[:69] + '…'}")
     for answer in output.outputs:
         print(answer.text, end="" if answer.text.endswith("\n") else "\n", flush=True)
 
 
-def _beginning(job: prompts.Prompt) -> str:
-    text = job.text or (str(job.messages[-1]["content"]) if job.messages else f"{len(job.token_ids or [])} tokens")
-    first = text.strip().split("\n")[0]
-    return first if len(first) <= 70 else first[:69] + "…"
-
-
 def _as_json(output: "RequestOutput") -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "outputs": [
-            {
-                "text": answer.text,
-                "token_ids": list(answer.token_ids),
-                "finish_reason": answer.finish_reason,
-                "stop_reason": answer.stop_reason,
-                **({"cumulative_logprob": answer.cumulative_logprob} if answer.cumulative_logprob is not None else {}),
-                **({"logprobs": [_logprobs(place) for place in answer.logprobs]} if answer.logprobs is not None else {}),
-            }
-            for answer in output.outputs
-        ],
-        "num_prompt_tokens": len(output.prompt_token_ids),
-        "num_cached_tokens": output.num_cached_tokens,
-    }
-    if output.prompt_logprobs is not None:
-        record["prompt_logprobs"] = [place and _logprobs(place) for place in output.prompt_logprobs]
-    return record
+    answers = []
+    for answer in output.outputs:
+        record = {name: getattr(answer, name) for name in ("text", "token_ids", "finish_reason", "stop_reason")}
+        if answer.cumulative_logprob is not None:
+            record["cumulative_logprob"] = answer.cumulative_logprob
+        if answer.logprobs is not None:
+            record["logprobs"] = list(map(_logprobs, answer.logprobs))
+        answers.append(record)
+    counts = {"num_prompt_tokens": len(output.prompt_token_ids), "num_cached_tokens": output.num_cached_tokens}
+    if output.prompt_logprobs is None:
+        return {"outputs": answers, **counts}
+    return {"outputs": answers, **counts, "prompt_logprobs": [place and _logprobs(place) for place in output.prompt_logprobs]}
 
 
 def _logprobs(place: Mapping[int, Any]) -> list[dict[str, Any]]:
