@@ -73,16 +73,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _converse_with_server(arguments: argparse.Namespace, sampling: dict[str, Any], messages: list[dict[str, Any]]) -> int:
-    from jaxllm.cli.remote_chat import ServerConversation  # imports aiohttp
+    from jaxllm.cli.remote_chat import ServerConversation, connected  # imports aiohttp
 
     given = [flag.name for flag in engine_flags() if flag.name in arguments and flag.name != "model"]
     if given or arguments.dry_run:
-        name = given[0] if given else "dry_run"
-        raise UsageError(f"{spelling(name)} is for a model in this process; leave it out with --url")
+        raise UsageError(f"{spelling([*given, 'dry_run'][0])} is for a model in this process; leave it out with --url")
     if arguments.lora:
         raise UsageError("--lora is for a model in this process; with --url name an adapter of the server with --model")
     client = make_client(arguments, arguments.url)
-    with ServerConversation(client, vars(arguments).get("model"), sampling, quiet=arguments.quiet) as conversation:
+    with connected(client) as runner:
+        model = vars(arguments).get("model")
+        conversation = ServerConversation(client, runner, model, sampling, quiet=arguments.quiet)
         return _begin(conversation, arguments, messages)
 
 

@@ -26,9 +26,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Continue each text until the input ends. Returns the exit code."""
-    from jaxllm.cli.remote_chat import ServerCompletions  # imports aiohttp
+    from jaxllm.cli.remote_chat import ServerCompletions, connected  # imports aiohttp
 
     sampling = options.sampling_options(arguments, chat_flags())
     client = make_client(arguments, arguments.url)
-    with ServerCompletions(client, arguments.model, sampling, quiet=arguments.quiet) as server:
+    with connected(client) as runner:
+        server = ServerCompletions(client, runner, arguments.model, sampling, quiet=arguments.quiet)
         return answer_all(server, arguments.quick, has_commands=False)

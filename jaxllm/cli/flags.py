@@ -120,33 +120,26 @@ def join_sub_keys(arguments: list[str], known: Mapping[str, Flag], typed: dict[s
             joined.append(argument)
             continue
         base = base.replace("_", "-")
-        if dot and base in objects:
-            text = value if equals else next(rest, None)
-            if text is None or not all(path.split(".")):
-                raise ValueError(f"{name} needs a key and a value: {base}.key value")
-            joined.append(f"{base}={json.dumps(_nested(path.split('.'), _json_or_text(text)))}")
-            if typed is not None:
-                typed[joined[-1]] = argument if equals else f"{argument} {text}"
-        else:
+        if not dot or base not in objects:
             joined.append(base + dot + path + equals + value)
+            continue
+        text = value if equals else next(rest, None)
+        keys = path.split(".")
+        if text is None or not all(keys):
+            raise ValueError(f"{name} needs a key and a value: {base}.key value")
+        try:
+            nested = json.loads(text)
+        except ValueError:
+            nested = text
+        for key in reversed(keys):
+            nested = {key: nested}
+        joined.append(f"{base}={json.dumps(nested)}")
+        if typed is not None:
+            typed[joined[-1]] = argument if equals else f"{argument} {text}"
     return joined
 
 
 def object_flags(known: Mapping[str, Flag]) -> set[str]:
     """The flags that take JSON objects, ours and vLLM's."""
-    return {spelling(name) for name, flag in known.items() if is_object(flag)} | {
-        spelling(flag.name) for flag in vllm_flags.TABLE.values() if flag.kind == "object"
-    }
-
-
-def _nested(path: list[str], value: Any) -> dict[str, Any]:
-    for key in reversed(path):
-        value = {key: value}
-    return value
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    of_vllm = {flag.name for flag in vllm_flags.TABLE.values() if flag.kind == "object"}
+    return {spelling(name) for name in of_vllm | {name for name, flag in known.items() if is_object(flag)}}

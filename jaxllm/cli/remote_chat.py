@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -14,37 +15,33 @@ from jaxllm.http_client.client import ServerClient, ServerError
 from jaxllm.sampling_params import SamplingParams
 
 
+@contextlib.contextmanager
+def connected(client: ServerClient) -> Iterator[asyncio.Runner]:
+    """Open the client, with a loop that runs its calls; Ctrl-C ends a call."""
+    with asyncio.Runner() as runner:
+        runner.run(client.__aenter__())
+        try:
+            yield runner
+        finally:
+            runner.run(client.__aexit__())
+
+
 class ServerConversation(Conversation):
-    """The messages so far, and a client of the server. Use as a context manager.
+    """The messages so far, and a connected client of the server.
 
     `model` is the name in requests; None: the first that the server lists. Raises ServerError or ConfigError.
     """
 
-    def __init__(self, client: ServerClient, model: str | None, sampling: dict[str, Any], *, quiet: bool):
+    def __init__(
+        self, client: ServerClient, runner: asyncio.Runner, model: str | None, sampling: dict[str, Any], *, quiet: bool
+    ):
         super().__init__(sampling, quiet=quiet)
-        self._client = client
-        self._runner = asyncio.Runner()
-        try:
-            self._runner.run(client.__aenter__())
-            card = self._runner.run(self._card_of(model))
-        except BaseException:
-            self.close()
-            raise
+        self._client, self._runner = client, runner
+        card = runner.run(self._card_of(model))
         self.model: str = card["id"]
         own = card.get("chat_sampling")
         self._defaults: dict[str, Any] = own if isinstance(own, dict) else {}
         """The server's sampling defaults for interactive chats; its API for chats has others."""
-
-    def __enter__(self) -> "ServerConversation":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the connections."""
-        self._runner.run(self._client.__aexit__())
-        self._runner.close()
 
     def values(self) -> dict[str, Any]:
         SamplingParams(**self.sampling)

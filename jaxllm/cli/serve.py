@@ -115,45 +115,27 @@ def first_screen(serving: "Serving") -> str:
         lines.append(f"{model} is served at {base}/v1" + (f", with a page at {base}/" if serving.options.replies.web else ""))
         if not access.api_key and not is_local(network):
             lines.append("whoever reaches this machine can use it: --api-key KEY, or --host 127.0.0.1")
-    path, body, python = _CALLS[serving.offers]
-    request = shlex.quote(json.dumps({"model": model, **body}))
+    path, body, extra, reply = _CALLS[serving.offers]
+    request = shlex.quote(json.dumps({"model": model, **body, **dict.fromkeys(extra, True)}))
     key = ' \\\n    -H "Authorization: Bearer $API_KEY"' if access.api_key else ""
     lines += ["", f"  {curl} {base}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d {request}"]
     if network.uds is None:
-        client = f'client = OpenAI(base_url="{base}/v1", api_key="{"API_KEY" if access.api_key else "none"}")'
-        lines += ["", "  from openai import OpenAI", f"  {client}", *(f"  {line.replace('MODEL', model)}" for line in python)]
+        keywords = [f"{name}={json.dumps(value)}" for name, value in {"model": model, **body}.items()]
+        keywords += [f'extra_body={{"{name}": True}}' for name in extra]
+        lines += [
+            "",
+            "  from openai import OpenAI",
+            f'  client = OpenAI(base_url="{base}/v1", api_key="{"API_KEY" if access.api_key else "none"}")',
+            f"  reply = client.{path.replace('/', '.')}.create({', '.join(keywords)})",
+            f"  print(reply.{reply})",
+        ]
     return "\n".join(["", *lines, ""])
 
 
-_CALLS: dict[str, tuple[str, dict[str, object], tuple[str, str]]] = {
-    "chat": (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": "Hello!"}]},
-        (
-            'reply = client.chat.completions.create(model="MODEL", messages=[{"role": "user", "content": "Hello!"}])',
-            "print(reply.choices[0].message.content)",
-        ),
-    ),
-    "completions": (
-        "completions",
-        {"prompt": "Once upon a time", "max_tokens": 32},
-        (
-            'reply = client.completions.create(model="MODEL", prompt="Once upon a time", max_tokens=32)',
-            "print(reply.choices[0].text)",
-        ),
-    ),
-    "token ids": (
-        "completions",
-        {"prompt": [1, 2, 3], "max_tokens": 32, "return_token_ids": True},
-        (
-            'reply = client.completions.create(model="MODEL", prompt=[1, 2, 3], max_tokens=32, extra_body={"return_token_ids": True})',
-            "print(reply.choices[0].token_ids)",
-        ),
-    ),
-    "embeddings": (
-        "embeddings",
-        {"input": "Hello!"},
-        ('reply = client.embeddings.create(model="MODEL", input="Hello!")', "print(reply.data[0].embedding)"),
-    ),
+_CALLS: dict[str, tuple[str, dict[str, object], tuple[str, ...], str]] = {
+    "chat": ("chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}, (), "choices[0].message.content"),
+    "completions": ("completions", {"prompt": "Once upon a time", "max_tokens": 32}, (), "choices[0].text"),
+    "token ids": ("completions", {"prompt": [1, 2, 3], "max_tokens": 32}, ("return_token_ids",), "choices[0].token_ids"),
+    "embeddings": ("embeddings", {"input": "Hello!"}, (), "data[0].embedding"),
 }
-"""What the server offers to the path of an example, its body without the model, and the same in Python."""
+"""What the server offers to an example: its path, the fields of its body and those that OpenAI has not, and what to print."""
