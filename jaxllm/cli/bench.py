@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxllm.acceptance import Acceptance, report_lines
 from jaxllm.cli import options, planning, running
 from jaxllm.cli.bench_elsewhere import add_arguments_of_vllm, dataset
-from jaxllm.cli.bench_serve import PlainTokenizer, read_mix
+from jaxllm.cli.bench_serve import read_mix
 from jaxllm.cli.flags import engine_flags, sampling_flags, shaping_flags
 from jaxllm.cli.json_files import check_writable, write_json
 from jaxllm.cli.numbers import count, fraction, positive
@@ -223,7 +223,7 @@ def _prompts(arguments: argparse.Namespace, mix: list[tuple[int, int]] | None, l
         lengths = {"input_len": arguments.input_len or 128, "output_len": output_len or 128, "prefix_len": arguments.prefix_len}
         return datasets.random_prompts(writer, count, range_ratio=arguments.range_ratio or 0.0, **lengths)
     tokenizer = llm.get_tokenizer()
-    found = datasets.sharegpt_prompts(arguments.dataset_path, count, writer.rng, PlainTokenizer(tokenizer), output_len)
+    found = datasets.sharegpt_prompts(arguments.dataset_path, count, writer.rng, tokenizer, output_len)
     each_ids = [tokenizer.encode(str(prompt.prompt)) for prompt in found]  # with special tokens
     return [datasets.LoadPrompt(ids, prompt.num_output_tokens, len(ids)) for ids, prompt in zip(each_ids, found, strict=True)]
 

@@ -198,21 +198,7 @@ def _load_tokenizer(name: str) -> "Tokenizer":
     from jaxllm.text.model_files import text_files
     from jaxllm.text.tokenizer import load_tokenizer
 
-    return PlainTokenizer(load_tokenizer(text_files(name), name=name))
-
-
-class PlainTokenizer:
-    """A tokenizer that neither adds nor writes special tokens."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self.vocab_size: int = len(tokenizer)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def decode(self, token_ids: Any) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    return load_tokenizer(text_files(name), name=name)
 
 
 def _extra_body(arguments: argparse.Namespace) -> dict[str, Any]:

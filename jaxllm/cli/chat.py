@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxllm import env
 from jaxllm.cache_folders import make_folder
 from jaxllm.cli import options, planning, running, terminal
-from jaxllm.cli.conversation import Conversation, LocalConversation
+from jaxllm.cli.conversation import Conversation, LocalConversation, ServerConversation, connected
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client
@@ -73,8 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _converse_with_server(arguments: argparse.Namespace, sampling: dict[str, Any], messages: list[dict[str, Any]]) -> int:
-    from jaxllm.cli.remote_chat import ServerConversation, connected  # imports aiohttp
-
     given = [flag.name for flag in engine_flags() if flag.name in arguments and flag.name != "model"]
     if given or arguments.dry_run:
         raise UsageError(f"{spelling([*given, 'dry_run'][0])} is for a model in this process; leave it out with --url")

@@ -4,6 +4,7 @@ import argparse
 
 from jaxllm.cli import options
 from jaxllm.cli.chat import answer_all, chat_flags
+from jaxllm.cli.conversation import ServerCompletions, connected
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client
 
@@ -17,8 +18,8 @@ EXAMPLES = """examples:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="(default: http://127.0.0.1:8000)")
     parser.add_argument("-m", "--model", "--model-name", metavar="NAME", help="default: the first that the server lists")
-    parser.add_argument("--quick", metavar="TEXT", help="write on from this text and end")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
+    parser.add_argument("--quick", help="write on from this text and end")
+    options.add_config_argument(parser)
     add_connection_arguments(parser)
     options.add_log_arguments(parser)
     parser.add_flags(chat_flags())
@@ -26,8 +27,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Continue each text until the input ends. Returns the exit code."""
-    from jaxllm.cli.remote_chat import ServerCompletions, connected  # imports aiohttp
-
     sampling = options.sampling_options(arguments, chat_flags())
     client = make_client(arguments, arguments.url)
     with connected(client) as runner:

@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
     memory = "plan for GPUs with so much memory (80G, 140G) instead of for this machine"
     parser.add_argument("--device-memory", type=positive, metavar="BYTES", help=memory)
     options.add_log_arguments(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
+    options.add_config_argument(parser)
     parser.add_flags(engine_flags())
 
 

@@ -44,8 +44,13 @@ def add_common_arguments(parser: Parser) -> None:
     """Add the arguments of every command that runs or plans a model."""
     parser.takes_vllm_flags = True
     add_log_arguments(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
+    add_config_argument(parser)
     parser.add_argument("--dry-run", action="store_true", help="resolve everything, print the memory plan, load nothing")
+
+
+def add_config_argument(parser: Parser) -> None:
+    """Add --config."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
 
 
 def add_log_arguments(parser: Parser) -> None:

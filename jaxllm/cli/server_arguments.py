@@ -19,17 +19,10 @@ KEY_VARIABLES = (env.API_KEY, "OPENAI_API_KEY", "VLLM_API_KEY")
 
 def add_connection_arguments(group: Any) -> None:
     """Key, headers and TLS."""
-    group.add_argument(
-        "--api-key", metavar="KEY", help=f"the server's key; default: ${', $'.join(KEY_VARIABLES)}, in this order"
-    )
-    group.add_argument(
-        "--header",
-        action="append",
-        type=name_value,
-        default=[],
-        metavar="NAME=VALUE",
-        help="a further HTTP header; may be repeated",
-    )
+    key = f"the server's key; default: ${', $'.join(KEY_VARIABLES)}, in this order"
+    group.add_argument("--api-key", metavar="KEY", help=key)
+    header = {"metavar": "NAME=VALUE", "help": "a further HTTP header; may be repeated"}
+    group.add_argument("--header", action="append", type=name_value, default=[], **header)
     group.add_argument("--insecure", action="store_true", help="accept any TLS certificate")
 
 
