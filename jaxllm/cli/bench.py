@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.acceptance import Acceptance, report_lines
-from jaxllm.cli import options, planning, running
+from jaxllm.cli import options, running
 from jaxllm.cli.bench_elsewhere import add_arguments_of_vllm, dataset
 from jaxllm.cli.bench_serve import read_mix
 from jaxllm.cli.flags import engine_flags, sampling_flags, shaping_flags
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     mix = read_mix(arguments.mix, arguments.num_prompts) if arguments.mix else None
     loras = options.lora_requests(arguments, engine_options)
     if arguments.dry_run:
-        return planning.dry_run(engine_options)
+        return running.dry_run(engine_options)
     if arguments.output_json:
         check_writable(Path(arguments.output_json))
     progress = options.progress_for(arguments, engine_options)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxllm import env
 from jaxllm.cache_folders import make_folder
-from jaxllm.cli import options, planning, running, terminal
+from jaxllm.cli import options, running, terminal
 from jaxllm.cli.conversation import Conversation, LocalConversation, ServerConversation, connected
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.parser import Parser, UsageError
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("a conversation needs the tokenizer; leave out --skip-tokenizer-init")
     lora_request = options.the_lora_request(arguments, engine_options)
     if arguments.dry_run:
-        return planning.dry_run(engine_options)
+        return running.dry_run(engine_options)
     with running.opened_llm(engine_options, options.progress_for(arguments, engine_options), lora_request) as llm:
         conversation = LocalConversation(llm, sampling, quiet=arguments.quiet, lora_request=lora_request)
         return _begin(conversation, arguments, messages)

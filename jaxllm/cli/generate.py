@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.batches import each
-from jaxllm.cli import planning, prompts, running, terminal
+from jaxllm.cli import prompts, running, terminal
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.forms import add_form_arguments, read_form
 from jaxllm.cli.options import (
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse_what_text_cannot_show(options, sampling, jobs)
     lora_request = the_lora_request(arguments, options)
     if arguments.dry_run:
-        return planning.dry_run(options)
+        return running.dry_run(options)
     if jobs[0].origin == "demo" and not arguments.quiet:
         terminal.note(f"no prompt was given; here is one for the model:\n{jobs[0].text}")
     progress = progress_for(arguments, options)

@@ -8,15 +8,17 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli import options, planning
+from jaxllm.cli import options, running
 from jaxllm.cli.flags import engine_flags
 from jaxllm.cli.numbers import positive
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.terminal import size
+from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError, ModelLoadError
 from jaxllm.model_parts import Layer
 
 if TYPE_CHECKING:
+    from jaxllm.engine_plan import EnginePlan
     from jaxllm.runner.memory import MemoryPlan
 
 ABOUT = (
@@ -46,8 +48,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the numbers. Returns the exit code: 1 if it does not fit or cannot start."""
+    from jaxllm.engine_plan import plan_engine
+
     options.use_model_argument(arguments)
-    plan = planning.plan(options.engine_options(arguments), device_bytes=arguments.device_memory)
+    plan = plan_engine(EngineConfig.from_options(**options.engine_options(arguments)), device_bytes=arguments.device_memory)
     report, fault = describe(plan), _fault(plan)
     if arguments.json:
         memory = {**_memory(plan.memory), "fits": fault is None}
@@ -60,13 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
     for name, paragraphs in texts.items():
         for text in paragraphs:
             print(_paragraph(name, text))
-    print(plan.describe())
+    print(running.memory_text(plan))
     verdict = "it cannot start" if isinstance(fault, ModelLoadError) else "it does not fit"
     print("it fits" if fault is None else f"{verdict}: {fault}")
     return 0 if fault is None else 1
 
 
-def describe(plan: planning.Plan) -> dict[str, Any]:
+def describe(plan: "EnginePlan") -> dict[str, Any]:
     """The model's own numbers, then its memory use over all devices."""
     from jaxllm.layers.build import num_parameters, weight_bytes
 
@@ -103,7 +107,7 @@ def _memory(plan: "MemoryPlan") -> dict[str, Any]:
     return {name: getattr(plan, name) for name in (*names, "block_bytes", "block_size", "state_bytes")}
 
 
-def _fault(plan: planning.Plan) -> JaxLLMError | None:
+def _fault(plan: "EnginePlan") -> JaxLLMError | None:
     try:
         plan.check()
     except JaxLLMError as error:

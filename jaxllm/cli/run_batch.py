@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli import options, planning, running, terminal
+from jaxllm.cli import options, running, terminal
 from jaxllm.cli.flags import engine_flags, server_flags
 from jaxllm.cli.numbers import positive
 from jaxllm.cli.parser import Parser, UsageError
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         from server.speech import check_names
 
         check_names(server.chat)
-        return planning.dry_run(chosen)
+        return running.dry_run(chosen)
     try:
         if arguments.overwrite:
             target.unlink(missing_ok=True)

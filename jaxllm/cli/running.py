@@ -1,10 +1,11 @@
-"""The engine for `generate`, `chat`, `bench` and `run-batch`, created with progress output, and a model's default sampling."""
+"""The engine of the commands, created with progress output or planned for --dry-run, and a model's default sampling."""
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.cli.terminal import size
 from jaxllm.config import EngineConfig
 from jaxllm.log import info_once
 from jaxllm.lora_request import LoRARequest
@@ -13,6 +14,7 @@ from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
+    from jaxllm.engine_plan import EnginePlan
     from jaxllm.llm import LLM
 
 DEFAULT_MAX_TOKENS = 256
@@ -59,3 +61,27 @@ def chat_sampling(llm: "LLM") -> SamplingParams:
     """The sampling defaults of a chat, which the log tells."""
     info_once(f"default sampling: {llm.llm_engine.input_processor.generation_config.describe_chats()}")
     return llm.get_default_sampling_params(chat=True)
+
+
+def dry_run(options: Mapping[str, Any]) -> int:
+    """Print what an engine would be, without loading weights. Returns the exit code."""
+    from jaxllm.engine_plan import plan_engine
+
+    if options.get("chat_template") is not None:
+        from jaxllm.text.chat_template import load_chat_template  # imports Jinja
+
+        load_chat_template(options["chat_template"])
+    plan = plan_engine(EngineConfig.from_options(**options))
+    print(f"model: {plan.config.model.model} ({plan.model_config.architecture}, {plan.model_config.dtype})")
+    defaults = EngineConfig().flat()
+    for name, value in plan.config.flat().items():
+        if value != defaults[name]:
+            print(f"{name}: {value}")
+    print(memory_text(plan))
+    plan.check()
+    return 0
+
+
+def memory_text(plan: "EnginePlan") -> str:
+    """The memory plan, including the host's, in a few readable lines."""
+    return f"{plan.memory.describe()}\n  host      {size(plan.host_bytes)} at most while weights are loaded onto GPUs"

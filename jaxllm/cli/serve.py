@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from jaxllm import log
-from jaxllm.cli import options, planning, terminal
+from jaxllm.cli import options, running, terminal
 from jaxllm.cli.flags import engine_flags, server_flags
 from jaxllm.cli.parser import Parser
 from jaxllm.config import EngineConfig
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         from server.speech import check_names
 
         check_names(server_options.chat)
-        return planning.dry_run(engine_options)
+        return running.dry_run(engine_options)
     from jaxllm.llm_engine import check_model
     from server.middleware import load_middleware
     from server.serve import serve
