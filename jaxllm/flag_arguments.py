@@ -8,7 +8,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxllm.config import Flag, unknown_name
+from jaxllm.config import Flag, type_matches, unknown_name
+from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.vllm_flags import TABLE, TAKEN, TAKEN_BY_SERVER
 from jaxllm.vllm_values import VALUES, as_here, tell
 
@@ -121,6 +122,25 @@ def read_text(flag: Flag, text: str) -> Any:
     return _read(kind, text)
 
 
+def read_value(flag: Flag, value: Any) -> Any:
+    """The value of an option from a YAML or JSON file: already of the right type, or text as on the command line."""
+    kind, _ = without_none(flag.type)
+    if isinstance(value, str) and not type_matches(value, flag.type):
+        return read_text(flag, value)
+    if isinstance(value, list) and typing.get_origin(kind) in (tuple, list):
+        item = typing.get_args(kind)[0]
+        if wrong := [entry for entry in value if not type_matches(entry, item)]:
+            raise ValueError(f"{wrong[0]!r} is not {_noun(item)}")
+        return typing.get_origin(kind)(value)
+    if kind is StructuredOutputsParams:
+        return StructuredOutputsParams.of(value)
+    if isinstance(value, dict) and is_object(flag):
+        return _with_typed_keys(kind, value)
+    if not type_matches(value, flag.type):
+        raise ValueError(f"{value!r} is not {_noun(kind)}")
+    return value
+
+
 def whole_number(text: str) -> int:
     """`1k` is 1000, `1K` is 1024, and so on for m, g, t; a fraction is allowed where the result is whole: `1.5k`."""
     match = re.fullmatch(r"([+-]?\d+(?:_\d+)*)(\.\d+)?([kmgtKMGT])?", text.strip())
@@ -203,11 +223,11 @@ def _read(kind: Any, text: str) -> Any:
             raise ValueError(f"not JSON: {error}") from None
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
-        return with_typed_keys(kind, value)
+        return _with_typed_keys(kind, value)
     return text
 
 
-def with_typed_keys(kind: Any, value: dict[Any, Any]) -> dict[Any, Any]:
+def _with_typed_keys(kind: Any, value: dict[Any, Any]) -> dict[Any, Any]:
     """Convert keys of `dict[int, …]` to numbers: JSON has text keys only."""
     arguments = typing.get_args(kind)
     if not arguments or arguments[0] is not int:
@@ -218,7 +238,7 @@ def with_typed_keys(kind: Any, value: dict[Any, Any]) -> dict[Any, Any]:
         raise ValueError(f"the keys must be token ids, got {', '.join(map(repr, value))}") from None
 
 
-def noun(kind: Any) -> str:
+def _noun(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text (put it in quotes)", dict: "an object"}
     origin = typing.get_origin(kind)
     if origin is Literal:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm import vllm_flags
-from jaxllm.config import Flag, flags, type_matches, unknown_name
+from jaxllm.config import Flag, flags, unknown_name
 from jaxllm.errors import ConfigError
-from jaxllm.flag_arguments import is_object, noun, read_text, spelling, with_typed_keys, without_none
+from jaxllm.flag_arguments import is_object, read_value, spelling
 from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
-from jaxllm.structured_outputs import StructuredOutputsParams
 
 NO_FLAGS: Mapping[str, str] = {"seed": "the engine's --seed seeds every request that has none"}
 """Annotated fields of SamplingParams without a flag, with the reason."""
@@ -70,25 +69,6 @@ def server_flags() -> list[Flag]:
 def all_flags() -> dict[str, Flag]:
     """Everything that the YAML file and the environment may set, by name."""
     return {flag.name: flag for flag in (*engine_flags(), *sampling_flags(), *server_flags())}
-
-
-def read_value(flag: Flag, value: Any) -> Any:
-    """The value of an option from a YAML or JSON file: already of the right type, or text as on the command line."""
-    kind, _ = without_none(flag.type)
-    if isinstance(value, str) and not type_matches(value, flag.type):
-        return read_text(flag, value)
-    if isinstance(value, list) and typing.get_origin(kind) in (tuple, list):
-        item = typing.get_args(kind)[0]
-        if wrong := [entry for entry in value if not type_matches(entry, item)]:
-            raise ValueError(f"{wrong[0]!r} is not {noun(item)}")
-        return typing.get_origin(kind)(value)
-    if kind is StructuredOutputsParams:
-        return StructuredOutputsParams.of(value)
-    if isinstance(value, dict) and is_object(flag):
-        return with_typed_keys(kind, value)
-    if not type_matches(value, flag.type):
-        raise ValueError(f"{value!r} is not {noun(kind)}")
-    return value
 
 
 def read_file_setting(name: str, value: Any, known: Mapping[str, Flag], where: str) -> tuple[str, Any]:
