@@ -39,11 +39,14 @@ class EnginePlan:
         """Layout of all layers; `memory` has those of one stage."""
         return memory.whole_cache(self.config, self.model_config)
 
-    def check(self) -> None:
-        """Raise an error if the plan does not fit or could not start on this machine."""
-        self.memory.check()
-        for fault in self.faults:
-            raise fault
+    @property
+    def fault(self) -> JaxLLMError | None:
+        """Why the plan does not fit or could not start on this machine."""
+        try:
+            self.memory.check()
+        except JaxLLMError as error:
+            return error
+        return next(iter(self.faults), None)
 
 
 def plan_engine(asked: EngineConfig, *, device_bytes: int | None = None) -> EnginePlan:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -128,10 +129,9 @@ async def _scrape(client: "ServerClient") -> "Scrape | None":
     from jaxllm.http_client.client import ServerError
     from jaxllm.http_client.scrape import scrape
 
-    try:
+    with contextlib.suppress(ServerError):
         return await scrape(client)
-    except ServerError:
-        return None
+    return None
 
 
 async def _first_model(client: "ServerClient", timeout_seconds: float) -> str:
@@ -157,8 +157,11 @@ def _prompts(arguments: argparse.Namespace) -> "tuple[list[LoadPrompt], LoadProm
     import numpy as np
 
     from jaxllm.http_client import datasets
+    from jaxllm.text.model_files import text_files
+    from jaxllm.text.tokenizer import load_tokenizer
 
-    tokenizer = _load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
+    named = arguments.tokenizer
+    tokenizer: Tokenizer | None = load_tokenizer(text_files(named), name=named) if named else None
     rng = np.random.default_rng(arguments.seed)
     is_chat = BACKENDS[arguments.backend] == "openai-chat"
     writer = datasets.PromptWriter(rng, arguments.vocab_size, tokenizer, arguments.random_text or is_chat)
@@ -192,13 +195,6 @@ def read_mix(path: str, count: int | None) -> list[tuple[int, int]]:
     if count and count > len(lengths):
         raise UsageError(f"--num-prompts is {count}, the mix has {len(lengths)} requests")
     return lengths[:count]
-
-
-def _load_tokenizer(name: str) -> "Tokenizer":
-    from jaxllm.text.model_files import text_files
-    from jaxllm.text.tokenizer import load_tokenizer
-
-    return load_tokenizer(text_files(name), name=name)
 
 
 def _extra_body(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from jaxllm.cli.numbers import positive
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.terminal import size
 from jaxllm.config import EngineConfig
-from jaxllm.errors import JaxLLMError, ModelLoadError
+from jaxllm.errors import ModelLoadError
 from jaxllm.model_parts import Layer
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     options.use_model_argument(arguments)
     plan = plan_engine(EngineConfig.from_options(**options.engine_options(arguments)), device_bytes=arguments.device_memory)
-    report, fault = describe(plan), _fault(plan)
+    report, fault = describe(plan), plan.fault
     if arguments.json:
         memory = {**_memory(plan.memory), "fits": fault is None}
         told = None if fault is None else str(fault)
@@ -105,14 +105,6 @@ def _memory(plan: "MemoryPlan") -> dict[str, Any]:
     """The numbers of a memory plan alone."""
     names = [field.name for field in dataclasses.fields(plan) if field.name != "cache"]
     return {name: getattr(plan, name) for name in (*names, "block_bytes", "block_size", "state_bytes")}
-
-
-def _fault(plan: "EnginePlan") -> JaxLLMError | None:
-    try:
-        plan.check()
-    except JaxLLMError as error:
-        return error
-    return None
 
 
 def _paragraph(name: str, text: str) -> str:

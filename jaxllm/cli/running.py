@@ -78,7 +78,8 @@ def dry_run(options: Mapping[str, Any]) -> int:
         if value != defaults[name]:
             print(f"{name}: {value}")
     print(memory_text(plan))
-    plan.check()
+    if plan.fault is not None:
+        raise plan.fault
     return 0
 
 
