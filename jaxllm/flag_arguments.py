@@ -130,14 +130,14 @@ def read_value(flag: Flag, value: Any) -> Any:
     if isinstance(value, list) and typing.get_origin(kind) in (tuple, list):
         item = typing.get_args(kind)[0]
         if wrong := [entry for entry in value if not type_matches(entry, item)]:
-            raise ValueError(f"{wrong[0]!r} is not {_noun(item)}")
+            raise ValueError(f"{wrong[0]!r} is not {noun(item)}")
         return typing.get_origin(kind)(value)
     if kind is StructuredOutputsParams:
         return StructuredOutputsParams.of(value)
     if isinstance(value, dict) and is_object(flag):
-        return _with_typed_keys(kind, value)
+        return with_typed_keys(kind, value)
     if not type_matches(value, flag.type):
-        raise ValueError(f"{value!r} is not {_noun(kind)}")
+        raise ValueError(f"{value!r} is not {noun(kind)}")
     return value
 
 
@@ -223,11 +223,11 @@ def _read(kind: Any, text: str) -> Any:
             raise ValueError(f"not JSON: {error}") from None
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
-        return _with_typed_keys(kind, value)
+        return with_typed_keys(kind, value)
     return text
 
 
-def _with_typed_keys(kind: Any, value: dict[Any, Any]) -> dict[Any, Any]:
+def with_typed_keys(kind: Any, value: dict[Any, Any]) -> dict[Any, Any]:
     """Convert keys of `dict[int, …]` to numbers: JSON has text keys only."""
     arguments = typing.get_args(kind)
     if not arguments or arguments[0] is not int:
@@ -238,7 +238,7 @@ def _with_typed_keys(kind: Any, value: dict[Any, Any]) -> dict[Any, Any]:
         raise ValueError(f"the keys must be token ids, got {', '.join(map(repr, value))}") from None
 
 
-def _noun(kind: Any) -> str:
+def noun(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text (put it in quotes)", dict: "an object"}
     origin = typing.get_origin(kind)
     if origin is Literal:

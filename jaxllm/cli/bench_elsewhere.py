@@ -42,7 +42,7 @@ DATASETS_ELSEWHERE = (
 
 def add_arguments_of_vllm(parser: Parser) -> None:
     """Flags of vLLM's benchmarks that the parser has not; help does not list them."""
-    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for table, action, nargs in ((REFUSED, _Refuse, "*"), (NO_EFFECT, _Note, 0)):
         for name, reason in ((f"--{name}", reason) for names, reason in table.items() for name in names.split()):
             if name not in parser._option_string_actions:

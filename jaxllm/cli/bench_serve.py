@@ -243,9 +243,9 @@ def _header(arguments: argparse.Namespace, model: str, num_prompts: int) -> dict
         "burstiness": arguments.burstiness,
         "max_concurrency": arguments.max_concurrency,
     }
-    more = ("lora_modules", "lora_assignment") if arguments.lora_modules else ()
+    more = ["lora_modules", "lora_assignment"] if arguments.lora_modules else []
     if arguments.ramp_up_strategy is not None:
-        more += ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
+        more += ["ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"]
     return header | {name: getattr(arguments, name) for name in more}
 
 

@@ -32,8 +32,8 @@ class Parser(argparse.ArgumentParser):
     """A command's parser. Omits generated flags that were not given from the result, to keep the origin of each value."""
 
     def __init__(self, command: str, about: str, examples: str = ""):
-        texts = {"description": _wrapped(about, 0), "epilog": examples}
-        super().__init__(prog=command, **texts, allow_abbrev=False, add_help=False, formatter_class=Formatter)
+        about = _wrapped(about, 0)
+        super().__init__(command, None, about, examples, allow_abbrev=False, add_help=False, formatter_class=Formatter)
         self.brief_groups: dict[str, argparse._ArgumentGroup] = {}
         """Groups that plain `--help` lists by name only."""
         self.takes_vllm_flags = False
