@@ -64,9 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
     source, target = Path(arguments.input_file), Path(arguments.output_file)
     num_lines = _check_files(source, target)
     if arguments.dry_run:
-        from server.speech import check_names
-
-        check_names(server.chat)
         return running.dry_run(chosen)
     try:
         if arguments.overwrite:

@@ -45,9 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
     if server_options.logging.log_format == "json":
         log.set_up(level, format="json")
     if arguments.dry_run:
-        from server.speech import check_names
-
-        check_names(server_options.chat)
         return running.dry_run(engine_options)
     from jaxllm.llm_engine import check_model
     from server.middleware import load_middleware
