@@ -167,9 +167,10 @@ def _origins_in_errors(jobs: Sequence[prompts.Prompt]) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        text = re.sub(r"\bprompt (\d+):", lambda match: f"{jobs[int(match[1])].origin}:", str(error))
-        is_only_line = len(jobs) == 1 and jobs[0].is_line
-        raise InvalidRequestError(f"{jobs[0].origin}: {error}" if is_only_line else text, error.param) from error
+        text = f"{jobs[0].origin}: {error}" if jobs[0].is_line else str(error)
+        if len(jobs) > 1:
+            text = re.sub(r"\bprompt (\d+):", lambda match: f"{jobs[int(match[1])].origin}:", str(error))
+        raise InvalidRequestError(text, error.param) from error
 
 
 def _as_input(llm: "LLM", job: prompts.Prompt) -> Any:
