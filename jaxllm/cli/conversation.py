@@ -12,13 +12,13 @@ import msgspec
 from jaxllm.cli import running, terminal
 from jaxllm.cli.streaming import Answer, printable, stream
 from jaxllm.errors import ConfigError, EngineError
-from jaxllm.lora_request import LoRARequest
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.http_client.chunks import Chunk
     from jaxllm.http_client.client import ServerClient
     from jaxllm.llm import LLM
+    from jaxllm.lora_request import LoRARequest
 
 
 class Conversation(abc.ABC):
@@ -64,7 +64,7 @@ class Conversation(abc.ABC):
 class LocalConversation(Conversation):
     """A conversation with a model in this process."""
 
-    def __init__(self, llm: "LLM", sampling: dict[str, Any], *, quiet: bool, lora_request: LoRARequest | None = None):
+    def __init__(self, llm: "LLM", sampling: dict[str, Any], *, quiet: bool, lora_request: "LoRARequest | None" = None):
         super().__init__(sampling, quiet=quiet)
         self._llm, self._lora_request = llm, lora_request
         self._base = dataclasses.replace(running.chat_sampling(llm), max_tokens=None)

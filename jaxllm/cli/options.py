@@ -16,13 +16,12 @@ from jaxllm.cli.settings import chosen, resolve
 from jaxllm.config import EngineConfig, Flag
 from jaxllm.errors import ConfigError
 from jaxllm.files import read_json
-from jaxllm.lora_calls import adapter_directory
 from jaxllm.lora_options import RANKS, LoRAOptions
-from jaxllm.lora_request import LoRARequest
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxllm.lora_request import LoRARequest
     from server.options import ServerOptions
 
 
@@ -111,10 +110,13 @@ def add_lora_argument(parser: Parser, help: str, *, several: bool = False) -> No
     parser.add_argument("--lora", action="append" if several else "store", type=name_value, metavar="NAME=PATH", help=text)
 
 
-def lora_requests(arguments: argparse.Namespace, engine_options: dict[str, Any]) -> list[LoRARequest]:
+def lora_requests(arguments: argparse.Namespace, engine_options: dict[str, Any]) -> "list[LoRARequest]":
     """The adapters of --lora; sets the engine's options that they need and that are not given. Raises UsageError or AdapterError."""
     if not arguments.lora:
         return []
+    from jaxllm.lora_calls import adapter_directory  # both import msgspec
+    from jaxllm.lora_request import LoRARequest
+
     if engine_options.get("enable_lora") is False:
         raise UsageError("--lora needs --enable-lora, which is switched off")
     named = arguments.lora if isinstance(arguments.lora, list) else [arguments.lora]
@@ -129,7 +131,7 @@ def lora_requests(arguments: argparse.Namespace, engine_options: dict[str, Any])
     return [LoRARequest(name, place, path) for place, (name, path) in enumerate(zip(names, directories, strict=True), 1)]
 
 
-def the_lora_request(arguments: argparse.Namespace, engine_options: dict[str, Any]) -> LoRARequest | None:
+def the_lora_request(arguments: argparse.Namespace, engine_options: dict[str, Any]) -> "LoRARequest | None":
     """The adapter of --lora, of commands that take at most one."""
     return next(iter(lora_requests(arguments, engine_options)), None)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.cli.terminal import size
 from jaxllm.config import EngineConfig
 from jaxllm.log import info_once
-from jaxllm.lora_request import LoRARequest
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
 
@@ -16,12 +15,13 @@ if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
     from jaxllm.engine_plan import EnginePlan
     from jaxllm.llm import LLM
+    from jaxllm.lora_request import LoRARequest
 
 DEFAULT_MAX_TOKENS = 256
 
 
 @contextlib.contextmanager
-def opened_llm(options: Mapping[str, Any], progress: Progress, lora_request: LoRARequest | None = None) -> Iterator["LLM"]:
+def opened_llm(options: Mapping[str, Any], progress: Progress, lora_request: "LoRARequest | None" = None) -> Iterator["LLM"]:
     """The engine with an adapter; at the end it is shut down."""
     llm = open_llm(options, progress)
     try:

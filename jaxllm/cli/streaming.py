@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import terminal
-from jaxllm.lora_request import LoRARequest
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
+    from jaxllm.lora_request import LoRARequest
 
 _TERMINAL_CODES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -65,7 +65,7 @@ class Answer:
         _print_dimmed(text)
 
 
-def stream(llm: "LLM", entry: Any, params: SamplingParams, answer: Answer, lora_request: LoRARequest | None = None) -> None:
+def stream(llm: "LLM", entry: Any, params: SamplingParams, answer: Answer, lora_request: "LoRARequest | None" = None) -> None:
     """Write the answer to one input. `params` must ask for deltas and one answer."""
     stats = answer.stats
     with answer.arriving(), contextlib.closing(llm.generate_iter(entry, params, lora_request=lora_request)) as running:
