@@ -217,14 +217,19 @@ def _read(kind: Any, text: str) -> Any:
         item = typing.get_args(kind)[0]
         return origin(_read(item, part.strip()) for part in text.strip("[]").split(",") if part.strip())
     if kind is dict or origin is dict:
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise ValueError("not a JSON object")
-        return with_typed_keys(kind, value)
+        return with_typed_keys(kind, read_object(text))
     return text
+
+
+def read_object(text: str) -> dict[Any, Any]:
+    """A JSON object. Raises ValueError."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
 
 
 def with_typed_keys(kind: Any, value: dict[Any, Any]) -> dict[Any, Any]:

@@ -1,12 +1,12 @@
 """The arguments of `jaxllm bench serve`. Names are those of `vllm bench serve` where it has the same."""
 
-import argparse
+import contextlib
 import math
 
 from jaxllm.cli import options
 from jaxllm.cli.bench_elsewhere import add_arguments_of_vllm, dataset
 from jaxllm.cli.flags import shaping_flags
-from jaxllm.cli.numbers import above_zero, count, fraction, json_object, name_value, not_negative, positive, rate
+from jaxllm.cli.numbers import ArgumentType, above_zero, count, fraction, json_object, name_value, not_negative, positive, rate
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments
 from jaxllm.flag_arguments import spelling
@@ -111,10 +111,10 @@ def _add_request_arguments(parser: Parser) -> None:
 def _add_result_arguments(parser: Parser) -> None:
     add = parser.add_argument_group("results").add_argument
     shown = "which of ttft,tpot,itl,e2el to print (default: all; a file has all)"
-    add("--percentile-metrics", type=_metrics, default=METRICS, metavar="NAMES", help=shown)
-    add("--metric-percentiles", type=_percentiles, default=(99.0,), metavar="N,N", help="(default: 99)")
+    add("--percentile-metrics", type=ArgumentType(_metrics, "NAMES"), default=METRICS, help=shown)
+    add("--metric-percentiles", type=ArgumentType(_percentiles, "N,N"), default=(99.0,), help="(default: 99)")
     limits = "count requests within these limits, e.g. ttft:200 tpot:50"
-    add("--goodput", nargs="+", type=_limit, default=[], metavar="NAME:MS", help=limits)
+    add("--goodput", nargs="+", type=ArgumentType(_limit, "NAME:MS"), default=[], help=limits)
     add("--json", action="store_true", help="print the result as a JSON object")
     add("--output-json", metavar="FILE", help="write the result to this file")
     add("--save-result", action="store_true", help="write the result to a JSON file that is named after the run")
@@ -132,7 +132,7 @@ def _add_result_arguments(parser: Parser) -> None:
 def _metrics(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if wrong := [name for name in names if name not in METRICS]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(METRICS)}")
+        raise ValueError(f"{wrong[0]!r} is none of {', '.join(METRICS)}")
     return names
 
 
@@ -142,16 +142,13 @@ def _percentiles(text: str) -> tuple[float, ...]:
     except ValueError:
         values = (-1.0,)
     if not all(0 <= value <= 100 for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers from 0 to 100, separated by commas")
+        raise ValueError(f"{text!r} must be numbers from 0 to 100, separated by commas")
     return values
 
 
 def _limit(text: str) -> tuple[str, float]:
     name, _, limit = text.partition(":")
-    try:
+    with contextlib.suppress(ValueError):
         if name in GOODPUT_METRICS and (milliseconds := float(limit)) >= 0:
             return name, milliseconds
-    except ValueError:
-        pass
-    names = ", ".join(GOODPUT_METRICS)
-    raise argparse.ArgumentTypeError(f"{text!r} must be NAME:MILLISECONDS with NAME one of {names}")
+    raise ValueError(f"{text!r} must be NAME:MILLISECONDS with NAME one of {', '.join(GOODPUT_METRICS)}")

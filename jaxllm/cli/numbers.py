@@ -1,24 +1,25 @@
-"""Types of arguments: numbers with the range that each allows, JSON objects, pairs. Each raises argparse.ArgumentTypeError."""
+"""Types of arguments: numbers with the range that each allows, JSON objects, pairs."""
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.flag_arguments import whole_number
+from jaxllm.flag_arguments import read_object, whole_number
 
 
 @dataclass(frozen=True)
-class Number:
-    """The type of an argument that is a number."""
+class ArgumentType:
+    """How an argument's text is read. Raises argparse.ArgumentTypeError."""
 
     read: Callable[[str], Any]
-    allows: Callable[[Any], bool]
-    fault: str
+    """Raises ValueError."""
     metavar: str
     """How help names the value."""
+    allows: Callable[[Any], bool] = lambda value: True
+    fault: str = ""
+    """What is wrong with a value that is not allowed."""
 
     def __call__(self, text: str) -> Any:
         try:
@@ -41,28 +42,18 @@ def _decimal(text: str) -> float:
     return value
 
 
-count = Number(whole_number, lambda value: value >= 0, "must not be negative", "N")
-positive = Number(whole_number, lambda value: value >= 1, "must be at least 1", "N")
-above_zero = Number(_decimal, lambda value: 0 < value < math.inf, "must be above 0", "X")
-not_negative = Number(_decimal, lambda value: 0 <= value < math.inf, "must not be negative", "X")
-rate = Number(_decimal, lambda value: value > 0, "must be above 0, or inf", "X")
-fraction = Number(_decimal, lambda value: 0 <= value < 1, "must be at least 0 and less than 1", "X")
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """An object in JSON."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
-    return value
-
-
-def name_value(text: str) -> tuple[str, str]:
-    """NAME=VALUE, split."""
+def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
+        raise ValueError(f"{text!r} must be NAME=VALUE")
     return name, value
+
+
+count = ArgumentType(whole_number, "N", lambda value: value >= 0, "must not be negative")
+positive = ArgumentType(whole_number, "N", lambda value: value >= 1, "must be at least 1")
+above_zero = ArgumentType(_decimal, "X", lambda value: 0 < value < math.inf, "must be above 0")
+not_negative = ArgumentType(_decimal, "X", lambda value: 0 <= value < math.inf, "must not be negative")
+rate = ArgumentType(_decimal, "X", lambda value: value > 0, "must be above 0, or inf")
+fraction = ArgumentType(_decimal, "X", lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
+json_object = ArgumentType(read_object, "JSON")
+name_value = ArgumentType(_pair, "NAME=VALUE")

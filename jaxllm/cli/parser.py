@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 from jaxllm import vllm_environment
 from jaxllm.cli.flags import SHORT_NAMES, all_flags, join_sub_keys, object_flags
-from jaxllm.cli.numbers import json_object
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
 from jaxllm.flag_arguments import SEVERAL_WORDS, add_flag, spelling
@@ -21,7 +20,7 @@ from jaxllm.vllm_flags import OLDER
 
 MAX_CANDIDATES = 12
 """Most flags that the error of an ambiguous prefix lists."""
-_METAVARS: Mapping[Any, str] = {int: "N", float: "X", json_object: "JSON"}
+_METAVARS: Mapping[Any, str] = {int: "N", float: "X"}
 
 
 class UsageError(Exception):

@@ -21,8 +21,8 @@ def add_connection_arguments(group: Any) -> None:
     """Key, headers and TLS."""
     key = f"the server's key; default: ${', $'.join(KEY_VARIABLES)}, in this order"
     group.add_argument("--api-key", metavar="KEY", help=key)
-    header = {"metavar": "NAME=VALUE", "help": "a further HTTP header; may be repeated"}
-    group.add_argument("--header", action="append", type=name_value, default=[], **header)
+    header = "a further HTTP header; may be repeated"
+    group.add_argument("--header", action="append", type=name_value, default=[], help=header)
     group.add_argument("--insecure", action="store_true", help="accept any TLS certificate")
 
 
