@@ -8,7 +8,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxllm.config import Flag, unknown_name
+from jaxllm.config import Flag, type_matches, unknown_name
+from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.vllm_flags import TABLE, TAKEN, TAKEN_BY_SERVER
 from jaxllm.vllm_values import VALUES, as_here, tell
 
@@ -121,6 +122,25 @@ def read_text(flag: Flag, text: str) -> Any:
     return _read(kind, text)
 
 
+def read_value(flag: Flag, value: Any) -> Any:
+    """The value of an option from a YAML or JSON file: already of the right type, or text as on the command line."""
+    kind, _ = without_none(flag.type)
+    if isinstance(value, str) and not type_matches(value, flag.type):
+        return read_text(flag, value)
+    if isinstance(value, list) and typing.get_origin(kind) in (tuple, list):
+        item = typing.get_args(kind)[0]
+        if wrong := [entry for entry in value if not type_matches(entry, item)]:
+            raise ValueError(f"{wrong[0]!r} is not {noun(item)}")
+        return typing.get_origin(kind)(value)
+    if kind is StructuredOutputsParams:
+        return StructuredOutputsParams.of(value)
+    if isinstance(value, dict) and is_object(flag):
+        return with_typed_keys(kind, value)
+    if not type_matches(value, flag.type):
+        raise ValueError(f"{value!r} is not {noun(kind)}")
+    return value
+
+
 def whole_number(text: str) -> int:
     """`1k` is 1000, `1K` is 1024, and so on for m, g, t; a fraction is allowed where the result is whole: `1.5k`."""
     match = re.fullmatch(r"([+-]?\d+(?:_\d+)*)(\.\d+)?([kmgtKMGT])?", text.strip())
@@ -197,14 +217,19 @@ def _read(kind: Any, text: str) -> Any:
         item = typing.get_args(kind)[0]
         return origin(_read(item, part.strip()) for part in text.strip("[]").split(",") if part.strip())
     if kind is dict or origin is dict:
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise ValueError("not a JSON object")
-        return with_typed_keys(kind, value)
+        return with_typed_keys(kind, read_object(text))
     return text
+
+
+def read_object(text: str) -> dict[Any, Any]:
+    """A JSON object. Raises ValueError."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
 
 
 def with_typed_keys(kind: Any, value: dict[Any, Any]) -> dict[Any, Any]:

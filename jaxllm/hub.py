@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jaxllm
 from jaxllm.config import nearest
@@ -47,7 +48,9 @@ def resolve_model(
     if local.is_file():
         raise ModelLoadError(f"{name} is a file; give a GGUF file, or the directory that holds config.json and the weights")
     if not is_hub_id(name):
-        raise ModelLoadError(f"{name!r} is neither a local directory nor a hub id (owner/name); check its spelling")
+        raise ModelLoadError(
+            f"{name!r} is neither a local directory nor a hub id (owner/name); check its spelling{_hint(name)}"
+        )
     return _download(name, revision, download_dir, files)
 
 
@@ -135,8 +138,20 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or "no reason given").partition("\n")[0]
 
 
+def cached_models(download_dir: str | None = None) -> list[Any]:
+    """The models in the hub's cache on this machine, as huggingface_hub's CachedRepoInfo, by name."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cache = scan_cache_dir(download_dir)
+    except (CacheNotFound, ValueError):
+        return []
+    return sorted((repo for repo in cache.repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
+
+
 def _hint(name: str) -> str:
-    close = nearest(name, KNOWN)
+    close = nearest(name, [*KNOWN, *(repo.repo_id for repo in cached_models())])
     return f"; did you mean {close!r}?" if close else ""
 
 

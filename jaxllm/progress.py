@@ -1,11 +1,13 @@
 """Progress reports of long work. A caller that displays them (the command line) passes a subclass; the base class is silent."""
 
 from collections.abc import Callable
+from typing import Self
 
 
 class Progress:
     """One task at a time: `start`, `advance` as often as needed, `finish`. This base shows nothing.
 
+    As a context manager it finishes at the end, so that the display is removed before an error is printed.
     `advance` may be called from any thread; `start` and `finish` come from one.
     """
 
@@ -20,6 +22,12 @@ class Progress:
 
     def finish(self) -> None:
         """The task is over, whether or not all of it was done."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
 
 
 SILENT = Progress()

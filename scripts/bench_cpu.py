@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.cli.bench import Lengths, read_mix
+from jaxllm.http_client.datasets import read_mix
 
 try:
     import torch
@@ -116,7 +116,7 @@ def check_equal(work: Work, theirs: Theirs, ours: list[list[int]], reference: li
     return ties
 
 
-def works(llm: LLM, num_requests: int, mix: Sequence[Lengths] = ()) -> list[Work]:
+def works(llm: LLM, num_requests: int, mix: Sequence[tuple[int, int]] = ()) -> list[Work]:
     """The measurements; prompts are Python source, which suits the demo model. `mix`: lengths of prompt and output."""
     source = llm.get_tokenizer().encode(inspect.getsource(argparse) + inspect.getsource(textwrap))
     rng = np.random.default_rng(0)
@@ -135,7 +135,7 @@ def works(llm: LLM, num_requests: int, mix: Sequence[Lengths] = ()) -> list[Work
         Work("batch 1", [prompt(64)], [256]),
         Work("mixed", [prompt(n) for n in inputs], outputs),
         Work("equal", [prompt(96) for _ in range(num_requests)], [128] * num_requests),
-        *([Work("mix", [prompt(one.prompt) for one in mix], [one.output for one in mix])] if mix else []),
+        *([Work("mix", [prompt(length) for length, _ in mix], [length for _, length in mix])] if mix else []),
     ]
 
 

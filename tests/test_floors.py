@@ -48,6 +48,7 @@ FLOORS = {
     "jaxllm.llm_engine": 7,
     "jaxllm.async_llm": 7,
     "jaxllm.engine_front": 7,
+    "jaxllm.engine_plan": 7,
     "jaxllm.beam_search": 7,
     "jaxllm.pooling_calls": 7,
     "server": 8,
@@ -85,6 +86,7 @@ SIBLINGS = {
     ("jaxllm.async_llm", "jaxllm.beam_search"),
     ("jaxllm.async_llm", "jaxllm.engine_front"),
     ("jaxllm.llm_engine", "jaxllm.engine_front"),
+    ("jaxllm.engine_plan", "jaxllm.engine_front"),
 }
 """Allowed (importer, imported) pairs on the same level; imports within one of these packages are free."""
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.acceptance import Acceptance, report_lines
-from jaxllm.cli import options, planning, running
-from jaxllm.cli.adapters import add_lora_argument, lora_requests
+from jaxllm.cli import options, running
 from jaxllm.cli.bench_elsewhere import add_arguments_of_vllm, dataset
+from jaxllm.cli.bench_serve import read_mix
 from jaxllm.cli.flags import engine_flags, sampling_flags, shaping_flags
 from jaxllm.cli.json_files import check_writable, write_json
 from jaxllm.cli.numbers import count, fraction, positive
@@ -22,6 +22,7 @@ from jaxllm.log import info_once
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from jaxllm.http_client.datasets import LoadPrompt
     from jaxllm.llm import LLM
     from jaxllm.lora_request import LoRARequest
 
@@ -36,85 +37,37 @@ SEPARATE = ("serve", "scaling")
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
-class Lengths(NamedTuple):
-    """Prompt tokens and output tokens of one request."""
-
-    prompt: int
-    output: int
-
-
 def bench_flags() -> list[Flag]:
     """The sampling flags that affect speed; the benchmark sets lengths and stop conditions itself."""
     return [flag for flag in sampling_flags() if flag in shaping_flags() or flag.name == "logprobs"]
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "what",
-        metavar="throughput|latency|serve|scaling",
-        choices=["throughput", "latency", *SEPARATE],
-        help="what to measure; serve and scaling have options of their own: `jaxllm bench serve --help`",
-    )
-    parser.add_argument(
-        *("--input-len", "--random-input-len"), type=positive, metavar="N", help="tokens of each prompt (default: 128)"
-    )
-    parser.add_argument(
-        *("--output-len", "--random-output-len", "--sharegpt-output-len"),
-        type=positive,
-        metavar="N",
-        help="tokens written for each prompt (default: 128)",
-    )
-    parser.add_argument(
-        *("--range-ratio", "--random-range-ratio"),
-        type=fraction,
-        metavar="X",
-        help="throughput: lengths between (1-X) and (1+X) times the given (default: 0)",
-    )
-    parser.add_argument(
-        *("--prefix-len", "--random-prefix-len"),
-        type=count,
-        default=0,
-        metavar="N",
-        help="throughput: further tokens at the front, which all prompts share (default: 0)",
-    )
-    parser.add_argument("--mix", metavar="FILE", help='lengths from a JSON file: {"requests": [[prompt, output], …]}')
-    parser.add_argument(
-        "--dataset-name",
-        type=dataset(("random", "sharegpt")),
-        choices=["random", "sharegpt"],
-        default="random",
-        help="random: token ids of the lengths given; sharegpt: questions and the lengths of their answers (default: random)",
-    )
-    parser.add_argument("--dataset-path", metavar="FILE", help="the conversations of sharegpt, a JSON list")
-    parser.add_argument(
-        "--num-prompts",
-        "--batch-size",
-        type=positive,
-        metavar="N",
-        help="prompts of a run, all given at once; default: 100 for throughput (or the whole mix), 1 for latency",
-    )
-    parser.add_argument(
-        *("--warmup-runs", "--num-iters-warmup", "--num-warmups"),
-        type=count,
-        default=1,
-        metavar="N",
-        help="runs before the timed ones (default: 1)",
-    )
-    parser.add_argument(
-        *("--iterations", "--num-iters"),
-        type=positive,
-        metavar="N",
-        help="timed runs; default: 1 for throughput, 10 for latency",
-    )
-    parser.add_argument("--json", action="store_true", help="the result as a JSON object")
-    parser.add_argument("--output-json", metavar="FILE", help="write the result to this file, as --json prints it")
-    parser.add_argument(
-        "--backend",
-        choices=["jaxllm", "vllm"],
-        help="changes nothing: this engine is measured, under vLLM's name for its own too; not vLLM's other engines",
-    )
-    parser.add_argument("--n", type=int, choices=[1], help=argparse.SUPPRESS)  # vLLM's number of answers to each prompt
-    add_lora_argument(parser, "LoRA adapter that requests name in turn; may be repeated", several=True)
+    add = parser.add_argument
+    what = "what to measure; serve and scaling have options of their own: `jaxllm bench serve --help`"
+    add("what", metavar="throughput|latency|serve|scaling", choices=["throughput", "latency", *SEPARATE], help=what)
+    add("--input-len", "--random-input-len", type=positive, help="tokens of each prompt (default: 128)")
+    names = ("--output-len", "--random-output-len", "--sharegpt-output-len")
+    add(*names, type=positive, help="tokens written for each prompt (default: 128)")
+    spread = "throughput: lengths between (1-X) and (1+X) times the given (default: 0)"
+    add("--range-ratio", "--random-range-ratio", type=fraction, help=spread)
+    prefix = "throughput: further tokens at the front, which all prompts share"
+    add("--prefix-len", "--random-prefix-len", type=count, default=0, help=prefix)
+    add("--mix", metavar="FILE", help='lengths from a JSON file: {"requests": [[prompt, output], …]}')
+    datasets = ("random", "sharegpt")
+    kinds = "random: token ids of the lengths given; sharegpt: questions and the lengths of their answers"
+    add("--dataset-name", type=dataset(datasets), choices=datasets, default="random", help=kinds)
+    add("--dataset-path", metavar="FILE", help="the conversations of sharegpt, a JSON list")
+    number = "prompts of a run, all given at once; default: 100 for throughput (or the whole mix), 1 for latency"
+    add("--num-prompts", "--batch-size", type=positive, help=number)
+    add(*("--warmup-runs", "--num-iters-warmup", "--num-warmups"), type=count, default=1, help="runs before the timed ones")
+    add("--iterations", "--num-iters", type=positive, help="timed runs; default: 1 for throughput, 10 for latency")
+    add("--json", action="store_true", help="the result as a JSON object")
+    add("--output-json", metavar="FILE", help="write the result to this file, as --json prints it")
+    backend = "changes nothing: this engine is measured, under vLLM's name for its own too; not vLLM's other engines"
+    add("--backend", choices=["jaxllm", "vllm"], help=backend)
+    add("--n", type=int, choices=[1], help=argparse.SUPPRESS)  # vLLM's number of answers to each prompt
+    options.add_lora_argument(parser, "LoRA adapter that requests name in turn; may be repeated", several=True)
     options.add_common_arguments(parser)
     parser.add_flags(bench_flags())
     parser.add_flags(engine_flags())
@@ -123,36 +76,25 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Returns the exit code."""
-    if arguments.what in SEPARATE:
-        raise UsageError(f"`{arguments.what}` must follow `bench` at once: jaxllm bench {arguments.what} …")
+    _check(arguments)
     if arguments.backend == "vllm":
         info_once("--backend vllm changes nothing here: this engine is measured")
     engine_options = options.engine_options(arguments)
     sampling = options.sampling_options(arguments, bench_flags())
-    lengths = _lengths(arguments)
-    loras = lora_requests(arguments, engine_options)
+    mix = read_mix(arguments.mix, arguments.num_prompts) if arguments.mix else None
+    loras = options.lora_requests(arguments, engine_options)
     if arguments.dry_run:
-        return planning.dry_run(engine_options)
+        return running.dry_run(engine_options)
     if arguments.output_json:
         check_writable(Path(arguments.output_json))
     progress = options.progress_for(arguments, engine_options)
-    llm = running.open_llm(engine_options, progress)
     iterations = arguments.iterations or (1 if arguments.what == "throughput" else 10)
-    try:
+    with running.opened_llm(engine_options, progress) as llm:
         llm.llm_engine.finish_compiling()
-        if lengths:
-            from jaxllm.scaling.requests import random_prompts
-
-            vocab_size, prefix_len = llm.llm_engine.model_config.vocab_size, arguments.prefix_len
-            prompts = random_prompts([entry.prompt - prefix_len for entry in lengths], vocab_size, seed=0)
-            if prefix_len:
-                shared = random_prompts([prefix_len], vocab_size, seed=1)[0]["prompt_token_ids"]
-                prompts = [{"prompt_token_ids": shared + prompt["prompt_token_ids"]} for prompt in prompts]
-        else:
-            prompts, lengths = _conversations(arguments, llm)
+        prompts = _prompts(arguments, mix, llm)
         whole: dict[str, Any] = {"ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
-        params = [SamplingParams(**sampling, **whole, max_tokens=entry.output) for entry in lengths]
-        each_lora = [loras[place % len(loras)] for place in range(len(lengths))] if loras else None
+        params = [SamplingParams(**sampling, **whole, max_tokens=prompt.num_output_tokens) for prompt in prompts]
+        each_lora = [loras[place % len(loras)] for place in range(len(prompts))] if loras else None
         progress.start("measuring", arguments.warmup_runs + iterations, "run")
 
         def measured(count: int) -> list[Run]:
@@ -166,10 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         before = Acceptance.of(llm.llm_engine.core.stats())
         runs = measured(iterations)
         drafts = Acceptance.of(llm.llm_engine.core.stats()) - before
-    finally:
-        progress.finish()
-        llm.shutdown()
-    report = throughput_report(lengths, runs) if arguments.what == "throughput" else latency_report(lengths, runs)
+    report = throughput_report(prompts, runs) if arguments.what == "throughput" else latency_report(prompts, runs)
     if drafts.accepted_per_position:
         report |= drafts.report()
     if arguments.output_json:
@@ -187,32 +126,33 @@ class Run(NamedTuple):
     """Mean time of each output token after the first."""
 
 
-def throughput_report(lengths: Sequence[Lengths], runs: Sequence[Run]) -> dict[str, Any]:
+def throughput_report(prompts: "Sequence[LoadPrompt]", runs: Sequence[Run]) -> dict[str, Any]:
     """Rates at the median time of the timed runs."""
     seconds = statistics.median(run.seconds for run in runs)
-    num_prompt, num_output = sum(entry.prompt for entry in lengths), sum(entry.output for entry in lengths)
+    num_prompt = sum(prompt.num_prompt_tokens or 0 for prompt in prompts)
+    num_output = sum(prompt.num_output_tokens for prompt in prompts)
     return {
-        "num_requests": len(lengths),
+        "num_requests": len(prompts),
         "num_prompt_tokens": num_prompt,
         "num_output_tokens": num_output,
         "elapsed_seconds": seconds,
         "all_elapsed_seconds": [run.seconds for run in runs],
-        "requests_per_second": len(lengths) / seconds,
+        "requests_per_second": len(prompts) / seconds,
         "output_tokens_per_second": num_output / seconds,
         "total_tokens_per_second": (num_prompt + num_output) / seconds,
         **_per_request(runs),
     }
 
 
-def latency_report(lengths: Sequence[Lengths], runs: Sequence[Run]) -> dict[str, Any]:
+def latency_report(prompts: "Sequence[LoadPrompt]", runs: Sequence[Run]) -> dict[str, Any]:
     """Average and percentiles of the time of a whole batch."""
     import numpy as np
 
     seconds = [run.seconds for run in runs]
     return {
-        "batch_size": len(lengths),
-        "input_len": lengths[0].prompt,
-        "output_len": lengths[0].output,
+        "batch_size": len(prompts),
+        "input_len": prompts[0].num_prompt_tokens,
+        "output_len": prompts[0].num_output_tokens,
         "avg_latency_seconds": statistics.fmean(seconds),
         "percentiles_seconds": {str(percent): float(np.percentile(seconds, percent)) for percent in PERCENTILES},
         "all_latencies_seconds": seconds,
@@ -230,12 +170,13 @@ def _per_request(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _measure(
-    llm: "LLM", prompts: Sequence[Any], params: Sequence[SamplingParams], loras: "Sequence[LoRARequest] | None"
+    llm: "LLM", prompts: "Sequence[LoadPrompt]", params: Sequence[SamplingParams], loras: "Sequence[LoRARequest] | None"
 ) -> Run:
     """Run all prompts once, with an empty prefix cache."""
+    inputs: list[Any] = [{"prompt_token_ids": prompt.prompt} for prompt in prompts]
     llm.reset_prefix_cache()
     began = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
+    outputs = llm.generate(inputs, params, use_tqdm=False, lora_request=loras)
     seconds = time.perf_counter() - began
     first, each = [], []
     for output, sampling in zip(outputs, params, strict=True):
@@ -251,60 +192,40 @@ def _measure(
     return Run(seconds, first, each)
 
 
-def _lengths(arguments: argparse.Namespace) -> list[Lengths]:
-    """The lengths of random prompts and of the prefix that they share; empty for ShareGPT. Raises UsageError."""
-    is_random = arguments.what == "throughput" and arguments.dataset_name == "random" and not arguments.mix
-    if (arguments.range_ratio or arguments.prefix_len) and not is_random:
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise UsageError for options that exclude each other."""
+    what, mix, is_sharegpt = arguments.what, arguments.mix, arguments.dataset_name == "sharegpt"
+    if what in SEPARATE:
+        raise UsageError(f"`{what}` must follow `bench` at once: jaxllm bench {what} …")
+    if (arguments.range_ratio or arguments.prefix_len) and (what == "latency" or is_sharegpt or mix):
         raise UsageError("--range-ratio and --prefix-len are for throughput of random prompts without --mix")
-    if arguments.dataset_name == "sharegpt":
-        if arguments.what == "latency" or arguments.mix or arguments.input_len or not arguments.dataset_path:
-            raise UsageError("--dataset-name sharegpt is for throughput; it needs --dataset-path, and no --mix or --input-len")
-        return []  # token counts need the tokenizer
-    if arguments.dataset_path:
+    if is_sharegpt and (what == "latency" or mix or arguments.input_len or not arguments.dataset_path):
+        raise UsageError("--dataset-name sharegpt is for throughput; it needs --dataset-path, and no --mix or --input-len")
+    if arguments.dataset_path and not is_sharegpt:
         raise UsageError("--dataset-path is for --dataset-name sharegpt")
-    if arguments.mix is None:
-        import numpy as np
-
-        from jaxllm.http_client.datasets import spread_lengths
-
-        count = arguments.num_prompts or (100 if arguments.what == "throughput" else 1)
-        rng, ratio = np.random.default_rng(2), arguments.range_ratio or 0.0
-        prompts, outputs = (
-            spread_lengths(rng, length or 128, ratio, count) for length in (arguments.input_len, arguments.output_len)
-        )
-        return [Lengths(arguments.prefix_len + prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
-    if arguments.what == "latency":
+    if mix and what == "latency":
         raise UsageError("latency measures a batch of equal lengths; --mix is for throughput")
-    if arguments.input_len or arguments.output_len:
+    if mix and (arguments.input_len or arguments.output_len):
         raise UsageError("--mix gives the lengths; leave out --input-len and --output-len")
-    mix = read_mix(arguments.mix)
-    if arguments.num_prompts and arguments.num_prompts > len(mix):
-        raise UsageError(f"--num-prompts is {arguments.num_prompts}, the mix has {len(mix)} requests")
-    return mix[: arguments.num_prompts]
 
 
-def _conversations(arguments: argparse.Namespace, llm: "LLM") -> tuple[list[dict[str, list[int]]], list[Lengths]]:
-    """Questions of ShareGPT conversations as token ids, with the lengths of their answers."""
+def _prompts(arguments: argparse.Namespace, mix: list[tuple[int, int]] | None, llm: "LLM") -> "list[LoadPrompt]":
+    """The prompts as token ids: random ones, also of the lengths of a mix, or questions of ShareGPT conversations."""
     import numpy as np
 
-    from jaxllm.cli.bench_serve import PlainTokenizer
     from jaxllm.http_client import datasets
 
-    tokenizer, rng = llm.get_tokenizer(), np.random.default_rng(0)
-    found = datasets.sharegpt_prompts(
-        arguments.dataset_path, arguments.num_prompts or 100, rng, PlainTokenizer(tokenizer), arguments.output_len
-    )
-    prompts = [{"prompt_token_ids": tokenizer.encode(str(entry.prompt))} for entry in found]
-    return prompts, [
-        Lengths(len(prompt["prompt_token_ids"]), entry.num_output_tokens) for prompt, entry in zip(prompts, found, strict=True)
-    ]
-
-
-def read_mix(path: str) -> list[Lengths]:
-    """The lengths in a mix file. Raises ConfigError."""
-    from jaxllm.http_client import datasets
-
-    return [Lengths(*entry) for entry in datasets.read_mix(path)]
+    writer = datasets.PromptWriter(np.random.default_rng(0), llm.llm_engine.model_config.vocab_size)
+    if mix is not None:
+        return datasets.mix_prompts(writer, mix)
+    count, output_len = arguments.num_prompts or (100 if arguments.what == "throughput" else 1), arguments.output_len
+    if arguments.dataset_name == "random":
+        lengths = {"input_len": arguments.input_len or 128, "output_len": output_len or 128, "prefix_len": arguments.prefix_len}
+        return datasets.random_prompts(writer, count, range_ratio=arguments.range_ratio or 0.0, **lengths)
+    tokenizer = llm.get_tokenizer()
+    found = datasets.sharegpt_prompts(arguments.dataset_path, count, writer.rng, tokenizer, output_len)
+    each_ids = [tokenizer.encode(str(prompt.prompt)) for prompt in found]  # with special tokens
+    return [datasets.LoadPrompt(ids, prompt.num_output_tokens, len(ids)) for ids, prompt in zip(each_ids, found, strict=True)]
 
 
 def _as_text(report: Mapping[str, Any]) -> str:

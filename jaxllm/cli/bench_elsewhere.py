@@ -42,13 +42,11 @@ DATASETS_ELSEWHERE = (
 
 def add_arguments_of_vllm(parser: Parser) -> None:
     """Flags of vLLM's benchmarks that the parser has not; help does not list them."""
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for table, action, nargs in ((REFUSED, _Refuse, "*"), (NO_EFFECT, _Note, 0)):
-        for names, reason in table.items():
-            for name in names.split():
-                if f"--{name}" not in parser._option_string_actions:
-                    parser.add_argument(
-                        f"--{name}", action=action, nargs=nargs, const=reason, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-                    )
+        for name, reason in ((f"--{name}", reason) for names, reason in table.items() for name in names.split()):
+            if name not in parser._option_string_actions:
+                parser.add_argument(name, action=action, nargs=nargs, const=reason, **hidden)
 
 
 def dataset(known: Collection[str]) -> Any:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -15,15 +16,14 @@ from jaxllm.cli.bench_serve_arguments import BACKENDS, SAMPLING, add_arguments
 from jaxllm.cli.json_files import check_writable, write_json
 from jaxllm.cli.parser import UsageError
 from jaxllm.cli.progress_bars import make_progress
-from jaxllm.cli.server_arguments import make_client, pairs, run_async
+from jaxllm.cli.server_arguments import make_client, run_async
 from jaxllm.errors import ConfigError
 from jaxllm.progress import Progress
 
 if TYPE_CHECKING:
     from jaxllm.acceptance import Acceptance
-    from jaxllm.http_client.arrivals import RampUp
     from jaxllm.http_client.client import ServerClient
-    from jaxllm.http_client.datasets import LoadPrompt, PromptWriter, Tokenizer
+    from jaxllm.http_client.datasets import LoadPrompt, Tokenizer
     from jaxllm.http_client.load import LoadRun
     from jaxllm.http_client.scrape import Scrape
 
@@ -36,14 +36,11 @@ EXAMPLES = """examples:
   jaxllm bench serve --backend openai-chat --dataset-name custom --dataset-path prompts.jsonl --goodput ttft:200 tpot:50"""
 
 NEEDS_PATH = ("mix", "sharegpt", "custom")
-GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Returns the exit code: 1 if no request was answered."""
     _check(arguments)
-    goodput = _goodput(arguments.goodput)
-    metadata = dict(pairs(arguments.metadata, "--metadata"))
     if arguments.plot:
         from jaxllm.http_client.plot import check_installed, draw
 
@@ -56,28 +53,25 @@ def run(arguments: argparse.Namespace) -> int:
 
         prompts = with_models(prompts, arguments.lora_modules, arguments.lora_assignment, arguments.seed)
         warm_up = dataclasses.replace(warm_up, model=arguments.lora_modules[0])
-    progress = make_progress(quiet=arguments.quiet or arguments.disable_tqdm)
-    try:
+    with make_progress(quiet=arguments.quiet or arguments.disable_tqdm) as progress:
         model, load, drafts = run_async(_measure(arguments, prompts, warm_up, progress))
-    finally:
-        progress.finish()
     from jaxllm.http_client import results
 
     percentiles = arguments.metric_percentiles
-    figures = results.summary(load, percentiles=percentiles, goodput_ms=goodput) | (drafts.report() if drafts else {})
-    report = _header(arguments, model, len(prompts)) | metadata | figures
+    figures = results.summary(load, percentiles=percentiles, goodput_ms=dict(arguments.goodput) or None)
+    figures |= drafts.report() if drafts else {}
+    report = _header(arguments, model, len(prompts)) | dict(arguments.metadata) | figures
     if not arguments.quiet and any(outcome.succeeded and outcome.num_output_tokens is None for outcome in load.outcomes):
         terminal.note("the server reports no usage for some answers; each of their chunks is counted as one token")
-    if arguments.json:
-        print(json.dumps(report))
-    else:
-        print(results.as_text(report, arguments.percentile_metrics, percentiles))
+    print(json.dumps(report) if arguments.json else results.as_text(report, arguments.percentile_metrics, percentiles))
     if arguments.output_json:
         write_json(Path(arguments.output_json), report)
     if arguments.save_result or arguments.append_result or arguments.save_detailed:
+        path = Path(arguments.result_dir or ".") / (arguments.result_filename or _file_name(arguments, report))
         detailed = results.details(load) if arguments.save_detailed else {}
-        path = _save(report | detailed, arguments, model)
-        terminal.note(f"result written to {path}") if not arguments.quiet else None
+        write_json(path, report | detailed, append=arguments.append_result)
+        if not arguments.quiet:
+            terminal.note(f"result written to {path}")
     if arguments.plot:
         draw(load, f"{model}, {arguments.request_rate:g} requests/s, {len(prompts)} prompts", arguments.plot)
     return 0 if figures["completed"] else 1
@@ -86,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _measure(
     arguments: argparse.Namespace, prompts: "list[LoadPrompt]", warm_up: "LoadPrompt", progress: Progress
 ) -> "tuple[str, LoadRun, Acceptance | None]":
-    from jaxllm.http_client.arrivals import start_times
+    from jaxllm.http_client.arrivals import RampUp, start_times
     from jaxllm.http_client.load import ENDPOINTS, RequestMaker, ask, run_load, wait_until_ready
     from jaxllm.http_client.scrape import acceptance
 
@@ -103,13 +97,11 @@ async def _measure(
         if arguments.num_warmups:
             progress.start("warming up", arguments.num_warmups, "request")
             await asyncio.gather(*(ask(client, path, first, streams=maker.streams) for _ in range(arguments.num_warmups)))
-        times = start_times(
-            len(prompts),
-            arguments.request_rate,
-            burstiness=arguments.burstiness,
-            ramp_up=_ramp_up(arguments),
-            seed=arguments.seed,
-        )
+        ramp_up = None
+        if arguments.ramp_up_strategy is not None:
+            ramp_up = RampUp(arguments.ramp_up_strategy, arguments.ramp_up_start_rps, arguments.ramp_up_end_rps)
+        rate, burstiness = arguments.request_rate, arguments.burstiness
+        times = start_times(len(prompts), rate, burstiness=burstiness, ramp_up=ramp_up, seed=arguments.seed)
         progress.start("measuring", len(prompts), "request")
         if arguments.profile:
             await client.post("/start_profile")
@@ -135,12 +127,11 @@ async def _measure(
 async def _scrape(client: "ServerClient") -> "Scrape | None":
     """The server's metrics; None if it has none."""
     from jaxllm.http_client.client import ServerError
-    from jaxllm.http_client.scrape import read_scrape
+    from jaxllm.http_client.scrape import scrape
 
-    try:
-        return read_scrape((await client.get("/metrics")).decode("utf-8", "replace"), 0.0)
-    except (ServerError, ValueError):
-        return None
+    with contextlib.suppress(ServerError):
+        return await scrape(client)
+    return None
 
 
 async def _first_model(client: "ServerClient", timeout_seconds: float) -> str:
@@ -166,72 +157,44 @@ def _prompts(arguments: argparse.Namespace) -> "tuple[list[LoadPrompt], LoadProm
     import numpy as np
 
     from jaxllm.http_client import datasets
+    from jaxllm.text.model_files import text_files
+    from jaxllm.text.tokenizer import load_tokenizer
 
-    tokenizer = _load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
+    named = arguments.tokenizer
+    tokenizer: Tokenizer | None = load_tokenizer(text_files(named), name=named) if named else None
     rng = np.random.default_rng(arguments.seed)
     is_chat = BACKENDS[arguments.backend] == "openai-chat"
     writer = datasets.PromptWriter(rng, arguments.vocab_size, tokenizer, arguments.random_text or is_chat)
     name, path, count, output_len = arguments.dataset_name, arguments.dataset_path, arguments.num_prompts, arguments.output_len
-    if writer.as_text and tokenizer is None and name in ("random", "mix", "prefix_repetition") and not arguments.quiet:
-        terminal.note("no --tokenizer: random text has a word for each token, which is about the length asked for")
     if name == "sharegpt":
         prompts = datasets.sharegpt_prompts(path, count or 1000, rng, tokenizer, output_len)
         return prompts, prompts[0]
     if name == "custom":
         prompts = datasets.custom_prompts(path, count, output_len, chat=is_chat)
         return prompts, prompts[0]
-    prompts = _random_prompts(arguments, writer)
+    if writer.as_text and tokenizer is None and not arguments.quiet:
+        terminal.note("no --tokenizer: random text has a word for each token, which is about the length asked for")
+    prefix_len, lengths = arguments.prefix_len, {"output_len": output_len or 128}
+    if name == "mix":
+        prompts = datasets.mix_prompts(writer, read_mix(path, count))
+    elif name == "prefix_repetition":
+        lengths |= {"prefix_len": 256 if prefix_len is None else prefix_len, "suffix_len": arguments.suffix_len}
+        prompts = datasets.prefix_repetition_prompts(writer, count or 1000, num_prefixes=arguments.num_prefixes, **lengths)
+    else:
+        lengths |= {"input_len": arguments.input_len, "prefix_len": prefix_len or 0}
+        prompts = datasets.random_prompts(writer, count or 1000, range_ratio=arguments.range_ratio, **lengths)
     longest = max(prompts, key=lambda prompt: prompt.num_prompt_tokens or 0)
     return prompts, writer.prompt(writer.ids(longest.num_prompt_tokens or 128), longest.num_output_tokens)
 
 
-def _random_prompts(arguments: argparse.Namespace, writer: "PromptWriter") -> "list[LoadPrompt]":
+def read_mix(path: str, count: int | None) -> list[tuple[int, int]]:
+    """The (prompt, output) lengths in a mix file, or the first `count` of them. Raises UsageError or ConfigError."""
     from jaxllm.http_client import datasets
 
-    count, output_len, prefix_len = arguments.num_prompts, arguments.output_len or 128, arguments.prefix_len
-    if arguments.dataset_name == "mix":
-        lengths = datasets.read_mix(arguments.dataset_path)
-        if count and count > len(lengths):
-            raise UsageError(f"--num-prompts is {count}, the mix has {len(lengths)} requests")
-        return datasets.mix_prompts(writer, lengths[:count])
-    if arguments.dataset_name == "prefix_repetition":
-        return datasets.prefix_repetition_prompts(
-            writer,
-            count or 1000,
-            prefix_len=256 if prefix_len is None else prefix_len,
-            suffix_len=arguments.suffix_len,
-            num_prefixes=arguments.num_prefixes,
-            output_len=output_len,
-        )
-    return datasets.random_prompts(
-        writer,
-        count or 1000,
-        input_len=arguments.input_len,
-        output_len=output_len,
-        range_ratio=arguments.range_ratio,
-        prefix_len=prefix_len or 0,
-    )
-
-
-def _load_tokenizer(name: str) -> "Tokenizer":
-    from jaxllm.text.model_files import text_files
-    from jaxllm.text.tokenizer import load_tokenizer
-
-    return PlainTokenizer(load_tokenizer(text_files(name), name=name))
-
-
-class PlainTokenizer:
-    """A tokenizer that neither adds nor writes special tokens."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self.vocab_size: int = len(tokenizer)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def decode(self, token_ids: Any) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    lengths = datasets.read_mix(path)
+    if count and count > len(lengths):
+        raise UsageError(f"--num-prompts is {count}, the mix has {len(lengths)} requests")
+    return lengths[:count]
 
 
 def _extra_body(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -247,33 +210,26 @@ def _extra_body(arguments: argparse.Namespace) -> dict[str, Any]:
     return body | arguments.extra_body
 
 
-def _ramp_up(arguments: argparse.Namespace) -> "RampUp | None":
-    from jaxllm.http_client.arrivals import RampUp
-
-    if arguments.ramp_up_strategy is None:
-        return None
-    return RampUp(arguments.ramp_up_strategy, arguments.ramp_up_start_rps, arguments.ramp_up_end_rps)
-
-
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.dataset_name in NEEDS_PATH and not arguments.dataset_path:
-        raise UsageError(f"--dataset-name {arguments.dataset_name} needs --dataset-path")
-    if arguments.dataset_path and arguments.dataset_name not in NEEDS_PATH:
+    """Raise UsageError for arguments that exclude or need each other."""
+    name, path, strategy = arguments.dataset_name, arguments.dataset_path, arguments.ramp_up_strategy
+    ends = (arguments.ramp_up_start_rps, arguments.ramp_up_end_rps)
+    if name in NEEDS_PATH and not path:
+        raise UsageError(f"--dataset-name {name} needs --dataset-path")
+    if path and name not in NEEDS_PATH:
         raise UsageError(f"--dataset-path is for {', '.join(NEEDS_PATH)}; add --dataset-name")
     if arguments.chat_template_kwargs is not None and BACKENDS[arguments.backend] != "openai-chat":
         raise UsageError("--chat-template-kwargs is for --backend openai-chat: no other has a chat template")
-    ends = (arguments.ramp_up_start_rps, arguments.ramp_up_end_rps)
-    if arguments.ramp_up_strategy is None and any(ends):
+    if strategy is None and any(ends):
         raise UsageError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
-    if arguments.ramp_up_strategy is not None and not all(ends):
+    if strategy is not None and not all(ends):
         raise UsageError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
-    if arguments.ramp_up_strategy is not None and not math.isinf(arguments.request_rate):
+    if strategy is not None and not math.isinf(arguments.request_rate):
         raise UsageError("--ramp-up-strategy gives the rate; leave out --request-rate")
 
 
 def _header(arguments: argparse.Namespace, model: str, num_prompts: int) -> dict[str, Any]:
-    """The results, under the names that vLLM's benchmark uses."""
-    rate = arguments.request_rate
+    """What was asked for, under the names that vLLM's benchmark uses."""
     header = {
         "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": arguments.backend,
@@ -283,38 +239,17 @@ def _header(arguments: argparse.Namespace, model: str, num_prompts: int) -> dict
         "tokenizer_id": arguments.tokenizer or model,
         "dataset_name": arguments.dataset_name,
         "num_prompts": num_prompts,
-        "request_rate": "inf" if math.isinf(rate) else rate,
+        "request_rate": "inf" if math.isinf(arguments.request_rate) else arguments.request_rate,
         "burstiness": arguments.burstiness,
         "max_concurrency": arguments.max_concurrency,
     }
-    if arguments.lora_modules:
-        header |= {"lora_modules": arguments.lora_modules, "lora_assignment": arguments.lora_assignment}
+    more = ["lora_modules", "lora_assignment"] if arguments.lora_modules else []
     if arguments.ramp_up_strategy is not None:
-        names = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
-        header |= {name: getattr(arguments, name) for name in names}
-    return header
+        more += ["ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"]
+    return header | {name: getattr(arguments, name) for name in more}
 
 
-def _save(report: Mapping[str, Any], arguments: argparse.Namespace, model: str) -> Path:
-    name = arguments.result_filename
-    if name is None:
-        concurrency = f"-concurrency{arguments.max_concurrency}" if arguments.max_concurrency else ""
-        label = arguments.label or arguments.backend
-        name = f"{label}-{arguments.request_rate:g}qps{concurrency}-{model.rsplit('/', 1)[-1]}-{report['date']}.json"
-    path = Path(arguments.result_dir or ".") / name
-    write_json(path, report, append=arguments.append_result)
-    return path
-
-
-def _goodput(entries: list[str]) -> dict[str, float] | None:
-    limits = {}
-    for entry in entries:
-        name, colon, text = entry.partition(":")
-        try:
-            limit = float(text)
-        except ValueError:
-            limit = -1
-        if not colon or name not in GOODPUT_METRICS or not limit >= 0:
-            raise UsageError(f"--goodput: {entry!r} must be NAME:MILLISECONDS with NAME one of {', '.join(GOODPUT_METRICS)}")
-        limits[name] = limit
-    return limits or None
+def _file_name(arguments: argparse.Namespace, report: Mapping[str, Any]) -> str:
+    concurrency = f"-concurrency{arguments.max_concurrency}" if arguments.max_concurrency else ""
+    label, model = arguments.label or arguments.backend, report["model_id"].rsplit("/", 1)[-1]
+    return f"{label}-{arguments.request_rate:g}qps{concurrency}-{model}-{report['date']}.json"

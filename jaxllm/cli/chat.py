@@ -6,13 +6,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxllm import env
 from jaxllm.cache_folders import make_folder
-from jaxllm.cli import options, planning, running, terminal
-from jaxllm.cli.adapters import add_lora_argument, the_lora_request
-from jaxllm.cli.conversation import Conversation, LocalConversation
+from jaxllm.cli import options, running, terminal
+from jaxllm.cli.conversation import Conversation, LocalConversation, ServerConversation, connected
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client
@@ -41,13 +40,14 @@ def chat_flags() -> list[Flag]:
 
 
 def add_arguments(parser: Parser) -> None:
+    add = parser.add_argument
     options.add_model_argument(parser)
-    parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system message to begin with")
-    parser.add_argument("--quick", metavar="TEXT", help="answer this message and end")
-    parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save wrote")
-    parser.add_argument("--model-name", dest="model", metavar="NAME", default=argparse.SUPPRESS, help="as --model")
-    add_lora_argument(parser, "LoRA adapter that answers")
-    parser.add_argument("--url", metavar="URL", help="talk with the model of this server, e.g. http://127.0.0.1:8000")
+    add("--system", "--system-prompt", help="system message to begin with")
+    add("--quick", help="answer this message and end")
+    add("--load", metavar="FILE", help="go on with a conversation that /save wrote")
+    add("--model-name", dest="model", metavar="NAME", default=argparse.SUPPRESS, help="as --model")
+    options.add_lora_argument(parser, "LoRA adapter that answers")
+    add("--url", metavar="URL", help="talk with the model of this server, e.g. http://127.0.0.1:8000")
     add_connection_arguments(parser)
     options.add_common_arguments(parser)
     parser.add_flags(chat_flags())
@@ -64,31 +64,24 @@ def run(arguments: argparse.Namespace) -> int:
     engine_options = options.engine_options(arguments)
     if engine_options.get("skip_tokenizer_init"):
         raise UsageError("a conversation needs the tokenizer; leave out --skip-tokenizer-init")
-    lora_request = the_lora_request(arguments, engine_options)
+    lora_request = options.the_lora_request(arguments, engine_options)
     if arguments.dry_run:
-        return planning.dry_run(engine_options)
-    progress = options.progress_for(arguments, engine_options)
-    llm = running.open_llm(engine_options, progress)
-    try:
-        if lora_request is not None:
-            llm.add_lora(lora_request)
+        return running.dry_run(engine_options)
+    with running.opened_llm(engine_options, options.progress_for(arguments, engine_options), lora_request) as llm:
         conversation = LocalConversation(llm, sampling, quiet=arguments.quiet, lora_request=lora_request)
         return _begin(conversation, arguments, messages)
-    finally:
-        llm.shutdown()
 
 
 def _converse_with_server(arguments: argparse.Namespace, sampling: dict[str, Any], messages: list[dict[str, Any]]) -> int:
-    from jaxllm.cli.remote_chat import ServerConversation  # imports aiohttp
-
     given = [flag.name for flag in engine_flags() if flag.name in arguments and flag.name != "model"]
     if given or arguments.dry_run:
-        name = given[0] if given else "dry_run"
-        raise UsageError(f"{spelling(name)} is for a model in this process; leave it out with --url")
+        raise UsageError(f"{spelling([*given, 'dry_run'][0])} is for a model in this process; leave it out with --url")
     if arguments.lora:
         raise UsageError("--lora is for a model in this process; with --url name an adapter of the server with --model")
     client = make_client(arguments, arguments.url)
-    with ServerConversation(client, vars(arguments).get("model"), sampling, quiet=arguments.quiet) as conversation:
+    with connected(client) as runner:
+        model = vars(arguments).get("model")
+        conversation = ServerConversation(client, runner, model, sampling, quiet=arguments.quiet)
         return _begin(conversation, arguments, messages)
 
 
@@ -96,36 +89,27 @@ def _begin(conversation: Conversation, arguments: argparse.Namespace, messages: 
     conversation.messages = messages
     if arguments.system is not None:
         conversation.set_system(arguments.system)
-    if arguments.quick is not None:
-        conversation.answer(arguments.quick)
-        return 0
-    return converse(conversation)
+    return answer_all(conversation, arguments.quick)
 
 
-def converse(conversation: Conversation) -> int:
-    """Answer messages and run commands until the input ends or /exit.
+def answer_all(conversation: Conversation, quick: str | None, *, has_commands: bool = True) -> int:
+    """Answer `quick`, or messages until the input ends or /exit. Without commands a message may begin with a slash.
 
     Returns the exit code: 1 if a piped message failed, because no user saw the error.
     """
-    if sys.stdin.isatty():
-        terminal.note("/help for commands, Ctrl-D to leave")
-    return _take_texts(lambda text: obey(conversation, text) if text.startswith("/") else conversation.answer(text) is None)
-
-
-def converse_plainly(conversation: Conversation) -> int:
-    """Answer messages without commands: a text may begin with a slash."""
-    return _take_texts(lambda text: conversation.answer(text) is None)
-
-
-def _take_texts(take: Callable[[str], bool]) -> int:
-    """Pass each input text to a function, until the input ends or it returns False."""
-    interactive = sys.stdin.isatty()
-    failed = False
+    if quick is not None:
+        conversation.answer(quick)
+        return 0
+    interactive, failed = sys.stdin.isatty(), False
     if interactive:
         _use_line_editing()
-    for text in _messages_from(_read_terminal if interactive else _read_pipe, interactive=interactive):
+    if interactive and has_commands:
+        terminal.note("/help for commands, Ctrl-D to leave")
+    for text in _messages(input if interactive else _read_pipe, interactive=interactive):
         try:
-            if not take(text):
+            if not (has_commands and text.startswith("/")):
+                conversation.answer(text)
+            elif not _obey(conversation, text):
                 break
         except EngineDeadError:
             raise
@@ -135,15 +119,14 @@ def _take_texts(take: Callable[[str], bool]) -> int:
     return int(failed and not interactive)
 
 
-def obey(conversation: Conversation, line: str) -> bool:
+def _obey(conversation: Conversation, line: str) -> bool:
     """Run a command. Returns whether the conversation continues. Raises ConfigError for an invalid one."""
     name, _, argument = line[1:].partition(" ")
-    argument = argument.strip()
-    if name in ("exit", "quit", "bye"):
+    if name in EXITS:
         return False
     if name not in COMMANDS:
-        raise ConfigError(unknown_name("command", "/" + name, ["/" + known for known in (*COMMANDS, "exit", "quit", "bye")]))
-    COMMANDS[name][0](conversation, argument)
+        raise ConfigError(unknown_name("command", "/" + name, ["/" + known for known in (*COMMANDS, *EXITS)]))
+    COMMANDS[name].run(conversation, argument.strip())
     return True
 
 
@@ -158,12 +141,11 @@ def load_messages(path: str) -> list[dict[str, Any]]:
 
 
 def _help(conversation: Conversation, argument: str) -> None:
-    for name, (_, form, about) in COMMANDS.items():
-        terminal.note(f"/{name} {form}".ljust(_HELP_WIDTH) + about, "bold" if argument == name else "dim")
+    for name, command in COMMANDS.items():
+        terminal.note(f"/{name} {command.form}".ljust(_HELP_WIDTH) + command.about, "bold" if argument == name else "dim")
     terminal.note("/exit".ljust(_HELP_WIDTH) + "leave (also Ctrl-D)")
-    terminal.note(
-        QUOTES.ljust(_HELP_WIDTH) + "begins and ends a message of several lines; a space before / makes it no command"
-    )
+    quotes = "begins and ends a message of several lines; a space before / makes it no command"
+    terminal.note(QUOTES.ljust(_HELP_WIDTH) + quotes)
 
 
 def _reset(conversation: Conversation, argument: str) -> None:
@@ -179,10 +161,9 @@ def _system(conversation: Conversation, argument: str) -> None:
 def _save(conversation: Conversation, argument: str) -> None:
     if not argument:
         raise ConfigError("/save needs a file name")
+    text = json.dumps(conversation.messages, ensure_ascii=False, indent=1)
     try:
-        Path(argument).expanduser().write_text(
-            json.dumps(conversation.messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
-        )
+        Path(argument).expanduser().write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {argument}: {error.strerror}") from None
     terminal.note(f"{len(conversation.messages)} messages saved in {argument}")
@@ -206,28 +187,36 @@ def _set(conversation: Conversation, argument: str) -> None:
     name = name.replace("-", "_")
     if name not in known:
         raise ConfigError(unknown_name("sampling value", name, known))
-    before = dict(conversation.sampling)
+    before = conversation.sampling
     try:
-        conversation.sampling[name] = read_text(known[name], text.strip())
-        conversation.check()
+        conversation.sampling = {**before, name: read_text(known[name], text.strip())}
+        conversation.values()
     except ValueError as error:
         conversation.sampling = before
-        named = str(error) if isinstance(error, InvalidRequestError) else f"{name}: {error}"
-        raise ConfigError(named) from None
+        raise ConfigError(str(error) if isinstance(error, InvalidRequestError) else f"{name}: {error}") from None
     terminal.note(f"{name} = {conversation.sampling[name]!r}")
 
 
-COMMANDS: dict[str, tuple[Callable[[Conversation, str], None], str, str]] = {
-    "help": (_help, "", "this list"),
-    "reset": (_reset, "", "forget the conversation, keep the system message"),
-    "system": (_system, "[TEXT]", "set the system message; without text remove it"),
-    "set": (_set, "[NAME VALUE]", "change a sampling value, e.g. /set temperature 0; alone: show all"),
-    "save": (_save, "FILE", "write the conversation to a file"),
-    "load": (_load, "FILE", "go on with a saved conversation"),
+class Command(NamedTuple):
+    """A command of a conversation, with its line of /help."""
+
+    run: Callable[[Conversation, str], None]
+    form: str
+    about: str
+
+
+COMMANDS = {
+    "help": Command(_help, "", "this list"),
+    "reset": Command(_reset, "", "forget the conversation, keep the system message"),
+    "system": Command(_system, "[TEXT]", "set the system message; without text remove it"),
+    "set": Command(_set, "[NAME VALUE]", "change a sampling value, e.g. /set temperature 0; alone: show all"),
+    "save": Command(_save, "FILE", "write the conversation to a file"),
+    "load": Command(_load, "FILE", "go on with a saved conversation"),
 }
+EXITS = ("exit", "quit", "bye")
 
 
-def _messages_from(read: Callable[[str], str], *, interactive: bool) -> Iterator[str]:
+def _messages(read: Callable[[str], str], *, interactive: bool) -> Iterator[str]:
     """Messages from lines; one that begins with three quotes goes on to the line that ends with three, or the end of input."""
     while True:
         try:
@@ -248,16 +237,10 @@ def _messages_from(read: Callable[[str], str], *, interactive: bool) -> Iterator
 
 
 def _rest_of_message(text: str, read: Callable[[str], str]) -> str:
-    while not text.rstrip().endswith(QUOTES):
-        try:
+    with contextlib.suppress(EOFError):
+        while not text.rstrip().endswith(QUOTES):
             text += "\n" + read("... ")
-        except EOFError:
-            return text
     return text.rstrip().removesuffix(QUOTES)
-
-
-def _read_terminal(prompt: str) -> str:
-    return input(prompt)
 
 
 def _read_pipe(prompt: str) -> str:
@@ -280,8 +263,7 @@ def _use_line_editing() -> None:
         readline.read_history_file(history)
     readline.set_history_length(1000)
 
+    @atexit.register
     def write_history() -> None:
         with contextlib.suppress(OSError):
             readline.write_history_file(history)
-
-    atexit.register(write_history)

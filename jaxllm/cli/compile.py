@@ -4,7 +4,7 @@ import argparse
 import time
 from pathlib import Path
 
-from jaxllm.cli import options, planning
+from jaxllm.cli import options, running
 from jaxllm.cli.flags import engine_flags
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.terminal import size
@@ -30,16 +30,15 @@ def run(arguments: argparse.Namespace) -> int:
     options.use_model_argument(arguments)
     chosen = options.engine_options(arguments)
     if arguments.dry_run:
-        return planning.dry_run(chosen)
+        return running.dry_run(chosen)
     from jaxllm.config import EngineConfig
     from jaxllm.engine.compile import compile_artifact
+    from jaxllm.text.model_files import text_files
 
     config, started = EngineConfig.from_options(**chosen), time.perf_counter()
-    progress = options.progress_for(arguments, chosen)
-    try:
-        made = compile_artifact(config, planning.model_directory(config), Path(arguments.output), progress)
-    finally:
-        progress.finish()  # remove the bar before an error is printed
+    directory = text_files(config.model.model, revision=config.model.revision, download_dir=config.model.download_dir)
+    with options.progress_for(arguments, chosen) as progress:
+        made = compile_artifact(config, directory, Path(arguments.output), progress)
     seconds = time.perf_counter() - started
     print(f"{made.num_programs} programs, {size(made.num_bytes)}, in {arguments.output} ({seconds:.1f} s)")
     return 0

@@ -3,7 +3,8 @@
 import argparse
 
 from jaxllm.cli import options
-from jaxllm.cli.chat import chat_flags, converse_plainly
+from jaxllm.cli.chat import answer_all, chat_flags
+from jaxllm.cli.conversation import ServerCompletions, connected
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client
 
@@ -17,8 +18,8 @@ EXAMPLES = """examples:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="(default: http://127.0.0.1:8000)")
     parser.add_argument("-m", "--model", "--model-name", metavar="NAME", help="default: the first that the server lists")
-    parser.add_argument("--quick", metavar="TEXT", help="write on from this text and end")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
+    parser.add_argument("--quick", help="write on from this text and end")
+    options.add_config_argument(parser)
     add_connection_arguments(parser)
     options.add_log_arguments(parser)
     parser.add_flags(chat_flags())
@@ -26,12 +27,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Continue each text until the input ends. Returns the exit code."""
-    from jaxllm.cli.remote_chat import ServerCompletions  # imports aiohttp
-
     sampling = options.sampling_options(arguments, chat_flags())
     client = make_client(arguments, arguments.url)
-    with ServerCompletions(client, arguments.model, sampling, quiet=arguments.quiet) as server:
-        if arguments.quick is None:
-            return converse_plainly(server)
-        server.answer(arguments.quick)
-        return 0
+    with connected(client) as runner:
+        server = ServerCompletions(client, runner, arguments.model, sampling, quiet=arguments.quiet)
+        return answer_all(server, arguments.quick, has_commands=False)

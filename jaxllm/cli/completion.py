@@ -2,7 +2,7 @@
 
 import argparse
 
-from jaxllm.cli.parser import Parser
+from jaxllm.cli.parser import Formatter, Parser
 
 ABOUT = "Print a completion script for a shell."
 EXAMPLES = """examples:
@@ -26,17 +26,21 @@ def run(arguments: argparse.Namespace) -> int:
     root = argparse.ArgumentParser(prog="jaxllm")
     root.add_argument("--version", action="version", version="")
     commands = root.add_subparsers()
-    for name, command in COMMANDS.items():
+    for name, about in COMMANDS.items():
         built = command_parser(name)
         for first, second in SUBCOMMANDS:
             if first == name:
                 _add_missing(built, command_parser(first, second))
+        help = Formatter(name)
         for action in built._actions:
+            action.help = help._get_help_string(action)
+            if action.option_strings and action.nargs != 0 and action.metavar is action.choices is None:
+                action.metavar = help._get_default_metavar_for_optional(action)
             if action.dest in FILES:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             elif action.dest in DIRECTORIES:
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-        commands.add_parser(name, help=command.about, parents=[built], add_help=False)
+        commands.add_parser(name, help=about, parents=[built], add_help=False)
     print(shtab.complete(root, arguments.shell))
     return 0
 

@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from jaxllm.cli import terminal
+from jaxllm.cli import options, terminal
 from jaxllm.cli.flags import all_flags, engine_flags, sampling_flags, server_flags
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.settings import DEFAULT, Setting, resolve
@@ -23,7 +23,7 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("action", metavar="show", choices=["show"], help="print the options")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
+    options.add_config_argument(parser)
     parser.add_argument("--json", action="store_true", help="as a JSON object")
     parser.add_flags(sampling_flags())
     parser.add_flags(engine_flags())

@@ -1,6 +1,7 @@
-"""`jaxllm env`: information about the machine for bug reports."""
+"""`jaxllm env`: information about the machine for bug reports, and the versions of `jaxllm --version`."""
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
@@ -15,10 +16,10 @@ from typing import Any
 from jaxllm import __version__, env
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.terminal import size
-from jaxllm.cli.version import git_sha, package_version
 from jaxllm.kernel_verdicts import VerdictStore
 from pallas_kernels import verified
 
+ROOT = Path(__file__).resolve().parents[2]
 ABOUT = "Versions, devices, variables and caches of this machine, for a bug report."
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy", "ml_dtypes", "orbax-checkpoint"),
@@ -42,11 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1))
         return 0
     for title, content in report.items():
-        if not isinstance(content, Mapping):
-            print(f"{title}: {content}")
-            continue
-        print(f"{title}:")
-        for name, value in content.items():
+        is_mapping = isinstance(content, Mapping)
+        print(f"{title}:" if is_mapping else f"{title}: {content}")
+        for name, value in content.items() if is_mapping else ():
             print(f"  {name}: {value}")
     return 0
 
@@ -57,7 +56,7 @@ def gather(*, devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "jaxllm": __version__ + (f" (git {sha})" if (sha := git_sha()) else ""),
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
-        "processor": {"cores": os.cpu_count(), "memory": size(_memory_bytes())},
+        "processor": {"cores": os.cpu_count(), "memory": size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))},
         "packages": {name: found for name in PACKAGES if (found := package_version(name))},
         "devices": _devices() if devices is None else dict(devices),
         "driver": _driver(),
@@ -82,14 +81,18 @@ def _devices() -> dict[str, Any] | str:
 
 
 def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        found = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
     except FileNotFoundError:
         return "no nvidia-smi"
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi failed: {error}"
     return "; ".join(found.splitlines())
+
+
+def _output(*command: str) -> str:
+    """What a program prints. Raises OSError or subprocess.SubprocessError."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
 
 
 def _cache(folder: Path) -> dict[str, Any]:
@@ -127,5 +130,28 @@ def _kernel_checks(folder: Path) -> dict[str, str]:
     return found
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def git_sha() -> str | None:
+    """The commit of a source checkout, with + if files differ from it; None for an installed package or without git."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        return _output("git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def version_line() -> str:
+    """`jaxllm 0.1.0 (git 1a2b3c4), jax 0.10.2, flax 0.12.8, Python 3.11.7`"""
+    sha = git_sha()
+    packages = [f"{name} {package_version(name)}" for name in ("jax", "flax")]
+    return ", ".join(
+        [f"jaxllm {__version__}{f' (git {sha})' if sha else ''}", *packages, f"Python {platform.python_version()}"]
+    )

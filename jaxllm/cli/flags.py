@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm import vllm_flags
-from jaxllm.config import Flag, flags, type_matches, unknown_name
+from jaxllm.config import Flag, flags, unknown_name
 from jaxllm.errors import ConfigError
-from jaxllm.flag_arguments import is_object, noun, read_text, spelling, with_typed_keys, without_none
+from jaxllm.flag_arguments import is_object, read_value, spelling
 from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
-from jaxllm.structured_outputs import StructuredOutputsParams
 
 NO_FLAGS: Mapping[str, str] = {"seed": "the engine's --seed seeds every request that has none"}
 """Annotated fields of SamplingParams without a flag, with the reason."""
@@ -72,25 +71,6 @@ def all_flags() -> dict[str, Flag]:
     return {flag.name: flag for flag in (*engine_flags(), *sampling_flags(), *server_flags())}
 
 
-def read_value(flag: Flag, value: Any) -> Any:
-    """The value of an option from a YAML or JSON file: already of the right type, or text as on the command line."""
-    kind, _ = without_none(flag.type)
-    if isinstance(value, str) and not type_matches(value, flag.type):
-        return read_text(flag, value)
-    if isinstance(value, list) and typing.get_origin(kind) in (tuple, list):
-        item = typing.get_args(kind)[0]
-        if wrong := [entry for entry in value if not type_matches(entry, item)]:
-            raise ValueError(f"{wrong[0]!r} is not {noun(item)}")
-        return typing.get_origin(kind)(value)
-    if kind is StructuredOutputsParams:
-        return StructuredOutputsParams.of(value)
-    if isinstance(value, dict) and is_object(flag):
-        return with_typed_keys(kind, value)
-    if not type_matches(value, flag.type):
-        raise ValueError(f"{value!r} is not {noun(kind)}")
-    return value
-
-
 def read_file_setting(name: str, value: Any, known: Mapping[str, Flag], where: str) -> tuple[str, Any]:
     """One `name: value` of a file, in either spelling, as (field name, typed value). Raises ConfigError that names `where`."""
     field = str(name).replace("-", "_")
@@ -120,33 +100,26 @@ def join_sub_keys(arguments: list[str], known: Mapping[str, Flag], typed: dict[s
             joined.append(argument)
             continue
         base = base.replace("_", "-")
-        if dot and base in objects:
-            text = value if equals else next(rest, None)
-            if text is None or not all(path.split(".")):
-                raise ValueError(f"{name} needs a key and a value: {base}.key value")
-            joined.append(f"{base}={json.dumps(_nested(path.split('.'), _json_or_text(text)))}")
-            if typed is not None:
-                typed[joined[-1]] = argument if equals else f"{argument} {text}"
-        else:
+        if not dot or base not in objects:
             joined.append(base + dot + path + equals + value)
+            continue
+        text = value if equals else next(rest, None)
+        keys = path.split(".")
+        if text is None or not all(keys):
+            raise ValueError(f"{name} needs a key and a value: {base}.key value")
+        try:
+            nested = json.loads(text)
+        except ValueError:
+            nested = text
+        for key in reversed(keys):
+            nested = {key: nested}
+        joined.append(f"{base}={json.dumps(nested)}")
+        if typed is not None:
+            typed[joined[-1]] = argument if equals else f"{argument} {text}"
     return joined
 
 
 def object_flags(known: Mapping[str, Flag]) -> set[str]:
     """The flags that take JSON objects, ours and vLLM's."""
-    return {spelling(name) for name, flag in known.items() if is_object(flag)} | {
-        spelling(flag.name) for flag in vllm_flags.TABLE.values() if flag.kind == "object"
-    }
-
-
-def _nested(path: list[str], value: Any) -> dict[str, Any]:
-    for key in reversed(path):
-        value = {key: value}
-    return value
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    of_vllm = {flag.name for flag in vllm_flags.TABLE.values() if flag.kind == "object"}
+    return {spelling(name) for name in of_vllm | {name for name, flag in known.items() if is_object(flag)}}

@@ -1,7 +1,7 @@
 """Flags for structured output: --json-schema, --regex, --choice, --grammar."""
 
 import argparse
-from pathlib import Path
+import os
 
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.structured_outputs import MAX_SPEC_BYTES, StructuredOutputsParams
@@ -9,36 +9,25 @@ from jaxllm.structured_outputs import MAX_SPEC_BYTES, StructuredOutputsParams
 
 def add_form_arguments(parser: Parser) -> None:
     """At most one of them can be given."""
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--json-schema",
-        metavar="FILE|TEXT",
-        help='the output is JSON of this schema: a file, or the schema itself, such as \'{"type": "object"}\'',
-    )
-    group.add_argument("--regex", metavar="TEXT", help="the whole output matches this regular expression")
-    group.add_argument(
-        "--choice", metavar="TEXT", action="append", help="the output is one of these texts; give it several times"
-    )
-    group.add_argument(
-        "--grammar",
-        metavar="FILE|TEXT",
-        help="the output follows this grammar, in Lark's notation or GBNF: a file, or the grammar itself",
-    )
+    add = parser.add_mutually_exclusive_group().add_argument
+    schema = 'the output is JSON of this schema: a file, or the schema itself, such as \'{"type": "object"}\''
+    add("--json-schema", metavar="FILE|TEXT", help=schema)
+    add("--regex", help="the whole output matches this regular expression")
+    add("--choice", action="append", help="the output is one of these texts; give it several times")
+    grammar = "the output follows this grammar, in Lark's notation or GBNF: a file, or the grammar itself"
+    add("--grammar", metavar="FILE|TEXT", help=grammar)
 
 
 def read_form(arguments: argparse.Namespace) -> StructuredOutputsParams | None:
     """Build the structured output. Raises UsageError for an unreadable file, InvalidRequestError for an invalid constraint."""
-    if arguments.json_schema is not None:
-        is_text = arguments.json_schema.lstrip().startswith("{")
-        return StructuredOutputsParams(json=arguments.json_schema if is_text else _read("--json-schema", arguments.json_schema))
-    if arguments.grammar is not None:
-        is_text = ":" in arguments.grammar and not Path(arguments.grammar).is_file()
-        return StructuredOutputsParams(grammar=arguments.grammar if is_text else _read("--grammar", arguments.grammar))
-    if arguments.regex is not None:
-        return StructuredOutputsParams(regex=arguments.regex)
-    if arguments.choice is not None:
-        return StructuredOutputsParams(choice=arguments.choice)
-    return None
+    schema, grammar = arguments.json_schema, arguments.grammar
+    if schema is not None and not schema.lstrip().startswith("{"):
+        schema = _read("--json-schema", schema)
+    if grammar is not None and (":" not in grammar or os.path.isfile(grammar)):
+        grammar = _read("--grammar", grammar)
+    form = {"json": schema, "grammar": grammar, "regex": arguments.regex, "choice": arguments.choice}
+    given = {name: value for name, value in form.items() if value is not None}
+    return StructuredOutputsParams(**given) if given else None
 
 
 def _read(option: str, name: str) -> str:

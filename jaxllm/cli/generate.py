@@ -7,18 +7,24 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli import planning, prompts, running, terminal
-from jaxllm.cli.adapters import add_lora_argument, the_lora_request
+from jaxllm.batches import each
+from jaxllm.cli import prompts, running, terminal
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.forms import add_form_arguments, read_form
-from jaxllm.cli.options import add_common_arguments, engine_options, progress_for, sampling_options
+from jaxllm.cli.options import (
+    add_common_arguments,
+    add_lora_argument,
+    engine_options,
+    progress_for,
+    sampling_options,
+    the_lora_request,
+)
 from jaxllm.cli.parser import Parser, UsageError
-from jaxllm.cli.streaming import stream
+from jaxllm.cli.streaming import Answer, stream
 from jaxllm.config import ModelOptions
 from jaxllm.errors import InvalidRequestError
 from jaxllm.flag_arguments import spelling
@@ -46,23 +52,16 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "prompts",
-        nargs="*",
-        metavar="PROMPT",
-        help="text to write on from; - reads all of stdin; a model's directory, GGUF file or known name (demo, smollm2) before all "
-        "prompts is taken for --model",
+    add = parser.add_argument
+    text = (
+        "text to write on from; - reads all of stdin; a model's directory, GGUF file or known name (demo, smollm2) before all "
     )
-    parser.add_argument(
-        "-f",
-        "--file",
-        metavar="FILE",
-        help="prompts to run: a line each; in a .jsonl file objects with prompt, prompt_token_ids or messages, "
-        "and sampling values for that line; - is stdin",
-    )
-    parser.add_argument("--chat", action="store_true", help="treat prompts as messages of a user, in the model's chat template")
-    parser.add_argument("--system", metavar="TEXT", help="system message for --chat")
-    parser.add_argument("--json", action="store_true", help="a JSON object per prompt, with token ids and why it ended")
+    add("prompts", nargs="*", metavar="PROMPT", help=text + "prompts is taken for --model")
+    text = "prompts to run: a line each; in a .jsonl file objects with prompt, prompt_token_ids or messages, "
+    add("-f", "--file", metavar="FILE", help=text + "and sampling values for that line; - is stdin")
+    add("--chat", action="store_true", help="treat prompts as messages of a user, in the model's chat template")
+    add("--system", help="system message for --chat")
+    add("--json", action="store_true", help="a JSON object per prompt, with token ids and why it ended")
     add_lora_argument(parser, "LoRA adapter that answers all prompts")
     add_form_arguments(parser)
     add_common_arguments(parser)
@@ -78,54 +77,36 @@ def run(arguments: argparse.Namespace) -> int:
     if (form := read_form(arguments)) is not None:
         sampling["structured_outputs"] = form
     jobs = _gather(arguments)
-    _refuse_empty(jobs)
-    for job in jobs:
-        _check_sampling(job, sampling, options.get("max_logprobs", ModelOptions().max_logprobs))
+    max_logprobs = options.get("max_logprobs", ModelOptions().max_logprobs)
+    with _origins_in_errors(jobs):
+        each(jobs, lambda job: _check(job, sampling, max_logprobs), "prompt")
     if not arguments.json:
         _refuse_what_text_cannot_show(options, sampling, jobs)
     lora_request = the_lora_request(arguments, options)
     if arguments.dry_run:
-        return planning.dry_run(options)
+        return running.dry_run(options)
     if jobs[0].origin == "demo" and not arguments.quiet:
         terminal.note(f"no prompt was given; here is one for the model:\n{jobs[0].text}")
     progress = progress_for(arguments, options)
-    llm = running.open_llm(options, progress)
-    try:
-        if lora_request is not None:
-            llm.add_lora(lora_request)
-        params = [
-            dataclasses.replace(running.default_sampling(llm, chat=job.messages is not None), **{**sampling, **job.sampling})
-            for job in jobs
-        ]
+    with running.opened_llm(options, progress, lora_request) as llm, _origins_in_errors(jobs):
+        defaults = {chat: running.default_sampling(llm, chat=chat) for chat in {job.messages is not None for job in jobs}}
+        params = [dataclasses.replace(defaults[job.messages is not None], **{**sampling, **job.sampling}) for job in jobs]
         if len(jobs) == 1 and params[0].n == 1 and not arguments.json:
             params[0].output_kind = RequestOutputKind.DELTA
-            after = "" if arguments.quiet else _beginning_on_terminal(jobs[0])
-            try:
-                streamed = stream(llm, running.as_input(llm, jobs[0]), params[0], lora_request=lora_request, after=after)
-            except InvalidRequestError as error:
-                raise _with_origins(error, jobs) from error
-            outcome = _Outcome(streamed.stats, int(streamed.finished), [streamed.fault] if streamed.fault else [])
+            answer = Answer(after="" if arguments.quiet else _beginning_on_terminal(jobs[0]))
+            stream(llm, _as_input(llm, jobs[0]), params[0], answer, lora_request)
+            stats, num_finished, faults = answer.stats, int(answer.finished), [answer.fault] if answer.fault else []
         else:
-            outcome = _run_batch(llm, jobs, params, lora_request, progress, as_json=arguments.json)
-    finally:
-        llm.shutdown()
+            finished, seconds = _run_batch(llm, jobs, params, lora_request, progress, as_json=arguments.json)
+            stats, num_finished, faults = _stats_of(finished.values(), seconds), len(finished), _faults_of(jobs, finished)
     if not arguments.quiet:
-        terminal.note(outcome.stats.line())
-    for fault in outcome.faults:
+        terminal.note(stats.line())
+    for fault in faults:
         terminal.note(f"error: {fault}", "red")
-    if outcome.num_finished < len(jobs):
-        terminal.note(f"interrupted: {outcome.num_finished} of {len(jobs)} prompts were finished", "red")
+    if num_finished < len(jobs):
+        terminal.note(f"interrupted: {num_finished} of {len(jobs)} prompts were finished", "red")
         return 130
-    return 1 if outcome.faults else 0
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    stats: terminal.RunStats
-    num_finished: int
-    """Fewer than prompts if Ctrl-C ended the run."""
-    faults: list[str]
-    """Number of requests that failed individually."""
+    return 1 if faults else 0
 
 
 def _take_model(arguments: argparse.Namespace) -> None:
@@ -173,24 +154,30 @@ def _as_message(job: prompts.Prompt, system: str | None) -> prompts.Prompt:
     return dataclasses.replace(job, text=None, messages=messages)
 
 
-def _refuse_empty(jobs: Sequence[prompts.Prompt]) -> None:
+def _check(job: prompts.Prompt, sampling: Mapping[str, Any], max_logprobs: int) -> None:
     """Report the errors that need no tokenizer before the model is loaded."""
-    empty = [job.origin for job in jobs if job.text == ""]
-    if not empty:
-        return
-    fault = "prompt is empty, must have at least 1 token"
-    if len(jobs) == 1:
-        raise _with_origins(InvalidRequestError(fault, "prompt"), jobs)
-    named = "; ".join(f"{origin}: {fault}" for origin in empty[: prompts.MAX_FAULTS_SHOWN])
-    more = f"; and {len(empty) - prompts.MAX_FAULTS_SHOWN} more" if len(empty) > prompts.MAX_FAULTS_SHOWN else ""
-    raise InvalidRequestError(f"{len(empty)} of {len(jobs)} prompts cannot be served, none was run: {named}{more}", "prompt")
+    if job.text == "":
+        raise InvalidRequestError("prompt is empty, must have at least 1 token", "prompt")
+    SamplingParams(**{**sampling, **job.sampling}).verify_logprobs(max_logprobs)
 
 
-def _check_sampling(job: prompts.Prompt, sampling: Mapping[str, Any], max_logprobs: int) -> None:
+@contextlib.contextmanager
+def _origins_in_errors(jobs: Sequence[prompts.Prompt]) -> Iterator[None]:
+    """Name prompts in errors by their origin: the engine numbers prompts, if there are several."""
     try:
-        SamplingParams(**{**sampling, **job.sampling}).verify_logprobs(max_logprobs)
+        yield
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{job.origin}: {error}", error.param) from error
+        text = f"{jobs[0].origin}: {error}" if jobs[0].is_line else str(error)
+        if len(jobs) > 1:
+            text = re.sub(r"\bprompt (\d+):", lambda match: f"{jobs[int(match[1])].origin}:", str(error))
+        raise InvalidRequestError(text, error.param) from error
+
+
+def _as_input(llm: "LLM", job: prompts.Prompt) -> Any:
+    """The prompt in the engine's form; applies the model's chat template to messages."""
+    if job.messages is not None:
+        return llm.render_conversations(job.messages)[0]
+    return job.text if job.token_ids is None else {"prompt_token_ids": job.token_ids}
 
 
 def _beginning_on_terminal(job: prompts.Prompt) -> str:
@@ -199,9 +186,7 @@ def _beginning_on_terminal(job: prompts.Prompt) -> str:
     return job.text or "" if is_shown else ""
 
 
-def _refuse_what_text_cannot_show(
-    options: Mapping[str, Any], sampling: Mapping[str, Any], jobs: Sequence[prompts.Prompt]
-) -> None:
+def _refuse_what_text_cannot_show(options: Mapping[str, Any], sampling: Mapping[str, Any], jobs: list[prompts.Prompt]) -> None:
     wordless = "without a tokenizer there is no text to print; add --json for token ids"
     if options.get("skip_tokenizer_init"):
         raise UsageError(wordless)
@@ -221,8 +206,11 @@ def _run_batch(
     progress: Progress,
     *,
     as_json: bool,
-) -> _Outcome:
-    """Print each answer once all before it are printed; after Ctrl-C or an error, print all other finished ones."""
+) -> "tuple[dict[int, RequestOutput], float]":
+    """Print each answer once all before it are printed; after Ctrl-C or an error, print all other finished ones.
+
+    Returns the finished ones by their numbers, and the time in seconds.
+    """
     for one in params:
         one.output_kind = RequestOutputKind.FINAL_ONLY
     if sys.stdout.isatty():
@@ -230,13 +218,10 @@ def _run_batch(
     finished: dict[int, RequestOutput] = {}
     next_index = 0
     began = time.perf_counter()
-    try:
-        outputs = llm.generate_iter([running.as_input(llm, job) for job in jobs], params, lora_request=lora_request)
-    except InvalidRequestError as error:
-        raise _with_origins(error, jobs) from error
+    outputs = llm.generate_iter(each(jobs, lambda job: _as_input(llm, job), "prompt"), params, lora_request=lora_request)
     progress.start("generating", len(jobs), "prompt")
     try:
-        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
+        with progress, contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
             for index, output in outputs:
                 with llm.interrupt:  # no answer is truncated, lost or printed twice
                     finished[index] = output
@@ -245,42 +230,31 @@ def _run_batch(
                         next_index += 1
                         _print_answer(next_index - 1, jobs, finished[next_index - 1], as_json=as_json)
     finally:
-        progress.finish()
         seconds = time.perf_counter() - began
         for index in sorted(finished):
             if index >= next_index:
                 _print_answer(index, jobs, finished[index], as_json=as_json)
-    faults = [
-        f"{jobs[index].origin}: {answer.stop_reason}"
-        for index in sorted(finished)
-        for answer in finished[index].outputs
-        if answer.finish_reason == "error"
-    ]
-    return _Outcome(_stats_of(list(finished.values()), seconds), len(finished), faults)
+    return finished, seconds
 
 
-def _with_origins(error: InvalidRequestError, jobs: Sequence[prompts.Prompt]) -> InvalidRequestError:
-    """Name a prompt in an error by its origin: the engine numbers prompts (only if there are several)."""
-    if len(jobs) == 1:
-        [job] = jobs
-        if not job.is_line or str(error).startswith(f"{job.origin}: "):
-            return error
-        return InvalidRequestError(f"{job.origin}: {error}", error.param)
-    text = re.sub(r"\bprompt (\d+):", lambda match: f"{jobs[int(match[1])].origin}:", str(error))
-    return InvalidRequestError(text, error.param)
-
-
-def _stats_of(outputs: Sequence["RequestOutput"], seconds: float) -> terminal.RunStats:
+def _stats_of(outputs: "Collection[RequestOutput]", seconds: float) -> terminal.RunStats:
+    times = [output.metrics for output in outputs if output.metrics is not None]
     return terminal.RunStats(
         num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
         num_output_tokens=sum(len(answer.token_ids) for output in outputs for answer in output.outputs),
-        first_token_seconds=[
-            output.metrics.first_token_time - output.metrics.arrival_time
-            for output in outputs
-            if output.metrics is not None and output.metrics.first_token_time is not None
-        ],
+        first_token_seconds=[t.first_token_time - t.arrival_time for t in times if t.first_token_time is not None],
         total_seconds=seconds,
     )
+
+
+def _faults_of(jobs: Sequence[prompts.Prompt], finished: "Mapping[int, RequestOutput]") -> list[str]:
+    """Why requests failed individually."""
+    return [
+        f"{jobs[index].origin}: {answer.stop_reason}"
+        for index, output in sorted(finished.items())
+        for answer in output.outputs
+        if answer.finish_reason == "error"
+    ]
 
 
 def _print_answer(index: int, jobs: Sequence[prompts.Prompt], output: "RequestOutput", *, as_json: bool) -> None:
@@ -289,36 +263,26 @@ def _print_answer(index: int, jobs: Sequence[prompts.Prompt], output: "RequestOu
         print(json.dumps({"index": index, **job.as_json(), **_as_json(output)}, ensure_ascii=False), flush=True)
         return
     if len(jobs) > 1 and sys.stdout.isatty():
-        terminal.note(f"[{index + 1}/{len(jobs)}] {_beginning(job)}")
+        text = job.text or (str(job.messages[-1]["content"]) if job.messages else f"{len(job.token_ids or [])} tokens")
+        first = text.strip().split("\n")[0]
+        terminal.note(f"[{index + 1}/{len(jobs)}] {first if len(first) <= 70 else first[:69] + '…'}")
     for answer in output.outputs:
         print(answer.text, end="" if answer.text.endswith("\n") else "\n", flush=True)
 
 
-def _beginning(job: prompts.Prompt) -> str:
-    text = job.text or (str(job.messages[-1]["content"]) if job.messages else f"{len(job.token_ids or [])} tokens")
-    first = text.strip().split("\n")[0]
-    return first if len(first) <= 70 else first[:69] + "…"
-
-
 def _as_json(output: "RequestOutput") -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "outputs": [
-            {
-                "text": answer.text,
-                "token_ids": list(answer.token_ids),
-                "finish_reason": answer.finish_reason,
-                "stop_reason": answer.stop_reason,
-                **({"cumulative_logprob": answer.cumulative_logprob} if answer.cumulative_logprob is not None else {}),
-                **({"logprobs": [_logprobs(place) for place in answer.logprobs]} if answer.logprobs is not None else {}),
-            }
-            for answer in output.outputs
-        ],
-        "num_prompt_tokens": len(output.prompt_token_ids),
-        "num_cached_tokens": output.num_cached_tokens,
-    }
-    if output.prompt_logprobs is not None:
-        record["prompt_logprobs"] = [place and _logprobs(place) for place in output.prompt_logprobs]
-    return record
+    answers = []
+    for answer in output.outputs:
+        record = {name: getattr(answer, name) for name in ("text", "token_ids", "finish_reason", "stop_reason")}
+        if answer.cumulative_logprob is not None:
+            record["cumulative_logprob"] = answer.cumulative_logprob
+        if answer.logprobs is not None:
+            record["logprobs"] = list(map(_logprobs, answer.logprobs))
+        answers.append(record)
+    counts = {"num_prompt_tokens": len(output.prompt_token_ids), "num_cached_tokens": output.num_cached_tokens}
+    if output.prompt_logprobs is None:
+        return {"outputs": answers, **counts}
+    return {"outputs": answers, **counts, "prompt_logprobs": [place and _logprobs(place) for place in output.prompt_logprobs]}
 
 
 def _logprobs(place: Mapping[int, Any]) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 
 from jaxllm import address_space, log
@@ -20,51 +19,35 @@ from jaxllm.cli.terminal import styled
 from jaxllm.config import unknown_name
 from jaxllm.errors import JaxLLMError
 
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: its module, and its line in the list of commands."""
-
-    module: str
-    about: str
-
-
 COMMANDS = {
-    "generate": Command("generate", "write on from prompts, or answer them"),
-    "chat": Command("chat", "talk with a model"),
-    "complete": Command("complete", "have a running server write on from prompts"),
-    "serve": Command("serve", "answer requests over HTTP, as OpenAI's API does"),
-    "run-batch": Command("run_batch", "answer the requests of an OpenAI batch file"),
-    "bench": Command("bench", "measure throughput or latency, offline or of a server, or how they scale"),
-    "top": Command("top", "a live view of a running server"),
-    "compile": Command("compile", "compile an engine's programs ahead of time"),
-    "models": Command("models", "supported architectures, models on this machine"),
-    "inspect": Command("inspect_model", "the numbers of a model, and whether it fits"),
-    "config": Command("config", "every option and where its value comes from"),
-    "env": Command("env", "versions and devices, for a bug report"),
-    "completion": Command("completion", "completion script for a shell"),
+    "generate": "write on from prompts, or answer them",
+    "chat": "talk with a model",
+    "complete": "have a running server write on from prompts",
+    "serve": "answer requests over HTTP, as OpenAI's API does",
+    "run-batch": "answer the requests of an OpenAI batch file",
+    "bench": "measure throughput or latency, offline or of a server, or how they scale",
+    "top": "a live view of a running server",
+    "compile": "compile an engine's programs ahead of time",
+    "models": "supported architectures, models on this machine",
+    "inspect": "the numbers of a model, and whether it fits",
+    "config": "every option and where its value comes from",
+    "env": "versions and devices, for a bug report",
+    "completion": "completion script for a shell",
 }
-
-
+"""Each is a module of this package with `ABOUT`, `add_arguments` and `run`."""
+SUBCOMMANDS = (("bench", "serve"), ("bench", "scaling"))
+"""Commands with a separate module for the second word."""
 OTHER_NAMES = {"collect-env": "env"}
 """vLLM's names for some commands."""
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-SUBCOMMANDS = {("bench", "serve"): "bench_serve", ("bench", "scaling"): "bench_scaling"}
-"""Commands with a separate module for each second word."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `jaxllm` with these arguments (default: those of the process). Returns the exit code."""
     _open_missing_streams()
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    for argument in arguments:
-        if any("\ud800" <= character <= "\udfff" for character in argument):
-            print(f"jaxllm: error: argument {argument!a} is not UTF-8", file=sys.stderr)
-            return 2
     try:
         try:
-            code = _dispatch(list(arguments))
+            code = _dispatch(sys.argv[1:] if arguments is None else list(arguments))
         except SystemExit as stop:  # argparse exits this way
             code = stop.code if isinstance(stop.code, int) else 1
         sys.stdout.flush()
@@ -93,11 +76,14 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_error(text: str) -> None:
+def _print_error(text: str, *, verbose: bool = False) -> None:
+    """A line on stderr, or in a log of JSON lines; if verbose with the traceback."""
     if log.writes_json():
-        log.logger.error("%s", text)
-    else:
-        print(styled("error", "red", sys.stderr) + f": {text}", file=sys.stderr)
+        log.logger.error("%s", text, exc_info=verbose)
+        return
+    if verbose:
+        traceback.print_exc()
+    print(styled("error", "red", sys.stderr) + f": {text}", file=sys.stderr)
 
 
 def _open_missing_streams() -> None:
@@ -112,23 +98,30 @@ def _open_missing_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
-def command_parser(name: str, second: str | None = None) -> Parser:
-    """The parser of a subcommand; `second` is the second word if it is in SUBCOMMANDS."""
-    words = [name] if second is None else [name, second]
-    module = _module(*words)
+def command_parser(*words: str) -> Parser:
+    """The parser of a command; of two words if they are in SUBCOMMANDS."""
+    module = _module(words)
     parser = Parser(" ".join(["jaxllm", *words]), module.ABOUT, getattr(module, "EXAMPLES", ""))
     module.add_arguments(parser)
     return parser
 
 
+def _module(words: Sequence[str]) -> ModuleType:
+    return importlib.import_module(f"jaxllm.cli.{'_'.join(words).replace('-', '_')}")
+
+
 def _dispatch(arguments: list[str]) -> int:
+    for argument in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            print(f"jaxllm: error: argument {argument!a} is not UTF-8", file=sys.stderr)
+            return 2
     if arguments[:1] == ["help"] and len(arguments) > 1:
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0 if arguments else 2
     if arguments[0] in ("-v", "-V", "--version"):
-        from jaxllm.cli.version import version_line
+        from jaxllm.cli.env import version_line
 
         print(version_line())
         return 0
@@ -145,32 +138,20 @@ def _dispatch(arguments: list[str]) -> int:
         if "quiet" in found:
             set_up_log(found)
         parser.take_vllm_flags(found)
-        return _module(*words).run(found)
+        return _module(words).run(found)
     except UsageError as error:
         parser.error(str(error))
     except JaxLLMError as error:
-        verbose = getattr(found, "verbose", False)
-        if log.writes_json():
-            log.logger.error("%s", error, exc_info=verbose)
-            return 1
-        if verbose:
-            traceback.print_exc()
-        _print_error(str(error))
+        _print_error(str(error), verbose=getattr(found, "verbose", False))
         return 1
 
 
-def _module(name: str, second: str | None = None) -> ModuleType:
-    module = COMMANDS[name].module if second is None else SUBCOMMANDS[name, second]
-    return importlib.import_module(f"jaxllm.cli.{module}")
-
-
 def _overview() -> str:
-    lines = [f"  {name:<12}{command.about}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "jaxllm: an LLM inference engine on JAX\n",
             "usage: jaxllm COMMAND [options]      (jaxllm COMMAND --help, jaxllm --version)\n",
-            *lines,
+            *(f"  {name:<12}{about}" for name, about in COMMANDS.items()),
             "\n`jaxllm generate` alone lets the model that is shipped with jaxllm write something.",
         ]
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxllm.cli import terminal
 from jaxllm.cli.parser import Parser
-from jaxllm.cli.planning import cached_models
 from jaxllm.errors import ConfigError, ModelLoadError, shortened
 from jaxllm.files import read_json
 
@@ -23,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print both lists. Returns the exit code."""
-    from jaxllm.hub import DEMO, PACKAGED, resolve_model
+    from jaxllm.hub import DEMO, PACKAGED, cached_models, resolve_model
     from jaxllm.models.registry import architectures
 
     known, models = architectures(), []

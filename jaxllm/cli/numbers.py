@@ -1,11 +1,34 @@
-"""Numbers on the command line, with the range that each argument allows. Each raises argparse.ArgumentTypeError."""
+"""Types of arguments: numbers with the range that each allows, JSON objects, pairs."""
 
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.flag_arguments import whole_number
+from jaxllm.flag_arguments import read_object, whole_number
+
+
+@dataclass(frozen=True)
+class ArgumentType:
+    """How an argument's text is read. Raises argparse.ArgumentTypeError."""
+
+    read: Callable[[str], Any]
+    """Raises ValueError."""
+    metavar: str
+    """How help names the value."""
+    allows: Callable[[Any], bool] = lambda value: True
+    fault: str = ""
+    """What is wrong with a value that is not allowed."""
+
+    def __call__(self, text: str) -> Any:
+        try:
+            value = self.read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if not self.allows(value):
+            raise argparse.ArgumentTypeError(self.fault)
+        return value
 
 
 def _decimal(text: str) -> float:
@@ -19,22 +42,18 @@ def _decimal(text: str) -> float:
     return value
 
 
-def _ranged(read: Callable[[str], Any], allows: Callable[[Any], bool], fault: str) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        if not allows(value):
-            raise argparse.ArgumentTypeError(fault)
-        return value
-
-    return parse
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ValueError(f"{text!r} must be NAME=VALUE")
+    return name, value
 
 
-count = _ranged(whole_number, lambda value: value >= 0, "must not be negative")
-positive = _ranged(whole_number, lambda value: value >= 1, "must be at least 1")
-above_zero = _ranged(_decimal, lambda value: 0 < value < math.inf, "must be above 0")
-not_negative = _ranged(_decimal, lambda value: 0 <= value < math.inf, "must not be negative")
-rate = _ranged(_decimal, lambda value: value > 0, "must be above 0, or inf")
-fraction = _ranged(_decimal, lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
+count = ArgumentType(whole_number, "N", lambda value: value >= 0, "must not be negative")
+positive = ArgumentType(whole_number, "N", lambda value: value >= 1, "must be at least 1")
+above_zero = ArgumentType(_decimal, "X", lambda value: 0 < value < math.inf, "must be above 0")
+not_negative = ArgumentType(_decimal, "X", lambda value: 0 <= value < math.inf, "must not be negative")
+rate = ArgumentType(_decimal, "X", lambda value: value > 0, "must be above 0, or inf")
+fraction = ArgumentType(_decimal, "X", lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
+json_object = ArgumentType(read_object, "JSON")
+name_value = ArgumentType(_pair, "NAME=VALUE")

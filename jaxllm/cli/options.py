@@ -1,19 +1,28 @@
-"""Arguments shared by commands that use a model, and the options resolved from them."""
+"""Arguments shared by commands that use a model, the options resolved from them, and the adapters of --lora."""
 
 import argparse
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jaxllm import log
 from jaxllm.cli import terminal
 from jaxllm.cli.flags import engine_flags
+from jaxllm.cli.numbers import name_value
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.progress_bars import make_progress
 from jaxllm.cli.settings import chosen, resolve
 from jaxllm.config import EngineConfig, Flag
+from jaxllm.errors import ConfigError
+from jaxllm.files import read_json
+from jaxllm.lora_options import RANKS, LoRAOptions
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.lora_request import LoRARequest
+    from server.options import ServerOptions
 
 
 def add_model_argument(parser: Parser) -> None:
@@ -34,8 +43,13 @@ def add_common_arguments(parser: Parser) -> None:
     """Add the arguments of every command that runs or plans a model."""
     parser.takes_vllm_flags = True
     add_log_arguments(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
+    add_config_argument(parser)
     parser.add_argument("--dry-run", action="store_true", help="resolve everything, print the memory plan, load nothing")
+
+
+def add_config_argument(parser: Parser) -> None:
+    """Add --config."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
 
 
 def add_log_arguments(parser: Parser) -> None:
@@ -64,6 +78,20 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
+def server_options(arguments: argparse.Namespace, engine: EngineConfig, flags: Iterable[Flag], **fixed: Any) -> "ServerOptions":
+    """The server's options: these flags, set by command line, environment and file, and `fixed` ones. Validated beside the engine's."""
+    from server.adapters import check_adapter_options
+    from server.options import ServerOptions
+
+    options = ServerOptions.from_options(**chosen(resolve(flags, vars(arguments), arguments.config)), **fixed)
+    check_adapter_options(options.adapters, engine, options.replies.names_of(engine.model.model))
+    if options.chat.tool_call_parser or options.chat.reasoning_parser:
+        from server.speech import check_names  # imports all dialects
+
+        check_names(options.chat)
+    return options
+
+
 def sampling_options(arguments: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
     """The sampling values set by command line, environment and file, validated."""
     options = chosen(resolve(flags, vars(arguments), arguments.config))
@@ -74,3 +102,47 @@ def sampling_options(arguments: argparse.Namespace, flags: Iterable[Flag]) -> di
 def progress_for(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Progress:
     """Choose bars, lines or no progress from --quiet, --no-use-progress-bar and whether the log is JSON lines."""
     return make_progress(quiet=arguments.quiet or log.writes_json() or not options.get("use_progress_bar", True))
+
+
+def add_lora_argument(parser: Parser, help: str, *, several: bool = False) -> None:
+    """Add --lora; with `several` it may be repeated."""
+    text = f"{help}: a directory in PEFT's format or a hub id; sets --enable-lora"
+    parser.add_argument("--lora", action="append" if several else "store", type=name_value, metavar="NAME=PATH", help=text)
+
+
+def lora_requests(arguments: argparse.Namespace, engine_options: dict[str, Any]) -> "list[LoRARequest]":
+    """The adapters of --lora; sets the engine's options that they need and that are not given. Raises UsageError or AdapterError."""
+    if not arguments.lora:
+        return []
+    from jaxllm.lora_calls import adapter_directory  # both import msgspec
+    from jaxllm.lora_request import LoRARequest
+
+    if engine_options.get("enable_lora") is False:
+        raise UsageError("--lora needs --enable-lora, which is switched off")
+    named = arguments.lora if isinstance(arguments.lora, list) else [arguments.lora]
+    names = [name for name, _ in named]
+    if len(set(names)) < len(names):
+        raise UsageError(f"--lora: two adapters have the name {max(names, key=names.count)!r}")
+    directories = [adapter_directory(path, engine_options.get("download_dir")) for _, path in named]
+    engine_options["enable_lora"] = True
+    engine_options.setdefault("max_loras", len(named))
+    if "max_lora_rank" not in engine_options:
+        engine_options["max_lora_rank"] = max(LoRAOptions.max_lora_rank, *map(_rank, directories))
+    return [LoRARequest(name, place, path) for place, (name, path) in enumerate(zip(names, directories, strict=True), 1)]
+
+
+def the_lora_request(arguments: argparse.Namespace, engine_options: dict[str, Any]) -> "LoRARequest | None":
+    """The adapter of --lora, of commands that take at most one."""
+    return next(iter(lora_requests(arguments, engine_options)), None)
+
+
+def _rank(directory: str) -> int:
+    """The largest rank in an adapter's config; 1 if it is not to be had, of which the engine tells more."""
+    try:
+        config: Any = read_json(str(Path(directory) / "adapter_config.json"))
+    except ConfigError:
+        return 1
+    config = config if isinstance(config, dict) else {}
+    of_modules: Any = config.get("rank_pattern")
+    ranks: Iterable[Any] = [config.get("r"), *(of_modules.values() if isinstance(of_modules, dict) else ())]
+    return max((rank for rank in ranks if type(rank) is int and 1 <= rank <= RANKS[-1]), default=1)

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxllm import vllm_environment
@@ -20,6 +20,7 @@ from jaxllm.vllm_flags import OLDER
 
 MAX_CANDIDATES = 12
 """Most flags that the error of an ambiguous prefix lists."""
+_METAVARS: Mapping[Any, str] = {int: "N", float: "X"}
 
 
 class UsageError(Exception):
@@ -30,14 +31,8 @@ class Parser(argparse.ArgumentParser):
     """A command's parser. Omits generated flags that were not given from the result, to keep the origin of each value."""
 
     def __init__(self, command: str, about: str, examples: str = ""):
-        super().__init__(
-            prog=command,
-            description=_wrapped(about, 0),
-            epilog=examples,
-            allow_abbrev=False,
-            add_help=False,
-            formatter_class=_Formatter,
-        )
+        about = _wrapped(about, 0)
+        super().__init__(command, None, about, examples, allow_abbrev=False, add_help=False, formatter_class=Formatter)
         self.brief_groups: dict[str, argparse._ArgumentGroup] = {}
         """Groups that plain `--help` lists by name only."""
         self.takes_vllm_flags = False
@@ -47,15 +42,8 @@ class Parser(argparse.ArgumentParser):
         """How keys of objects were typed, by the arguments that they have become."""
         self.notes: list[str] = []
         """Messages of parsing, for the log once it is set up."""
-        self.add_argument(
-            "-h",
-            "--help",
-            action=_Help,
-            nargs="?",
-            metavar="WORD",
-            default=argparse.SUPPRESS,
-            help="this text; --help=GROUP, --help=all or --help=WORD for more",
-        )
+        text = "this text; --help=GROUP, --help=all or --help=WORD for more"
+        self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="WORD", default=argparse.SUPPRESS, help=text)
 
     def add_flags(self, flags: Iterable[Flag]) -> None:
         """Add an argument for each flag, in the flag's argument group."""
@@ -74,9 +62,7 @@ class Parser(argparse.ArgumentParser):
             self.notes += notes_on_values(joined)
         except ValueError as error:
             self.error(str(error))
-        self._short_usage = (
-            f"{self.prog} {_usage_of_positionals(self)}[options]"  # now: argparse hides positionals while it parses
-        )
+        self._short_usage = f"{self.prog} {_usage_of_positionals(self)}[options]"  # argparse hides positionals while it parses
         found, unknown = self.parse_known_intermixed_args(joined)
         if unknown:
             self._refuse(unknown[0])
@@ -98,22 +84,19 @@ class Parser(argparse.ArgumentParser):
     def help_for(self, word: str) -> str:
         """Help for everything ("all"), for a group by its name, or for the flags whose name or text has the word."""
         wanted = word.lower().lstrip("-").replace("_", "-")
-        by_title = {group.title or "": group._group_actions for group in self._action_groups}
-        names = {title.lower().replace(" ", "-"): title for title in by_title}
+        groups = {_words(group.title or ""): group for group in self._action_groups}
         if wanted == "all":
             return self.format_help()
-        if (title := names.get(wanted)) is not None:
-            return self._help_of({title: by_title[title]})
-        sections = {}
-        for title, actions in by_title.items():
-            if found := [
-                a for a in actions if wanted in " ".join(a.option_strings).lower() or word.lower() in (a.help or "").lower()
-            ]:
-                sections[title] = found
+        if wanted in groups:
+            return self._help_of([groups[wanted]], lambda action: True)
+        found = self._help_of(
+            groups.values(),
+            lambda action: wanted in " ".join(action.option_strings).lower() or word.lower() in (action.help or "").lower(),
+        )
         of_vllm = help_lines(word) if self.takes_vllm_flags else []
-        if not sections and not of_vllm:
-            self.error(f"nothing about {word!r}; groups: {', '.join(names)}")
-        return self._help_of(sections) + ("\n".join(["\nFlags of vLLM:", *of_vllm, ""]) if of_vllm else "")
+        if not found and not of_vllm:
+            self.error(f"nothing about {word!r}; groups: {', '.join(groups)}")
+        return found + ("\n".join(["\nFlags of vLLM:", *of_vllm, ""]) if of_vllm else "")
 
     def brief_help(self) -> str:
         """The command's own arguments in full, and the names of the flags of generated groups."""
@@ -121,13 +104,15 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(self._short_usage, [], [])
         formatter.add_text(self.description)
         for group in self._action_groups:
-            if group not in self.brief_groups.values():
-                formatter.start_section(group.title)
+            is_brief = (title := group.title) in self.brief_groups
+            formatter.start_section(f"{title} (--help={_words(title or '')})" if is_brief else title)
+            if is_brief:
+                names = (
+                    next(name for name in action.option_strings if name.startswith("--")) for action in group._group_actions
+                )
+                formatter.add_text(_wrapped(" ".join(names)))
+            else:
                 formatter.add_arguments(group._group_actions)
-                formatter.end_section()
-        for title, group in self.brief_groups.items():
-            formatter.start_section(f"{title} (--help={title.lower().replace(' ', '-')})")
-            formatter.add_text(_wrapped(" ".join(_long_name(action) for action in group._group_actions)))
             formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
@@ -136,11 +121,13 @@ class Parser(argparse.ArgumentParser):
         """Print one line and exit with code 2, without a long usage message."""
         self.exit(2, f"{self.prog}: error: {message}\nrun `{self.prog} --help` for the options\n")
 
-    def _help_of(self, sections: dict[str, list[argparse.Action]]) -> str:
+    def _help_of(self, groups: Iterable[argparse._ArgumentGroup], wants: Callable[[argparse.Action], bool]) -> str:
+        """The help of some actions of these groups."""
         formatter = self._get_formatter()
-        for title, actions in sections.items():
+        for group in groups:
+            title = group.title or ""
             formatter.start_section(title[:1].upper() + title[1:])
-            formatter.add_arguments(actions)
+            formatter.add_arguments(filter(wants, group._group_actions))
             formatter.end_section()
         return formatter.format_help()
 
@@ -155,19 +142,23 @@ class Parser(argparse.ArgumentParser):
             if argument == "--":
                 return [*found, argument, *rest]
             typed = re.match(r"--[^=. ]+(?=$|[=.])", argument)
-            name = typed[0].replace("_", "-") if typed else ""
-            if typed and name not in self._option_string_actions:
-                known = object_flags(all_flags()) if argument[typed.end() :].startswith(".") else self._option_string_actions
-                near = [option for option in known if option.startswith(name) and option in self._option_string_actions]
-                options = [option for option in near if option[2:].replace("-", "_") not in OLDER] or near
-                if len({id(self._option_string_actions[option]) for option in options}) > 1:
-                    others = f" and {len(options) - MAX_CANDIDATES} more" if len(options) > MAX_CANDIDATES else ""
-                    self.error(f"ambiguous option {typed[0]!r}: it may be {', '.join(options[:MAX_CANDIDATES])}{others}")
-                if options:
-                    self.notes.append(f"{typed[0]} is taken as {options[0]}")
-                    argument = options[0] + argument[typed.end() :]
-            found.append(argument)
+            found.append(argument if typed is None else self._whole_name(typed[0], argument[typed.end() :]))
         return found
+
+    def _whole_name(self, typed: str, rest: str) -> str:
+        actions = self._option_string_actions
+        name = typed.replace("_", "-")
+        if name in actions:
+            return typed + rest
+        known = object_flags(all_flags()) if rest.startswith(".") else actions
+        near = [option for option in known if option.startswith(name) and option in actions]
+        options = [option for option in near if option[2:].replace("-", "_") not in OLDER] or near
+        if len({id(actions[option]) for option in options}) > 1:
+            others = f" and {len(options) - MAX_CANDIDATES} more" if len(options) > MAX_CANDIDATES else ""
+            self.error(f"ambiguous option {typed!r}: it may be {', '.join(options[:MAX_CANDIDATES])}{others}")
+        if options:
+            self.notes.append(f"{typed} is taken as {options[0]}")
+        return (options[0] if options else typed) + rest
 
     def _refuse_doubtful(self, found: argparse.Namespace, arguments: Sequence[str]) -> None:
         """Detect `--api-key KEY MODEL`, which gives two keys and no model and is probably a mistake."""
@@ -189,13 +180,12 @@ class _Help(argparse.Action):
     """`--help` alone prints the brief help, `--help=WORD` the part that is asked for."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        text = parser.help_for(values) if values else parser.brief_help()
-        sys.stdout.write(text)
+        sys.stdout.write(parser.help_for(values) if values else parser.brief_help())
         parser.exit(0)
 
 
-class _Formatter(argparse.HelpFormatter):
-    """argparse's layout, with a fixed width for pipes and examples kept as they are written."""
+class Formatter(argparse.HelpFormatter):
+    """argparse's layout, with a fixed width for pipes, examples as they are written, values named by their type, and defaults."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=34, width=min(_width(), 120))
@@ -203,9 +193,20 @@ class _Formatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(indent + line for line in text.splitlines())
 
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return getattr(action.type, "metavar", None) or _METAVARS.get(action.type, "TEXT")
 
-def _long_name(action: argparse.Action) -> str:
-    return next(name for name in action.option_strings if name.startswith("--"))
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        is_told = not isinstance(default, str | int | float) or default is False or default == argparse.SUPPRESS
+        if is_told or action.help is None or "default:" in action.help:
+            return action.help
+        return f"{action.help} (default: {f'{default:g}' if isinstance(default, float) else default})"
+
+
+def _words(title: str) -> str:
+    """A group's title as it is typed after --help=."""
+    return title.lower().replace(" ", "-")
 
 
 def _usage_of_positionals(parser: argparse.ArgumentParser) -> str:

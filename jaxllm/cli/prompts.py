@@ -17,6 +17,8 @@ DEMO_MESSAGE = "What is 27 + 15?"
 MAX_FAULTS_SHOWN = 10
 
 _KINDS = {"prompt": "text", "prompt_token_ids": "a list of token ids", "messages": "a list of {role, content} objects"}
+_FIELDS = {"prompt": "text", "prompt_token_ids": "token_ids", "messages": "messages"}
+"""What a line's key is called in a Prompt."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,7 @@ class Prompt:
 
     def as_json(self) -> dict[str, Any]:
         """The prompt's key and value in its file."""
-        if self.messages is not None:
-            return {"messages": self.messages}
-        return {"prompt": self.text} if self.token_ids is None else {"prompt_token_ids": self.token_ids}
+        return {kind: value for kind, name in _FIELDS.items() if (value := getattr(self, name)) is not None}
 
 
 def from_arguments(texts: Iterable[str]) -> list[Prompt]:
@@ -48,10 +48,11 @@ def from_arguments(texts: Iterable[str]) -> list[Prompt]:
 
 
 def from_nothing(*, chat: bool) -> Prompt:
-    """The prompt if none is given: piped input, else the demo prompt."""
-    is_piped = sys.stdin is not None and not sys.stdin.isatty() and _is_pipe_or_file(sys.stdin.fileno())
-    if is_piped and (text := _read("-")).strip():
-        return Prompt(text=text, origin="stdin")
+    """The prompt if none is given: what a pipe or file on stdin holds, else the demo prompt."""
+    if sys.stdin is not None and not sys.stdin.isatty():
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+        if (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)) and (text := _read("-")).strip():
+            return Prompt(text=text, origin="stdin")
     return Prompt(text=DEMO_MESSAGE if chat else DEMO_PROMPT, origin="demo")
 
 
@@ -78,9 +79,10 @@ def from_file(path: str) -> list[Prompt]:
             prompts.append(_from_json(line, known, f"{name}:{number}"))
         except ConfigError as error:
             faults.append(str(error))
+    if len(faults) > MAX_FAULTS_SHOWN:
+        faults[MAX_FAULTS_SHOWN:] = [f"and {len(faults) - MAX_FAULTS_SHOWN} more bad lines"]
     if faults:
-        more = f"; and {len(faults) - MAX_FAULTS_SHOWN} more bad lines" if len(faults) > MAX_FAULTS_SHOWN else ""
-        raise ConfigError("; ".join(faults[:MAX_FAULTS_SHOWN]) + more)
+        raise ConfigError("; ".join(faults))
     return prompts
 
 
@@ -110,20 +112,16 @@ def _from_json(line: str, known: Mapping[str, Flag], where: str) -> Prompt:
         raise ConfigError(f"{where}: must be a JSON object")
     kinds = [kind for kind in _KINDS if kind in entry]
     if len(kinds) != 1:
-        found = " and ".join(kinds) or "none"
-        raise ConfigError(f"{where}: must have exactly one of {', '.join(_KINDS)}; has {found}")
-    kind, sampling = kinds[0], {}
-    for key, value in entry.items():
-        if key == kind:
-            continue
+        raise ConfigError(f"{where}: must have exactly one of {', '.join(_KINDS)}; has {' and '.join(kinds) or 'none'}")
+    (kind,) = kinds
+    value = entry.pop(kind)
+    for key in entry:
         if key.replace("-", "_") not in known:
             raise ConfigError(f"{where}: {unknown_name('key', key, [*_KINDS, *known])}")
-        name, typed = read_file_setting(key, value, known, where)
-        sampling[name] = typed
-    if not _is_kind(kind, entry[kind]):
+    sampling = dict(read_file_setting(key, setting, known, where) for key, setting in entry.items())
+    if not _is_kind(kind, value):
         raise ConfigError(f"{where}: {kind} must be {_KINDS[kind]}")
-    attribute = {"prompt": "text", "prompt_token_ids": "token_ids", "messages": "messages"}[kind]
-    return Prompt(**{attribute: entry[kind]}, sampling=sampling, origin=where, is_line=True)
+    return Prompt(**{_FIELDS[kind]: value}, sampling=sampling, origin=where, is_line=True)
 
 
 def _is_kind(kind: str, value: Any) -> bool:
@@ -132,10 +130,5 @@ def _is_kind(kind: str, value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
     if kind == "prompt_token_ids":
-        return all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+        return all(type(token) is int for token in value)
     return all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
-
-
-def _is_pipe_or_file(descriptor: int) -> bool:
-    mode = os.fstat(descriptor).st_mode
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

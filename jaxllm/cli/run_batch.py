@@ -2,19 +2,15 @@
 
 import argparse
 import asyncio
-from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli import planning, running, terminal
+from jaxllm.cli import options, running, terminal
 from jaxllm.cli.flags import engine_flags, server_flags
-from jaxllm.cli.options import add_common_arguments, engine_options, progress_for
+from jaxllm.cli.numbers import positive
 from jaxllm.cli.parser import Parser, UsageError
-from jaxllm.cli.settings import chosen, resolve
 from jaxllm.config import EngineConfig, Flag
-from jaxllm.flag_arguments import whole_number
-from jaxllm.progress import Progress
 
 if TYPE_CHECKING:
     from server.batch.run import BatchResult
@@ -44,63 +40,35 @@ def batch_flags() -> list[Flag]:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, a JSON object a line")
-    parser.add_argument(
-        "-o",
-        "--output-file",
-        required=True,
-        metavar="FILE",
-        help="answers; those that are there already are not computed again",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="begin anew, whatever the output file holds")
-    parser.add_argument(
-        "--max-in-flight",
-        type=whole_number,
-        metavar="N",
-        help="requests that are read ahead and run at once; default: 4 times --max-num-seqs",
-    )
-    add_common_arguments(parser)
+    add = parser.add_argument
+    add("-i", "--input-file", required=True, metavar="FILE", help="requests, a JSON object a line")
+    target = "answers; those that are there already are not computed again"
+    add("-o", "--output-file", required=True, metavar="FILE", help=target)
+    add("--overwrite", action="store_true", help="begin anew, whatever the output file holds")
+    most = "requests that are read ahead and run at once; default: 4 times --max-num-seqs"
+    add("--max-in-flight", type=positive, help=most)
+    options.add_common_arguments(parser)
     parser.add_flags(batch_flags())
     parser.add_flags(engine_flags())
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer the file, and print a line of counts. Returns the exit code."""
-    from server.adapters import check_adapter_options
     from server.batch.run import EngineStopped
-    from server.options import LoggingOptions, ServerOptions
+    from server.options import AccessOptions
 
-    options = engine_options(arguments)
-    server = ServerOptions.from_options(
-        **chosen(resolve(batch_flags(), vars(arguments), arguments.config)), max_stored_responses=0
-    )
-    server = ServerOptions(
-        chat=server.chat,
-        replies=server.replies,
-        limits=server.limits,
-        adapters=server.adapters,
-        logging=LoggingOptions(disable_uvicorn_access_log=True),
-    )
-    config = EngineConfig.from_options(**options)
-    check_adapter_options(server.adapters, config, server.replies.names_of(config.model.model))
+    chosen = options.engine_options(arguments)
+    fixed = {"max_stored_responses": 0, "disable_uvicorn_access_log": True}
+    server = options.server_options(arguments, EngineConfig.from_options(**chosen), batch_flags(), **fixed)
+    server = replace(server, access=AccessOptions())  # the environment may have a server's keys
     source, target = Path(arguments.input_file), Path(arguments.output_file)
-    if arguments.max_in_flight is not None and arguments.max_in_flight < 1:
-        raise UsageError(f"--max-in-flight is {arguments.max_in_flight}, must be at least 1")
-    for name, path in (("input", source), ("output", target)):
-        if path.name == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
-            raise UsageError(f"--{name}-file is {str(path)!r}, must be a regular file: it is read more than once")
-    num_lines = _count(source)
-    if target.exists() and target.samefile(source):
-        raise UsageError("--output-file is the input file; choose another")
+    num_lines = _check_files(source, target)
     if arguments.dry_run:
-        from server.speech import check_names
-
-        check_names(server.chat)
-        return planning.dry_run(options)
+        return running.dry_run(chosen)
     try:
         if arguments.overwrite:
             target.unlink(missing_ok=True)
-        result = _run(source, target, num_lines, options, server, arguments.max_in_flight, progress_for(arguments, options))
+        result = _run(arguments, num_lines, chosen, server)
     except (EngineStopped, OSError, KeyboardInterrupt) as error:
         by_user = isinstance(error, KeyboardInterrupt)
         what = "interrupted:" if by_user else f"error: {getattr(error, 'strerror', None) or error};"
@@ -109,56 +77,49 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.quiet or result.num_failed:
         skipped = f", {result.num_skipped} were there already" if result.num_skipped else ""
         where = f"; {target} has the errors" if result.num_failed else ""
-        terminal.note(
-            f"{terminal.counted(result.num_answered, 'request')} answered, {result.num_failed} failed{skipped}{where}"
-        )
+        answered = terminal.counted(result.num_answered, "request")
+        terminal.note(f"{answered} answered, {result.num_failed} failed{skipped}{where}")
     return 0
 
 
-def _count(source: Path) -> int:
-    """The number of non-blank lines. Raises UsageError if the file cannot be read."""
+def _check_files(source: Path, target: Path) -> int:
+    """The number of non-blank lines of the input. Raises UsageError for files that cannot be used."""
+    for name, path in (("input", source), ("output", target)):
+        if path.name == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
+            raise UsageError(f"--{name}-file is {str(path)!r}, must be a regular file: it is read more than once")
     try:
         with source.open("rb") as file:
-            return sum(1 for line in file if line.strip())
+            num_lines = sum(1 for line in file if line.strip())
     except OSError as error:
         raise UsageError(f"cannot read the input file {source}: {error.strerror}") from None
+    if target.exists() and target.samefile(source):
+        raise UsageError("--output-file is the input file; choose another")
+    return num_lines
 
 
-def _run(
-    source: Path,
-    target: Path,
-    num_lines: int,
-    options: Mapping[str, Any],
-    server: "ServerOptions",
-    max_in_flight: int | None,
-    progress: Progress,
-) -> "BatchResult":
+def _run(arguments: argparse.Namespace, num_lines: int, chosen: dict[str, Any], server: "ServerOptions") -> "BatchResult":
     from server.app import create_app
     from server.batch.lines import read_lines
     from server.batch.output_file import BatchOutput
     from server.batch.run import run_batch
 
     try:
-        output = BatchOutput(target)
+        output = BatchOutput(Path(arguments.output_file))
     except OSError as error:
-        raise UsageError(f"cannot write the output file {target}: {error.strerror}") from None
-    engine = running.open_async_llm(options, progress)
+        raise UsageError(f"cannot write the output file {arguments.output_file}: {error.strerror}") from None
+    progress = options.progress_for(arguments, chosen)
+    engine = running.open_async_llm(chosen, progress)
+    max_in_flight = arguments.max_in_flight or 4 * (engine.config.scheduler.max_num_seqs or 64)
+    lines, is_alive = read_lines(Path(arguments.input_file)), lambda: engine.is_running
+
+    async def answer() -> "BatchResult":
+        app = create_app(engine, server)
+        async with app.router.lifespan_context(app):
+            return await run_batch(app, lines, output, max_in_flight=max_in_flight, is_alive=is_alive, on_done=progress.advance)
+
     try:
-        progress.start("answering", num_lines, "request")
-
-        async def answer() -> "BatchResult":
-            app = create_app(engine, server)
-            async with app.router.lifespan_context(app):
-                return await run_batch(
-                    app,
-                    read_lines(source),
-                    output,
-                    max_in_flight=max_in_flight or 4 * (engine.config.scheduler.max_num_seqs or 64),
-                    is_alive=lambda: engine.is_running,
-                    on_done=progress.advance,
-                )
-
-        return asyncio.run(answer())
+        with progress:
+            progress.start("answering", num_lines, "request")
+            return asyncio.run(answer())
     finally:
-        progress.finish()
         engine.shutdown()

@@ -1,47 +1,52 @@
-"""The engine for `generate`, `chat` and `bench`: created with progress output; takes prompts in its own form."""
+"""The engine of the commands, created with progress output or planned for --dry-run, and a model's default sampling."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli.planning import meant_model
-from jaxllm.cli.prompts import Prompt
+from jaxllm.cli.terminal import size
 from jaxllm.config import EngineConfig
-from jaxllm.errors import InvalidRequestError, ModelLoadError
 from jaxllm.log import info_once
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
+    from jaxllm.engine_plan import EnginePlan
     from jaxllm.llm import LLM
+    from jaxllm.lora_request import LoRARequest
 
-Engine = TypeVar("Engine")
 DEFAULT_MAX_TOKENS = 256
+
+
+@contextlib.contextmanager
+def opened_llm(options: Mapping[str, Any], progress: Progress, lora_request: "LoRARequest | None" = None) -> Iterator["LLM"]:
+    """The engine with an adapter; at the end it is shut down."""
+    llm = open_llm(options, progress)
+    try:
+        if lora_request is not None:
+            llm.add_lora(lora_request)
+        with progress:
+            yield llm
+    finally:
+        llm.shutdown()
 
 
 def open_llm(options: Mapping[str, Any], progress: Progress) -> "LLM":
     """Load the model and make the engine."""
     from jaxllm.llm import LLM
 
-    return _opened(LLM.from_config, options, progress)
+    with progress:
+        return LLM.from_config(EngineConfig.from_options(**options), progress=progress)
 
 
 def open_async_llm(options: Mapping[str, Any], progress: Progress) -> "AsyncLLM":
     """Load the model and make the engine for asyncio."""
     from jaxllm.async_llm import AsyncLLM
 
-    return _opened(AsyncLLM, options, progress)
-
-
-def _opened(open_engine: Callable[..., Engine], options: Mapping[str, Any], progress: Progress) -> Engine:
-    config = EngineConfig.from_options(**options)
-    try:
-        return open_engine(config, progress=progress)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{error}{meant_model(config.model.model, error)}") from error
-    finally:
-        progress.finish()  # remove the bar before an error is printed
+    with progress:
+        return AsyncLLM(EngineConfig.from_options(**options), progress=progress)
 
 
 def default_sampling(llm: "LLM", *, chat: bool) -> SamplingParams:
@@ -58,11 +63,26 @@ def chat_sampling(llm: "LLM") -> SamplingParams:
     return llm.get_default_sampling_params(chat=True)
 
 
-def as_input(llm: "LLM", prompt: Prompt) -> Any:
-    """A prompt in the engine's form; applies the model's chat template to messages."""
-    if prompt.messages is None:
-        return prompt.text if prompt.token_ids is None else {"prompt_token_ids": prompt.token_ids}
-    try:
-        return llm.render_conversations(prompt.messages)[0]
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"{prompt.origin}: {error}", error.param) from error
+def dry_run(options: Mapping[str, Any]) -> int:
+    """Print what an engine would be, without loading weights. Returns the exit code."""
+    from jaxllm.engine_plan import plan_engine
+
+    if options.get("chat_template") is not None:
+        from jaxllm.text.chat_template import load_chat_template  # imports Jinja
+
+        load_chat_template(options["chat_template"])
+    plan = plan_engine(EngineConfig.from_options(**options))
+    print(f"model: {plan.config.model.model} ({plan.model_config.architecture}, {plan.model_config.dtype})")
+    defaults = EngineConfig().flat()
+    for name, value in plan.config.flat().items():
+        if value != defaults[name]:
+            print(f"{name}: {value}")
+    print(memory_text(plan))
+    if plan.fault is not None:
+        raise plan.fault
+    return 0
+
+
+def memory_text(plan: "EnginePlan") -> str:
+    """The memory plan, including the host's, in a few readable lines."""
+    return f"{plan.memory.describe()}\n  host      {size(plan.host_bytes)} at most while weights are loaded onto GPUs"

@@ -1,19 +1,17 @@
 """`jaxllm serve MODEL`: the OpenAI-compatible server."""
 
 import argparse
-import dataclasses
 import json
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxllm import log
-from jaxllm.cli import options, planning, terminal
+from jaxllm.cli import options, running, terminal
 from jaxllm.cli.flags import engine_flags, server_flags
 from jaxllm.cli.parser import Parser
-from jaxllm.cli.settings import chosen, resolve
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ConfigError, ModelLoadError
+from jaxllm.errors import ConfigError
 from server.options import ServerOptions
 from server.served_config import served_config
 
@@ -41,39 +39,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal or a failure. Returns the exit code."""
     options.use_model_argument(arguments)
     engine_options = options.engine_options(arguments)
-    server_options = ServerOptions.from_options(**chosen(resolve(server_flags(), vars(arguments), arguments.config)))
-    _check_adapter_options(engine_options, server_options)
+    config = EngineConfig.from_options(**engine_options)
+    server_options = options.server_options(arguments, config, server_flags())
     level = "debug" if arguments.verbose else "error" if arguments.quiet else None
     if server_options.logging.log_format == "json":
         log.set_up(level, format="json")
     if arguments.dry_run:
-        from server.speech import check_names
-
-        check_names(server_options.chat)
-        return planning.dry_run(engine_options)
+        return running.dry_run(engine_options)
+    from jaxllm.llm_engine import check_model
     from server.middleware import load_middleware
     from server.serve import serve
 
-    config = served_config(EngineConfig.from_options(**engine_options), server_options)
-    load_middleware(server_options.network.middleware or ())  # report its errors before any process starts
-    _check_model(config)
+    config = served_config(config, server_options)
+    load_middleware(server_options.network.middleware or ())  # report its errors and the model's before any process starts
+    check_model(config)
     if config.parallel.node_rank:
         return _follow(config, server_options, level)
     if server_options.processes.headless:
         raise ConfigError(
             "headless is set, but host 0 serves HTTP: leave it out, or give this host's --node-rank (and --nnodes)"
         )
-    progress = options.progress_for(arguments, engine_options)
-    try:
-        return serve(
-            config,
-            server_options,
-            log_level=level,
-            progress=progress,
-            on_ready=lambda serving: None if arguments.quiet else _show(first_screen(serving)),
-        )
-    finally:
-        progress.finish()  # remove the bar before an error is printed
+    show = (lambda serving: None) if arguments.quiet else (lambda serving: _show(first_screen(serving)))
+    with options.progress_for(arguments, engine_options) as progress:
+        return serve(config, server_options, log_level=level, progress=progress, on_ready=show)
 
 
 def _follow(config: EngineConfig, options: ServerOptions, log_level: str | None) -> int:
@@ -97,13 +85,6 @@ def _follow(config: EngineConfig, options: ServerOptions, log_level: str | None)
     return 0
 
 
-def _check_adapter_options(engine_options: dict[str, Any], server_options: ServerOptions) -> None:
-    from server.adapters import check_adapter_options
-
-    config = EngineConfig.from_options(**engine_options)
-    check_adapter_options(server_options.adapters, config, server_options.replies.names_of(config.model.model))
-
-
 def _show(screen: str) -> None:
     """Print the whole start report; to a log of JSON lines only the model and the address."""
     if not log.writes_json():
@@ -111,16 +92,6 @@ def _show(screen: str) -> None:
         return
     for line in screen.strip().partition("\n\n")[0].splitlines():
         log.logger.info("%s", line)
-
-
-def _check_model(config: EngineConfig) -> None:
-    """Report errors in the model before any process is started."""
-    from jaxllm.llm_engine import check_model
-
-    try:
-        check_model(config)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{error}{planning.meant_model(config.model.model, error)}") from error
 
 
 def first_screen(serving: "Serving") -> str:
@@ -141,57 +112,27 @@ def first_screen(serving: "Serving") -> str:
         lines.append(f"{model} is served at {base}/v1" + (f", with a page at {base}/" if serving.options.replies.web else ""))
         if not access.api_key and not is_local(network):
             lines.append("whoever reaches this machine can use it: --api-key KEY, or --host 127.0.0.1")
-    call = _CALLS[serving.offers]
-    body = json.dumps({"model": model, **call.body})
+    path, body, extra, reply = _CALLS[serving.offers]
+    request = shlex.quote(json.dumps({"model": model, **body, **dict.fromkeys(extra, True)}))
     key = ' \\\n    -H "Authorization: Bearer $API_KEY"' if access.api_key else ""
-    lines += ["", f"  {curl} {base}/v1/{call.path} -H 'Content-Type: application/json'{key} \\\n    -d {shlex.quote(body)}"]
+    lines += ["", f"  {curl} {base}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d {request}"]
     if network.uds is None:
-        key_text = "API_KEY" if access.api_key else "none"
-        client = f'client = OpenAI(base_url="{base}/v1", api_key="{key_text}")'
+        keywords = [f"{name}={json.dumps(value)}" for name, value in {"model": model, **body}.items()]
+        keywords += [f'extra_body={{"{name}": True}}' for name in extra]
         lines += [
             "",
             "  from openai import OpenAI",
-            f"  {client}",
-            *(f"  {line.replace('MODEL', model)}" for line in call.python),
+            f'  client = OpenAI(base_url="{base}/v1", api_key="{"API_KEY" if access.api_key else "none"}")',
+            f"  reply = client.{path.replace('/', '.')}.create({', '.join(keywords)})",
+            f"  print(reply.{reply})",
         ]
     return "\n".join(["", *lines, ""])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    path: str
-    body: dict[str, object]
-    python: tuple[str, ...]
-
-
-_CALLS = {
-    "chat": _Call(
-        "chat/completions",
-        {"messages": [{"role": "user", "content": "Hello!"}]},
-        (
-            'reply = client.chat.completions.create(model="MODEL", messages=[{"role": "user", "content": "Hello!"}])',
-            "print(reply.choices[0].message.content)",
-        ),
-    ),
-    "completions": _Call(
-        "completions",
-        {"prompt": "Once upon a time", "max_tokens": 32},
-        (
-            'reply = client.completions.create(model="MODEL", prompt="Once upon a time", max_tokens=32)',
-            "print(reply.choices[0].text)",
-        ),
-    ),
-    "token ids": _Call(
-        "completions",
-        {"prompt": [1, 2, 3], "max_tokens": 32, "return_token_ids": True},
-        (
-            'reply = client.completions.create(model="MODEL", prompt=[1, 2, 3], max_tokens=32, extra_body={"return_token_ids": True})',
-            "print(reply.choices[0].token_ids)",
-        ),
-    ),
-    "embeddings": _Call(
-        "embeddings",
-        {"input": "Hello!"},
-        ('reply = client.embeddings.create(model="MODEL", input="Hello!")', "print(reply.data[0].embedding)"),
-    ),
+_CALLS: dict[str, tuple[str, dict[str, object], tuple[str, ...], str]] = {
+    "chat": ("chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}, (), "choices[0].message.content"),
+    "completions": ("completions", {"prompt": "Once upon a time", "max_tokens": 32}, (), "choices[0].text"),
+    "token ids": ("completions", {"prompt": [1, 2, 3], "max_tokens": 32}, ("return_token_ids",), "choices[0].token_ids"),
+    "embeddings": ("embeddings", {"input": "Hello!"}, (), "data[0].embedding"),
 }
+"""What the server offers to an example: its path, the fields of its body and those that OpenAI has not, and what to print."""

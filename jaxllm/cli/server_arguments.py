@@ -3,11 +3,11 @@
 import argparse
 import asyncio
 import os
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm import env
-from jaxllm.cli.parser import UsageError
+from jaxllm.cli.numbers import name_value
 
 if TYPE_CHECKING:
     from jaxllm.http_client.client import ServerClient
@@ -19,12 +19,10 @@ KEY_VARIABLES = (env.API_KEY, "OPENAI_API_KEY", "VLLM_API_KEY")
 
 def add_connection_arguments(group: Any) -> None:
     """Key, headers and TLS."""
-    group.add_argument(
-        "--api-key", metavar="KEY", help=f"the server's key; default: ${', $'.join(KEY_VARIABLES)}, in this order"
-    )
-    group.add_argument(
-        "--header", action="append", default=[], metavar="NAME=VALUE", help="a further HTTP header; may be repeated"
-    )
+    key = f"the server's key; default: ${', $'.join(KEY_VARIABLES)}, in this order"
+    group.add_argument("--api-key", metavar="KEY", help=key)
+    header = "a further HTTP header; may be repeated"
+    group.add_argument("--header", action="append", type=name_value, default=[], help=header)
     group.add_argument("--insecure", action="store_true", help="accept any TLS certificate")
 
 
@@ -35,21 +33,10 @@ def make_client(arguments: argparse.Namespace, url: str, *, timeout_seconds: flo
     return ServerClient(
         url,
         api_key=arguments.api_key or next((key for name in KEY_VARIABLES if (key := os.environ.get(name))), None),
-        headers=dict(pairs(arguments.header, "--header")),
+        headers=dict(arguments.header),
         verify_tls=not arguments.insecure,
         timeout_seconds=timeout_seconds,
     )
-
-
-def pairs(entries: Iterable[str], flag: str) -> list[tuple[str, str]]:
-    """Split NAME=VALUE texts. Raises UsageError."""
-    found = []
-    for entry in entries:
-        name, equals, value = entry.partition("=")
-        if not equals or not name:
-            raise UsageError(f"{flag}: {entry!r} must be NAME=VALUE")
-        found.append((name, value))
-    return found
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:

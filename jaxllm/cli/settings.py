@@ -124,10 +124,9 @@ def _yaml_pairs(text: str, path: str) -> list[tuple[str, Any, int]]:
             (str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1)  # type: ignore[no-untyped-call]
             for key, value in node.value
         ]
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from None
     finally:
         loader.dispose()

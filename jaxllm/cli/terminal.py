@@ -11,14 +11,10 @@ from typing import TextIO
 _STYLES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "cyan": "36"}
 
 
-def has_colours(stream: TextIO) -> bool:
-    """Whether to use colours: only on a terminal, and not if NO_COLOR is set (no-color.org) or the terminal is dumb."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """`text` in a style, if `stream` supports it."""
-    return f"\033[{_STYLES[style]}m{text}\033[0m" if has_colours(stream) else text
+    """`text` in a style, on a terminal that is not dumb, unless NO_COLOR is set (no-color.org)."""
+    has_styles = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return f"\033[{_STYLES[style]}m{text}\033[0m" if has_styles else text
 
 
 def note(text: str, style: str = "dim") -> None:

@@ -17,9 +17,6 @@ from jaxllm.cli.server_arguments import add_connection_arguments, make_client, r
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from jaxllm.http_client.client import ServerClient
-    from jaxllm.http_client.scrape import Scrape
-
 ABOUT = "A live view of a running server (jaxllm or vLLM): load, speed and latencies. Ctrl-C leaves."
 EXAMPLES = """examples:
   jaxllm top                                       http://127.0.0.1:8000
@@ -33,8 +30,8 @@ TIMEOUT_SECONDS = 10.0
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
-    parser.add_argument("--interval", type=above_zero, default=2.0, metavar="SECONDS", help="between readings (default: 2)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="the server")
+    parser.add_argument("--interval", type=above_zero, default=2.0, metavar="SECONDS", help="between readings")
     parser.add_argument("--once", action="store_true", help="one reading: rates over one interval, then end")
     parser.add_argument("--json", action="store_true", help="with --once: as a JSON object")
     add_connection_arguments(parser)
@@ -55,12 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _once(arguments: argparse.Namespace) -> dict[str, Any]:
-    from jaxllm.http_client.scrape import view
+    from jaxllm.http_client.scrape import scrape, view
 
     async with make_client(arguments, arguments.url, timeout_seconds=TIMEOUT_SECONDS) as client:
-        before = await _scrape(client)
+        before = await scrape(client)
         await asyncio.sleep(arguments.interval)
-        return view(before, await _scrape(client))
+        return view(before, await scrape(client))
 
 
 async def _watch(arguments: argparse.Namespace) -> None:
@@ -68,18 +65,18 @@ async def _watch(arguments: argparse.Namespace) -> None:
     from rich.live import Live
 
     from jaxllm.http_client.client import ServerError
-    from jaxllm.http_client.scrape import view
+    from jaxllm.http_client.scrape import scrape, view
 
     console = Console()
     speeds: deque[float] = deque(maxlen=NUM_KEPT)
     async with make_client(arguments, arguments.url, timeout_seconds=TIMEOUT_SECONDS) as client:
-        before = await _scrape(client)
+        before = await scrape(client)
         shown = contextlib.nullcontext() if not console.is_terminal else Live(console=console, auto_refresh=False, screen=True)
         with shown as live:
             while True:
                 await asyncio.sleep(arguments.interval)
                 try:
-                    now = await _scrape(client)
+                    now = await scrape(client)
                 except ServerError as error:  # the server may come back
                     if live is None:
                         terminal.note(str(error), "red")
@@ -95,40 +92,27 @@ async def _watch(arguments: argparse.Namespace) -> None:
                     live.update(_picture(found, arguments.url, speeds), refresh=True)
 
 
-async def _scrape(client: "ServerClient") -> "Scrape":
-    from jaxllm.http_client.client import ServerError
-    from jaxllm.http_client.scrape import read_scrape
-
-    page = await client.get("/metrics")
-    try:
-        return read_scrape(page.decode("utf-8", "replace"), time.monotonic())
-    except ValueError as error:
-        raise ServerError(f"{client.base_url}/metrics: {error}") from None
-
-
 def as_lines(found: Mapping[str, Any]) -> list[str]:
     """The view as text, a line for each figure."""
-    hit_rate = found["prefix_cache_hit_rate"]
+    hit_rate, drafts = found["prefix_cache_hit_rate"], found["drafts"]
     rows = [
         ("model", ", ".join(found["models"])),
         ("running", f"{found['num_requests_running']:.0f} requests"),
         ("waiting", f"{found['num_requests_waiting']:.0f} requests"),
-        *([("compiling", _compiling(found["compiling"]))] if found["compiling"] else []),
-        *([("stalled", f"{found['stalled_engines']:.0f} engines seem to hang")] if found["stalled_engines"] else []),
+        ("compiling", _compiling(found)),
+        ("stalled", _stalled(found)),
         ("KV cache", f"{found['kv_cache_usage']:.1%}"),
         ("prefix cache hits", "–" if hit_rate is None else f"{hit_rate:.1%}"),
         ("prompt", f"{found['prompt_tokens_per_second']:.1f} tokens/s"),
         ("generation", f"{found['generation_tokens_per_second']:.1f} tokens/s"),
+        ("drafts", "" if drafts is None else _drafts(drafts)),
+        ("preemptions", f"{found['preemptions']:.0f}" if found["preemptions"] else ""),
     ]
-    if (drafts := found["drafts"]) is not None:
-        rows.append(("drafts", _drafts(drafts)))
-    if found["preemptions"]:
-        rows.append(("preemptions", f"{found['preemptions']:.0f}"))
     for name, percentiles in found["latency_ms"].items():
         text = "–" if percentiles is None else "  ".join(f"{key} {_ms(value)}" for key, value in percentiles.items())
         rows.append((LATENCY_NAMES[name], text))
     rows += [("ended", _counts(found["finished"])), ("HTTP", _counts(found["http"]))]
-    return [f"{name:<20}{text}" for name, text in rows]
+    return [f"{name:<20}{text}" for name, text in rows if text]
 
 
 def _picture(found: Mapping[str, Any], url: str, speeds: "deque[float]") -> "RenderableType":
@@ -158,17 +142,20 @@ def _bar(fraction: float) -> str:
 
 
 def _one_line(found: Mapping[str, Any]) -> str:
-    compiling = f"compiling {_compiling(found['compiling'])}, " if found["compiling"] else ""
-    stalled = f"{found['stalled_engines']:.0f} engines seem to hang, " if found["stalled_engines"] else ""
-    return (
-        f"{stalled}{compiling}running {found['num_requests_running']:.0f}, waiting {found['num_requests_waiting']:.0f}, "
-        f"KV cache {found['kv_cache_usage']:.1%}, prompt {found['prompt_tokens_per_second']:.1f} tokens/s, "
-        f"generation {found['generation_tokens_per_second']:.1f} tokens/s"
-    )
+    compiling = found["compiling"] and f"compiling {_compiling(found)}"
+    state = f"running {found['num_requests_running']:.0f}, waiting {found['num_requests_waiting']:.0f}"
+    speeds = (f"{name} {found[f'{name}_tokens_per_second']:.1f} tokens/s" for name in ("prompt", "generation"))
+    parts = (_stalled(found), compiling, state, f"KV cache {found['kv_cache_usage']:.1%}", *speeds)
+    return ", ".join(part for part in parts if part)
 
 
-def _compiling(programs: Mapping[str, float]) -> str:
-    return f"program {programs['ready'] + 1:.0f} of {programs['total']:.0f}; requests wait for it"
+def _compiling(found: Mapping[str, Any]) -> str:
+    programs = found["compiling"]
+    return f"program {programs['ready'] + 1:.0f} of {programs['total']:.0f}; requests wait for it" if programs else ""
+
+
+def _stalled(found: Mapping[str, Any]) -> str:
+    return f"{found['stalled_engines']:.0f} engines seem to hang" if found["stalled_engines"] else ""
 
 
 def _drafts(report: Mapping[str, Any]) -> str:

@@ -34,12 +34,11 @@ class LoadPrompt:
 
 
 class Tokenizer(Protocol):
-    """The interface that datasets need of a tokenizer."""
+    """What datasets need of a tokenizer; those of `transformers` have it."""
 
-    @property
-    def vocab_size(self) -> int: ...
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def __len__(self) -> int: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
 @dataclass
@@ -54,7 +53,7 @@ class PromptWriter:
 
     def ids(self, length: int) -> list[int]:
         """Random token ids, without special tokens as far as they are known."""
-        size = self.vocab_size or (self.tokenizer.vocab_size if self.tokenizer is not None else SMALLEST_VOCABULARY)
+        size = self.vocab_size or (len(self.tokenizer) if self.tokenizer is not None else SMALLEST_VOCABULARY)
         return self.rng.integers(0, max(1, size - NUM_SPECIAL_IDS), length).tolist()
 
     def prompt(self, token_ids: list[int], num_output_tokens: int) -> LoadPrompt:
@@ -70,8 +69,8 @@ class PromptWriter:
         """Text that encodes to about as many tokens as `token_ids`: decoding and re-encoding merges and splits tokens."""
         wanted, tokens = len(token_ids), token_ids
         for _ in range(MAX_ATTEMPTS):
-            text = tokenizer.decode(tokens)
-            encoded = tokenizer.encode(text)
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            encoded = tokenizer.encode(text, add_special_tokens=False)
             if len(encoded) == wanted:
                 break
             tokens = encoded[:wanted] if len(encoded) > wanted else encoded + self.ids(wanted - len(encoded))
@@ -119,8 +118,8 @@ def sharegpt_prompts(
         if not isinstance(turns, list) or len(turns) < 2 or not all(_is_turn(turn) for turn in turns[:2]):
             continue
         question, answer = turns[0]["value"], turns[1]["value"]
-        num_prompt = None if tokenizer is None else len(tokenizer.encode(question))
-        num_output = output_len or (len(tokenizer.encode(answer)) if tokenizer is not None else 0)
+        num_prompt = None if tokenizer is None else len(tokenizer.encode(question, add_special_tokens=False))
+        num_output = output_len or (0 if tokenizer is None else len(tokenizer.encode(answer, add_special_tokens=False)))
         if num_prompt is not None and not _is_usual(num_prompt, num_output, check_output=output_len is None):
             continue
         prompts.append(LoadPrompt(question, num_output, num_prompt))

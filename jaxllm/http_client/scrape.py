@@ -4,11 +4,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllm.acceptance import Acceptance
+from jaxllm.http_client.client import ServerClient, ServerError
 
 PREFIXES = ("jaxllm:", "vllm:")
 PERCENTILES = (50, 90, 99)
@@ -70,6 +72,15 @@ def read_scrape(text: str, time: float) -> Scrape:
         raise ValueError("the page has neither jaxllm's nor vLLM's metrics")
     plain_buckets = {name: dict(found) for name, found in buckets.items()}
     return Scrape(time, dict(values), plain_buckets, {n: dict(v) for n, v in by_label.items()}, list(models), len(engines) or 1)
+
+
+async def scrape(client: ServerClient) -> Scrape:
+    """Read a server's metrics. Raises ServerError, also if the page has none."""
+    page = await client.get("/metrics")
+    try:
+        return read_scrape(page.decode("utf-8", "replace"), monotonic())
+    except ValueError as error:
+        raise ServerError(f"{client.base_url}/metrics: {error}") from None
 
 
 def view(before: Scrape, now: Scrape) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxllm.cli import bench
 from jaxllm.cli.main import main
+from jaxllm.errors import ConfigError
+from jaxllm.http_client.datasets import read_mix
 from jaxllm.log import info_once
 from jaxllm.scaling.requests import random_prompts
 from tests.helpers.fake_engine_core import FakeEngineCore, FakeStats
@@ -147,8 +148,8 @@ def test_wrong_arguments_are_refused(
 def test_a_bad_mix_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "mix.json"
     path.write_text(content)
-    with pytest.raises(bench.ConfigError):
-        bench.read_mix(str(path))
+    with pytest.raises(ConfigError):
+        read_mix(str(path))
 
 
 def test_throughput_of_conversations(opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

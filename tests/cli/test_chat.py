@@ -131,7 +131,7 @@ def test_ctrl_c_at_the_prompt_goes_on_and_ctrl_d_leaves(capsys: pytest.CaptureFi
             raise key
         return key
 
-    assert list(chat._messages_from(read, interactive=True)) == ["hi", "there"]
+    assert list(chat._messages(read, interactive=True)) == ["hi", "there"]
     assert "(Ctrl-D leaves)" in capsys.readouterr().err
 
 

@@ -8,14 +8,13 @@ from jaxllm.cli.flags import (
     all_flags,
     engine_flags,
     join_sub_keys,
-    read_value,
     request_flags,
     sampling_flags,
     server_flags,
 )
 from jaxllm.cli.parser import Parser
 from jaxllm.config import EngineConfig, flags
-from jaxllm.flag_arguments import is_object, read_text, spelling, whole_number
+from jaxllm.flag_arguments import is_object, read_text, read_value, spelling, whole_number
 from jaxllm.sampling_params import SamplingParams
 
 

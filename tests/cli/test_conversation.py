@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.cli.main import main
-from jaxllm.cli.remote_chat import printable
+from jaxllm.cli.streaming import printable
 from tests.helpers.stub_server import Stub, running_stub
 
 

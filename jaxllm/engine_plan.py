@@ -1,0 +1,81 @@
+"""Plans an engine: resolves all options and computes the memory plan, without loading weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from jaxllm.cache_spec import CacheLayout
+from jaxllm.config import EngineConfig
+from jaxllm.engine import prepare
+from jaxllm.engine.features import check_speculative_config
+from jaxllm.engine_front import load_texts
+from jaxllm.errors import JaxLLMError
+from jaxllm.loaders.formats import has_checkpoint
+from jaxllm.loaders.load import check_weights, loading_bytes
+from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.mesh import meshes_of
+from jaxllm.parallel.topology import Topology
+from jaxllm.runner import memory
+from jaxllm.runner.stage import tightest
+from jaxllm.sampling.processors import load_processors
+from jaxllm.text.model_files import text_files
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """An engine before its weights are loaded."""
+
+    config: EngineConfig
+    """Without "auto", except where it depends on the weights."""
+    model_config: ModelConfig
+    memory: memory.MemoryPlan
+    host_bytes: int
+    """Peak host memory in bytes while weights are loaded onto GPUs, without the system's file cache."""
+    faults: tuple[JaxLLMError, ...] = ()
+    """Reasons why this machine could not start it, apart from memory."""
+
+    @property
+    def cache(self) -> CacheLayout:
+        """Layout of all layers; `memory` has those of one stage."""
+        return memory.whole_cache(self.config, self.model_config)
+
+    @property
+    def fault(self) -> JaxLLMError | None:
+        """Why the plan does not fit or could not start on this machine."""
+        try:
+            self.memory.check()
+        except JaxLLMError as error:
+            return error
+        return next(iter(self.faults), None)
+
+
+def plan_engine(asked: EngineConfig, *, device_bytes: int | None = None) -> EnginePlan:
+    """Resolve the model and all options, and compute the memory plan, even with fewer devices than it needs.
+
+    device_bytes: plan for GPUs with this much memory instead of this machine's devices.
+    """
+    model, topology = asked.model, Topology.of(asked.parallel)
+    load_processors(model.logits_processors or ())
+    check_speculative_config(asked)
+    faults: list[JaxLLMError] = []
+    if device_bytes is None:
+        memory.reserve_device_memory(asked.cache.gpu_memory_utilization, topology)
+        _note(faults, lambda: memory.check_free_memory(topology))
+    directory = text_files(model.model, revision=model.revision, download_dir=model.download_dir)
+    usable_bytes = None if device_bytes is None else memory.usable_bytes(asked, device_bytes)
+    config, model_config = prepare.resolve_sizes(asked, directory, device_bytes=usable_bytes)
+    if device_bytes is None:
+        _note(faults, lambda: meshes_of(topology))
+    if has_checkpoint(directory):  # else it may be no more than a config.json to plan for
+        _note(faults, lambda: load_texts(config))
+        _note(faults, lambda: check_weights(model_config, directory, load_format=config.model.load_format))
+    stages = prepare.lay_out(config, model_config, partial(memory.memory_plan, config, model_config, device_bytes=device_bytes))
+    host_bytes = max(loading_bytes(model_config, stage.model, topology.tensor) for stage in stages)
+    return EnginePlan(config, model_config, tightest(stages), host_bytes, tuple(faults))
+
+
+def _note(faults: list[JaxLLMError], check: Callable[[], object]) -> None:
+    try:
+        check()
+    except JaxLLMError as error:
+        faults.append(error)
