@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from jaxllm.config import CacheOptions, EngineConfig, SchedulerOptions
 from jaxllm.hub import DEMO, resolve_model
+from jaxllm.kernel_policy import GPU
 from jaxllm.request import EngineCoreRequest, Request
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
@@ -59,7 +60,7 @@ def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: i
         front.add(FrontRequest(spec.request_id, spec.request_id, None, spec.prompt_token_ids, params, [spec], time.time()))
     engine = EngineConfig.from_options(max_num_seqs=num_running, max_num_batched_tokens=8192)
     rows = Rows(num_running)
-    builder = BatchBuilder(rows, Buckets.choose(engine, on_gpu=True), block_size=16, max_blocks=blocks_per_request)
+    builder = BatchBuilder(rows, Buckets.choose(engine, GPU), block_size=16, max_blocks=blocks_per_request)
     gc.collect()
     gc.freeze()
     schedule_seconds, build_seconds, update_seconds, front_seconds = [], [], [], []

@@ -17,14 +17,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.layers.attend import Projection
 from jaxllm.parallel.mesh import CONTEXT, context_size
 from pallas_kernels.paged_attention.parts import Part, combine
 
 T = TypeVar("T")
-
-MIN_SHARED_TOKENS = 256
-"""Steps of fewer tokens are not shared out. Up to about here a GPU reads the weights of a product for longer than it multiplies."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class ContextDevices:
     """`size` devices along the mesh axis `context`, as seen by one of them inside a shard_map over it."""
 
     size: int
+    policy: KernelPolicy
 
     @property
     def part(self) -> Part:
@@ -39,8 +38,8 @@ class ContextDevices:
         return Part(lax.axis_index(CONTEXT), self.size)
 
     def shares_out(self, num_tokens: int) -> bool:
-        """Whether each device computes a share of a step's tokens, rather than all."""
-        return num_tokens >= MIN_SHARED_TOKENS
+        """See `KernelPolicy.shares_tokens`."""
+        return self.policy.shares_tokens(num_tokens)
 
     def share(self, x_T: T) -> T:
         """This device's share of arrays by token: ceil(T / size), missing ones zeros; all in a small step."""
@@ -110,7 +109,7 @@ def _unpacked(packed: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     return lax.bitcast_convert_type(out, dtype), lse
 
 
-def make_context(mesh: Mesh) -> ContextDevices | None:
+def make_context(mesh: Mesh, policy: KernelPolicy) -> ContextDevices | None:
     """The devices of a mesh along its axis `context`; None if it has no such axis."""
     size = context_size(mesh)
-    return ContextDevices(size) if size > 1 else None
+    return ContextDevices(size, policy) if size > 1 else None

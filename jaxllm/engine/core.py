@@ -36,6 +36,7 @@ from jaxllm.errors import (
     JaxLLMError,
     OverloadedError,
 )
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import Progress
@@ -59,7 +60,7 @@ class EngineCore:
 
     After construction `config` has no "auto" left. `model_config` describes the model, `max_model_len` is the longest request
     in tokens, `processor_arguments` lists the logits processors that requests may name, `kernels` reports each op's kernel.
-    Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
+    kernel_policy: None for the platform's. Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class EngineCore:
         progress: Progress | None = None,
         processors: Sequence[Processor | str] = (),
         times: StartTimes | None = None,
+        kernel_policy: KernelPolicy | None = None,
     ):
         if rank := config.parallel.node_rank:
             raise ConfigError(
@@ -81,7 +83,7 @@ class EngineCore:
         self._processors = loaded
         self.processor_arguments: Mapping[str, int] = check_processors(loaded)
         began = time.perf_counter()
-        started = Started.of(config, loaded, progress, self.start_times)
+        started = Started.of(config, loaded, progress, self.start_times, kernel_policy)
         prepared, self.model_dir = started.prepared, started.model_dir
         self.runner = prepared.runner
         self.executor: Executor = started.executor
@@ -115,7 +117,7 @@ class EngineCore:
             num_blocks=plan.num_blocks,
             max_model_len=plan.max_model_len,
             policies=plan.cache.policies,
-            drafts=None if features.speculation is None else features.speculation.new_control(),
+            drafts=None if features.speculation is None else features.speculation.new_control(prepared.policy),
             rooms=self.preparations,
             num_stages=self.config.parallel.pipeline_parallel_size,
             block_size=plan.block_size,

@@ -35,7 +35,7 @@ class Division:
     scheduler: str | None = None
     """(new_scheduler, parallel options) → scheduler, of those that new_scheduler makes."""
     token_split: str | None = None
-    """(mesh) → the devices that split tokens."""
+    """(mesh, kernel policy) → the devices that split tokens."""
 
 
 DIVISIONS = {
@@ -88,7 +88,7 @@ def make_runner(parts: "RunnerParts") -> "DeviceRunner":
     from jaxllm.runner.runner import ModelRunner
 
     (stage,), (mesh,) = parts.stages, parts.meshes
-    return parts.make(ModelRunner, stage, mesh, token_split=_token_split(parallel, mesh))
+    return parts.make(ModelRunner, stage, mesh, token_split=_token_split(parts, mesh))
 
 
 def make_scheduler(parallel: ParallelOptions, new_scheduler: "Callable[[], Scheduler]") -> "AnyScheduler":
@@ -97,9 +97,9 @@ def make_scheduler(parallel: ParallelOptions, new_scheduler: "Callable[[], Sched
     return new_scheduler() if make is None else make(new_scheduler, parallel)
 
 
-def _token_split(parallel: ParallelOptions, mesh: "Mesh") -> "TokenSplit | None":
-    make = _part(parallel, "token_split")
-    return None if make is None else make(mesh)  # type: ignore[no-any-return]
+def _token_split(parts: "RunnerParts", mesh: "Mesh") -> "TokenSplit | None":
+    make = _part(parts.config.parallel, "token_split")
+    return None if make is None else make(mesh, parts.policy)  # type: ignore[no-any-return]
 
 
 def _part(parallel: ParallelOptions, name: str) -> Callable[..., Any] | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jaxllm.config import EngineConfig
 from jaxllm.engine.preparations import Preparation
 from jaxllm.errors import ConfigError
+from jaxllm.kernel_policy import KernelPolicy
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -54,7 +55,7 @@ class Speculation(Protocol):
     def described(self) -> Mapping[str, Any]:
         """All that the compiled programs depend on, as JSON values."""
 
-    def new_control(self) -> "DraftControl":
+    def new_control(self, policy: KernelPolicy) -> "DraftControl":
         """Make the control that decides how many drafts requests get."""
 
 

@@ -15,6 +15,7 @@ import jaxllm
 from jaxllm.config import EngineConfig
 from jaxllm.engine.model_source import describe_source
 from jaxllm.engine.versions import PACKAGES, plugins, source_digest
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
 from jaxllm.runner.kernels import Kernels
@@ -42,7 +43,13 @@ _JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_
 
 
 def fingerprint(
-    config: EngineConfig, model_config: ModelConfig, model: CausalLM, mesh: Mesh, plan: MemoryPlan, kernels: Kernels
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: CausalLM,
+    mesh: Mesh,
+    plan: MemoryPlan,
+    kernels: Kernels,
+    policy: KernelPolicy,
 ) -> dict[str, Any]:
     """The fingerprint by name, as JSON values. Omits custom logits processors: programs that contain them are never stored.
 
@@ -57,6 +64,7 @@ def fingerprint(
         **{name: options[name] for name in OPTIONS},
         "attention_implementation": kernels.attention,
         **{f"{op} implementation": name for op, name in kernels.by_op().items() if op != "paged_attention"},
+        **{f"kernel policy's {name}": value for name, value in dataclasses.asdict(policy).items()},
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_blocks,
         "groups and arrays of layers in the cache": [dataclasses.astuple(place) for place in plan.cache.places],

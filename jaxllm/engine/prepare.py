@@ -27,6 +27,7 @@ from jaxllm.engine.step_sizes import with_prefill_limit
 from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.hosts_options import has_stages_on_hosts
+from jaxllm.kernel_policy import KernelPolicy, platform_policy
 from jaxllm.kernel_verdicts import OpReport
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
@@ -68,6 +69,7 @@ class Prepared:
     """One without a pipeline."""
     kernels: Kernels
     kernel_report: dict[str, OpReport]
+    policy: KernelPolicy
     runner: DeviceRunner
     processors: tuple[Processor, ...]
     times: StartTimes
@@ -98,10 +100,11 @@ class Prepared:
         times: StartTimes,
         *,
         starts: bool = False,
+        policy: KernelPolicy | None = None,
     ) -> "Prepared":
         """Prepare a model. Programs are read from the artifact, or from this machine's cache, which stores new ones.
 
-        starts: the engine's start follows, whose programs may be made while kernels are checked.
+        starts: the engine's start follows, whose programs may be made while kernels are checked. policy: None for the platform's.
         Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
         """
         topology = Topology.of(config.parallel)
@@ -109,6 +112,7 @@ class Prepared:
         check_free_memory(topology)
         with times.part("device"):
             on_cpu = backend() == "cpu"
+        policy = policy or platform_policy(on_gpu=not on_cpu)
         if not on_cpu:
             spare_lookups()
         if config.compile.compilation_cache and not on_cpu:
@@ -119,14 +123,14 @@ class Prepared:
             config, model_config, meshes = resolve(config, model_dir)
             features = Features.of(config, model_config, build_model(model_config), meshes[0])
             drafter, adaptation = features.drafter, features.adaptation
-            stages = lay_out(config, model_config, partial(_plan, config, model_config), features)
+            stages = lay_out(config, model_config, partial(_plan, config, model_config, policy), features)
             for stage, mesh in zip(stages, meshes, strict=True):
                 check_pool(stage.plan, mesh.local_devices)
         resolved = config
 
         def make(kernels: Kernels) -> DeviceRunner:
             of_kernels = resolved.replace(attention_implementation=kernels.attention)
-            return _runner(of_kernels, model_config, meshes, stages, kernels, processors, times, features)
+            return _runner(of_kernels, model_config, meshes, stages, kernels, policy, processors, times, features)
 
         may_start = starts and topology.num_devices == 1 and config.compile.compiled_artifact is None
         early = EarlyPrograms(make, config.compile.warmup if may_start else None)
@@ -139,7 +143,7 @@ class Prepared:
         with times.part("config and model"):
             runner = early.runner_of(kernels)
             config = config.replace(attention_implementation=kernels.attention)
-        return cls(config, model_config, meshes, stages, kernels, chosen.report, runner, processors, times, features)
+        return cls(config, model_config, meshes, stages, kernels, chosen.report, policy, runner, processors, times, features)
 
     def settled(self, *, rare_later: bool) -> "Prepared":
         """Return this, or a copy with a smaller cache if the largest program needs more memory than estimated.
@@ -152,14 +156,14 @@ class Prepared:
         work_bytes = self.runner.work_bytes()
         if work_bytes <= self.plan.work_bytes:
             return self
-        plan = partial(_plan, self.config, self.model_config, work_bytes=work_bytes)
+        plan = partial(_plan, self.config, self.model_config, self.policy, work_bytes=work_bytes)
         stages = lay_out(self.config, self.model_config, plan, self.features)
         if stages[0].plan.num_blocks == self.plan.num_blocks:
             return replace(self, stages=stages)
         resized = replace(self, stages=stages)
         logger.info("the largest step needs more memory than estimated: %s", resized.plan.describe())
         self.runner.programs.shutdown()
-        made_of = (self.config, self.model_config, self.meshes, stages, self.kernels, self.processors)
+        made_of = (self.config, self.model_config, self.meshes, stages, self.kernels, self.policy, self.processors)
         runner = _runner(*made_of, self.times, self.features)
         runner.take_weights(self.runner)
         runner.start_programs(rare_later=rare_later)
@@ -168,7 +172,7 @@ class Prepared:
     def fingerprint(self) -> dict[str, object]:
         """Everything that the programs of the last stage depend on, or of the only one, on a device of this process."""
         stage, mesh = self.stages[-1], _own(self.meshes)
-        return _fingerprint(self.config, self.model_config, stage, mesh, self.kernels, self.features)
+        return _fingerprint(self.config, self.model_config, stage, mesh, self.kernels, self.policy, self.features)
 
 
 def _own(meshes: tuple[Mesh, ...]) -> Mesh:
@@ -182,9 +186,10 @@ def _fingerprint(
     stage: Stage,
     mesh: Mesh,
     kernels: Kernels,
+    policy: KernelPolicy,
     features: Features,
 ) -> dict[str, object]:
-    found = {**fingerprint(config, model_config, stage.model, mesh, stage.plan, kernels), **features.described}
+    found = {**fingerprint(config, model_config, stage.model, mesh, stage.plan, kernels, policy), **features.described}
     if config.parallel.num_lanes > 1:
         found["lanes"] = config.parallel.num_lanes
     is_whole = len(stage.layers) == model_config.num_layers
@@ -239,6 +244,7 @@ def lay_out(
 def _plan(
     config: EngineConfig,
     model: ModelConfig,
+    policy: KernelPolicy,
     *,
     weight_bytes: int,
     work_bytes: int | None = None,
@@ -246,7 +252,15 @@ def _plan(
     layers: range | None = None,
 ) -> MemoryPlan:
     """Make and check the memory plan. With a compiled artifact, the cache has the size that its programs expect, if it fits."""
-    make = partial(memory_plan, model=model, weight_bytes=weight_bytes, work_bytes=work_bytes, drafter=drafter, layers=layers)
+    make = partial(
+        memory_plan,
+        model=model,
+        weight_bytes=weight_bytes,
+        work_bytes=work_bytes,
+        drafter=drafter,
+        layers=layers,
+        policy=policy,
+    )
     plan = make(config)
     artifact, options = config.compile.compiled_artifact, config.cache
     if artifact is not None and options.num_gpu_blocks_override is None and options.kv_cache_memory_bytes is None:
@@ -263,14 +277,15 @@ def _runner(
     meshes: tuple[Mesh, ...],
     stages: tuple[Stage, ...],
     kernels: Kernels,
+    policy: KernelPolicy,
     processors: tuple[Processor, ...],
     times: StartTimes,
     features: Features,
 ) -> DeviceRunner:
     def store_of(stage: Stage, mesh: Mesh) -> ProgramStore | None:
-        return _store(config, partial(_fingerprint, config, model_config, stage, mesh, kernels, features), mesh)
+        return _store(config, partial(_fingerprint, config, model_config, stage, mesh, kernels, policy, features), mesh)
 
-    made_of = (config, model_config, stages, meshes, kernels, processors, times, store_of)
+    made_of = (config, model_config, stages, meshes, kernels, policy, processors, times, store_of)
     return make_runner(RunnerParts(*made_of, features.drafter, features.adaptation))
 
 

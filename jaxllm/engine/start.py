@@ -13,6 +13,7 @@ from jaxllm.engine.features import Hosts, open_hosts
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import JaxLLMError, OutOfMemoryError
 from jaxllm.hub import resolve_model, weight_files
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.log import logger
 from jaxllm.progress import Progress
 from jaxllm.sampling.processors import Processor
@@ -30,8 +31,15 @@ class Started:
     """The other hosts of the engine, if there are any."""
 
     @classmethod
-    def of(cls, config: EngineConfig, processors: tuple[Processor, ...], progress: Progress, times: StartTimes) -> "Started":
-        """Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
+    def of(
+        cls,
+        config: EngineConfig,
+        processors: tuple[Processor, ...],
+        progress: Progress,
+        times: StartTimes,
+        policy: KernelPolicy | None = None,
+    ) -> "Started":
+        """policy: None for the platform's. Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
 
         With several hosts each of them runs it; an error on one is raised, or ends the process, on all.
         """
@@ -40,10 +48,10 @@ class Started:
         began = time.perf_counter()
         hosts = open_hosts(config, model_dir)
         if hosts is None:
-            return cls._of(config, model_dir, processors, progress, times)
+            return cls._of(config, model_dir, processors, progress, times, policy)
         times.add("other hosts", time.perf_counter() - began)
         with hosts.reported():
-            started = cls._of(hosts.config, model_dir, processors, progress, times, hosts)
+            started = cls._of(hosts.config, model_dir, processors, progress, times, policy, hosts)
             hosts.agree("started", {})
         hosts.started()
         return started
@@ -56,11 +64,12 @@ class Started:
         processors: tuple[Processor, ...],
         progress: Progress,
         times: StartTimes,
+        policy: KernelPolicy | None,
         hosts: Hosts | None = None,
     ) -> "Started":
         model = config.model
         with _explained_out_of_memory():
-            prepared = Prepared.of(config, model_dir, processors, times, starts=hosts is None)
+            prepared = Prepared.of(config, model_dir, processors, times, starts=hosts is None, policy=policy)
             if hosts is not None:
                 prepared = _agreed(prepared, hosts, model_dir, processors, times)
         warmup = prepared.config.compile.warmup
@@ -112,7 +121,7 @@ def _agreed(
     if smallest == num_blocks:
         return replace(prepared, config=config)
     prepared.runner.close()
-    return Prepared.of(config, model_dir, processors, times)
+    return Prepared.of(config, model_dir, processors, times, policy=prepared.policy)
 
 
 class _explained_out_of_memory:

@@ -2,6 +2,7 @@
 
 from jaxllm.cache_policy import FULL
 from jaxllm.config import AUTO_MODEL_LEN, BIG_DEVICE_BYTES, EngineConfig
+from jaxllm.kernel_policy import GPU
 from jaxllm.layers.build import weight_bytes
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.topology import Topology
@@ -33,5 +34,5 @@ def with_prefill_limit(config: EngineConfig, model: ModelConfig, *, asked: Engin
     if any(policy != FULL for policy in whole_cache(config, model).policies):
         return kept
     left = device_bytes - weight_bytes(model) // Topology.of(parallel).tensor
-    more = estimate_work_bytes(larger, model) - estimate_work_bytes(kept, model)
+    more = estimate_work_bytes(larger, model, GPU) - estimate_work_bytes(kept, model, GPU)
     return larger if more <= MOST_OF_MEMORY * left else kept

@@ -22,7 +22,7 @@ class JointPrograms(StepPrograms):
     @classmethod
     def of(cls, lane: StepPrograms, mesh: Mesh, params: tuple[jax.ShapeDtypeStruct, ...]) -> "JointPrograms":
         """The joint programs of lanes that have these of their own."""
-        functions = replace(lane.functions, exchange=make_exchange(mesh))
+        functions = replace(lane.functions, exchange=make_exchange(mesh, lane.buckets.policy))
         shared = {field.name: getattr(lane, field.name) for field in fields(StepPrograms)}
         return cls(**{**shared, "functions": functions, "mesh": mesh, "params": params})
 

@@ -15,19 +15,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.parallel.mesh import DATA, TENSOR, tensor_size
 
 Experts = Callable[[Array, Array, Array], Array]
 """The weighted sums [T, D] over a device's own experts: of tokens [T, D], chosen experts int32 [T, k], weights float32 [T, k].
 A choice of another device's expert, or of none (-1), adds nothing."""
 
-MIN_TOKENS_TO_SEND = 256
-"""A step with fewer tokens in each rank is bound by the number of exchanges, of which sending needs more than gathering."""
 SLACK = 2.0
 """Room for so many times the tokens that a device gets where all experts are chosen equally often."""
-MAX_TOKENS_AT_ONCE = 8192
-"""Tokens that a device computes at a time: what it has of them in memory grows with the number of ranks, and with every choice of a
-token, also of other devices' experts. More tokens take more rounds."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +33,7 @@ class LaneExchange:
     num_lanes: int
     num_columns: int
     """Devices of a rank."""
+    policy: KernelPolicy
 
     @property
     def lane(self) -> Array:
@@ -51,7 +48,7 @@ class LaneExchange:
     def run(self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array, num_experts: int) -> Array:
         """The sums [T, D] of this rank's tokens over all experts of this column. Exact whatever is chosen; no token is dropped.
 
-        num_experts: of each device. Which way the tokens take depends on shapes alone, but for a send that overflows.
+        num_experts: of each device. Which way the tokens take depends on shapes and the policy alone, but for a send that overflows.
         """
         capacity = self.capacity(*expert_Tk.shape)
         if capacity is None:
@@ -62,7 +59,7 @@ class LaneExchange:
         """Tokens that a rank may send to a device; None: gathering all of them is no more work for the links."""
         expected = num_tokens * num_choices / (self.num_lanes * self.num_columns)
         capacity = 8 * -(-int(SLACK * expected) // 8)
-        return None if num_tokens < MIN_TOKENS_TO_SEND or 2 * capacity > num_tokens else capacity
+        return capacity if self.policy.sends_tokens(num_tokens) and 2 * capacity <= num_tokens else None
 
     def gather(self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array) -> Array:
         """Every device gets the tokens of all ranks, and computes those that chose its experts."""
@@ -72,7 +69,7 @@ class LaneExchange:
             sum_TD = experts(every(x_TD), *_unpacked(every(packed_T2k)))
             return jax.lax.psum_scatter(sum_TD, DATA, tiled=True)
 
-        return _in_rounds(some, MAX_TOKENS_AT_ONCE // self.num_lanes, x_TD, _packed(expert_Tk, weight_Tk))
+        return _in_rounds(some, self.policy.max_tokens_at_once // self.num_lanes, x_TD, _packed(expert_Tk, weight_Tk))
 
     def send(self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array, num_experts: int, capacity: int) -> Array:
         """Each token goes once to each device that holds an expert of its choice. Where more than `capacity` tokens of a rank chose one
@@ -97,7 +94,7 @@ class LaneExchange:
             choices_nC2k = to(jnp.concatenate([_packed(expert_Tk, weight_Tk), _packed(*nothing_1k)])[token_nC])
             sum_PD = _in_rounds(
                 lambda x_PD, packed_P2k: experts(x_PD, *_unpacked(packed_P2k)),
-                MAX_TOKENS_AT_ONCE,
+                self.policy.max_tokens_at_once,
                 sent_nCD.reshape(-1, x_TD.shape[1]),
                 choices_nC2k.reshape(-1, 2 * num_choices),
             )
@@ -130,6 +127,6 @@ def _unpacked(packed_T2k: Array) -> tuple[Array, Array]:
     return expert_Tk, jax.lax.bitcast_convert_type(bits_Tk, jnp.float32)
 
 
-def make_exchange(mesh: Mesh) -> LaneExchange:
+def make_exchange(mesh: Mesh, policy: KernelPolicy) -> LaneExchange:
     """The exchange between the data-parallel ranks of a mesh of both axes."""
-    return LaneExchange(mesh.shape[DATA], tensor_size(mesh))
+    return LaneExchange(mesh.shape[DATA], tensor_size(mesh), policy)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.parallel.mesh import TENSOR, tensor_size
 from pallas_kernels import collectives
 from pallas_kernels.collectives.exchange import FAILED
@@ -20,9 +21,6 @@ T = TypeVar("T")
 
 PEERS_LOST = -2
 """In place of every token: a device timed out waiting for another's part, so the step's results are wrong."""
-
-MIN_TOKENS_OF_TWO_RUNS = 2048
-"""With fewer tokens a half is too small for its products to be fast, and sums go through the peers' memory."""
 
 
 class Norm(Protocol):
@@ -64,7 +62,7 @@ class Shards(Protocol):
         """(residual + sum of the parts, its norm), computed between any two products of a decoder. Identical on every device."""
 
     def num_runs(self, num_tokens: int) -> int:
-        """Number of equal runs that a step's tokens are computed in, so that products of one overlap with sums of another."""
+        """See `KernelPolicy.num_runs`."""
 
     def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> tuple[Array, Array]:
         """The vocabulary id, int32[R], of the largest value over all devices, the lowest id among equals, and that value,
@@ -145,6 +143,7 @@ class TensorShards:
     """Devices along the mesh axis `tensor`, inside a shard_map over it."""
 
     size: int
+    policy: KernelPolicy
     workspace: Array | None = None
     """This device's part of `Communicator.workspace`: the devices exchange what is small through each other's memory.
     None: by XLA's collectives alone."""
@@ -173,7 +172,7 @@ class TensorShards:
         return collectives.all_reduce_norm(part_TD, residual_TD, norm.weight[...], norm.eps, **by)  # type: ignore[attr-defined]
 
     def num_runs(self, num_tokens: int) -> int:
-        return 2 if num_tokens >= MIN_TOKENS_OF_TWO_RUNS and num_tokens % 2 == 0 else 1
+        return self.policy.num_runs(num_tokens)
 
     def likeliest(self, ids_R: Array, values_R: Array, num_columns: int) -> tuple[Array, Array]:
         ids_R = self.index * num_columns + ids_R
@@ -226,7 +225,7 @@ class TensorShards:
         return {"axis": TENSOR, "implementation": implementation, "workspace": self.workspace}
 
 
-def make_shards(mesh: Mesh) -> Shards:
+def make_shards(mesh: Mesh, policy: KernelPolicy) -> Shards:
     """The shards of a mesh."""
     size = tensor_size(mesh)
-    return ONE_DEVICE if size == 1 else TensorShards(size)
+    return ONE_DEVICE if size == 1 else TensorShards(size, policy)

@@ -4,23 +4,17 @@ import bisect
 from dataclasses import dataclass
 
 from jaxllm.config import EngineConfig
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.scheduler.draft_control import levels
 
-# From eight on: XLA turns products of fewer rows into reductions, which read small weights at a third of the speed.
-_DECODE_ROWS_GPU = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-# XLA computes products of two rows on a CPU about as fast as of four.
-_DECODE_ROWS_CPU = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_SAMPLE_ROWS = (8, 64, 256)
-_ROWS_APART = (8, 16, 32, 64, 128, 256, 512, 1024)
 _SCORED_POSITIONS = (64, 256)
-MAX_DRAFT_ROWS = 64
-"""Most rows of a step with drafts: with more, drafts cost more than the few steps that they save."""
 
 
 @dataclass(frozen=True)
 class Buckets:
     """Sorted sizes. The last of each holds the largest step."""
 
+    policy: KernelPolicy
     decode_rows: tuple[int, ...]
     """Rows of a step in which every request computes one token."""
     tokens: tuple[int, ...]
@@ -34,23 +28,24 @@ class Buckets:
     """Tokens that a row may sample in a step: 1, and 1 with drafts."""
 
     @classmethod
-    def choose(cls, config: EngineConfig, *, on_gpu: bool, num_drafts: int = 0) -> "Buckets":
-        """The configured sizes, or the usual ones up to the scheduler's limits. num_drafts: most of a row."""
+    def choose(cls, config: EngineConfig, policy: KernelPolicy, *, num_drafts: int = 0) -> "Buckets":
+        """The configured sizes, or those of the policy up to the scheduler's limits. num_drafts: most of a row."""
         scheduler, max_rows = config.scheduler, config.scheduler.max_num_seqs
         usual_tokens, max_tokens = scheduler.max_num_batched_tokens, scheduler.max_step_tokens
         assert max_rows is not None and usual_tokens is not None, "platform defaults are resolved before buckets are chosen"
-        decode = config.compile.decode_buckets or (_DECODE_ROWS_GPU if on_gpu else _DECODE_ROWS_CPU)
+        decode = config.compile.decode_buckets or policy.decode_rows
         if num_drafts:
-            decode = (*decode, MAX_DRAFT_ROWS)  # larger steps have no program with drafts
-        tokens = config.compile.token_buckets or _token_sizes(max_tokens, fine=on_gpu)
-        # Lanes and hosts must choose alike, whatever programs each has; drafts are proposed of mixed steps; a CPU compiles slowly.
-        samples_apart = on_gpu and not num_drafts and config.parallel.num_lanes == config.parallel.nnodes == 1
+            decode = (*decode, policy.max_draft_rows)  # larger steps have no program with drafts
+        tokens = config.compile.token_buckets or policy.tokens
+        # Lanes and hosts must choose alike, whatever programs each has; drafts are proposed of mixed steps.
+        samples_apart = bool(policy.rows_apart) and not num_drafts and config.parallel.num_lanes == config.parallel.nnodes == 1
         return cls(
+            policy,
             decode_rows=_up_to(decode, max_rows),
             tokens=_up_to((*tokens, usual_tokens), max_tokens),
-            sample_rows=_up_to(_SAMPLE_ROWS, max_rows),
+            sample_rows=_up_to(policy.sample_rows, max_rows),
             max_rows=max_rows,
-            rows_apart=_up_to(config.compile.decode_buckets or _ROWS_APART, max_rows) if samples_apart else (),
+            rows_apart=_up_to(config.compile.decode_buckets or policy.rows_apart, max_rows) if samples_apart else (),
             widths=(1, *(1 + level for level in levels(num_drafts))) if num_drafts else (1,),
         )
 
@@ -82,7 +77,7 @@ class Buckets:
 
     def widths_of(self, num_rows: int) -> tuple[int, ...]:
         """The widths of a step of so many rows."""
-        return self.widths if num_rows <= MAX_DRAFT_ROWS else self.widths[:1]
+        return self.widths if self.policy.has_drafts(num_rows) else self.widths[:1]
 
     def rows_for_tokens(self, num_tokens: int) -> int:
         """Rows of a step of `num_tokens` tokens: each request computes at least one."""
@@ -90,15 +85,4 @@ class Buckets:
 
 
 def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    return (*sorted({size for size in sizes if size < limit}), limit)
-
-
-def _token_sizes(limit: int, *, fine: bool) -> tuple[int, ...]:
-    """Powers of four from 4. `fine`: of two from 16; from 256, where time follows the padded size, also quarters between them, and above
-    2048 halves."""
-    sizes, size = [], 16 if fine else 4
-    while size < limit:
-        parts = (1 if size < 256 else 4 if size < 2048 else 2) if fine else 1
-        sizes += [size + size * part // parts for part in range(parts)]
-        size *= 2 if fine else 4
-    return tuple(sizes)
+    return (*sorted({size for size in sizes if 0 < size < limit}), limit)

@@ -13,11 +13,10 @@ from jaxllm import address_space, gpus
 from jaxllm.cache_spec import CacheLayout, RowState, cache_layout, cache_specs
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import OutOfMemoryError
+from jaxllm.kernel_policy import KernelPolicy, platform_policy
 from jaxllm.layers import build
 from jaxllm.model_config import ModelConfig, check_max_model_len
-from jaxllm.parallel.exchange import MAX_TOKENS_AT_ONCE
 from jaxllm.parallel.topology import ONE_DEVICE, Topology
-from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.runner.drafter import Drafter
 from pallas_kernels.collectives import WORKSPACE_BYTES
 
@@ -191,12 +190,14 @@ def memory_plan(
     device_bytes: int | None = None,
     drafter: Drafter | None = None,
     layers: range | None = None,
+    policy: KernelPolicy | None = None,
 ) -> MemoryPlan:
     """The plan for a config with platform defaults resolved. Known byte counts replace the estimates.
 
     drafter: its layers get caches behind the model's; weight_bytes counts its weights and states.
     layers: plan one stage of a pipeline, whose weights weight_bytes counts.
     device_bytes: plan for GPUs with so much memory instead of for this machine's devices.
+    policy: None for the platform's.
     """
     topology = Topology.of(config.parallel)
     on_gpu = device_bytes is not None or jax.default_backend() != "cpu"
@@ -208,7 +209,8 @@ def memory_plan(
         weight_bytes = build.weight_bytes(model) // topology.tensor  # devices that split tokens have all weights
     num_queries, num_features = (1, 0) if drafter is None else (1 + drafter.num_drafts, len(drafter.feature_layers))
     if work_bytes is None:
-        work_bytes = estimate_work_bytes(config, model, width=num_queries, num_features=num_features)
+        policy = policy or platform_policy(on_gpu=on_gpu)
+        work_bytes = estimate_work_bytes(config, model, policy, width=num_queries, num_features=num_features)
     cache = whole_cache(config, model, drafter)
     if layers is not None:
         cache = cache.of_layers(layers)
@@ -287,7 +289,9 @@ def countable_blocks(num_blocks: int, values_per_block: int, itemsize: int) -> i
     return num_blocks
 
 
-def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int = 1, num_features: int = 0) -> int:
+def estimate_work_bytes(
+    config: EngineConfig, model: ModelConfig, policy: KernelPolicy, *, width: int = 1, num_features: int = 0
+) -> int:
     """Temporary memory of the largest step, a little too much rather than too little.
 
     width: most tokens that a row samples. num_features: hidden states of each token that a drafter takes.
@@ -303,11 +307,11 @@ def estimate_work_bytes(config: EngineConfig, model: ModelConfig, *, width: int 
         values = max(3 * len(part.slots) * part.width for part in model.mixtures) * model.hidden_size
         widened = values * itemsize // max(size, topology.expert)
     max_rows = scheduler.max_num_seqs
-    sampling = 6 * 4 * max(max_rows, min(max_rows, MAX_DRAFT_ROWS) * width) * model.vocab_size
+    sampling = 6 * 4 * max(max_rows, min(max_rows, policy.max_draft_rows) * width) * model.vocab_size
     rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))
     states = 3 * scheduler.max_num_seqs * max(rows, default=0) // size  # of one layer: gathered, changed and scattered
     num_tokens = scheduler.max_step_tokens
-    waiting = entering_bytes(model, num_tokens, topology.stage) + exchange_bytes(model, num_tokens, topology)
+    waiting = entering_bytes(model, num_tokens, topology.stage) + exchange_bytes(model, num_tokens, topology, policy)
     largest = -(-num_tokens // topology.context) * per_token * itemsize
     if topology.context > 1:  # each device attends with all tokens: their projections, and results of all parts
         attended = max(layer.attention.values_per_token for layer in set(model.layers))
@@ -322,11 +326,11 @@ def entering_bytes(model: ModelConfig, num_tokens: int, num_stages: int) -> int:
     return (num_stages + 2) * num_tokens * model.hidden_size * jnp.dtype(model.dtype).itemsize
 
 
-def exchange_bytes(model: ModelConfig, num_tokens: int, topology: Topology) -> int:
+def exchange_bytes(model: ModelConfig, num_tokens: int, topology: Topology, policy: KernelPolicy) -> int:
     """Bytes on a device of all ranks' tokens while it computes those that chose its experts; `num_tokens`: of each data-parallel rank."""
     if topology.data == 1:
         return 0
-    at_once = min(topology.data * num_tokens, MAX_TOKENS_AT_ONCE)
+    at_once = min(topology.data * num_tokens, policy.max_tokens_at_once)
     values = max(4 * part.routing.top_k * part.width for part in model.mixtures) + 4 * model.hidden_size
     return at_once * values * jnp.dtype(model.dtype).itemsize
 

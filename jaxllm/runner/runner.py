@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import DeviceOp
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.loaders.layout import delete
 from jaxllm.model_config import ModelConfig
@@ -79,6 +80,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         mesh: Mesh,
         plan: MemoryPlan,
         kernels: Kernels,
+        policy: KernelPolicy,
         processors: tuple[Any, ...] = (),
         *,
         drafter: Drafter | None = None,
@@ -97,11 +99,11 @@ class ModelRunner(WeightsHolder, PlanRunner):
         source = WeightsSource(config, model_config, model, mesh, drafter, adaptation, tables)
         # Programs need shapes only, so they compile while the weights load.
         super().__init__(weights or Weights(source.models, mesh), source, times or StartTimes())
-        functions = self._new_functions(plan, kernels, processors, token_split)
+        functions = self._new_functions(plan, kernels, policy, processors, token_split)
         self.layers = model.layers
         # Only full sampling knows the distribution that was sampled from.
         full_logprobs = config.model.logprobs_mode.startswith("processed")
-        self.buckets = Buckets.choose(config, on_gpu=on_gpu, num_drafts=functions.latest.width - 1)
+        self.buckets = Buckets.choose(config, policy, num_drafts=functions.latest.width - 1)
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self.sampling = Sampling(
             self,
@@ -171,7 +173,12 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """Total host time of all launches, inside `start_step` or in the thread, in seconds."""
 
     def _new_functions(
-        self, plan: MemoryPlan, kernels: Kernels, processors: tuple[Any, ...], token_split: TokenSplit | None
+        self,
+        plan: MemoryPlan,
+        kernels: Kernels,
+        policy: KernelPolicy,
+        processors: tuple[Any, ...],
+        token_split: TokenSplit | None,
     ) -> StepFunctions:
         """The functions that the programs of steps compute."""
         source, merges = self._source, self.weights.merges
@@ -190,10 +197,10 @@ class ModelRunner(WeightsHolder, PlanRunner):
             token_split=token_split,
         )
         max_len = -(-plan.max_model_len // plan.block_size) * plan.block_size
-        of_drafter = (merges[1:2], model_config.num_layers, max_len, model_config.padded_vocab_size)
+        of_drafter = (policy, merges[1:2], model_config.num_layers, max_len, model_config.padded_vocab_size)
         return StepFunctions(
             merge=merges[0],
-            shards=make_shards(source.mesh),
+            shards=make_shards(source.mesh, policy),
             cache=plan.cache,
             max_rows=max_rows,
             kernels=kernels,

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
 from jaxllm.runner.adaptation import Adaptation
@@ -48,6 +49,7 @@ class RunnerParts:
     meshes: tuple[Mesh, ...]
     """The mesh of each stage; with data-parallel ranks one for all of them."""
     kernels: Kernels
+    policy: KernelPolicy
     processors: tuple[Any, ...]
     times: StartTimes
     store_of: Callable[[Stage, Mesh], ProgramStore | None]
@@ -60,6 +62,6 @@ class RunnerParts:
         """The runner of a stage. more: arguments of this kind of runner."""
         if "store" not in more:
             more["store"] = self.store_of(stage, mesh)
-        made_of = (self.config, self.model_config, stage.model, mesh, stage.plan, self.kernels, self.processors)
+        made_of = (self.config, self.model_config, stage.model, mesh, stage.plan, self.kernels, self.policy, self.processors)
         adaptation = None if self.adaptation is None else self.adaptation.of_stage(stage.model)
         return kind(*made_of, drafter=self.drafter, adaptation=adaptation, times=self.times, **more)

@@ -37,9 +37,6 @@ from jaxllm.scheduler_output import NO_ADAPTER
 from pallas_kernels import collectives
 from pallas_kernels.cache_write.bits import bits_type
 
-_MAX_TRITON_ROWS = 16
-"""Up to this many rows XLA may multiply with its own Triton kernels, which for 8 rows are the fastest."""
-
 
 @dataclass(frozen=True)
 class StepPrograms:
@@ -201,8 +198,7 @@ class StepPrograms:
     def compiler_options(self, key: ProgramKey) -> dict[str, str | bool]:
         """XLA's compiler options for a program.
 
-        Products of more than a few rows go to cuBLAS alone: it adds the residual in passing, and a Triton product, which is
-        chosen by timing concurrently with other work, is now and then far slower (13 ms instead of 0.4 for the head at 256 rows, measured).
+        The policy has those that depend on the program's size.
         All-reduces that are left to XLA go to NCCL: XLA's own kernel for them keeps buffers outside of JAX's memory pool for
         each all-reduce of each program (13 GiB with the programs of Llama-3.1-8B, measured), for which nothing is left, and is
         no faster.
@@ -213,9 +209,7 @@ class StepPrograms:
         """
         if self.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
             return {}
-        options: dict[str, str | bool] = {"xla_gpu_dot_merger_threshold_mb": "0"}
-        if key.size > _MAX_TRITON_ROWS:
-            options["xla_gpu_enable_triton_gemm"] = False
+        options = {"xla_gpu_dot_merger_threshold_mb": "0", **self.buckets.policy.compiler_options(key.size)}
         if self.mesh.size > 1 and jax.__version_info__ >= (0, 11):
             options["xla_gpu_experimental_use_collective_kernels"] = ""
         if spans_hosts(self.mesh):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
+from jaxllm.kernel_policy import platform_policy
 from jaxllm.runner.buckets import Buckets
 from jaxllm.scaling.decodes import SETTLING_STEPS
 from jaxllm.scaling.plan import Plan
@@ -45,7 +46,7 @@ def engine_options(
         least = SMALLEST_GPU_BUCKET if on_gpu else 1
         if batches := plan.decode_batches(tensor_parallel_size):
             options.setdefault("decode_buckets", tuple(sorted({max(least, batch) for batch in batches})))
-        options.setdefault("token_buckets", _token_buckets(plan, Buckets.choose(concrete(), on_gpu=on_gpu)))
+        options.setdefault("token_buckets", _token_buckets(plan, Buckets.choose(concrete(), platform_policy(on_gpu=on_gpu))))
     if "max_model_len" not in options:
         step_tokens = concrete().scheduler.max_num_batched_tokens
         assert step_tokens is not None

@@ -11,9 +11,9 @@ from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.hub import resolve_model
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.topology import Topology
-from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.speculative import draft_model, eagle, mtp
 from jaxllm.speculative.control import AdaptiveControl
@@ -41,12 +41,12 @@ class Drafters:
         """See Speculation."""
         return {**dataclasses.asdict(self.options), **self.drafter.described}
 
-    def new_control(self) -> DraftControl:
+    def new_control(self, policy: KernelPolicy) -> DraftControl:
         """See Speculation."""
         return AdaptiveControl(
             self.options.num_speculative_tokens,
             self.drafter.num_lookahead,
-            most_drafts=lambda num_running: 0 if num_running > MAX_DRAFT_ROWS else self.options.most_drafts(num_running),
+            most_drafts=lambda num_running: self.options.most_drafts(num_running) if policy.has_drafts(num_running) else 0,
             # Synthetic acceptance would leave a grammar: it accepts what the target does not draw.
             with_grammars=not (self.drafter.synthetic_rates or self.are_elsewhere),
         )

@@ -1,25 +1,23 @@
 """Exchanges between devices that split tokens, over forced CPU devices."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.context import devices
 from jaxllm.context.devices import ContextDevices, make_context
+from jaxllm.kernel_policy import CPU
 from jaxllm.parallel.mesh import CONTEXT, make_mesh, meshes_of
 from jaxllm.parallel.topology import Topology
 from pallas_kernels.paged_attention.parts import NO_KEYS, combine
 
 SIZE = 4
-ALL = ContextDevices(SIZE)
+POLICY = replace(CPU, min_shared_tokens=5)
+ALL = ContextDevices(SIZE, POLICY)
 (MESH,) = meshes_of(Topology(tensor=2, context=SIZE))
-
-
-@pytest.fixture(autouse=True)
-def _few_tokens(monkeypatch):
-    monkeypatch.setattr(devices, "MIN_SHARED_TOKENS", 5)
 
 
 def on_each(function, *arrays, out=None):
@@ -28,8 +26,8 @@ def on_each(function, *arrays, out=None):
 
 
 def test_a_mesh_has_the_axis_only_where_tokens_are_split():
-    assert make_context(make_mesh(2)) is None and make_mesh(2).axis_names == ("tensor",)
-    assert make_context(MESH) == ALL and MESH.shape == {"context": SIZE, "tensor": 2}
+    assert make_context(make_mesh(2), POLICY) is None and make_mesh(2).axis_names == ("tensor",)
+    assert make_context(MESH, POLICY) == ALL and MESH.shape == {"context": SIZE, "tensor": 2}
 
 
 @pytest.mark.parametrize("num_tokens", [3, 5, 8])

@@ -1,13 +1,16 @@
 """Engines whose devices split tokens give the tokens of transformers and of one device."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jaxllm import LLM, LoRARequest, SamplingParams
-from jaxllm.context import devices
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
 from jaxllm.engine.fault_points import injected
+from jaxllm.kernel_policy import CPU
 from scripts.gpu_checks import traffic
 from tests.expert_load import test_counts
 from tests.helpers import engines, goldens, peft_files
@@ -17,17 +20,22 @@ from tests.helpers.slow import slow_except
 NAME = "llama_gqa"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _few_tokens():
-    """Steps of the tiny models are shared out too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "MIN_SHARED_TOKENS", 16)
-        yield
+POLICY = replace(CPU, min_shared_tokens=16)
+"""Steps of the tiny models are shared out too."""
+
+
+def make_core(name: str, **options: Any) -> EngineCore:
+    return engines.make_core(name, **{"kernel_policy": POLICY, **options})
+
+
+def make_llm(model: str, **options: Any) -> LLM:
+    config = EngineConfig.from_options(model=model, **options)
+    return LLM.from_config(config, core=EngineCore(config, kernel_policy=POLICY))
 
 
 @pytest.fixture(scope="module")
 def core():
-    core = engines.make_core(NAME, prefill_context_parallel_size=2, block_size=8)
+    core = make_core(NAME, prefill_context_parallel_size=2, block_size=8)
     yield core
     core.shutdown()
 
@@ -72,23 +80,23 @@ def test_each_device_has_all_weights_and_half_of_each_block(core):
     ids=lambda value: str(value) if not isinstance(value, dict) else "",
 )
 def test_models(name, size, options):
-    core = engines.make_core(name, prefill_context_parallel_size=size, block_size=8, **options)
+    core = make_core(name, prefill_context_parallel_size=size, block_size=8, **options)
     check(name, core)
     assert "num_gpu_blocks_override" not in options or core.stats().num_preemptions > 0
     core.shutdown()
 
 
 @pytest.mark.slow
-def test_decodes_of_many_requests_are_shared_out_too(monkeypatch):
-    monkeypatch.setattr(devices, "MIN_SHARED_TOKENS", 4)
-    core = engines.make_core("qwen2_window", prefill_context_parallel_size=3, block_size=8)
+def test_decodes_of_many_requests_are_shared_out_too():
+    policy = replace(CPU, min_shared_tokens=4)
+    core = make_core("qwen2_window", kernel_policy=policy, prefill_context_parallel_size=3, block_size=8)
     check("qwen2_window", core)
     core.shutdown()
 
 
 @pytest.mark.slow
 def test_tokens_of_experts_are_counted_over_all_devices():
-    core = engines.make_core("qwen3_moe", prefill_context_parallel_size=2, **test_counts.OPTIONS)
+    core = make_core("qwen3_moe", prefill_context_parallel_size=2, **test_counts.OPTIONS)
     test_counts.check("qwen3_moe", core)
     core.shutdown()
 
@@ -97,7 +105,7 @@ def test_tokens_of_experts_are_counted_over_all_devices():
 def test_nothing_is_compiled_late_and_every_donation_is_used():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*donated.*")
-        core = engines.make_core("qwen3", prefill_context_parallel_size=2, warmup="background")
+        core = make_core("qwen3", prefill_context_parallel_size=2, warmup="background")
         core.finish_compiling()
         check("qwen3", core)
     assert core.runner.programs.num_compiled_after_warmup == 0
@@ -116,7 +124,7 @@ def test_requests_of_every_kind_have_the_answers_of_one_device(tmp_path, monkeyp
     with LLM("demo", **DEMO, **size.options()) as llm:
         expected, vectors = traffic.answers(llm, size), traffic.vectors(llm, size)
     split = {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "block_size": 8, "num_gpu_blocks_override": 14}
-    with LLM("demo", **DEMO, **size.options(**split)) as llm:
+    with make_llm("demo", **DEMO, **size.options(**split)) as llm:
         core: Any = llm.llm_engine.core
         assert traffic.differing(traffic.answers(llm, size), expected) == []
         before = core.stats()
@@ -142,7 +150,7 @@ def test_adapters_and_a_cache_of_8_bits(tmp_path):
     options |= {"kv_cache_dtype": "fp8", "enable_lora": True, "max_lora_rank": 8}
     found = []
     for size in (1, 2):
-        with LLM(str(directory), prefill_context_parallel_size=size, **options) as llm:
+        with make_llm(str(directory), prefill_context_parallel_size=size, **options) as llm:
             outputs = llm.generate(prompts, sampling, lora_request=[None, adapter, adapter] * 2, use_tqdm=False)
             found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]

@@ -13,6 +13,7 @@ from jaxllm.engine.divisions import make_scheduler
 from jaxllm.engine.failures import FailurePolicy
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
@@ -38,10 +39,13 @@ SMALL = {
 """A program of each kind: steps of any size are padded to the same few shapes."""
 
 
-def make_core(name: str, *, processors: tuple[Processor, ...] = (), **options: Any) -> EngineCore:
+def make_core(
+    name: str, *, processors: tuple[Processor, ...] = (), kernel_policy: KernelPolicy | None = None, **options: Any
+) -> EngineCore:
     """An engine over a golden's checkpoint; options added to SMALL or replacing it."""
     model = str(goldens.golden(name).directory)
-    core = EngineCore(EngineConfig.from_options(**{**SMALL, "model": model, **options}), processors=processors)
+    config = EngineConfig.from_options(**{**SMALL, "model": model, **options})
+    core = EngineCore(config, processors=processors, kernel_policy=kernel_policy)
     for runner in getattr(core.runner, "stages", (core.runner,)):
         buckets = runner.buckets
         largest = [ProgramKey("forward", buckets.tokens[-1])]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheSpec
 from jaxllm.config import EngineConfig
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Layer
 from jaxllm.runner.drafter import NO_DRAFT, Drafting
@@ -72,7 +73,7 @@ class ScriptedSpeculation:
     def described(self) -> Mapping[str, Any]:
         return dataclasses.asdict(self.drafter)
 
-    def new_control(self) -> RandomDrafts:
+    def new_control(self, policy: KernelPolicy) -> RandomDrafts:
         return RandomDrafts(random.Random(0), num_drafts=self.drafter.num_drafts, num_lookahead=self.drafter.num_lookahead)
 
 

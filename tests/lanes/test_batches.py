@@ -3,6 +3,7 @@
 import numpy as np
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.kernel_policy import CPU
 from jaxllm.lanes.batches import alike
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
@@ -19,7 +20,7 @@ def new_lane():
     config = EngineConfig.from_options(
         max_num_seqs=MAX_ROWS, max_num_batched_tokens=64, decode_buckets=(1, 2), token_buckets=(8,)
     )
-    buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), on_gpu=False, num_drafts=3)
+    buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), CPU, num_drafts=3)
     return BatchBuilder(Rows(MAX_ROWS), buckets, block_size=2, max_blocks=16, num_groups=2, num_updates=24)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxllm.kernel_policy import CPU
 from jaxllm.layers.step import Step
 from jaxllm.parallel.exchange import LaneExchange, make_exchange
 from jaxllm.parallel.mesh import DATA, TENSOR, meshes_of
@@ -47,7 +48,7 @@ def expected(x_TD, expert_Tk, weight_Tk, gate_up_E2FD, down_EDF):
 def program(size, capacity):
     """The sums of all data-parallel ranks; capacity: of a send, None: by a gather."""
     (mesh,) = meshes_of(Topology(size[1], has_expert_parallel=True, data=size[0]))
-    exchange = make_exchange(mesh)
+    exchange = make_exchange(mesh, CPU)
 
     def each(x_TD, expert_Tk, weight_Tk, gate_up_E2FD, down_EDF):
         def of_device(x_TD, expert_Tk, weight_Tk):
@@ -102,7 +103,7 @@ def test_each_lane_begins_with_another_copy():
     table_EC = jnp.array([[1, 4, 0], [2, 5, 7]], jnp.int32)
 
     def slots(expert_Tk):
-        step = Step(expert_Tk, expert_Tk, attend=None, exchange=make_exchange(mesh))
+        step = Step(expert_Tk, expert_Tk, attend=None, exchange=make_exchange(mesh, CPU))
         step.slots = lambda name, expert_Tk, start: slots_of(table_EC, expert_Tk, start)
         return step.slots_of("", expert_Tk, 2)
 
@@ -113,7 +114,7 @@ def test_each_lane_begins_with_another_copy():
 
 
 def test_the_way_follows_from_shapes():
-    few, many = LaneExchange(2, 1), LaneExchange(8, 8)
+    few, many = LaneExchange(2, 1, CPU), LaneExchange(8, 8, CPU)
     assert few.capacity(2048, 8) is None  # nearly every token goes to every device
     assert many.capacity(2048, 8) == 512
     assert many.capacity(128, 8) is None  # a decode

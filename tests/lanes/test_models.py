@@ -1,7 +1,10 @@
 """Mixtures of every kind over data-parallel ranks of one and of two devices, in a pool that is too small for all requests."""
 
+from dataclasses import replace
+
 import pytest
 
+from jaxllm.kernel_policy import CPU
 from jaxllm.parallel import exchange
 from tests.helpers import engines
 from tests.helpers.parity import check
@@ -36,7 +39,7 @@ def test_lanes(name, num_lanes, size, options):
 def test_tokens_that_are_sent(monkeypatch, capacity, options):
     """Steps of prompts send their tokens, and compute them in rounds; where there is little room, most gather after all."""
     monkeypatch.setattr(exchange.LaneExchange, "capacity", lambda self, num_tokens, k: capacity if num_tokens > 32 else None)
-    monkeypatch.setattr(exchange, "MAX_TOKENS_AT_ONCE", 50)
-    core = engines.make_core("qwen3_moe", data_parallel_size=4, enable_expert_parallel=True, **options)
+    policy = replace(CPU, max_tokens_at_once=50)
+    core = engines.make_core("qwen3_moe", kernel_policy=policy, data_parallel_size=4, enable_expert_parallel=True, **options)
     check("qwen3_moe", core)
     core.shutdown()

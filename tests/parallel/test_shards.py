@@ -1,5 +1,7 @@
 """Exchanges of several devices in a step give the values of one device, over forced CPU devices."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,19 +9,19 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxllm.kernel_policy import CPU
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_attend
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.step import Step
 from jaxllm.model_parts import Norm
-from jaxllm.parallel import shards as shards_module
 from jaxllm.parallel.mesh import TENSOR, make_mesh
 from jaxllm.parallel.shards import ONE_DEVICE, TensorShards, make_shards
 from tests.helpers import goldens
 from tests.helpers.slow import slow_except
 
 SIZE = 4
-SHARDS = TensorShards(SIZE)
+SHARDS = TensorShards(SIZE, CPU)
 COLUMNS = P(None, TENSOR)
 
 
@@ -29,8 +31,8 @@ def on_devices(function, *arrays, specs):
 
 
 def test_one_device_has_nothing_to_exchange():
-    assert make_shards(make_mesh(1)) is ONE_DEVICE
-    assert make_shards(make_mesh(SIZE)) == SHARDS
+    assert make_shards(make_mesh(1), CPU) is ONE_DEVICE
+    assert make_shards(make_mesh(SIZE), CPU) == SHARDS
 
 
 @pytest.mark.parametrize("special", ["plain", "ties", "nan", "nothing"])
@@ -96,17 +98,16 @@ def test_without_peers_nothing_is_checked():
 
 @pytest.mark.parametrize("min_tokens", [8, 10_000], ids=["two runs", "one run"])
 @pytest.mark.parametrize("name", slow_except(["qwen2"], ["llama_gqa", "qwen2"]))
-def test_a_model_over_several_devices_is_the_model(name, min_tokens, monkeypatch):
+def test_a_model_over_several_devices_is_the_model(name, min_tokens):
     """Also if a step's tokens are computed in two runs; the vocabulary is padded and odd biases are there (qwen2).
 
     From what enters a layer, the rest of the model computes the same; what leaves the last layer is normed."""
-    monkeypatch.setattr(shards_module, "MIN_TOKENS_OF_TWO_RUNS", min_tokens)
     directory, length = goldens.FOLDER / name, 16
     token_ids = list(range(3, 3 + length))
     expected = goldens.logits(*goldens.load(directory), token_ids)
     config, state = goldens.load(directory, tensor_parallel_size=2)
     graph, mesh = nnx.graphdef(build_model(config)), make_mesh(2)
-    shards = make_shards(mesh)
+    shards = make_shards(mesh, replace(CPU, min_tokens_of_two_runs=min_tokens))
     assert shards.num_runs(length) == (2 if min_tokens == 8 else 1)
 
     def forward(state, token_ids_T, positions_T):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from jaxllm.device_ops import WriteAdapter
+from jaxllm.kernel_policy import CPU
 from jaxllm.pipeline.earlier_host import EarlierHost
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
@@ -13,7 +14,7 @@ from jaxllm.runner.rows import Rows
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NOT_FINITE, NewRequestData, RowStep, SchedulerOutput
 
-BUCKETS = Buckets(decode_rows=(1, 2, 4), tokens=(16,), sample_rows=(4,), max_rows=4)
+BUCKETS = Buckets(CPU, decode_rows=(1, 2, 4), tokens=(16,), sample_rows=(4,), max_rows=4)
 
 
 class FakeStage:

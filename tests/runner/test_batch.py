@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.kernel_policy import CPU
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.features.prompt_logprobs import PromptLogprobs
@@ -22,7 +23,7 @@ BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 16, 8, 4
 @pytest.fixture
 def builder():
     config = EngineConfig.from_options(max_num_seqs=MAX_ROWS, max_num_batched_tokens=64, decode_buckets=(1, 2))
-    buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), on_gpu=False)
+    buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), CPU)
     return BatchBuilder(Rows(MAX_ROWS), buckets, block_size=BLOCK_SIZE, max_blocks=MAX_BLOCKS)
 
 
@@ -44,7 +45,7 @@ def new(request_id, token_ids, blocks, *, computed=0, cached=None, **params):
 def drafting():
     """A builder for rows of up to three drafts; two groups of layers."""
     config = EngineConfig.from_options(max_num_seqs=MAX_ROWS, max_num_batched_tokens=64, decode_buckets=(1, 2))
-    buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), on_gpu=False, num_drafts=3)
+    buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), CPU, num_drafts=3)
     sizes = {"block_size": 2, "max_blocks": MAX_BLOCKS, "num_groups": 2, "num_updates": 4}
     return BatchBuilder(Rows(MAX_ROWS), buckets, **sizes)
 

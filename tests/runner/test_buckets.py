@@ -2,12 +2,13 @@ import pytest
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.errors import ConfigError
-from jaxllm.runner.buckets import MAX_DRAFT_ROWS, Buckets
+from jaxllm.kernel_policy import GPU, platform_policy
+from jaxllm.runner.buckets import Buckets
 
 
 def choose(*, on_gpu=True, num_drafts=0, **options):
     config = resolve_platform_defaults(EngineConfig.from_options(**options), on_gpu=on_gpu)
-    return Buckets.choose(config, on_gpu=on_gpu, num_drafts=num_drafts)
+    return Buckets.choose(config, platform_policy(on_gpu=on_gpu), num_drafts=num_drafts)
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
@@ -75,7 +76,7 @@ def test_a_cpu_has_few_sizes_because_each_takes_it_seconds_to_compile():
 @pytest.mark.parametrize(("gibibytes", "limit"), [(24, 256), (63, 256), (64, 1024), (130, 1024)])
 def test_a_big_gpu_runs_more_requests_at_once(gibibytes, limit):
     config = resolve_platform_defaults(EngineConfig.from_options(), on_gpu=True, device_bytes=gibibytes << 30)
-    assert Buckets.choose(config, on_gpu=True).max_rows == limit
+    assert Buckets.choose(config, GPU).max_rows == limit
 
 
 @pytest.mark.parametrize(("gibibytes", "is_mixture", "tokens"), [(130, False, 3072), (63, True, 3072), (64, True, 8192)])
@@ -89,8 +90,8 @@ def test_every_decode_that_may_have_drafts_fits_into_a_size_with_drafts():
     config = resolve_platform_defaults(
         EngineConfig.from_options(max_num_seqs=200, max_num_batched_tokens=256, decode_buckets=(128,)), on_gpu=True
     )
-    buckets = Buckets.choose(config, on_gpu=True, num_drafts=3)
+    buckets = Buckets.choose(config, GPU, num_drafts=3)
     assert buckets.decode_rows == (64, 128, 200)
-    for num_rows in range(1, MAX_DRAFT_ROWS + 1):
+    for num_rows in range(1, GPU.max_draft_rows + 1):
         assert buckets.widths_of(buckets.fit_decode(num_rows)) == buckets.widths_of(buckets.fit_sample(num_rows)) == (1, 3, 4)
     assert [buckets.fit_width(num_drafts) for num_drafts in range(4)] == [1, 3, 3, 4]

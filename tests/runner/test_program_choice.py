@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxllm.kernel_policy import CPU
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.programs.key import ProgramKey
@@ -9,7 +10,9 @@ from jaxllm.runner.rows import LogprobsKind
 from jaxllm.sampling.variants import Variant
 
 GREEDY, RANDOM, FULL = Variant.GREEDY, Variant.RANDOM, Variant.FULL
-BUCKETS = Buckets(decode_rows=(2, 4, 8), tokens=(16, 64, 256), sample_rows=(4, 8), max_rows=8, rows_apart=(4, 8), widths=(1, 3))
+BUCKETS = Buckets(
+    CPU, decode_rows=(2, 4, 8), tokens=(16, 64, 256), sample_rows=(4, 8), max_rows=8, rows_apart=(4, 8), widths=(1, 3)
+)
 
 
 def decode(size: int, variant: Variant, **more) -> ProgramKey:

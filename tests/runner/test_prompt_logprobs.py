@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.kernel_policy import CPU
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.features.prompt_logprobs import PromptLogprobs, Targets
 from jaxllm.runner.row_arrays import Logprobs
@@ -42,7 +43,10 @@ def row(name, slot=NO_ADAPTER, num_logprobs=NUM_LOGPROBS):
 @pytest.mark.parametrize(("max_rows", "size", "num_calls"), [(4, 64, 11), (256, 256, 3), (1024, 256, 3)])
 def test_positions_of_many_prompts_are_scored_together(max_rows, size, num_calls):
     """43 prompts of 15 tokens to score and one of a single token; then the end of a prompt with an adapter that changes the logits."""
-    device, rows = Device(Buckets((4,), (1024,), (max_rows,), max_rows)), [row(f"{i}", num_logprobs=i % 2) for i in range(44)]
+    device, rows = (
+        Device(Buckets(CPU, (4,), (1024,), (max_rows,), max_rows)),
+        [row(f"{i}", num_logprobs=i % 2) for i in range(44)],
+    )
     consumer = PromptLogprobs(device)
     lengths = [0 if i == 7 else 15 for i in range(44)]
     work = [

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.kernel_policy import GPU
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.parallel.shards import ONE_DEVICE
 from jaxllm.pooling_params import PoolingParams
@@ -50,7 +51,7 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 def test_what_the_compiler_is_told_of_products_all_reduces_and_adapters(platform, num_devices, rows, adapted, options) -> None:
     devices = np.array([SimpleNamespace(platform=platform)] * num_devices)
     mesh = SimpleNamespace(devices=devices, local_devices=devices, size=num_devices, shape={TENSOR: num_devices})
-    programs = SimpleNamespace(mesh=mesh, kind_of=lambda key: ProgramKind())
+    programs = SimpleNamespace(mesh=mesh, buckets=SimpleNamespace(policy=GPU), kind_of=lambda key: ProgramKind())
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows, adapted=adapted)) == options
 
 
@@ -72,12 +73,12 @@ def engine_programs(
         max_rows=max_rows,
         kernels=Kernels(),
         features=((adapters,) if has_adapters else ()) + (PromptLogprobsFeature(), PoolingFeature(model)),
-        latest=Drafts(drafter, (), 1, 0, 0) if num_drafts else LatestTokens(),
+        latest=Drafts(drafter, GPU, (), 1, 0, 0) if num_drafts else LatestTokens(),
         num_logprobs=1,
         logprobs_mode="raw_logprobs",
     )
     values = {"functions": functions, "model": model, "layers": range(1), "full_logprobs": False}
-    for name, value in {**values, "buckets": Buckets.choose(config, on_gpu=True, num_drafts=num_drafts)}.items():
+    for name, value in {**values, "buckets": Buckets.choose(config, GPU, num_drafts=num_drafts)}.items():
         object.__setattr__(programs, name, value)
     return programs
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.cache_spec import cache_layout
+from jaxllm.kernel_policy import CPU
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
 from jaxllm.layers.row_states import StateRows
@@ -160,7 +161,7 @@ class ByHand:
         return np.asarray(drafts)[:-1]
 
     def _propose(self, state, target_state, caches, arrays):
-        shards = make_shards(self.mesh)
+        shards = make_shards(self.mesh, CPU)
         drafter_graph, target_graph = self.graphs
         caches = list(caches)
         count_R, start_R = arrays.pop("count_R"), arrays.pop("start_R")

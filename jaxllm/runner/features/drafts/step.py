@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.layers.step import Step
 from jaxllm.parallel.exchange import LaneExchange
 from jaxllm.parallel.shards import Shards
-from jaxllm.runner.buckets import MAX_DRAFT_ROWS
 from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting
 from jaxllm.runner.features.drafts.host import DraftsOnHost
 from jaxllm.runner.features.drafts.programs import CopyDrafts, Propose, Show
@@ -72,6 +72,7 @@ class Drafts(LatestTokens):
     """A drafter in the programs of an engine. Each row also keeps drafts, which its next step computes and verifies."""
 
     drafter: Drafter
+    policy: KernelPolicy
     merges: Sequence[Callable[[Any], Any]]
     """Weights -> the drafter's model; empty for one without weights."""
     num_target_layers: int
@@ -171,7 +172,7 @@ class Drafts(LatestTokens):
 
         Requests that were decoded so get fewer right drafts later, when fewer run.
         """
-        return num_rows > MAX_DRAFT_ROWS and self.drafter.model is not None
+        return not self.policy.has_drafts(num_rows) and self.drafter.model is not None
 
     def propose_apart(
         self,

@@ -1,0 +1,90 @@
+"""What depends on the number of tokens or rows of a step: the sizes that are compiled, and what is computed how at which size.
+
+All of it is asked of one `KernelPolicy`, because such a choice changes the order of sums, and so the last bits of results, with what
+else is in the batch. A policy whose thresholds are 0 or `MORE_THAN_ANY` and whose sizes are empty chooses alike for all steps. Kernels
+choose their tiles and splits themselves (`pallas_kernels/`).
+"""
+
+import sys
+from dataclasses import dataclass
+
+MORE_THAN_ANY = sys.maxsize
+"""As a threshold: more tokens or rows than any step has."""
+
+
+@dataclass(frozen=True)
+class KernelPolicy:
+    """The choices of an engine. Times and sizes that a number goes by are those of one H100 or H200, unless it says otherwise."""
+
+    decode_rows: tuple[int, ...]
+    """Padded rows of a step in which every request computes one token; the engine's limit is added. Those of this and the next two that
+    exceed a limit are left out."""
+    tokens: tuple[int, ...]
+    """Padded tokens of every other step."""
+    rows_apart: tuple[int, ...] = ()
+    """Padded rows of a decode that another program samples, with logprobs, state or masks; empty: it runs as any other step."""
+    sample_rows: tuple[int, ...] = (8, 64, 256)
+    """Padded rows that a step other than decode samples."""
+    max_draft_rows: int = 64
+    """Most rows of a step with drafts: with more, drafts cost more than the few steps that they save."""
+    max_triton_rows: int = 16
+    """Up to this size XLA may multiply with its own Triton kernels, which for 8 rows are the fastest. Beyond, products go to cuBLAS alone:
+    it adds the residual in passing, and a Triton product, which is chosen by timing concurrently with other work, is now and then far
+    slower (13 ms instead of 0.4 for the head at 256 rows)."""
+    min_tokens_of_two_runs: int = 2048
+    """Steps of so many tokens are computed in two runs, where the devices share every layer. With fewer, a half is too small for its
+    products to be fast, and sums go through the peers' memory."""
+    min_tokens_to_send: int = 256
+    """With so many tokens in each data-parallel rank, tokens are sent to the devices of their experts. A step with fewer is bound by the
+    number of exchanges, of which sending needs more than gathering."""
+    max_tokens_at_once: int = 8192
+    """Most tokens of all ranks that a device computes with its experts at a time: what it has of them in memory grows with the number of
+    ranks, and with every choice of a token, also of other devices' experts. More tokens take more rounds."""
+    min_shared_tokens: int = 256
+    """Steps of so many tokens are shared out between the devices that split prompts. Up to about here a GPU reads the weights of a product
+    for longer than it multiplies."""
+
+    def has_drafts(self, num_rows: int) -> bool:
+        """Whether a step of so many rows may have drafts."""
+        return num_rows <= self.max_draft_rows
+
+    def num_runs(self, num_tokens: int) -> int:
+        """Number of equal runs that a step's tokens are computed in, so that products of one overlap with sums of another."""
+        return 2 if num_tokens >= self.min_tokens_of_two_runs and num_tokens % 2 == 0 else 1
+
+    def sends_tokens(self, num_tokens: int) -> bool:
+        """Whether ranks of so many tokens send them to the devices of their experts, if that is less to exchange than to gather all."""
+        return num_tokens >= self.min_tokens_to_send
+
+    def shares_tokens(self, num_tokens: int) -> bool:
+        """Whether each device that splits prompts computes a share of a step's tokens, rather than all."""
+        return num_tokens >= self.min_shared_tokens
+
+    def compiler_options(self, size: int) -> dict[str, str | bool]:
+        """XLA's options for a GPU that depend on the size of a program: its tokens, or its rows where each computes one."""
+        return {"xla_gpu_enable_triton_gemm": False} if size > self.max_triton_rows else {}
+
+
+def _tokens_of_gpu() -> tuple[int, ...]:
+    """Powers of two from 16; from 256, where time follows the padded size, also quarters between them, and above 2048 halves."""
+    parts_of = ((2**power, 1 if power < 8 else 4 if power < 11 else 2) for power in range(4, 31))
+    return tuple(size + size * part // parts for size, parts in parts_of for part in range(parts))
+
+
+GPU = KernelPolicy(
+    # From eight on: XLA turns products of fewer rows into reductions, which read small weights at a third of the speed.
+    decode_rows=(8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+    tokens=_tokens_of_gpu(),
+    rows_apart=(8, 16, 32, 64, 128, 256, 512, 1024),
+)
+CPU = KernelPolicy(
+    # XLA computes products of two rows on a CPU about as fast as of four.
+    decode_rows=(1, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+    # Few, because a CPU compiles slowly. It samples no decode apart for the same reason.
+    tokens=tuple(4**power for power in range(1, 16)),
+)
+
+
+def platform_policy(*, on_gpu: bool) -> KernelPolicy:
+    """The policy of an engine on a GPU or a CPU."""
+    return GPU if on_gpu else CPU

@@ -1,0 +1,64 @@
+"""A kernel policy: its sizes, its choices by number of tokens, and that another one can choose alike for all of them."""
+
+import inspect
+from dataclasses import fields
+
+import pytest
+
+from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.kernel_policy import CPU, GPU, MORE_THAN_ANY, KernelPolicy
+from jaxllm.runner.buckets import Buckets
+
+SIZES = (1, 4, 16, 17, 64, 65, 255, 256, 2047, 2048, 8192, 1 << 20)
+ALIKE = KernelPolicy(
+    decode_rows=(),
+    tokens=(),
+    sample_rows=(),
+    max_draft_rows=MORE_THAN_ANY,
+    max_triton_rows=0,
+    min_tokens_of_two_runs=MORE_THAN_ANY,
+    min_tokens_to_send=MORE_THAN_ANY,
+    max_tokens_at_once=MORE_THAN_ANY,
+    min_shared_tokens=MORE_THAN_ANY,
+)
+
+
+def choices(policy: KernelPolicy) -> dict[str, list[object]]:
+    """What each method answers for the sizes, by name."""
+    methods = inspect.getmembers(policy, inspect.ismethod)
+    return {name: [method(size) for size in SIZES] for name, method in methods if not name.startswith("_")}
+
+
+def test_a_policy_can_choose_alike_for_steps_of_all_sizes() -> None:
+    found = choices(ALIKE)
+    assert {"has_drafts", "num_runs", "sends_tokens", "shares_tokens", "compiler_options"} <= found.keys()
+    for name, answers in found.items():
+        assert all(answer == answers[0] for answer in answers), name
+        assert any(answer != choices(GPU)[name][0] for answer in choices(GPU)[name]), f"{name} depends on no size"
+    options = EngineConfig.from_options(max_num_seqs=100, max_num_batched_tokens=3000)
+    for num_drafts in (0, 3):
+        buckets = Buckets.choose(resolve_platform_defaults(options, on_gpu=True), ALIKE, num_drafts=num_drafts)
+        assert (buckets.decode_rows, buckets.tokens, buckets.sample_rows, buckets.rows_apart) == ((100,), (3000,), (100,), ())
+        assert buckets.widths_of(1) == buckets.widths_of(100) == buckets.widths
+
+
+def test_without_rows_of_drafts_no_step_has_drafts() -> None:
+    config = resolve_platform_defaults(EngineConfig.from_options(max_num_seqs=8, decode_buckets=(4,)), on_gpu=True)
+    policy = KernelPolicy((), (), max_draft_rows=0)
+    buckets = Buckets.choose(config, policy, num_drafts=3)
+    assert buckets.decode_rows == (4, 8) and buckets.widths_of(4) == (1,)
+
+
+@pytest.mark.parametrize("policy", [CPU, GPU], ids=["CPU", "GPU"])
+def test_sizes_are_sorted_and_thresholds_positive(policy: KernelPolicy) -> None:
+    for field in fields(policy):
+        value = getattr(policy, field.name)
+        if isinstance(value, tuple):
+            assert value == tuple(sorted(set(value))) and min(value, default=1) > 0, field.name
+        else:
+            assert value > 0, field.name
+
+
+@pytest.mark.parametrize(("num_tokens", "num_runs"), [(2046, 1), (2048, 2), (2049, 1), (2050, 2)])
+def test_only_an_even_number_of_many_tokens_is_computed_in_two_runs(num_tokens: int, num_runs: int) -> None:
+    assert GPU.num_runs(num_tokens) == num_runs
