@@ -8,6 +8,8 @@ import pytest
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.kernel_policy import CPU, GPU, MORE_THAN_ANY, KernelPolicy
 from jaxllm.runner.buckets import Buckets
+from tests.helpers import engines
+from tests.helpers.parity import check
 
 SIZES = (1, 4, 16, 17, 64, 65, 255, 256, 2047, 2048, 8192, 1 << 20)
 ALIKE = KernelPolicy(
@@ -40,6 +42,17 @@ def test_a_policy_can_choose_alike_for_steps_of_all_sizes() -> None:
         buckets = Buckets.choose(resolve_platform_defaults(options, on_gpu=True), ALIKE, num_drafts=num_drafts)
         assert (buckets.decode_rows, buckets.tokens, buckets.sample_rows, buckets.rows_apart) == ((100,), (3000,), (100,), ())
         assert buckets.widths_of(1) == buckets.widths_of(100) == buckets.widths
+
+
+@pytest.mark.slow
+def test_an_engine_of_one_size_has_the_same_tokens() -> None:
+    core = engines.make_core("llama_gqa", kernel_policy=ALIKE, decode_buckets=None, token_buckets=None)
+    assert {(key.kind, key.size) for key in core.runner.shapes.common_keys() if key.kind in ("decode", "forward")} == {
+        ("decode", 4),
+        ("forward", 112),
+    }
+    check("llama_gqa", core)
+    core.shutdown()
 
 
 def test_without_rows_of_drafts_no_step_has_drafts() -> None:
