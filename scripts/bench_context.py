@@ -26,8 +26,7 @@ REPEATS = 3
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
     """Times of one size, in seconds."""
     from jaxllm import LLM
-    from jaxllm.scaling.decodes import SETTLING_STEPS
-    from jaxllm.scaling.requests import end_all, greedy, random_prompts
+    from jaxllm.scaling.runs import SETTLING_STEPS, end_all, greedy, random_prompts
 
     given = dict(arguments.options)
     options = {"load_format": "dummy", "enable_prefix_caching": False, "skip_tokenizer_init": True, "use_progress_bar": False}

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from jaxllm import LLM, LoRARequest
 from jaxllm.llm_engine import LLMEngine
 from jaxllm.runner.features.adapters import Adapters
-from jaxllm.scaling.requests import greedy, random_prompts
+from jaxllm.scaling.runs import greedy, random_prompts
 from scripts.measuring.engine_option import engine_option
 from scripts.measuring.random_adapters import write_adapter
 from scripts.measuring.steps import time_steps

@@ -139,16 +139,15 @@ class Profiler:
             f"{(core.runner.launch_seconds - launch) / num_steps * 1e3:.3f} ms, waiting for the device "
             f"{(core.loop.wait_seconds - wait) / num_steps * 1e3:.3f} ms"
         )
-        with trace.record() as (recording, stretch):
-            run(5 if run == self.run else 1)
+
+        def steps(count: int) -> None:
             # Steps that are under way must not be counted with those of the stretch, nor these be left out.
+            run(count)
             core.runner.wait()
-            with stretch:
-                run(self.args.traced)
-                core.runner.wait()
+
+        found, _ = trace.record(lambda: steps(5 if run == self.run else 1), lambda: steps(self.args.traced))
         num_layers = core.model_config.num_layers
-        assert recording.trace is not None
-        print(describe(recording.trace, num_steps=self.args.traced, num_layers=num_layers, top=self.args.top), flush=True)
+        print(describe(found, num_steps=self.args.traced, num_layers=num_layers, top=self.args.top), flush=True)
 
     def add(self, tokens: int, count: int, max_tokens: int) -> None:
         for request_id in itertools.islice(self.names, count):

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from jaxllm.acceptance import Acceptance
 from jaxllm.llm_engine import LLMEngine
 from jaxllm.lora_request import LoRARequest
-from jaxllm.scaling.decodes import SETTLING_STEPS
-from jaxllm.scaling.requests import end_all, greedy
+from jaxllm.scaling.runs import SETTLING_STEPS, end_all, greedy
 
 
 @dataclass(frozen=True)

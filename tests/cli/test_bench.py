@@ -10,7 +10,7 @@ from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
 from jaxllm.http_client.datasets import read_mix
 from jaxllm.log import info_once
-from jaxllm.scaling.requests import random_prompts
+from jaxllm.scaling.runs import random_prompts
 from tests.helpers.fake_engine_core import FakeEngineCore, FakeStats
 
 

@@ -1,0 +1,164 @@
+"""Timed runs of an engine on random prompts: greedy tokens up to a fixed number, no text."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import RequestFailedError
+from jaxllm.llm import LLM
+from jaxllm.llm_engine import LLMEngine
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+
+SETTLING_STEPS = 12
+"""Decode steps before the clock starts: those in flight with the last prompt, and those by which the loop chooses its depth."""
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[dict[str, list[int]]]:
+    """Prompts of so many tokens, none of them among the last 256 of the vocabulary, which may be special."""
+    rng = np.random.default_rng(seed)
+    num_ids = max(1, vocab_size - 256)
+    return [{"prompt_token_ids": rng.integers(0, num_ids, n).tolist()} for n in lengths]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    """Exactly so many tokens."""
+    return SamplingParams(
+        temperature=0.0, ignore_eos=True, max_tokens=num_tokens, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+
+def end_all(engine: LLMEngine) -> None:
+    """End all requests, and wait for the steps in flight."""
+    engine.abort_all()
+    while engine.core.has_unfinished_requests():
+        engine.core.step()
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps of a run."""
+
+    seconds: float
+    num_steps: int
+    host_ms: dict[str, float]
+    """Per step: `dispatch` (planning and launching), `launch` alone, `wait` (for the device)."""
+    note: str | None = None
+    """Other work in it than it should time."""
+    contexts: list[int] = field(default_factory=list)
+    """Of decodes: tokens of each request in the cache before the first of these steps."""
+    step_seconds: list[float] = field(default_factory=list)
+    """Of decodes: from the tokens of one step to those of the next."""
+
+    @property
+    def mean_context(self) -> float | None:
+        """Mean over requests and steps."""
+        return sum(self.contexts) / len(self.contexts) + (len(self.step_seconds) - 1) / 2 if self.contexts else None
+
+
+class Meter:
+    """What the host of an engine core did since this was made."""
+
+    def __init__(self, core: Any):
+        self._core = core
+        self._before = self._now()
+
+    def read(self) -> tuple[int, dict[str, float]]:
+        """Steps dispatched, and for each of them the milliseconds of Run.host_ms."""
+        steps, *seconds = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        return int(steps), dict(zip(("dispatch", "launch", "wait"), (each / steps * 1e3 for each in seconds), strict=True))
+
+    def _now(self) -> tuple[float, ...]:
+        runner = self._core.runner
+        return runner.num_steps, runner.dispatch_seconds, runner.launch_seconds, self._core.loop.wait_seconds
+
+
+def num_compiled(core: Any) -> int:
+    """Number of programs that requests have waited for so far: if it grows during a run, the run's time is not valid."""
+    if core.config.compile.warmup == "lazy":  # no program counts as warmed up
+        return int(core.runner.programs.num_compiled + core.runner.programs.num_loaded)
+    return int(core.num_compiled_after_warmup)
+
+
+def time_requests(llm: LLM, lengths: Sequence[tuple[int, int]], seed: int) -> Run:
+    """Time requests of (prompt, output) tokens, all given at once. Raises ValueError if one gets fewer tokens."""
+    core: Any = llm.llm_engine.core
+    prompts: Any = random_prompts([prompt for prompt, _ in lengths], core.model_config.vocab_size, seed)
+    params = [greedy(output) for _, output in lengths]
+    meter, compiled, start = Meter(core), num_compiled(core), time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    num_written = sum(len(output.outputs[0].token_ids) for output in outputs)
+    if num_written != (wanted := sum(output for _, output in lengths)):
+        raise ValueError(f"{num_written} tokens were written instead of {wanted}; raise --max-model-len")
+    return Run(seconds, *meter.read(), note=_note(num_compiled(core) - compiled))
+
+
+def time_decodes(
+    engine: LLMEngine,
+    prompts: Sequence[Any],
+    params: Sequence[SamplingParams],
+    *,
+    num_steps: int,
+    then: Callable[[Callable[[], bool]], None] | None = None,
+) -> Run | None:
+    """Time decode steps alone: all prompts are computed before, and no request arrives or ends meanwhile.
+
+    The engine must be idle. None if it cannot run all requests at once that long, e.g. for lack of cache. A request whose prompt
+    is computed early decodes during the others' prompts: `params` must allow enough tokens for that, and for `then`, which is
+    called at the end with a function that runs one more step of the same requests. Raises RequestFailedError if the engine ends
+    a request with an error.
+    """
+    core: Any = engine.core
+    for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(f"decode {i}", prompt, its)
+    num_rows = len(prompts)
+    have_token: set[str] = set()
+
+    def step() -> bool:
+        """Whether it gave each request one token."""
+        outputs: list[EngineCoreOutput] = core.step()
+        engine.take(outputs)
+        for output in outputs:
+            if output.error_kind is not None:
+                raise RequestFailedError(f"{output.request_id} failed: {output.stop_reason}", output.error_kind)
+        have_token.update(output.request_id for output in outputs if output.new_token_ids)
+        return len(outputs) == num_rows and all(len(output.new_token_ids) == 1 for output in outputs)
+
+    try:
+        while len(have_token) < num_rows or core.scheduler.waiting:
+            if engine.get_num_unfinished_requests() < num_rows:
+                return None
+            step()
+        for _ in range(SETTLING_STEPS):
+            step()
+        if len(core.scheduler.running) < num_rows:
+            return None
+        # The latest token of a request is not in the cache yet.
+        contexts = [len(request.token_ids) - 1 for request in core.scheduler.running]
+        before, meter, compiled, num_pure = core.stats(), Meter(core), num_compiled(core), 0
+        ends = [time.perf_counter()]
+        for _ in range(num_steps):
+            num_pure += step()
+            ends.append(time.perf_counter())
+        after, (num_dispatched, host_ms), compiled = core.stats(), meter.read(), num_compiled(core) - compiled
+        if then is not None:
+            then(step)
+    finally:
+        end_all(engine)
+    note = _note(compiled)
+    num_scheduled = after.num_step_tokens - before.num_step_tokens
+    if num_pure < num_steps:
+        note = f"{num_steps - num_pure} of {num_steps} steps were not decodes of all {num_rows} rows"
+    elif num_scheduled != num_dispatched * num_rows or after.num_preemptions > before.num_preemptions:
+        note = f"{num_scheduled} tokens in {num_dispatched} steps of {num_rows} rows"
+    step_seconds = [end - start for start, end in itertools.pairwise(ends)]
+    return Run(ends[-1] - ends[0], num_steps, host_ms, note, contexts, step_seconds)
+
+
+def _note(num_compiled: int) -> str | None:
+    return f"{num_compiled} programs were compiled meanwhile" if num_compiled else None
