@@ -130,7 +130,9 @@ def run(arguments: argparse.Namespace) -> int:
     output = _output_directory(arguments.output)
     paths = [Path(path) for path in arguments.earlier]
     if paths and "model" not in arguments and arguments.tensor_parallel_sizes is None:
-        return _finish(arguments, experiment.join(paths, None), output)
+        results = experiment.join(paths, None)
+        Screen(results, quiet=arguments.quiet, has_table=not arguments.json)
+        return _finish(arguments, results, output)
     variables = environment_of(arguments.devices)
     devices = find_devices(variables)
     plan = _plan(arguments, devices)

@@ -182,7 +182,7 @@ class Measurer:
         row = self._measure(DECODE, [(plan.input_len, num_steps)] * batch, run)
         for found, num_traced in traces:
             with self._work("breakdown of decode", batch):
-                self._break_down(found, DECODE, batch, num_traced, row.seconds / num_steps)
+                self._break_down(found, DECODE, batch, num_traced, min(row.run_seconds) / num_steps)
 
     def _trace_decode(self, traces: list[tuple[trace.Trace, int]], batch: int, step: Callable[[], bool]) -> None:
         """Trace some more decode steps of the running requests. A failure here loses only the breakdown."""
@@ -201,14 +201,11 @@ class Measurer:
 
     def break_down_prefill(self, few: Lengths) -> None:
         """A breakdown of some prompts, whose steps are timed without the profiler before."""
-
-        def traced() -> Run:
-            run = time_requests(self.llm, few, seed=1)
-            self.core.runner.wait()
-            return run
-
-        untraced = time_requests(self.llm, few, seed=0)
-        found, run = trace.record(lambda: time_requests(self.llm, few[:1], seed=2), traced)
+        seed = self.plan.repeats + MAX_EXTRA_RUNS  # prompts that no run had
+        untraced = time_requests(self.llm, few, seed)
+        found, run = trace.record(
+            lambda: time_requests(self.llm, few[:1], seed + 1), lambda: time_requests(self.llm, few, seed + 2)
+        )
         self._break_down(found, PREFILL, len(few), run.num_steps, untraced.seconds / untraced.num_steps)
 
     def _break_down(self, found: trace.Trace, work: str, num_requests: int, num_steps: int, seconds: float) -> None:

@@ -12,7 +12,6 @@ import msgspec
 from jaxllm.errors import ConfigError
 from jaxllm.files import read_json
 from jaxllm.scaling.charts import can_draw, charts
-from jaxllm.scaling.plan import DECODE, MIXED, PREFILL, Plan
 from jaxllm.scaling.results import CPU_THUNKS, Results
 from jaxllm.scaling.tables import ALL_REDUCES, CSV, LIMITS, MEASUREMENTS, STEP_PARTS, WEAK_SCALING, figures, tables
 
@@ -117,7 +116,7 @@ def as_markdown(results: Results, drawn: dict[str, str]) -> str:
     plan, engine = results.plan, next((size.engine for size in results.sizes if size.engine), {})
     parts = [
         f"# Tensor-parallel scaling of {Path(plan.model).name or plan.model} on {engine.get('device', 'no device')}",
-        _points([f"{results.started_at} UTC", f"command: {results.command}", _work(plan)]),
+        _points([f"{results.started_at} UTC", f"command: {results.command}", f"the fastest of {plan.repeats} runs each"]),
     ]
     if engine.get("platform") == "cpu":
         parts.append(ON_CPU)
@@ -133,22 +132,11 @@ def as_markdown(results: Results, drawn: dict[str, str]) -> str:
             parts.append(ABOUT[CPU_THUNKS])
         parts += [f"![{name}](plots/{name}.svg)" for name in drawn if HEADINGS.get(name.split("_")[0], MEASUREMENTS) == heading]
     parts.append("## Environment")
-    named = {"Versions, devices and variables": results.environment, "Kernels": engine.get("kernels", {})}
+    work = {name: value for name, value in msgspec.structs.asdict(plan).items() if name != "options"}
+    named = {"Work": work, "Versions, devices and variables": results.environment, "Kernels": engine.get("kernels", {})}
     for name, values in (named | {"Engine options": engine.get("options", plan.options)}).items():
         parts += [f"{name}:", "\n".join(["```", *(f"{key}: {value}" for key, value in values.items()), "```"])]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _work(plan: Plan) -> str:
-    found = []
-    if DECODE in plan.works:
-        found.append(f"decode of {plan.output_len - 1} steps after prompts of {plan.input_len} tokens")
-    if PREFILL in plan.works:
-        found.append(f"prefill of {plan.prefill_prompts} prompts of {plan.input_len} tokens")
-    if MIXED in plan.works:
-        num_prompt, num_output = (sum(column) for column in zip(*plan.requests, strict=True))
-        found.append(f"mixed work of {len(plan.requests)} requests with {num_prompt} prompt and {num_output} output tokens")
-    return "; ".join([*found, f"the fastest of {plan.repeats} runs each"])
 
 
 def _points(lines: list[str]) -> str:

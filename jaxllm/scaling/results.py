@@ -38,28 +38,6 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     note: str | None = None
     """Why the figure may not match the row's description."""
 
-    @property
-    def seconds(self) -> float:
-        return min(self.run_seconds)
-
-    @property
-    def ms_per_step(self) -> float:
-        """For decode the time per token of each request."""
-        return self.seconds / self.num_steps * 1e3
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
-
-    @property
-    def tokens_per_second_per_device(self) -> float:
-        return self.tokens_per_second / self.tensor_parallel_size
-
-    @property
-    def share_of_limit(self) -> float:
-        """1 would be as fast as bytes and operations allow."""
-        return self.least_seconds / self.seconds
-
 
 class Breakdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the time of a step goes, by a profiler's trace. Milliseconds per step, mean over the devices."""
@@ -103,12 +81,6 @@ class AllReduce(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many a step of the model needs: two per layer."""
     implementation: str = "xla"
     """xla: XLA (NCCL on GPUs); peer: kernels that write into each other's memory."""
-
-    @property
-    def bus_bytes_per_second(self) -> float:
-        """Bytes that each device sends and receives per second, by the algorithm of a ring."""
-        n = self.tensor_parallel_size
-        return self.num_bytes * 2 * (n - 1) / n / self.seconds
 
 
 class Skipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -61,27 +61,23 @@ class Run:
 
 
 class Meter:
-    """What the host of an engine core did since this was made."""
+    """What the host of an engine core does from now on."""
 
     def __init__(self, core: Any):
         self._core = core
         self._before = self._now()
 
-    def read(self) -> tuple[int, dict[str, float]]:
-        """Steps dispatched, and for each of them the milliseconds of Run.host_ms."""
-        steps, *seconds = (now - before for now, before in zip(self._now(), self._before, strict=True))
-        return int(steps), dict(zip(("dispatch", "launch", "wait"), (each / steps * 1e3 for each in seconds), strict=True))
+    def read(self) -> tuple[int, dict[str, float], str | None]:
+        """Steps dispatched, the milliseconds of Run.host_ms, and a note if requests had to wait for programs."""
+        compiled, steps, *seconds = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        host_ms = dict(zip(("dispatch", "launch", "wait"), (each / steps * 1e3 for each in seconds), strict=True))
+        return int(steps), host_ms, f"{compiled} programs were compiled meanwhile" if compiled else None
 
     def _now(self) -> tuple[float, ...]:
-        runner = self._core.runner
-        return runner.num_steps, runner.dispatch_seconds, runner.launch_seconds, self._core.loop.wait_seconds
-
-
-def num_compiled(core: Any) -> int:
-    """Number of programs that requests have waited for so far: if it grows during a run, the run's time is not valid."""
-    if core.config.compile.warmup == "lazy":  # no program counts as warmed up
-        return int(core.runner.programs.num_compiled + core.runner.programs.num_loaded)
-    return int(core.num_compiled_after_warmup)
+        core, runner = self._core, self._core.runner
+        is_lazy = core.config.compile.warmup == "lazy"  # no program counts as warmed up
+        compiled = runner.programs.num_compiled + runner.programs.num_loaded if is_lazy else core.num_compiled_after_warmup
+        return compiled, runner.num_steps, runner.dispatch_seconds, runner.launch_seconds, core.loop.wait_seconds
 
 
 def time_requests(llm: LLM, lengths: Sequence[tuple[int, int]], seed: int) -> Run:
@@ -89,13 +85,14 @@ def time_requests(llm: LLM, lengths: Sequence[tuple[int, int]], seed: int) -> Ru
     core: Any = llm.llm_engine.core
     prompts: Any = random_prompts([prompt for prompt, _ in lengths], core.model_config.vocab_size, seed)
     params = [greedy(output) for _, output in lengths]
-    meter, compiled, start = Meter(core), num_compiled(core), time.perf_counter()
+    meter, start = Meter(core), time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
+    run = Run(time.perf_counter() - start, *meter.read())
+    core.runner.wait()  # steps in flight have no part in what follows
     num_written = sum(len(output.outputs[0].token_ids) for output in outputs)
     if num_written != (wanted := sum(output for _, output in lengths)):
         raise ValueError(f"{num_written} tokens were written instead of {wanted}; raise --max-model-len")
-    return Run(seconds, *meter.read(), note=_note(num_compiled(core) - compiled))
+    return run
 
 
 def time_decodes(
@@ -140,17 +137,16 @@ def time_decodes(
             return None
         # The latest token of a request is not in the cache yet.
         contexts = [len(request.token_ids) - 1 for request in core.scheduler.running]
-        before, meter, compiled, num_pure = core.stats(), Meter(core), num_compiled(core), 0
+        before, meter, num_pure = core.stats(), Meter(core), 0
         ends = [time.perf_counter()]
         for _ in range(num_steps):
             num_pure += step()
             ends.append(time.perf_counter())
-        after, (num_dispatched, host_ms), compiled = core.stats(), meter.read(), num_compiled(core) - compiled
+        after, (num_dispatched, host_ms, note) = core.stats(), meter.read()
         if then is not None:
             then(step)
     finally:
         end_all(engine)
-    note = _note(compiled)
     num_scheduled = after.num_step_tokens - before.num_step_tokens
     if num_pure < num_steps:
         note = f"{num_steps - num_pure} of {num_steps} steps were not decodes of all {num_rows} rows"
@@ -158,7 +154,3 @@ def time_decodes(
         note = f"{num_scheduled} tokens in {num_dispatched} steps of {num_rows} rows"
     step_seconds = [end - start for start, end in itertools.pairwise(ends)]
     return Run(ends[-1] - ends[0], num_steps, host_ms, note, contexts, step_seconds)
-
-
-def _note(num_compiled: int) -> str | None:
-    return f"{num_compiled} programs were compiled meanwhile" if num_compiled else None

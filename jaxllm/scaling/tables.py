@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxllm.scaling.plan import DECODE, SCALINGS, STRONG, WEAK, Plan
-from jaxllm.scaling.results import PARTS, Breakdown, Results, Row
+from jaxllm.scaling.results import PARTS, AllReduce, Breakdown, Results, Row
 
 Line = dict[str, Any]
 
@@ -78,8 +78,15 @@ def figures(results: Results) -> list[Line]:
     breakdowns = {_key(breakdown): breakdown for breakdown in results.breakdowns}
     lines = []
     for row in results.rows:
-        line: Line = {name: getattr(row, name, None) for name in CSV}
-        line |= {f"{name}_ms": ms for name, ms in row.host_ms.items()}
+        seconds = min(row.run_seconds)
+        line: Line = dict.fromkeys(CSV) | msgspec.structs.asdict(row) | {f"{name}_ms": ms for name, ms in row.host_ms.items()}
+        line |= {
+            "seconds": seconds,
+            "ms_per_step": seconds / row.num_steps * 1e3,
+            "share_of_limit": row.least_seconds / seconds,
+        }
+        line["tokens_per_second"] = row.num_tokens / seconds
+        line["tokens_per_second_per_device"] = row.num_tokens / seconds / row.tensor_parallel_size
         if breakdown := breakdowns.get(_key(row)):
             line |= {f"{part}_ms": ms for part, ms in breakdown.parts_ms.items()}
             others = ("hidden_communication_ms", "waiting_ms", "gaps_ms", "step_ms", "traced_ms")
@@ -108,23 +115,14 @@ def series(plan: Plan, lines: Iterable[Line], scaling: str) -> dict[tuple[str, i
 
 
 def tables(results: Results) -> dict[str, Table]:
-    """All tables by their headings; those of single sizes, of which several are compared, first."""
+    """All tables by their headings. Some may have no lines."""
     lines = figures(results)
     weak = [line for line in lines if line["weak_requests_per_device"]]
     return {
         MEASUREMENTS: Table(_MAIN, lines),
         WEAK_SCALING: Table(_WEAK, sorted(weak, key=lambda line: (line["weak_requests_per_device"], line["num_requests"]))),
         STEP_PARTS: Table(_STEP_PARTS, [line for line in lines if "step_ms" in line]),
-        ALL_REDUCES: Table(
-            _ALL_REDUCES,
-            [
-                msgspec.structs.asdict(of)
-                | {"microseconds": of.seconds * 1e6, "bus_bytes_per_second": of.bus_bytes_per_second}
-                | {"step_ms": of.seconds * of.per_step * 1e3}
-                for size in results.sizes
-                for of in size.all_reduces
-            ],
-        ),
+        ALL_REDUCES: Table(_ALL_REDUCES, [_all_reduce(of) for size in results.sizes for of in size.all_reduces]),
         LIMITS: Table(
             _LIMITS, [size.engine | size.limits | msgspec.structs.asdict(size) for size in results.sizes if size.limits]
         ),
@@ -137,6 +135,13 @@ def tables(results: Results) -> dict[str, Table]:
             ],
         ),
     }
+
+
+def _all_reduce(of: AllReduce) -> Line:
+    """Each device sends and receives by the algorithm of a ring."""
+    num_bytes = of.num_bytes * 2 * (of.tensor_parallel_size - 1) / of.tensor_parallel_size
+    times = {"microseconds": of.seconds * 1e6, "step_ms": of.seconds * of.per_step * 1e3}
+    return msgspec.structs.asdict(of) | times | {"bus_bytes_per_second": num_bytes / of.seconds}
 
 
 def _header(column: str) -> str:

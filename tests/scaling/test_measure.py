@@ -71,12 +71,12 @@ def test_every_piece_of_work_is_measured(core: EngineCore) -> None:
     decode, prefill, mixed = found.rows
     assert (decode.work, decode.num_requests, decode.num_steps, decode.num_tokens) == ("decode", 2, 5, 10)
     assert decode.note is None and len(decode.run_seconds) == 2
-    assert sum(decode.step_seconds) == pytest.approx(decode.seconds)
+    assert sum(decode.step_seconds) == pytest.approx(min(decode.run_seconds))
     assert decode.mean_context is not None and 12 < decode.mean_context < 60
     assert (prefill.num_requests, prefill.num_tokens, prefill.num_prompt_tokens) == (3, 36, 36)
     assert (mixed.num_requests, mixed.num_tokens, mixed.num_prompt_tokens) == (3, 13, 34)
     for row in (decode, prefill, mixed):
-        assert row.tensor_parallel_size == size and 0 < row.least_seconds < row.seconds
+        assert row.tensor_parallel_size == size and 0 < row.least_seconds < min(row.run_seconds)
         assert set(row.host_ms) == {"dispatch", "launch", "wait"} and all(ms >= 0 for ms in row.host_ms.values())
     assert [(each.work, each.source) for each in found.breakdowns] == [("decode", "cpu thunks"), ("prefill", "cpu thunks")]
     for each in found.breakdowns:
