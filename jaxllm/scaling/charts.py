@@ -61,8 +61,8 @@ def _lines(title: str, unit: str, groups: dict[tuple[str, int], list[Line]], col
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, list(map(str, sizes)), minor=False)
     axes.set(xlabel="devices")
-    if column.startswith("tokens"):
-        axes.set_yscale("log")
+    if not column.endswith(("ms_per_step", "efficiency")):
+        axes.set_yscale("log", base=2 if column.endswith("speed_up") else 10)
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
     else:
