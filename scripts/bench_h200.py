@@ -36,6 +36,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {trace.COMMAND_BUF
 import jax
 
 from jaxllm import LLM
+from jaxllm.errors import ConfigError
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.memory import reserve_device_memory
@@ -265,11 +266,11 @@ class Bench:
                 break
             start = time.perf_counter()
             prompts = self.prompts([(prompt, 1)] * batch, seed=attempt)
-            run = time_decodes(self.llm.llm_engine, prompts, params, num_steps=steps)
-            if run is None:
+            try:
+                runs.append(time_decodes(self.llm.llm_engine, prompts, params, num_steps=steps))
+            except ConfigError:
                 print(f"{name} is left out: the engine cannot run so many at once for so long", flush=True)
                 return
-            runs.append(run)
             expected = time.perf_counter() - start
         if not runs:
             print(f"{name} is left out: there is no time for it", flush=True)

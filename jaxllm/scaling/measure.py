@@ -175,16 +175,14 @@ class Measurer:
             params = [greedy(longest - plan.input_len)] * batch
             is_last = attempt == plan.repeats - 1 and plan.trace_steps > 0
             then = partial(self._trace_decode, traces, batch) if is_last else None
-            if (found := time_decodes(engine, prompts, params, num_steps=num_steps, then=then)) is None:
-                raise ConfigError("the engine cannot run so many requests at once for so long; lower --output-len")
-            return found
+            return time_decodes(engine, prompts, params, num_steps=num_steps, then=then)
 
         row = self._measure(DECODE, [(plan.input_len, num_steps)] * batch, run)
         for found, num_traced in traces:
             with self._work("breakdown of decode", batch):
                 self._break_down(found, DECODE, batch, num_traced, min(row.run_seconds) / num_steps)
 
-    def _trace_decode(self, traces: list[tuple[trace.Trace, int]], batch: int, step: Callable[[], bool]) -> None:
+    def _trace_decode(self, traces: list[tuple[trace.Trace, int]], batch: int, step: Callable[[], Any]) -> None:
         """Trace some more decode steps of the running requests. A failure here loses only the breakdown."""
         runner = self.core.runner
 

@@ -1,16 +1,18 @@
 """Timed runs of an engine on random prompts: greedy tokens up to a fixed number, no text."""
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import RequestFailedError
+from jaxllm.errors import ConfigError, RequestFailedError
 from jaxllm.llm import LLM
 from jaxllm.llm_engine import LLMEngine
+from jaxllm.lora_request import LoRARequest
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -95,58 +97,71 @@ def time_requests(llm: LLM, lengths: Sequence[tuple[int, int]], seed: int) -> Ru
     return run
 
 
-def time_decodes(
+@contextlib.contextmanager
+def decoding(
     engine: LLMEngine,
     prompts: Sequence[Any],
     params: Sequence[SamplingParams],
-    *,
-    num_steps: int,
-    then: Callable[[Callable[[], bool]], None] | None = None,
-) -> Run | None:
-    """Time decode steps alone: all prompts are computed before, and no request arrives or ends meanwhile.
+    adapters: Sequence[LoRARequest | None] | None = None,
+) -> Iterator[Callable[[], list[EngineCoreOutput]]]:
+    """Requests of an idle engine that decode: their prompts are computed, and SETTLING_STEPS steps are behind. Gives a function that
+    runs a step of them; ends them afterwards.
 
-    The engine must be idle. None if it cannot run all requests at once that long, e.g. for lack of cache. A request whose prompt
-    is computed early decodes during the others' prompts: `params` must allow enough tokens for that, and for `then`, which is
-    called at the end with a function that runs one more step of the same requests. Raises RequestFailedError if the engine ends
-    a request with an error.
+    A request whose prompt is computed early decodes during the others' prompts: `params` must allow enough tokens for that.
+    Raises ConfigError if not all run at once, e.g. for lack of cache, and RequestFailedError if the engine ends a request with an
+    error.
     """
     core: Any = engine.core
     for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(f"decode {i}", prompt, its)
-    num_rows = len(prompts)
+        engine.add_request(f"decode {i}", prompt, its, lora_request=adapters[i] if adapters else None)
     have_token: set[str] = set()
 
-    def step() -> bool:
-        """Whether it gave each request one token."""
+    def step() -> list[EngineCoreOutput]:
         outputs: list[EngineCoreOutput] = core.step()
         engine.take(outputs)
         for output in outputs:
             if output.error_kind is not None:
                 raise RequestFailedError(f"{output.request_id} failed: {output.stop_reason}", output.error_kind)
         have_token.update(output.request_id for output in outputs if output.new_token_ids)
-        return len(outputs) == num_rows and all(len(output.new_token_ids) == 1 for output in outputs)
+        return outputs
 
     try:
-        while len(have_token) < num_rows or core.scheduler.waiting:
-            if engine.get_num_unfinished_requests() < num_rows:
-                return None
+        while (len(have_token) < len(prompts) or core.scheduler.waiting) and engine.has_unfinished_requests():
             step()
         for _ in range(SETTLING_STEPS):
             step()
-        if len(core.scheduler.running) < num_rows:
-            return None
+        if len(core.scheduler.running) < len(prompts):
+            raise ConfigError(
+                f"the engine cannot run {len(prompts)} requests at once for so long; lower their lengths or number"
+            )
+        yield step
+    finally:
+        end_all(engine)
+
+
+def time_decodes(
+    engine: LLMEngine,
+    prompts: Sequence[Any],
+    params: Sequence[SamplingParams],
+    *,
+    num_steps: int,
+    then: Callable[[Callable[[], Any]], None] | None = None,
+) -> Run:
+    """Time decode steps alone. then: called at the end with a function that runs one more step of the same requests, for which
+    `params` must allow. Raises as `decoding` does."""
+    core: Any = engine.core
+    num_rows, num_pure = len(prompts), 0
+    with decoding(engine, prompts, params) as step:
         # The latest token of a request is not in the cache yet.
         contexts = [len(request.token_ids) - 1 for request in core.scheduler.running]
-        before, meter, num_pure = core.stats(), Meter(core), 0
-        ends = [time.perf_counter()]
+        before, meter, ends = core.stats(), Meter(core), [time.perf_counter()]
         for _ in range(num_steps):
-            num_pure += step()
+            outputs = step()
             ends.append(time.perf_counter())
+            num_pure += [len(output.new_token_ids) for output in outputs] == [1] * num_rows
         after, (num_dispatched, host_ms, note) = core.stats(), meter.read()
         if then is not None:
             then(step)
-    finally:
-        end_all(engine)
     num_scheduled = after.num_step_tokens - before.num_step_tokens
     if num_pure < num_steps:
         note = f"{num_steps - num_pure} of {num_steps} steps were not decodes of all {num_rows} rows"

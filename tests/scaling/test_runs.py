@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from jaxllm.errors import ConfigError
 from jaxllm.llm import LLM
 from jaxllm.scaling.runs import SETTLING_STEPS, greedy, random_prompts, time_decodes
 from scripts.measuring.rows import Row
@@ -31,7 +32,7 @@ def timed(llm: LLM, num_rows: int, max_tokens: int):
 
 def test_every_step_decodes_all_rows_after_the_last_prompt(llm: LLM) -> None:
     found = timed(llm, 4, 60)
-    assert found is not None and found.note is None and found.seconds > 0
+    assert found.note is None and found.seconds > 0
     # The last prompt was followed by the settling steps, the first one also by those of the others' prompts.
     assert len(found.contexts) == 4 and found.contexts == sorted(found.contexts, reverse=True)
     assert found.contexts[-1] == PROMPT + SETTLING_STEPS and found.contexts[0] > found.contexts[-1]
@@ -39,13 +40,14 @@ def test_every_step_decodes_all_rows_after_the_last_prompt(llm: LLM) -> None:
     assert found.mean_context == sum(found.contexts) / 4 + (NUM_STEPS - 1) / 2
 
 
-def test_rows_that_do_not_run_together_are_no_decode_row(llm: LLM) -> None:
-    assert timed(llm, 5, 60) is None
-    assert timed(llm, 4, 5) is None
+@pytest.mark.parametrize(("num_rows", "max_tokens"), [(5, 60), (4, 5)])
+def test_rows_that_do_not_run_together_are_refused(llm: LLM, num_rows: int, max_tokens: int) -> None:
+    with pytest.raises(ConfigError, match=f"cannot run {num_rows} requests at once for so long"):
+        timed(llm, num_rows, max_tokens)
 
 
 def test_a_row_that_ends_meanwhile_is_told(llm: LLM) -> None:
     found = timed(llm, 1, 1 + SETTLING_STEPS + 3)
-    assert found is not None and found.note == "3 of 6 steps were not decodes of all 1 rows"
+    assert found.note == "3 of 6 steps were not decodes of all 1 rows"
     row = Row("decode 1", "ms", 2.0, 1.0, note=found.note)
     assert row.cells()[0] == "decode 1, ms (3 of 6 steps were not decodes of all 1 rows)"
