@@ -42,21 +42,16 @@ def engine_options(
         least = SMALLEST_GPU_BUCKET if on_gpu else 1
         if batches := plan.decode_batches(tensor_parallel_size):
             options.setdefault("decode_buckets", sorted({max(least, batch) for batch in batches}))
-        options.setdefault("token_buckets", _token_buckets(plan, Buckets.choose(resolve(options)[0], on_gpu=on_gpu)))
+        # Of the usual sizes those of one prompt, of whole steps, and of the last step of a prefill.
+        buckets = Buckets.choose(resolve(options)[0], on_gpu=on_gpu)
+        largest = buckets.tokens[-1]
+        sizes = (largest, min(plan.input_len, largest), plan.prefill_prompts * plan.input_len % largest)
+        options.setdefault("token_buckets", sorted({buckets.fit_tokens(size) for size in sizes if size}))
     if "max_model_len" not in options:
         options["max_model_len"] = min(model_config.max_position, longest_request(plan, step_tokens))
     elif options["max_model_len"] == AUTO_MODEL_LEN:
         options["max_model_len"] = model_config.max_position
-    return options
-
-
-def _token_buckets(plan: Plan, usual: Buckets) -> list[int]:
-    """The usual sizes that the planned work needs: one prompt, whole steps, and the last step of a prefill."""
-    largest = usual.tokens[-1]
-    found = {usual.fit_tokens(min(plan.input_len, largest)), largest}
-    if rest := plan.prefill_prompts * plan.input_len % largest:
-        found.add(usual.fit_tokens(rest))
-    return sorted(found)
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 def longest_request(plan: Plan, max_num_batched_tokens: int) -> int:

@@ -95,6 +95,7 @@ def measure_size(
             hear(size, message)
         result.failure = f"stopped after {timeout_seconds:g} s (--timeout)"
     finally:
+        receiver.close()
         for end in (process.terminate, process.kill):
             if process.is_alive():
                 end()
@@ -106,9 +107,9 @@ def run_child(sender: Connection, variables: Mapping[str, str], log_path: Path, 
     """In the child: measure, with the environment `variables`, and send SizeResults that hold a part of the results, a str that
     names what is done next, and None at the end."""
     os.setsid()  # a Ctrl-C in the terminal is for the command, which ends this process
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    with log_path.open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     os.environ.clear()
     os.environ.update(variables)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -63,10 +63,10 @@ def options(plan: Plan, *, on_gpu: bool = True, max_position: int = 100_000) -> 
 
 def test_the_engine_has_what_the_work_needs() -> None:
     found = options(plan(options={"load_format": "dummy"}))
-    assert (found["max_num_seqs"], found["decode_buckets"]) == (32, [8, 32])
-    assert found["token_buckets"] == [16, 1024, 8192]  # a prompt, the 1024 tokens of the whole prefill, a whole step
+    assert (found["max_num_seqs"], found["decode_buckets"]) == (32, (8, 32))
+    assert found["token_buckets"] == (16, 1024, 8192)  # a prompt, the 1024 tokens of the whole prefill, a whole step
     assert found["max_model_len"] == longest_request(PLAN, 8192) > PLAN.input_len + PLAN.output_len
-    assert options(plan(options={}), on_gpu=False)["decode_buckets"] == [1, 4, 8, 32]
+    assert options(plan(options={}), on_gpu=False)["decode_buckets"] == (1, 4, 8, 32)
     assert options(plan(options={}), max_position=20)["max_model_len"] == 20
 
 
@@ -81,6 +81,8 @@ def test_what_somebody_set_is_kept() -> None:
     asked["token_buckets"] = [64]
     assert options(plan(options=asked), max_position=77) == {
         **asked,
+        "decode_buckets": (3,),
+        "token_buckets": (64,),
         "max_num_prefill_tokens": 8192,  # as many as with decodes on so many GPUs: all steps have one limit
         "model": "some/model",
         "max_model_len": 77,
