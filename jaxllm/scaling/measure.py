@@ -125,7 +125,7 @@ class Measurer:
     def _report(self, **found: Any) -> None:
         self.send(SizeResult(self.size, **found))
 
-    def _measure(self, work: str, lengths: Lengths, run: Callable[[int], Run]) -> Row:
+    def _measure(self, work: str, lengths: Lengths, run: Callable[[int], Run]) -> None:
         """Report the plan's number of runs in which nothing else happened; if there are none, those that there are. `run` takes the
         number of the attempt."""
         runs: list[Run] = []
@@ -156,7 +156,6 @@ class Measurer:
             note=best.note,
         )
         self._report(rows=[row])
-        return row
 
     def decode(self, batch: int) -> None:
         """Steps in which `batch` requests get a token each, and a breakdown of some more of them."""
@@ -168,23 +167,18 @@ class Measurer:
                 f"{batch} requests of {needed} tokens are too many for max_num_seqs {self.scheduler.max_num_seqs}, max_model_len "
                 f"{longest} or a KV cache of {room} tokens; raise these or lower --input-len or --output-len"
             )
-        traces: list[tuple[trace.Trace, int]] = []
 
         def run(attempt: int) -> Run:
             prompts = random_prompts([plan.input_len] * batch, self.core.model_config.vocab_size, seed=attempt)
             params = [greedy(longest - plan.input_len)] * batch
             is_last = attempt == plan.repeats - 1 and plan.trace_steps > 0
-            then = partial(self._trace_decode, traces, batch) if is_last else None
-            return time_decodes(engine, prompts, params, num_steps=num_steps, then=then)
+            return time_decodes(engine, prompts, params, num_steps=num_steps, then=self._break_down_decode if is_last else None)
 
-        row = self._measure(DECODE, [(plan.input_len, num_steps)] * batch, run)
-        for found, num_traced in traces:
-            with self._work("breakdown of decode", batch):
-                self._break_down(found, DECODE, batch, num_traced, min(row.run_seconds) / num_steps)
+        self._measure(DECODE, [(plan.input_len, num_steps)] * batch, run)
 
-    def _trace_decode(self, traces: list[tuple[trace.Trace, int]], batch: int, step: Callable[[], Any]) -> None:
-        """Trace some more decode steps of the running requests. A failure here loses only the breakdown."""
-        runner = self.core.runner
+    def _break_down_decode(self, untraced: Run, step: Callable[[], Any]) -> None:
+        """A breakdown of some more steps of the running requests. If it fails, the run still counts."""
+        runner, batch = self.core.runner, len(untraced.contexts)
 
         def steps(count: int) -> int:
             """Not always as many as are read: the loop may change how many are in flight."""
@@ -194,8 +188,9 @@ class Measurer:
             runner.wait()  # those in flight must count with these, not with the next
             return int(runner.num_steps - before)
 
-        with self._work("trace of decode", batch):
-            traces.append(trace.record(partial(steps, 5), partial(steps, self.plan.trace_steps)))
+        with self._work("breakdown of decode", batch):
+            found, num_steps = trace.record(partial(steps, 5), partial(steps, self.plan.trace_steps))
+            self._break_down(found, DECODE, batch, num_steps, untraced)
 
     def break_down_prefill(self, few: Lengths) -> None:
         """A breakdown of some prompts, whose steps are timed without the profiler before."""
@@ -204,10 +199,11 @@ class Measurer:
         found, run = trace.record(
             lambda: time_requests(self.llm, few[:1], seed + 1), lambda: time_requests(self.llm, few, seed + 2)
         )
-        self._break_down(found, PREFILL, len(few), run.num_steps, untraced.seconds / untraced.num_steps)
+        self._break_down(found, PREFILL, len(few), run.num_steps, untraced)
 
-    def _break_down(self, found: trace.Trace, work: str, num_requests: int, num_steps: int, seconds: float) -> None:
-        breakdown = break_down(found, self.size, work, num_requests, num_steps=num_steps, step_seconds=seconds)
+    def _break_down(self, found: trace.Trace, work: str, num_requests: int, num_steps: int, untraced: Run) -> None:
+        step_seconds = untraced.seconds / untraced.num_steps
+        breakdown = break_down(found, self.size, work, num_requests, num_steps=num_steps, step_seconds=step_seconds)
         self._report(breakdowns=[breakdown])
 
     def all_reduces(self) -> None:

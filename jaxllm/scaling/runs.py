@@ -145,10 +145,10 @@ def time_decodes(
     params: Sequence[SamplingParams],
     *,
     num_steps: int,
-    then: Callable[[Callable[[], Any]], None] | None = None,
+    then: Callable[[Run, Callable[[], Any]], None] | None = None,
 ) -> Run:
-    """Time decode steps alone. then: called at the end with a function that runs one more step of the same requests, for which
-    `params` must allow. Raises as `decoding` does."""
+    """Time decode steps alone. then: called at the end with the run and a function that runs one more step of the same requests, for
+    which `params` must allow. Raises as `decoding` does."""
     core: Any = engine.core
     num_rows, num_pure = len(prompts), 0
     with decoding(engine, prompts, params) as step:
@@ -160,12 +160,13 @@ def time_decodes(
             ends.append(time.perf_counter())
             num_pure += [len(output.new_token_ids) for output in outputs] == [1] * num_rows
         after, (num_dispatched, host_ms, note) = core.stats(), meter.read()
+        num_scheduled = after.num_step_tokens - before.num_step_tokens
+        if num_pure < num_steps:
+            note = f"{num_steps - num_pure} of {num_steps} steps were not decodes of all {num_rows} rows"
+        elif num_scheduled != num_dispatched * num_rows or after.num_preemptions > before.num_preemptions:
+            note = f"{num_scheduled} tokens in {num_dispatched} steps of {num_rows} rows"
+        step_seconds = [end - start for start, end in itertools.pairwise(ends)]
+        run = Run(ends[-1] - ends[0], num_steps, host_ms, note, contexts, step_seconds)
         if then is not None:
-            then(step)
-    num_scheduled = after.num_step_tokens - before.num_step_tokens
-    if num_pure < num_steps:
-        note = f"{num_steps - num_pure} of {num_steps} steps were not decodes of all {num_rows} rows"
-    elif num_scheduled != num_dispatched * num_rows or after.num_preemptions > before.num_preemptions:
-        note = f"{num_scheduled} tokens in {num_dispatched} steps of {num_rows} rows"
-    step_seconds = [end - start for start, end in itertools.pairwise(ends)]
-    return Run(ends[-1] - ends[0], num_steps, host_ms, note, contexts, step_seconds)
+            then(run, step)
+    return run
