@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.measuring.engine_option import engine_option
+from scripts.measuring.command_line import engine_option, script_parser
 
 REPEATS = 3
 
@@ -64,10 +64,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    lines = __doc__.splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[1:]), formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--model", required=True, help="a directory with config.json")
     parser.add_argument("--sizes", default="1,2,4", help="values of prefill_context_parallel_size, the first to compare with")
     parser.add_argument("--prompt-len", type=int, default=32768)

@@ -43,8 +43,8 @@ from jaxllm.runner.memory import reserve_device_memory
 from jaxllm.scaling.limits import Ceilings, ModelCost, measure_ceilings
 from jaxllm.scaling.runs import SETTLING_STEPS, Run, greedy, random_prompts, time_decodes, time_requests
 from scripts.measuring.asked import LONG, Asked, max_model_len, read_rows
+from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.describe import describe_ceilings
-from scripts.measuring.engine_option import engine_option
 from scripts.measuring.idle import trace_idle_share
 from scripts.measuring.rows import HEADER, Row, markdown_table
 
@@ -54,10 +54,7 @@ Lengths = list[tuple[int, int]]
 
 def main() -> None:
     """Measure each model."""
-    lines = __doc__.splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[5:]), formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser(__doc__, 5)
     parser.add_argument("models", type=Path, nargs="+", metavar="MODEL_DIR_or_name=value", help="models, and engine options")
     parser.add_argument("--recorded", type=Path, help="JSON with vLLM's rows")
     parser.add_argument("--mix", type=Path, help="JSON with [prompt, output] lengths; without it there is no row 'mixed'")

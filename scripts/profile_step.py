@@ -30,16 +30,13 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
+from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.describe import describe
-from scripts.measuring.engine_option import engine_option
 
 
 def main() -> None:
     """Profile each kind of step; a mixed one in a separate engine, whose steps are that large."""
-    lines = __doc__.splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[3:]), formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser(__doc__, 3)
     parser.add_argument("model", type=Path)
     parser.add_argument("--decode", default="", help="numbers of rows; default: 1,64 if no other kind is asked for")
     parser.add_argument("--prefill", default="", help="prompts as TOKENSxCOUNT, with commas between several")
