@@ -126,11 +126,13 @@ def decoding(
         return outputs
 
     try:
-        while (len(have_token) < len(prompts) or core.scheduler.waiting) and engine.has_unfinished_requests():
+        while len(have_token) < len(prompts) or core.stats().num_waiting:
             step()
+            if engine.get_num_unfinished_requests() < len(prompts):
+                break
         for _ in range(SETTLING_STEPS):
             step()
-        if len(core.scheduler.running) < len(prompts):
+        if core.stats().num_running < len(prompts):
             raise ConfigError(
                 f"the engine cannot run {len(prompts)} requests at once for so long; lower their lengths or number"
             )
