@@ -5,23 +5,25 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.scaling.plan import DECODE, PREFILL, STRONG, WEAK
+from jaxllm.scaling.plan import DECODE, MIXED, PREFILL, STRONG, WEAK, WORKS
 from jaxllm.scaling.results import CPU_THUNKS, Results
 from jaxllm.scaling.tables import Line, figures, series
 
 COLOURS = {"products": "#0072b2", "attention": "#56b4e9", "communication": "#d55e00", "other": "#009e73", "gaps": "#999999"}
 """Of the parts of a step, such that colour-blind readers can distinguish them (Okabe and Ito)."""
+TIMES, SHARE, RATE, MS = "times as fast", "of the ideal", "tokens/s", "ms"
+"""Units of charts."""
 LINES = {
-    "time_per_token": ("Decode: time per token", "ms", STRONG, "ms_per_step"),
-    "tokens_per_second": ("Decode: output tokens/s", "tokens/s", STRONG, "tokens_per_second"),
-    "throughput": ("Prefill and mixed work: tokens/s", "tokens/s", STRONG, "tokens_per_second"),
-    "speed_up": ("Strong scaling: speed-up", "times as fast", STRONG, "strong_speed_up"),
-    "efficiency": ("Strong scaling: efficiency", "", STRONG, "strong_efficiency"),
-    "tokens_per_second_per_device": ("Decode: tokens/s of each device", "tokens/s", STRONG, "tokens_per_second_per_device"),
-    "weak_time_per_token": ("Weak scaling: time per token", "ms", WEAK, "ms_per_step"),
-    "weak_efficiency": ("Weak scaling: efficiency", "", WEAK, "weak_efficiency"),
+    "time_per_token": ("Decode: time per token", MS, STRONG, [DECODE], "ms_per_step"),
+    "tokens_per_second": ("Decode: output tokens/s", RATE, STRONG, [DECODE], "tokens_per_second"),
+    "throughput": ("Prefill and mixed work: tokens/s", RATE, STRONG, [PREFILL, MIXED], "tokens_per_second"),
+    "speed_up": ("Strong scaling: speed-up", TIMES, STRONG, WORKS, "strong_speed_up"),
+    "efficiency": ("Strong scaling: efficiency", SHARE, STRONG, WORKS, "strong_efficiency"),
+    "tokens_per_second_per_device": ("Decode: tokens/s of each device", RATE, STRONG, [DECODE], "tokens_per_second_per_device"),
+    "weak_time_per_token": ("Weak scaling: time per token", MS, WEAK, [DECODE], "ms_per_step"),
+    "weak_efficiency": ("Weak scaling: efficiency", SHARE, WEAK, [DECODE], "weak_efficiency"),
 }
-"""Title, unit, kind of scaling and column of each chart of lines over the number of devices."""
+"""Title, unit, kind of scaling, works and column of each chart of lines over the number of devices."""
 
 
 def can_draw() -> bool:
@@ -34,12 +36,12 @@ def charts(results: Results) -> dict[str, str]:
     if not can_draw():
         return {}
     lines, drawn = figures(results), {}
-    for name, (title, unit, scaling, column) in LINES.items():
-        groups = series(results.plan, lines, scaling)
-        if not column.endswith(("speed_up", "efficiency")):
-            groups = {key: group for key, group in groups.items() if (key[0] == DECODE) != (name == "throughput")}
+    for name, (title, unit, scaling, works, column) in LINES.items():
+        found = series(results.plan, lines, scaling)
+        suffix = " per device" * (scaling == WEAK)
+        groups = {f"{work} of {count}{suffix}": group for (work, count), group in found.items() if work in works}
         if groups:
-            drawn[name] = _lines(title, unit, groups, column, " per device" * (scaling == WEAK))
+            drawn[name] = _lines(title, unit, groups, column)
     for work, title in ((DECODE, "A decode step, by devices"), (PREFILL, "A step of prompts, by devices")):
         of = [line for line in lines if line["work"] == work and "step_ms" in line]
         if of := [line for line in of if work != DECODE or line["num_requests"] in results.plan.batch_sizes]:
@@ -49,26 +51,22 @@ def charts(results: Results) -> dict[str, str]:
     return drawn
 
 
-def _lines(title: str, unit: str, groups: dict[tuple[str, int], list[Line]], column: str, of_each: str) -> str:
+def _lines(title: str, unit: str, groups: dict[str, list[Line]], column: str) -> str:
     figure, axes = _figure(title, unit)
-    for (work, count), group in groups.items():
-        label = f"{work} of {count}{of_each}" if work == DECODE else work
+    for label, group in groups.items():
         axes.plot([line["tensor_parallel_size"] for line in group], [line[column] for line in group], marker="o", label=label)
     sizes = sorted({line["tensor_parallel_size"] for group in groups.values() for line in group})
-    if column.endswith(("speed_up", "efficiency")):
-        ideal = [size / sizes[0] if column.endswith("speed_up") else 1 for size in sizes]
-        axes.plot(sizes, ideal, "--", color="grey", label="ideal")
+    if unit in (TIMES, SHARE):
+        axes.plot(sizes, [size / sizes[0] if unit == TIMES else 1 for size in sizes], "--", color="grey", label="ideal")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, list(map(str, sizes)), minor=False)
     axes.set(xlabel="devices")
-    if not column.endswith(("ms_per_step", "efficiency")):
-        axes.set_yscale("log", base=2 if column.endswith("speed_up") else 10)
-        axes.yaxis.set_major_formatter("{x:g}")
+    if unit in (TIMES, RATE):
+        axes.set_yscale("log", base=2 if unit == TIMES else 10)
         axes.yaxis.set_minor_formatter("{x:g}")
     else:
         axes.set_ylim(bottom=0)
-    if column.endswith("efficiency"):
-        axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.yaxis.set_major_formatter("{x:.0%}" if unit == SHARE else "{x:g}")
     return _svg(figure)
 
 

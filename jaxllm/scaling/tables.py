@@ -145,7 +145,8 @@ def _all_reduce(of: AllReduce) -> Line:
 
 
 def _header(column: str) -> str:
-    return _HEADERS.get(column) or column.removeprefix("strong_").removeprefix("weak_").replace("_", " ")
+    name = _HEADERS.get(column) or column.removeprefix("strong_").removeprefix("weak_")
+    return name.replace("speed_up", "speed-up").replace("_", " ")
 
 
 def _cell(column: str, value: Any) -> str:
