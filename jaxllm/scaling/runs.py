@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError, RequestFailedError
+from jaxllm.http_client.datasets import PromptWriter
 from jaxllm.llm import LLM
 from jaxllm.llm_engine import LLMEngine
 from jaxllm.lora_request import LoRARequest
@@ -21,10 +22,9 @@ SETTLING_STEPS = 12
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[dict[str, list[int]]]:
-    """Prompts of so many tokens, none of them among the last 256 of the vocabulary, which may be special."""
-    rng = np.random.default_rng(seed)
-    num_ids = max(1, vocab_size - 256)
-    return [{"prompt_token_ids": rng.integers(0, num_ids, n).tolist()} for n in lengths]
+    """Prompts of so many tokens, none of them special."""
+    writer = PromptWriter(np.random.default_rng(seed), vocab_size)
+    return [{"prompt_token_ids": writer.ids(length)} for length in lengths]
 
 
 def greedy(num_tokens: int) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
@@ -51,3 +52,9 @@ def test_a_row_that_ends_meanwhile_is_told(llm: LLM) -> None:
     assert found.note == "3 of 6 steps were not decodes of all 1 rows"
     row = Row("decode 1", "ms", 2.0, 1.0, note=found.note)
     assert row.cells()[0] == "decode 1, ms (3 of 6 steps were not decodes of all 1 rows)"
+
+
+def test_prompts_are_the_agreed_random_tokens() -> None:
+    rng = np.random.default_rng(0)
+    expected = [rng.integers(0, 744, length).tolist() for length in (4, 6)]
+    assert [prompt["prompt_token_ids"] for prompt in random_prompts([4, 6], 1000, seed=0)] == expected
