@@ -218,10 +218,6 @@ class Measurer:
 
 
 def one_line(error: BaseException) -> str:
-    """The error in one line: the project's own messages unchanged, others with their type."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    if isinstance(error, JaxLLMError):
-        return text or type(error).__name__
-    if "RESOURCE_EXHAUSTED" in text:
-        return f"out of memory: {text}"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """The error's first line: the project's own messages unchanged, others with their type."""
+    text = next(filter(None, map(str.strip, str(error).splitlines())), "")
+    return text if text and isinstance(error, JaxLLMError) else f"{type(error).__name__}: {text}".removesuffix(": ")

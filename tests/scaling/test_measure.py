@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxllm.engine.core import EngineCore
+from jaxllm.errors import ConfigError
 from jaxllm.llm import LLM
 from jaxllm.scaling.limits import Ceilings
 from jaxllm.scaling.measure import Measurer, one_line
@@ -111,7 +112,8 @@ def test_work_that_fails_leaves_the_rest(small_pool: EngineCore) -> None:
     ("error", "line"),
     [
         (ValueError("first\nsecond"), "ValueError: first"),
-        (RuntimeError("RESOURCE_EXHAUSTED: no more\nx"), "out of memory: RESOURCE_EXHAUSTED: no more"),
+        (RuntimeError("\nRESOURCE_EXHAUSTED: no more\nx"), "RuntimeError: RESOURCE_EXHAUSTED: no more"),
+        (ConfigError("block_size is 7"), "block_size is 7"),
         (KeyError(), "KeyError"),
     ],
 )
