@@ -22,6 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.measuring.command_line import script_parser
+
 CALLS = 64
 PROGRAMS = 10
 BATCHES = 7
@@ -100,10 +102,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    lines = __doc__.splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[1:]), formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--devices", type=int, help="the first so many; default: all")
     parser.add_argument(
         "--only", default="", help='jobs whose "op way dtype" holds this, as "all_reduce_norm 2 shots bfloat16"'

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.measuring.engine_option import engine_option
+from scripts.measuring.command_line import engine_option, script_parser
 
 REPEATS = 3
 
@@ -26,8 +26,8 @@ REPEATS = 3
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
     """Times of one size, in seconds."""
     from jaxllm import LLM
-    from jaxllm.scaling.decodes import SETTLING_STEPS
-    from jaxllm.scaling.requests import end_all, greedy, random_prompts
+    from jaxllm.scaling.runs import end_all, greedy, random_prompts
+    from scripts.measuring.steps import time_steps
 
     given = dict(arguments.options)
     options = {"load_format": "dummy", "enable_prefix_caching": False, "skip_tokenizer_init": True, "use_progress_bar": False}
@@ -39,32 +39,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     config: Any = engine.core
     chunk = config.config.scheduler.max_step_tokens
 
-    def first_tokens(number: int, num_requests: int) -> float:
-        """Seconds until all of these requests have a token; they go on."""
-        prompts = random_prompts([arguments.prompt_len] * num_requests, engine.model_config.vocab_size, seed=number)
+    def first_token(seed: int) -> float:
+        """Seconds until a request has a token."""
+        prompts = random_prompts([arguments.prompt_len], engine.model_config.vocab_size, seed)
         began = time.perf_counter()
-        for i, prompt in enumerate(prompts):
-            engine.add_request(f"{number} {i}", prompt, greedy(arguments.steps + 32))
-        have_token: set[str] = set()
-        while len(have_token) < num_requests:
-            news = engine.core.step()
-            engine.take(news)
-            have_token.update(item.request_id for item in news if item.new_token_ids)
-        return time.perf_counter() - began
+        engine.add_request(f"first {seed}", prompts[0], greedy(arguments.steps + 32))
+        outputs = []
+        while not any(output.new_token_ids for output in outputs):
+            outputs = engine.core.step()
+            engine.take(outputs)
+        seconds = time.perf_counter() - began
+        end_all(engine)
+        return seconds
 
     try:
-        firsts = []
-        for number in range(1 + REPEATS):
-            firsts.append(first_tokens(number, 1))
-            end_all(engine)
-        first_tokens(1 + REPEATS, arguments.rows)
-        for _ in range(SETTLING_STEPS):
-            engine.take(engine.core.step())
-        began = time.perf_counter()
-        for _ in range(arguments.steps):
-            engine.take(engine.core.step())
-        step = (time.perf_counter() - began) / arguments.steps
-        end_all(engine)
+        firsts = [first_token(seed) for seed in range(1 + REPEATS)]
+        prompts = random_prompts([arguments.prompt_len] * arguments.rows, engine.model_config.vocab_size, seed=1 + REPEATS)
+        step = time_steps(engine, prompts, arguments.steps, engine.max_model_len - arguments.prompt_len).ms_per_step / 1e3
         num_tokens = config.memory_plan.num_cache_tokens
         return {"chunk": chunk, "first_token": min(firsts[1:]), "step": step, "cache_tokens": num_tokens}
     finally:
@@ -73,10 +64,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    lines = __doc__.splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[1:]), formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--model", required=True, help="a directory with config.json")
     parser.add_argument("--sizes", default="1,2,4", help="values of prefill_context_parallel_size, the first to compare with")
     parser.add_argument("--prompt-len", type=int, default=32768)

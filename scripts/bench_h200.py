@@ -36,15 +36,15 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {trace.COMMAND_BUF
 import jax
 
 from jaxllm import LLM
+from jaxllm.errors import ConfigError
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.memory import reserve_device_memory
-from jaxllm.scaling.decodes import SETTLING_STEPS, time_decodes
-from jaxllm.scaling.host_times import HostTimes
 from jaxllm.scaling.limits import Ceilings, ModelCost, measure_ceilings
-from jaxllm.scaling.requests import greedy, random_prompts
+from jaxllm.scaling.runs import SETTLING_STEPS, Run, greedy, random_prompts, time_decodes, time_requests
 from scripts.measuring.asked import LONG, Asked, max_model_len, read_rows
-from scripts.measuring.engine_option import engine_option
+from scripts.measuring.command_line import engine_option, script_parser
+from scripts.measuring.describe import describe_ceilings
 from scripts.measuring.idle import trace_idle_share
 from scripts.measuring.rows import HEADER, Row, markdown_table
 
@@ -54,10 +54,7 @@ Lengths = list[tuple[int, int]]
 
 def main() -> None:
     """Measure each model."""
-    lines = __doc__.splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[5:]), formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser(__doc__, 5)
     parser.add_argument("models", type=Path, nargs="+", metavar="MODEL_DIR_or_name=value", help="models, and engine options")
     parser.add_argument("--recorded", type=Path, help="JSON with vLLM's rows")
     parser.add_argument("--mix", type=Path, help="JSON with [prompt, output] lengths; without it there is no row 'mixed'")
@@ -131,7 +128,7 @@ class Bench:
         # The ceilings start the device, the engine comes after.
         reserve_device_memory(config.get("gpu_memory_utilization", 0.92), Topology(config.get("tensor_parallel_size", 1)))
         self.ceilings: Ceilings = measure_ceilings(tiny=args.tiny)
-        print(f"\n{self.name} on {jax.devices()[0].device_kind}: {self.ceilings.describe()}", flush=True)
+        print(f"\n{self.name} on {jax.devices()[0].device_kind}: {describe_ceilings(self.ceilings)}", flush=True)
         started = time.perf_counter()
         self.llm = LLM(model=str(model), **config)
         self.start_seconds = time.perf_counter() - started
@@ -194,8 +191,8 @@ class Bench:
     def table(self, compiled: int) -> str:
         """Markdown for docs/MEASUREMENTS.md."""
         lines = [
-            f"**{self.name}**, {jax.devices()[0].device_kind}, {self.ceilings.describe()}; engine start {self.start_seconds:.0f} s, "
-            f"{len(self.core.runner.programs)} programs, {compiled} compiled after warm-up",
+            f"**{self.name}**, {jax.devices()[0].device_kind}, {describe_ceilings(self.ceilings)}; "
+            f"engine start {self.start_seconds:.0f} s, {len(self.core.runner.programs)} programs, {compiled} compiled after warm-up",
             "",
             markdown_table(HEADER, [row.cells() for row in self.rows.values()]),
         ]
@@ -266,11 +263,11 @@ class Bench:
                 break
             start = time.perf_counter()
             prompts = self.prompts([(prompt, 1)] * batch, seed=attempt)
-            run = time_decodes(self.llm.llm_engine, prompts, params, num_steps=steps)
-            if run is None:
+            try:
+                runs.append(time_decodes(self.llm.llm_engine, prompts, params, num_steps=steps))
+            except ConfigError:
                 print(f"{name} is left out: the engine cannot run so many at once for so long", flush=True)
                 return
-            runs.append(run)
             expected = time.perf_counter() - start
         if not runs:
             print(f"{name} is left out: there is no time for it", flush=True)
@@ -284,8 +281,8 @@ class Bench:
                 value=best.seconds / steps * 1e3,
                 limit=self.ceilings.seconds(work) / steps * 1e3,
                 seconds=[run.seconds for run in runs],
-                details=best.details,
-                note=best.impurity,
+                details=_details(best),
+                note=best.note,
             )
         )
 
@@ -339,16 +336,10 @@ class Bench:
         for attempt in range(len(record.get("times_s", [0, 0]))):
             if self.left_for_rows < expected:
                 break
-            prompts = self.prompts(lengths, seed=attempt)
-            params = [greedy(n) for _, n in lengths]
-            host = HostTimes(self.core)
-            start = time.perf_counter()
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
-            expected = time.perf_counter() - start
-            num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
-            assert num_out == sum(n for _, n in lengths), "not every request got all its tokens"
+            run = time_requests(self.llm, lengths, seed=attempt)
+            expected = run.seconds
             if not seconds or expected < min(seconds):
-                details = host.per_step()
+                details = _details(run)
             seconds.append(expected)
         return {"seconds": seconds, "details": details} if seconds else None
 
@@ -387,6 +378,12 @@ class Bench:
             return
         prompts, params = self.prompts(lengths, seed=2), [greedy(n) for _, n in lengths]
         trace_idle_share(self.llm.llm_engine, row, prompts, params, skip=skip, num_steps=num_steps)
+
+
+def _details(run: Run) -> dict[str, float]:
+    """What a row says of its fastest run."""
+    found = {"steps": run.num_steps} | {f"{name}_ms_per_step": ms for name, ms in run.host_ms.items()}
+    return found if run.mean_context is None else found | {"context": run.mean_context}
 
 
 def _recorded(path: Path | None, model: str) -> dict[str, dict[str, Any]]:

@@ -29,6 +29,8 @@ from jax import lax
 from jaxllm.scaling.limits import Work, measure_ceilings, median_seconds
 from scripts.kernels import OPS, Case, cases
 from scripts.kernels.compiling import Compiler, first_line
+from scripts.measuring.command_line import script_parser
+from scripts.measuring.describe import describe_ceilings
 
 L2_BYTES = 60 << 20
 SECONDS_PER_PROGRAM = 4e-3  # long enough to hide the host's part of a program's start
@@ -36,10 +38,7 @@ SECONDS_PER_PROGRAM = 4e-3  # long enough to hide the host's part of a program's
 
 def main() -> None:
     """Measure the asked cases."""
-    lines = __doc__.splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[1:]), formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--ops", default=",".join(OPS), help=f"of {', '.join(OPS)}")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--variants", default="", help="variants whose names begin with one of these; default: all")
@@ -62,7 +61,7 @@ class Bench:
         self.args = args
         self.deadline = time.perf_counter() + args.seconds
         self.ceilings = measure_ceilings(tiny=args.tiny)
-        print(f"jax {jax.__version__} {jax.devices()[0].device_kind}: {self.ceilings.describe()}", flush=True)
+        print(f"jax {jax.__version__} {jax.devices()[0].device_kind}: {describe_ceilings(self.ceilings)}", flush=True)
         self.compiler = Compiler()
         self.results: list[dict[str, Any]] = []
 

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from jaxllm import LLM, LoRARequest
 from jaxllm.llm_engine import LLMEngine
 from jaxllm.runner.features.adapters import Adapters
-from jaxllm.scaling.requests import greedy, random_prompts
-from scripts.measuring.engine_option import engine_option
+from jaxllm.scaling.runs import greedy, random_prompts
+from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.random_adapters import write_adapter
 from scripts.measuring.steps import time_steps
 
@@ -131,10 +131,7 @@ def bench_zipf(engine: LLMEngine, adapters: Sequence[LoRARequest], arguments: ar
 
 def main() -> None:
     """Measure and print."""
-    lines = __doc__.splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[1:]), formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--model", required=True, help="a directory with config.json")
     parser.add_argument("--rows", default="1,64", help="requests at once")
     parser.add_argument("--adapters", type=int, default=8, help="different adapters in a step")

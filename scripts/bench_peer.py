@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.measuring.engine_option import engine_option
+from scripts.measuring.command_line import engine_option, script_parser
 
 SCHEMA = {
     "type": "object",
@@ -185,10 +185,7 @@ def _is_json(text: str) -> bool:
 
 def main() -> None:
     """Measure the parts in this order."""
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[3:]), formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser(__doc__, 3)
     parser.add_argument("engine", choices=["jaxllm", "vllm"])
     parser.add_argument("model", type=Path)
     parser.add_argument("--parts", default="decode,sampling", help=f"default: decode,sampling; there are {', '.join(PARTS)}")

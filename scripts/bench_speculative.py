@@ -29,10 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.acceptance import Acceptance, percentages
-from jaxllm.scaling.decodes import SETTLING_STEPS
-from jaxllm.scaling.requests import random_prompts
+from jaxllm.scaling.runs import SETTLING_STEPS, random_prompts
 from scripts.demo_data import chat_tokenizer, python_text, scoring, tasks
-from scripts.measuring.engine_option import engine_option
+from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.steps import Steps, time_steps
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -270,10 +269,7 @@ def run_synthetic(arguments: argparse.Namespace, options: dict[str, Any]) -> lis
 
 def main() -> None:
     """Measure and print."""
-    lines = __doc__.splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[1:]), formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--copy", action="store_true", help="n-grams on a text that repeats itself")
     what.add_argument("--method", help="another method on held-out questions and text")

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.measuring.engine_option import engine_option
+from scripts.measuring.command_line import engine_option
 
 CASES = ("cold", "warm", "compile", "artifact", "xla", "restored")
 TIMED_TOKENS = 64

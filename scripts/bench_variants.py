@@ -18,7 +18,7 @@ from jaxllm.llm_engine import LLMEngine
 from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import SamplingParams
-from scripts.measuring.engine_option import engine_option
+from scripts.measuring.command_line import engine_option
 from scripts.measuring.steps import time_steps
 
 

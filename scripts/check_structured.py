@@ -20,7 +20,7 @@ import jsonschema
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm import LLM, SamplingParams
-from scripts.measuring.engine_option import engine_option
+from scripts.measuring.command_line import engine_option
 
 SCHEMAS = Path(__file__).parent / "structured_schemas.jsonl"
 PROMPTS = ("data = ", "The answer as JSON: ", "print(json.dumps(", "# ", "x = [")

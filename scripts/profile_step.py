@@ -30,16 +30,13 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
+from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.describe import describe
-from scripts.measuring.engine_option import engine_option
 
 
 def main() -> None:
     """Profile each kind of step; a mixed one in a separate engine, whose steps are that large."""
-    lines = __doc__.splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[3:]), formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser(__doc__, 3)
     parser.add_argument("model", type=Path)
     parser.add_argument("--decode", default="", help="numbers of rows; default: 1,64 if no other kind is asked for")
     parser.add_argument("--prefill", default="", help="prompts as TOKENSxCOUNT, with commas between several")
@@ -139,16 +136,15 @@ class Profiler:
             f"{(core.runner.launch_seconds - launch) / num_steps * 1e3:.3f} ms, waiting for the device "
             f"{(core.loop.wait_seconds - wait) / num_steps * 1e3:.3f} ms"
         )
-        with trace.record() as (recording, stretch):
-            run(5 if run == self.run else 1)
+
+        def steps(count: int) -> None:
             # Steps that are under way must not be counted with those of the stretch, nor these be left out.
+            run(count)
             core.runner.wait()
-            with stretch:
-                run(self.args.traced)
-                core.runner.wait()
+
+        found, _ = trace.record(lambda: steps(5 if run == self.run else 1), lambda: steps(self.args.traced))
         num_layers = core.model_config.num_layers
-        assert recording.trace is not None
-        print(describe(recording.trace, num_steps=self.args.traced, num_layers=num_layers, top=self.args.top), flush=True)
+        print(describe(found, num_steps=self.args.traced, num_layers=num_layers, top=self.args.top), flush=True)
 
     def add(self, tokens: int, count: int, max_tokens: int) -> None:
         for request_id in itertools.islice(self.names, count):

@@ -2,7 +2,7 @@
 
 import argparse
 import datetime
-import json
+import functools
 import re
 import shlex
 import sys
@@ -10,17 +10,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jaxllm.cli import env, options, terminal
-from jaxllm.cli.bench_scaling_screen import Screen
+from jaxllm.cli.bench_scaling_screen import Screen, print_summary
 from jaxllm.cli.flags import engine_flags
 from jaxllm.cli.numbers import above_zero, count, positive
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.config import Flag
 from jaxllm.errors import ConfigError
 from jaxllm.scaling import experiment, report
-from jaxllm.scaling.plan import SCALINGS, Plan, check_sizes, mixed_requests, powers_of_two
-from jaxllm.scaling.processes import environment_of, find_devices
-from jaxllm.scaling.rows import DECODE, MIXED, WORKS, Results, to_json
+from jaxllm.scaling.plan import DECODE, MIXED, SCALINGS, WORKS, Plan, mixed_requests
+from jaxllm.scaling.processes import environment_of, find_devices, measure_size
+from jaxllm.scaling.results import Results
 
 ABOUT = (
     "Measure decode, prefill and mixed work with the layers split over 1, 2, 4 … devices, each size in a process of its own: "
@@ -128,52 +130,49 @@ def run(arguments: argparse.Namespace) -> int:
     output = _output_directory(arguments.output)
     paths = [Path(path) for path in arguments.earlier]
     if paths and "model" not in arguments and arguments.tensor_parallel_sizes is None:
-        plan, results = experiment.earlier(paths, None)
-        return _finish(arguments, plan, results, output)
+        results = experiment.join(paths, None)
+        Screen(results, quiet=arguments.quiet, has_table=not arguments.json)
+        return _finish(arguments, results, output)
     variables = environment_of(arguments.devices)
     devices = find_devices(variables)
     plan = _plan(arguments, devices)
-    results, sizes = Results(to_json(plan)), plan.tensor_parallel_sizes
-    if paths:
-        plan, results = experiment.earlier(paths, plan)
+    results = experiment.join(paths, plan) if paths else Results(plan)
     if arguments.dry_run:
-        _print_plan(plan, devices, sizes, results.complete_sizes)
+        _print_plan(results, devices, plan.tensor_parallel_sizes)
         return 0
     found = {f"{devices['platform']} {number}": devices["kind"] for number in range(devices["count"])}
     results.environment = env.gather(devices=found)
     results.command = shlex.join(["jaxllm", *sys.argv[1:]])
     results.started_at = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
-    screen = Screen(plan, results, quiet=arguments.quiet, has_table=not arguments.json)
+    screen = Screen(results, quiet=arguments.quiet, has_table=not arguments.json)
     with tempfile.TemporaryDirectory() as directory:
+        measure = functools.partial(
+            measure_size,
+            variables=variables,
+            timeout_seconds=arguments.timeout,
+            logs=Path(directory) if output is None else output / report.LOGS_FOLDER,
+            log_level="debug" if arguments.verbose else "info",
+            hear=screen.hear,
+        )
         try:
-            experiment.run(
-                plan,
-                results,
-                sizes,
-                variables=variables,
-                timeout_seconds=arguments.timeout,
-                logs=Path(directory) if output is None else output / report.LOGS_FOLDER,
-                log_level="debug" if arguments.verbose else "info",
-                output=output,
-                hear=screen.begin,
-            )
+            experiment.run(results, plan.tensor_parallel_sizes, measure, output)
         finally:
-            screen.end()
-    return _finish(arguments, plan, results, output)
+            screen.clear()
+    return _finish(arguments, results, output)
 
 
-def _finish(arguments: argparse.Namespace, plan: Plan, results: Results, output: Path | None) -> int:
+def _finish(arguments: argparse.Namespace, results: Results, output: Path | None) -> int:
     if output is not None:
-        report.write(output, plan, results)
+        report.write(output, results)
     if arguments.json:
-        print(json.dumps(to_json(results)))
+        print(msgspec.json.encode(results).decode())
     else:
-        Screen.summary(plan, results)
+        print_summary(results)
     if not arguments.quiet and output is not None:
         terminal.note(f"report written to {output / report.HTML_FILE}")
     if results.interrupted:
         return 130
-    return 1 if results.failed else 0
+    return 1 if results.problems else 0
 
 
 def _plan(arguments: argparse.Namespace, devices: dict[str, Any]) -> Plan:
@@ -187,8 +186,12 @@ def _plan(arguments: argparse.Namespace, devices: dict[str, Any]) -> Plan:
     if MIXED not in arguments.work and (arguments.requests or arguments.num_requests):
         raise UsageError("--requests and --num-requests are for the mixed work; add it to --work")
     where = f"this machine ({devices['kind']})" if arguments.devices is None else f"--devices cpu:{arguments.devices}"
-    sizes = arguments.tensor_parallel_sizes or powers_of_two(devices["count"])
-    check_sizes(sizes, devices["count"], where=where)
+    sizes = arguments.tensor_parallel_sizes or tuple(2**i for i in range(devices["count"].bit_length()))
+    if too_large := [size for size in sizes if size > devices["count"]]:
+        raise ConfigError(
+            f"tensor-parallel size {', '.join(map(str, too_large))} needs more devices than the {devices['count']} of {where}; "
+            f"give --tensor-parallel-sizes {','.join(str(size) for size in sizes if size not in too_large) or '1'}"
+        )
     return Plan(
         model=asked.pop("model", "demo"),
         tensor_parallel_sizes=sizes,
@@ -201,7 +204,7 @@ def _plan(arguments: argparse.Namespace, devices: dict[str, Any]) -> Plan:
         requests=_requests(arguments) if MIXED in arguments.work else (),
         repeats=arguments.repeats,
         trace_steps=arguments.trace_steps,
-        options=asked,
+        options=msgspec.to_builtins(asked),
     )
 
 
@@ -230,15 +233,14 @@ def _output_directory(path: str | None) -> Path | None:
     return directory
 
 
-def _print_plan(plan: Plan, devices: dict[str, Any], sizes: tuple[int, ...], done: set[int]) -> None:
+def _print_plan(results: Results, devices: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    plan = results.plan
     print(f"{plan.model} on {devices['count']} × {devices['kind']} ({devices['platform']})")
     for size in sizes:
-        if size in done:
-            print(f"tensor-parallel size {size}: measured already")
-            continue
         work = [f"decode of {batch}" for batch in plan.decode_batches(size)]
         work += ["prefill"] * ("prefill" in plan.works) + ["mixed"] * (MIXED in plan.works) + ["all-reduce"] * (size > 1)
-        print(f"tensor-parallel size {size}: {', '.join(work)}")
+        is_done = size in results.complete_sizes
+        print(f"tensor-parallel size {size}: {'measured already' if is_done else ', '.join(work)}")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """Times an all-reduce over the devices of a tensor-parallel size; each layer of a model needs two of them per step."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,45 +33,35 @@ def time_all_reduces(mesh: Mesh, sizes: Sequence[int], width: int, dtype: str) -
         communicator = collectives.Communicator(mesh)
         try:
             for rows in taken:
-                yield PEER, rows, _time_by_peers(communicator, mesh, rows, width, dtype)
+                yield PEER, rows, time_all_reduce(mesh, rows, width, dtype, communicator)
         finally:
             communicator.close()
 
 
-def time_all_reduce(mesh: Mesh, rows: int, width: int, dtype: str) -> float:
-    """Seconds of one sum of [rows, width] over all devices by XLA, from a sequence of sums."""
+def time_all_reduce(
+    mesh: Mesh, rows: int, width: int, dtype: str, communicator: collectives.Communicator | None = None
+) -> float:
+    """Seconds of one sum of [rows, width] over all devices, from a sequence of sums: by PEER with a communicator, else by XLA."""
 
-    def sums(x_RD: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, TIMES, lambda _, x_RD: lax.psum(x_RD, TENSOR), x_RD)
-
-    program, x = _compiled(sums, mesh, rows, width, dtype)
-    return median_seconds(program, x, repeats=5) / TIMES
-
-
-def _time_by_peers(communicator: collectives.Communicator, mesh: Mesh, rows: int, width: int, dtype: str) -> float:
-    workspace = communicator.workspace
-
-    def sums(x_RD: jax.Array, workspace: jax.Array) -> jax.Array:
+    def sums(x_RD: jax.Array, *workspace: jax.Array) -> jax.Array:
+        if not workspace:
+            return lax.fori_loop(0, TIMES, lambda _, x_RD: lax.psum(x_RD, TENSOR), x_RD)
         for _ in range(TIMES):  # not in a loop of XLA, which may copy the workspace
-            x_RD = collectives.all_reduce(x_RD, axis=TENSOR, implementation=PEER, workspace=workspace)
+            x_RD = collectives.all_reduce(x_RD, axis=TENSOR, implementation=PEER, workspace=workspace[0])
         return x_RD
 
-    program, x = _compiled(sums, mesh, rows, width, dtype, workspace)
-    communicator.first_runs(lambda: program(x, workspace))
-    seconds = median_seconds(program, x, workspace, repeats=5) / TIMES
-    if communicator.failed():
-        raise RuntimeError("a device gave up waiting for the others")
-    return seconds
-
-
-def _compiled(
-    sums: Callable[..., jax.Array], mesh: Mesh, rows: int, width: int, dtype: str, *others: jax.Array
-) -> tuple[Callable[..., Any], jax.Array]:
-    """The program, and an array for it. Zeros stay zeros, so that nothing but the sums has to run."""
     spec = PartitionSpec(TENSOR)
+    # Zeros stay zeros, so that nothing but the sums has to run.
     x = jax.device_put(jnp.zeros((tensor_size(mesh) * rows, width), dtype), NamedSharding(mesh, spec))
-    program = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=(spec,) * (1 + len(others)), out_specs=spec, check_vma=False))
+    arrays = [x] if communicator is None else [x, communicator.workspace]
+    program = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=(spec,) * len(arrays), out_specs=spec, check_vma=False))
     options: dict[str, str | bool] = {}
     if mesh.devices.flat[0].platform != "cpu" and jax.__version_info__ >= (0, 11):
         options["xla_gpu_experimental_use_collective_kernels"] = ""  # as the engine has it
-    return program.lower(x, *others).compile(options), x
+    run = program.lower(*arrays).compile(options)
+    if communicator is not None:
+        communicator.first_runs(lambda: run(*arrays))
+    seconds = median_seconds(run, *arrays, repeats=5) / TIMES
+    if communicator is not None and communicator.failed():
+        raise RuntimeError("a device gave up waiting for the others")
+    return seconds

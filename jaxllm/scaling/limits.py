@@ -17,8 +17,6 @@ from jaxllm.layers.build import num_parameters
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import GatedDeltaNet, MoE
 
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -32,12 +30,6 @@ class Ceilings:
     def seconds(self, work: "Work") -> float:
         """The least time for the work: the larger of the times for its bytes and its operations."""
         return max(work.bytes / self.copy_bytes_per_second, work.flops / self.gemm_flops_per_second)
-
-    def describe(self) -> str:
-        dtype = _SHORT.get(self.gemm_dtype, self.gemm_dtype)
-        return (
-            f"copy {self.copy_bytes_per_second / 1e12:.2f} TB/s, {dtype} GEMM {self.gemm_flops_per_second / 1e12:.0f} TFLOP/s"
-        )
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ and do not count as kernels. A CPU has no such process: the thunks that XLA ran 
 that name an operation of the program and a device. Times are microseconds.
 """
 
-import contextlib
 import gzip
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 STRETCH = "measured stretch"
 """Name of the host's annotation that marks the stretch."""
 
@@ -59,40 +59,19 @@ class Trace:
         return self.end - self.start
 
 
-@dataclass
-class Recording:
-    """Filled when the `record` it comes from ends."""
-
-    trace: Trace | None = None
-
-
-@contextlib.contextmanager
-def record() -> Iterator[tuple[Recording, Any]]:
-    """Trace what runs inside. Gives the recording, and a context that marks the stretch in it:
-
-    with record() as (recording, stretch):
-        come_to_speed()  # starting the profiler lets the device run dry
-        with stretch:
-            work()
-    """
+def record(begin: Callable[[], Any], work: Callable[[], T]) -> tuple[Trace, T]:
+    """Trace `work`, and give its result too. `begin` comes before: starting the profiler lets the device run dry."""
     import jax
-
-    @contextlib.contextmanager
-    def marked() -> Iterator[None]:
-        with jax.profiler.TraceAnnotation(STRETCH):  # it begins when it is created, not when it is entered
-            yield
 
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would slow the host and leave the device idle
     options.host_tracer_level = 1
-    recording = Recording()
     with tempfile.TemporaryDirectory() as directory:
-        jax.profiler.start_trace(directory, profiler_options=options)
-        try:
-            yield recording, marked()
-        finally:
-            jax.profiler.stop_trace()
-        recording.trace = read_trace(Path(directory))
+        with jax.profiler.trace(directory, profiler_options=options):
+            begin()
+            with jax.profiler.TraceAnnotation(STRETCH):
+                result = work()
+        return read_trace(Path(directory)), result
 
 
 def read_trace(directory: Path) -> Trace:

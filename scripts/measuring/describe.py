@@ -1,10 +1,20 @@
-"""Describes a trace of decode steps in text: kernels by time and kind, and the gaps between them."""
+"""Describes in text a device's limits, and a trace of decode steps: kernels by time and kind, and the gaps between them."""
 
 import collections
 from collections.abc import Iterable
 
+from jaxllm.scaling.limits import Ceilings
 from jaxllm.scaling.trace import Kernel, Trace, class_of
 from scripts.measuring.idle import busy, devices, idle_share
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def describe_ceilings(found: Ceilings) -> str:
+    """`copy 3.90 TB/s, bf16 GEMM 680 TFLOP/s`"""
+    dtype = _SHORT.get(found.gemm_dtype, found.gemm_dtype)
+    copy, gemm = found.copy_bytes_per_second / 1e12, found.gemm_flops_per_second / 1e12
+    return f"copy {copy:.2f} TB/s, {dtype} GEMM {gemm:.0f} TFLOP/s"
 
 
 def gaps(kernels: Iterable[Kernel]) -> list[tuple[str, str, float]]:

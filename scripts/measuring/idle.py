@@ -6,7 +6,7 @@ from typing import Any
 from jaxllm.llm_engine import LLMEngine
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scaling import trace
-from jaxllm.scaling.requests import end_all
+from jaxllm.scaling.runs import end_all
 from scripts.measuring.rows import Row
 
 
@@ -57,20 +57,18 @@ def trace_idle_share(
             engine.step()
             count = None if count is None else count - 1
 
+    def traced() -> None:
+        if skip is None:
+            add()
+        run(num_steps)
+
     try:
         if skip is not None:
             add()
             run(skip)
-        with trace.record() as (recording, stretch):
-            if skip is not None:
-                run(5)
-            with stretch:
-                if skip is None:
-                    add()
-                run(num_steps)
-        found = recording.trace
-        if found is not None and found.kernels:
-            row.idle = traced = idle_share(found)
+        found, _ = trace.record(lambda: run(5 if skip is not None else 0), traced)
+        if found.kernels:
+            row.idle = share = idle_share(found)
             untraced = None
             if skip is None:
                 untraced = min(row.seconds)
@@ -78,9 +76,9 @@ def trace_idle_share(
                 untraced = row.value / 1e3 * num_steps
             if untraced is not None:
                 # Recording slows the host, not the kernels: what they took there, of the time that the same work takes without.
-                row.idle = max(0.0, 1 - found.wall / 1e6 * (1 - traced) / untraced)
+                row.idle = max(0.0, 1 - found.wall / 1e6 * (1 - share) / untraced)
             print(
-                f"{row.name}: idle {row.idle:.1%}; traced {traced:.1%} of {found.wall / 1e3:.1f} ms, {len(found.kernels)} launches",
+                f"{row.name}: idle {row.idle:.1%}; traced {share:.1%} of {found.wall / 1e3:.1f} ms, {len(found.kernels)} launches",
                 flush=True,
             )
         else:

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from jaxllm.cli.main import command_parser, main
-from jaxllm.scaling import charts, processes, report, tables
+from jaxllm.scaling import charts, processes, report
+from jaxllm.scaling.results import SizeResult
+from jaxllm.scaling.tables import MEASUREMENTS, tables
+from tests.helpers import fake_scaling_child
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +35,7 @@ def test_the_demo_model_on_one_and_two_cpu_devices(tmp_path: Path) -> None:
         command, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
-    plan, results = report.read(output / "results.json")
+    results = report.read(output / "results.json")
     assert [size.tensor_parallel_size for size in results.sizes] == [1, 2]
     for size in results.sizes:
         assert [(row.work, row.num_requests) for row in size.rows] == [
@@ -41,7 +44,7 @@ def test_the_demo_model_on_one_and_two_cpu_devices(tmp_path: Path) -> None:
             ("prefill", 4),
             ("mixed", 4),
         ]
-        assert all(row.note is None and row.tokens_per_second > 0 for row in size.rows)
+        assert all(row.note is None and min(row.run_seconds) > 0 for row in size.rows)
         assert size.engine["platform"] == "cpu" and size.limits["copy_bytes_per_second"] > 0
         assert [found.source for found in size.breakdowns] == ["cpu thunks"] * 3
         assert bool(size.all_reduces) == (size.tensor_parallel_size > 1)
@@ -49,11 +52,10 @@ def test_the_demo_model_on_one_and_two_cpu_devices(tmp_path: Path) -> None:
     page = (output / "report.html").read_text(encoding="utf-8")
     root = ElementTree.fromstring(page.removeprefix("<!doctype html>\n"))
     cells = [["".join(cell.itertext()) for cell in line] for line in root.iter("tr")]
-    main_table = tables.main_table(plan, results.rows)
-    assert all(line in cells for line in main_table.lines) and tables.as_markdown(main_table) in markdown
-    assert (output / "results.csv").read_text() == report.as_csv(plan, results)
-    printed = [line.split() for line in done.stdout.splitlines()]
-    assert all(" ".join(line).split() in printed for line in main_table.lines)
+    table = tables(results)[MEASUREMENTS]
+    assert all(line in cells for line in table.cells()) and table.as_markdown() in markdown
+    assert (output / "results.csv").read_text() == report.as_csv(results)
+    assert done.stdout.splitlines()[: 1 + len(table.lines)] == table.as_text().splitlines()
     assert "share its cores" in markdown and (report.NO_CHARTS in markdown) == (not charts.can_draw())
     assert all((output / "logs" / f"tp{size}.log").stat().st_size for size in (1, 2))
 
@@ -61,7 +63,8 @@ def test_the_demo_model_on_one_and_two_cpu_devices(tmp_path: Path) -> None:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with four H200s, as tests/helpers/fake_scaling_child.py plays it."""
-    monkeypatch.setattr(processes, "MODULE", "tests.helpers.fake_scaling_child")
+    monkeypatch.setattr(processes, "run_child", fake_scaling_child.run_child)
+    monkeypatch.setattr("jaxllm.cli.bench_scaling.find_devices", lambda variables: fake_scaling_child.DEVICES)
 
 
 def bench(*arguments: str) -> int:
@@ -80,8 +83,8 @@ def test_sizes_are_by_default_the_powers_of_two_that_there_are(fake: None, capsy
 def test_rows_and_what_they_say_beside_each_other_are_printed(fake: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--batch-sizes", "8", "--tensor-parallel-sizes", "1,2") == 0
     shown = capsys.readouterr()
-    assert "decode of 8, 1 to 2 devices: 8.00 to 4.00 ms per token, 2.00 times as fast, efficiency 100%" in shown.out
-    assert "weak scaling" in shown.out and "where a step's time goes" in shown.out
+    assert shown.out.splitlines()[2].split()[:9] == ["2", "decode", "8", "4.00", "2", "000", "1", "000", "2.00"]
+    assert "Weak scaling" in shown.out and "Where the time of a step goes" in shown.out
     assert "1 device: pid " in shown.err
 
 
@@ -89,12 +92,12 @@ def test_a_size_that_fails_makes_the_exit_code_1(fake: None, tmp_path: Path, cap
     assert bench("--revision", "2:heads", "--output", str(tmp_path), "--batch-sizes", "8", "--scaling", "strong") == 1
     shown = capsys.readouterr()
     assert "tensor-parallel size 2 failed: tensor_parallel_size is 4, which does not divide 6 query heads" in shown.err
-    assert [len(size.rows) for size in report.read(tmp_path / "results.json")[1].sizes] == [1, 1, 1]
+    assert [len(size.rows) for size in report.read(tmp_path / "results.json").sizes] == [1, 1, 1]
 
 
 def test_skipped_work_is_told_and_makes_the_exit_code_1(fake: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--revision", "1:skip", "--tensor-parallel-sizes", "1", "--batch-sizes", "8") == 1
-    assert "1 device, decode of 64 left out: no room" in capsys.readouterr().err
+    assert "tensor-parallel size 1, decode of 64: no room" in capsys.readouterr().err
 
 
 def test_ctrl_c_still_writes_the_report(
@@ -103,17 +106,17 @@ def test_ctrl_c_still_writes_the_report(
     from jaxllm.cli import bench_scaling_screen
 
     class Impatient(bench_scaling_screen.Screen):
-        def _print_lines(self, lines: list[list[str]]) -> None:
-            super()._print_lines(lines)
-            if lines[0][:2] == ["2", "decode"]:
+        def hear(self, size: int, message: SizeResult | str) -> None:
+            super().hear(size, message)
+            if size == 2 and isinstance(message, SizeResult) and message.rows:
                 signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("jaxllm.cli.bench_scaling.Screen", Impatient)
     assert bench("--batch-sizes", "1,8", "--scaling", "strong", "--output", str(tmp_path)) == 130
-    results = report.read(tmp_path / "results.json")[1]
+    results = report.read(tmp_path / "results.json")
     assert results.interrupted and [len(size.rows) for size in results.sizes] == [2, 1]
     assert "the experiment was interrupted" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "1 to 2 devices" in capsys.readouterr().out
+    assert "Where the time of a step goes" in capsys.readouterr().out
 
 
 def test_runs_of_several_machines_become_one_report(fake: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,8 +125,9 @@ def test_runs_of_several_machines_become_one_report(fake: None, tmp_path: Path, 
     files = [str(tmp_path / name / "results.json") for name in ("a", "b")]
     capsys.readouterr()
     assert main(["bench", "scaling", "--with", *files, "--output", str(tmp_path / "both")]) == 0
-    assert "decode of 64, 1 to 4 devices" in capsys.readouterr().out
-    assert len(report.read(tmp_path / "both" / "results.json")[1].sizes) == 3
+    printed = capsys.readouterr().out
+    assert "Weak scaling" in printed and [line.split()[0] for line in printed.splitlines()[:3]] == ["devices", "1", "1"]
+    assert len(report.read(tmp_path / "both" / "results.json").sizes) == 3
     assert bench("--tensor-parallel-sizes", "4", "--input-len", "5", "--with", files[0]) == 1
     assert "the earlier results are of another experiment: input_len is 5 here and 1024 there" in capsys.readouterr().err
 

@@ -1,37 +1,31 @@
-"""In place of jaxllm.scaling.child: what a tensor-parallel size does follows from the plan's option `revision`, e.g. "2:crash"."""
+"""In place of `processes.run_child`: what a tensor-parallel size does follows from the plan's option `revision`, e.g. "2:crash"."""
 
-import json
 import os
 import signal
 import sys
 import time
-from typing import Any
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 from jaxllm.scaling.plan import Plan
-from jaxllm.scaling.rows import to_json
+from jaxllm.scaling.results import SizeResult, Skipped
 from tests.scaling.samples import ENGINE, LIMITS, breakdown, decode
 
-
-def tell(kind: str, value: Any) -> None:
-    print(json.dumps({"kind": kind, "value": value}), flush=True)
+DEVICES = {"platform": "gpu", "kind": "NVIDIA H200", "count": 4}
 
 
-def main() -> None:
-    asked = json.loads(sys.stdin.readline())
-    if asked.get("find_devices"):
-        tell("devices", {"platform": "gpu", "kind": "NVIDIA H200", "count": 4})
-        return
-    plan, size = Plan.from_json(asked["plan"]), asked["tensor_parallel_size"]
+def run_child(sender: Connection, variables: Mapping[str, str], log_path: Path, plan: Plan, size: int, log_level: str) -> None:
     faults = dict(part.split(":") for part in plan.options.get("revision", "").split(",") if part)
-    tell("doing", f"pid {os.getpid()}")
-    tell("limits", LIMITS)
-    tell("engine", ENGINE)
+    sender.send(f"pid {os.getpid()}")
+    sender.send(SizeResult(size, limits=LIMITS))
+    sender.send(SizeResult(size, engine=ENGINE))
     for batch in plan.decode_batches(size):
-        tell("Row", to_json(decode(size, batch, 8.0 / size)))
-        tell("Breakdown", to_json(breakdown(size, batch)))
+        sender.send(SizeResult(size, rows=[decode(size, batch, 8.0 / size)]))
+        sender.send(SizeResult(size, breakdowns=[breakdown(size, batch)]))
         match faults.get(str(size)):
             case "crash":
-                print("the driver says no\n  and no more", file=sys.stderr, flush=True)
+                log_path.write_text("the driver says no\n  and no more\n")
                 os.kill(os.getpid(), signal.SIGKILL)
             case "exit":
                 sys.exit(3)
@@ -39,14 +33,10 @@ def main() -> None:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 time.sleep(600)
             case "heads":
-                tell("failed", "tensor_parallel_size is 4, which does not divide 6 query heads")
+                sender.send(SizeResult(size, failure="tensor_parallel_size is 4, which does not divide 6 query heads"))
                 sys.exit(1)
             case "skip":
-                tell("Skipped", {"tensor_parallel_size": size, "work": "decode", "num_requests": 64, "reason": "no room"})
-    tell("done", None)
+                sender.send(SizeResult(size, skipped=[Skipped(size, "decode", 64, "no room")]))
+    sender.send(None)
     if faults.get(str(size)) == "linger":
         time.sleep(600)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jaxllm.scaling.plan import Plan
-from jaxllm.scaling.rows import DECODE, GPU_KERNELS, PREFILL, AllReduce, Breakdown, Results, Row, SizeResult, Skipped, to_json
+from jaxllm.scaling.plan import DECODE, PREFILL, Plan
+from jaxllm.scaling.results import GPU_KERNELS, AllReduce, Breakdown, Results, Row, SizeResult, Skipped
 
 PLAN = Plan(
     model="some/model",
@@ -12,7 +12,7 @@ PLAN = Plan(
     input_len=16,
     output_len=11,
     works=(DECODE, PREFILL),
-    options={"load_format": "dummy", "decode_buckets": (8,)},
+    options={"load_format": "dummy", "decode_buckets": [8]},
 )
 LIMITS = {"copy_bytes_per_second": 3.9e12, "gemm_flops_per_second": 680e12, "gemm_dtype": "bfloat16"}
 ENGINE = {
@@ -57,7 +57,7 @@ def breakdown(size: int, batch: int, **changes: Any) -> Breakdown:
         "launches": 300.0,
         "traced_ms": 7.0,
         "step_ms": 6.25,
-        "top": [["nvjet_<a> & b", "products", 1.5, 32.0]],
+        "top": [("nvjet_<a> & b", "products", 1.5, 32.0)],
     }
     return Breakdown(size, DECODE, batch, **(values | changes))
 
@@ -77,6 +77,4 @@ def results() -> Results:
     four = SizeResult(4, 30.0, ENGINE, LIMITS, [decode(4, 8, 5.0, note="7 of 10 steps | odd")])
     four.skipped.append(Skipped(4, DECODE, 32, "needs 900 tokens of KV cache, 800 are there"))
     four.failure = "the process ended by SIGKILL"
-    return Results(
-        to_json(PLAN), {"jaxllm": "0.1.0", "python": "3.12.1 (x)"}, "jaxllm bench scaling", "2030-01-01", [one, two, four]
-    )
+    return Results(PLAN, {"jaxllm": "0.1.0", "python": "3.12.1 (x)"}, "jaxllm bench scaling", "2030-01-01", [one, two, four])

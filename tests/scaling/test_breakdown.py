@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxllm.scaling.breakdown import break_down, part_of, part_of_thunk, time_by_part, waiting_time
+from jaxllm.scaling.breakdown import break_down, part_of, time_by_part, waiting_time
+from jaxllm.scaling.results import CPU_THUNKS, GPU_KERNELS, Breakdown
 from jaxllm.scaling.trace import Kernel, Trace
 
 
@@ -32,7 +33,7 @@ from jaxllm.scaling.trace import Kernel, Trace
     ],
 )
 def test_kernels_by_name(name: str, part: str) -> None:
-    assert part_of(name) == part
+    assert part_of(name, GPU_KERNELS) == part
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_kernels_by_name(name: str, part: str) -> None:
     ],
 )
 def test_thunks_by_name(name: str, part: str) -> None:
-    assert part_of_thunk(name) == part
+    assert part_of(name, CPU_THUNKS) == part
 
 
 def test_each_moment_counts_once() -> None:
@@ -73,6 +74,10 @@ def kernels(*spans: tuple[str, float, float], device: str = "a") -> list[Kernel]
     return [Kernel(name, start, end, device) for name, start, end in spans]
 
 
+def of_one_step(trace: Trace, step_seconds: float) -> Breakdown:
+    return break_down(trace, 1, "decode", 1, num_steps=1, step_seconds=step_seconds)
+
+
 def test_waiting_is_what_the_last_device_does_not_have() -> None:
     first = kernels(("nccl", 0, 10), ("nccl", 20, 22))
     second = kernels(("nccl", 6, 10), ("nccl", 20, 22), device="b")
@@ -87,35 +92,25 @@ def test_a_breakdown_adds_up_to_the_untraced_step() -> None:
         *kernels(("gemm", 0, 1000), ("nccl", 1000, 1600), ("paged_decode", 1600, 2000)),
         *kernels(("gemm", 0, 1200), ("nccl", 1200, 1600), ("rope", 1600, 1800), device="b"),
     ]
-    found = break_down(
-        Trace(0.0, 4000.0, spans, []), tensor_parallel_size=2, work="decode", num_requests=8, num_steps=2, step_seconds=1.5e-3
-    )
-    assert found is not None
+    found = break_down(Trace(0.0, 4000.0, spans, []), 2, "decode", 8, num_steps=2, step_seconds=1.5e-3)
     assert found.parts_ms == pytest.approx({"products": 0.55, "attention": 0.1, "communication": 0.25, "other": 0.05})
     assert found.gaps_ms == pytest.approx(1.5 - 0.95)
     assert sum(found.parts_ms.values()) + found.gaps_ms == pytest.approx(found.step_ms)
     assert found.waiting_ms == pytest.approx(0.05)
     assert (found.launches, found.traced_ms, found.source) == (1.5, 2.0, "gpu kernels")
-    assert found.top[0] == ["gemm", "products", pytest.approx(0.5), 0.5]
+    assert found.top[0] == ("gemm", "products", pytest.approx(0.5), 0.5)
 
 
 def test_kernels_that_take_longer_than_the_step_leave_no_gaps() -> None:
-    found = break_down(
-        Trace(0.0, 100.0, kernels(("gemm", 0, 100)), []),
-        tensor_parallel_size=1,
-        work="decode",
-        num_requests=1,
-        num_steps=1,
-        step_seconds=50e-6,
-    )
-    assert found is not None and found.gaps_ms == 0.0 and found.waiting_ms is None
+    found = of_one_step(Trace(0.0, 100.0, kernels(("gemm", 0, 100)), []), 50e-6)
+    assert found.gaps_ms == 0.0 and found.waiting_ms is None
 
 
 def test_a_cpu_tells_what_it_can() -> None:
     thunks = kernels(("while.3", 0, 100), ("dot.1", 0, 40), ("all-reduce.2", 50, 60), ("fusion", 60, 80), device="CPU:0")
-    about = {"tensor_parallel_size": 1, "work": "decode", "num_requests": 1, "num_steps": 1, "step_seconds": 1e-4}
-    found = break_down(Trace(0.0, 100.0, [], [], thunks), **about)
-    assert found is not None and found.source == "cpu thunks"
+    found = of_one_step(Trace(0.0, 100.0, [], [], thunks), 1e-4)
+    assert found.source == "cpu thunks"
     assert found.parts_ms == pytest.approx({"products": 0.04, "attention": None, "communication": 0.01, "other": 0.02})
     assert found.gaps_ms is None and found.waiting_ms is None
-    assert break_down(Trace(0.0, 100.0, [], []), **about) is None
+    with pytest.raises(ValueError, match="holds nothing of the device"):
+        of_one_step(Trace(0.0, 100.0, [], []), 1e-4)

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from jaxllm.engine.core import EngineCore
+from jaxllm.errors import ConfigError
 from jaxllm.llm import LLM
 from jaxllm.scaling.limits import Ceilings
 from jaxllm.scaling.measure import Measurer, one_line
 from jaxllm.scaling.plan import Plan
-from jaxllm.scaling.rows import AllReduce, Breakdown, Row, Skipped
+from jaxllm.scaling.results import SizeResult
 from tests.helpers import engines
 
 pytestmark = pytest.mark.slow
@@ -49,68 +50,70 @@ def small_pool() -> Iterator[EngineCore]:
     core.shutdown()
 
 
-def measure(plan: Plan, core: EngineCore) -> list[Any]:
-    """The reports of a measurer for a plan's only size, which is the engine's."""
+def measure(plan: Plan, core: EngineCore) -> SizeResult:
+    """The results of a plan's only size, which is the engine's."""
     llm = LLM.from_config(core.config, core=core)
-    told: list[Any] = []
-    Measurer(plan, llm, CEILINGS, told.append).measure_all()
+    result = SizeResult(core.config.parallel.tensor_parallel_size)
+
+    def hear(message: SizeResult | str) -> None:
+        if isinstance(message, SizeResult):
+            result.add(message)
+
+    Measurer(plan, llm, CEILINGS, hear).measure_all()
     llm.llm_engine.check_integrity()
     assert not llm.llm_engine.has_unfinished_requests()
-    return told
-
-
-def of_kind(told: list[Any], kind: type) -> list[Any]:
-    return [each for each in told if type(each) is kind]
+    return result
 
 
 def test_every_piece_of_work_is_measured(core: EngineCore) -> None:
     size = core.config.parallel.tensor_parallel_size
-    told = measure(plan_of(size), core)
-    assert not of_kind(told, Skipped)
-    decode, prefill, mixed = of_kind(told, Row)
+    found = measure(plan_of(size), core)
+    assert not found.skipped
+    decode, prefill, mixed = found.rows
     assert (decode.work, decode.num_requests, decode.num_steps, decode.num_tokens) == ("decode", 2, 5, 10)
     assert decode.note is None and len(decode.run_seconds) == 2
-    assert sum(decode.step_seconds) == pytest.approx(decode.seconds)
+    assert sum(decode.step_seconds) == pytest.approx(min(decode.run_seconds))
     assert decode.mean_context is not None and 12 < decode.mean_context < 60
     assert (prefill.num_requests, prefill.num_tokens, prefill.num_prompt_tokens) == (3, 36, 36)
     assert (mixed.num_requests, mixed.num_tokens, mixed.num_prompt_tokens) == (3, 13, 34)
     for row in (decode, prefill, mixed):
-        assert row.tensor_parallel_size == size and 0 < row.least_seconds < row.seconds
+        assert row.tensor_parallel_size == size and 0 < row.least_seconds < min(row.run_seconds)
         assert set(row.host_ms) == {"dispatch", "launch", "wait"} and all(ms >= 0 for ms in row.host_ms.values())
-    breakdowns = of_kind(told, Breakdown)
-    assert [(found.work, found.source) for found in breakdowns] == [("decode", "cpu thunks"), ("prefill", "cpu thunks")]
-    for found in breakdowns:
-        assert (found.parts_ms["communication"] > 0) == (size > 1)
-        assert found.parts_ms["attention"] is None and found.gaps_ms is None and found.launches > 1
-    all_reduces = of_kind(told, AllReduce)
-    assert [found.rows for found in all_reduces] == ([] if size == 1 else [2, 112])
-    assert all(found.seconds > 0 and found.num_bytes == found.rows * found.width * 4 for found in all_reduces)
+    assert [(each.work, each.source) for each in found.breakdowns] == [("decode", "cpu thunks"), ("prefill", "cpu thunks")]
+    for each in found.breakdowns:
+        assert ((each.parts_ms["communication"] or 0) > 0) == (size > 1)
+        assert each.parts_ms["attention"] is None and each.gaps_ms is None and each.launches > 1
+    assert [each.rows for each in found.all_reduces] == ([] if size == 1 else [2, 112])
+    assert all(each.seconds > 0 and each.num_bytes == each.rows * each.width * 4 for each in found.all_reduces)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"batch_sizes": (5,)}, "max_num_seqs is 4; raise --max-num-seqs"),
-        ({"output_len": 90}, "max_model_len is 112, a prompt of 12 and"),
-        ({"batch_sizes": (4,)}, "needs 188 tokens of KV cache, 112 are there"),
+        ({"batch_sizes": (5,)}, "5 requests of 47 tokens are too many for max_num_seqs 4,"),
+        ({"output_len": 90}, "2 requests of 131 tokens are too many for max_num_seqs 4, max_model_len 112"),
+        (
+            {"batch_sizes": (4,)},
+            "4 requests of 47 tokens are too many for max_num_seqs 4, max_model_len 112 or a KV cache of 112 ",
+        ),
     ],
 )
 def test_what_cannot_be_measured_says_why(small_pool: EngineCore, changes: dict[str, Any], reason: str) -> None:
-    [skipped] = of_kind(measure(plan_of(1, works=("decode",), **changes), small_pool), Skipped)
+    [skipped] = measure(plan_of(1, works=("decode",), **changes), small_pool).skipped
     assert skipped.reason.startswith(reason) and skipped.work == "decode"
 
 
 def test_work_that_fails_leaves_the_rest(small_pool: EngineCore) -> None:
-    told = measure(plan_of(1, works=("prefill", "mixed"), requests=((100, 40),), trace_steps=0), small_pool)
-    [skipped], [row] = of_kind(told, Skipped), of_kind(told, Row)
-    assert skipped.work == "mixed" and row.work == "prefill"
+    found = measure(plan_of(1, works=("prefill", "mixed"), requests=((100, 40),), trace_steps=0), small_pool)
+    assert [skipped.work for skipped in found.skipped] == ["mixed"] and [row.work for row in found.rows] == ["prefill"]
 
 
 @pytest.mark.parametrize(
     ("error", "line"),
     [
         (ValueError("first\nsecond"), "ValueError: first"),
-        (RuntimeError("RESOURCE_EXHAUSTED: no more\nx"), "out of memory: RESOURCE_EXHAUSTED: no more"),
+        (RuntimeError("\nRESOURCE_EXHAUSTED: no more\nx"), "RuntimeError: RESOURCE_EXHAUSTED: no more"),
+        (ConfigError("block_size is 7"), "block_size is 7"),
         (KeyError(), "KeyError"),
     ],
 )

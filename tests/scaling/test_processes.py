@@ -1,190 +1,133 @@
-"""Sizes that fail, hang or are interrupted leave what they measured, and nothing that runs."""
+"""Processes that fail, hang or are interrupted leave what they measured, and nothing that runs."""
 
-import contextlib
-import dataclasses
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from jaxllm.scaling import experiment, processes, report
-from jaxllm.scaling.processes import Interrupted, environment_of, find_devices, measure_size
-from jaxllm.scaling.rows import Results, Row, SizeResult, to_json
+from jaxllm.errors import ConfigError
+from jaxllm.scaling import processes
+from jaxllm.scaling.processes import environment_of, find_devices, measure_size
+from jaxllm.scaling.results import SizeResult
+from tests.helpers import fake_scaling_child
 from tests.scaling.samples import PLAN
 
 
 @pytest.fixture(autouse=True)
-def fake_child(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(processes, "MODULE", "tests.helpers.fake_scaling_child")
+def fake_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "run_child", fake_scaling_child.run_child)
     monkeypatch.setattr(processes, "END_SECONDS", 0.3)
-    before = children()  # those of other tests, which may serve on
-    yield
-    assert children() <= before, "a process is left"
 
 
-def children() -> set[int]:
-    """Processes that this one started and has not waited for."""
-    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+def measured(faults: str, tmp_path: Path, hear: Any = lambda message: None, timeout: float | None = None) -> SizeResult:
+    """The result of two devices; their process has ended."""
+    result, heard = SizeResult(2), []
+
+    def hear_all(size: int, message: SizeResult | str) -> None:
+        heard.append(message)
+        hear(message)
+
+    plan = msgspec.structs.replace(PLAN, scalings=("strong",), options={"revision": faults})
+    try:
+        measure_size(
+            plan,
+            result,
+            variables=environment_of(None),
+            timeout_seconds=timeout,
+            logs=tmp_path,
+            log_level="info",
+            hear=hear_all,
+        )
+    except KeyboardInterrupt:
+        result.failure = "interrupted"
+    if heard:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(heard[0].removeprefix("pid ")), 0)
+    return result
 
 
-def plan_with(faults: str, **changes: Any) -> Any:
-    return dataclasses.replace(PLAN, scalings=("strong",), options={"revision": faults}, **changes)
-
-
-def measured(size: int, faults: str, tmp_path: Path, timeout: float | None = None) -> tuple[SizeResult, list[Any]]:
+def test_results_come_as_they_are_sent(tmp_path: Path) -> None:
     heard: list[Any] = []
-    result = measure_size(
-        plan_with(faults),
-        size,
-        variables=environment_of(None),
-        timeout_seconds=timeout,
-        log_path=tmp_path / "log",
-        log_level="info",
-        hear=heard.append,
-    )
-    return result, heard
-
-
-def test_results_come_as_they_are_told(tmp_path: Path) -> None:
-    result, heard = measured(2, "", tmp_path)
-    assert result.failure is None and [row.num_requests for row in result.rows] == [1, 8]
-    assert [type(told).__name__ for told in heard] == ["str", "Row", "Breakdown", "Row", "Breakdown"]
+    result = measured("", tmp_path, heard.append)
+    assert result.failure is None and [row.num_requests for row in result.rows] == [1, 8] and len(result.breakdowns) == 2
+    assert [type(message).__name__ for message in heard] == ["str"] + ["SizeResult"] * 6
     assert result.engine["device"] == "NVIDIA H200" and result.limits and result.seconds > 0
 
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("crash", "the process ended by SIGKILL; its last line was: and no more"),
+        ("crash", "the process ended by signal 9 (Killed); its last line was: and no more"),
         ("exit", "the process ended with exit code 3"),
         ("heads", "tensor_parallel_size is 4, which does not divide 6 query heads"),
     ],
 )
-def test_a_size_that_fails_says_why_and_keeps_its_rows(fault: str, reason: str, tmp_path: Path) -> None:
-    result, _ = measured(2, f"2:{fault}", tmp_path)
+def test_a_process_that_fails_says_why_and_keeps_its_rows(fault: str, reason: str, tmp_path: Path) -> None:
+    result = measured(f"2:{fault}", tmp_path)
     assert result.failure == reason and len(result.rows) == 1
 
 
-def test_a_size_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     start = time.monotonic()
-    result, _ = measured(2, "2:hang", tmp_path, timeout=2.0)
-    assert result.failure == "stopped after 2 s (--timeout)" and time.monotonic() - start < 10
+    result = measured("2:hang", tmp_path, timeout=1.0)
+    assert result.failure == "stopped after 1 s (--timeout)" and time.monotonic() - start < 10
     assert len(result.rows) <= 1
 
 
 def test_a_process_that_is_done_but_does_not_end_is_no_failure(tmp_path: Path) -> None:
-    result, _ = measured(2, "2:linger", tmp_path)
+    result = measured("2:linger", tmp_path)
     assert result.failure is None and len(result.rows) == 2
 
 
 def test_a_ctrl_c_ends_the_process_and_keeps_its_rows(tmp_path: Path) -> None:
-    pids = []
-
-    def hear(told: Any) -> None:
-        if isinstance(told, str):
-            pids.append(int(told.removeprefix("pid ")))
-        if isinstance(told, Row):
+    def hear(message: Any) -> None:
+        if isinstance(message, SizeResult) and message.rows:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(Interrupted) as caught:
-        measure_size(
-            plan_with("2:hang"),
-            2,
-            variables=environment_of(None),
-            timeout_seconds=None,
-            log_path=tmp_path / "log",
-            log_level="info",
-            hear=hear,
-        )
-    assert len(caught.value.result.rows) == 1 and caught.value.result.failure == "interrupted"
-    with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
+    result = measured("2:hang", tmp_path, hear)
+    assert len(result.rows) == 1 and result.failure == "interrupted"
 
 
-def run(plan: Any, output: Path, hear: Any = lambda size: lambda told: None, results: Results | None = None) -> Results:
-    """The experiment; `results` are those of sizes that were measured before."""
-    results = results or Results(to_json(plan))
-    experiment.run(
-        plan,
-        results,
-        plan.tensor_parallel_sizes,
-        variables=environment_of(None),
-        timeout_seconds=None,
-        logs=output / "logs",
-        log_level="info",
-        output=output,
-        hear=hear,
-    )
-    return results
+@pytest.mark.slow
+def test_a_process_ends_with_the_command(tmp_path: Path) -> None:
+    """The command is killed, and cannot end what it started."""
+    code = f"""
+import multiprocessing, os, pathlib, signal
+from jaxllm.scaling import processes
+from jaxllm.scaling.results import SizeResult
+from tests.scaling.samples import PLAN
+
+def hear(size, message):
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+variables = processes.environment_of(1)
+processes.measure_size(
+    PLAN, SizeResult(1), variables=variables, timeout_seconds=None, logs=pathlib.Path({str(tmp_path)!r}), log_level="info", hear=hear
+)
+"""
+    command = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert command.returncode == -signal.SIGKILL
+    for _ in range(200):
+        try:
+            os.kill(int(command.stdout), 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail("the process is left")
 
 
-def sizes_into(heard: list[int]) -> Any:
-    """A `hear` that notes which sizes are measured."""
-
-    def hear(size: SizeResult) -> Any:
-        heard.append(size.tensor_parallel_size)
-        return lambda told: None
-
-    return hear
-
-
-def test_the_other_sizes_go_on(tmp_path: Path) -> None:
-    results = run(plan_with("1:skip,2:crash"), tmp_path)
-    assert [len(size.rows) for size in results.sizes] == [2, 1, 2]
-    assert [bool(size.failure) for size in results.sizes] == [False, True, False] and results.failed
-    assert report.read(tmp_path / "results.json")[1] == results
-    assert "the driver says no" in (tmp_path / "logs" / "tp2.log").read_text()
-
-
-def test_after_a_ctrl_c_the_report_has_what_is_done(tmp_path: Path) -> None:
-    def hear(size: SizeResult) -> Any:
-        def heard(told: Any) -> None:
-            if size.tensor_parallel_size == 2 and isinstance(told, Row):
-                signal.raise_signal(signal.SIGINT)
-
-        return heard
-
-    results = run(plan_with(""), tmp_path, hear)
-    assert results.interrupted and results.failed
-    assert [(size.tensor_parallel_size, len(size.rows)) for size in results.sizes] == [(1, 2), (2, 1)]
-    assert "the experiment was interrupted" in (tmp_path / "report.md").read_text()
-
-
-def test_earlier_results_are_not_measured_again(tmp_path: Path) -> None:
-    run(plan_with("", tensor_parallel_sizes=(1, 2)), tmp_path / "a")
-    run(plan_with("", tensor_parallel_sizes=(4,)), tmp_path / "b")
-    paths = [tmp_path / name / "results.json" for name in ("a", "b")]
-    plan, results = experiment.earlier(paths, None)
-    assert plan.tensor_parallel_sizes == (1, 2, 4) and len(results.rows) == 6 and not results.failed
-    plan, results = experiment.earlier(paths[:1], plan_with("", tensor_parallel_sizes=(2, 4)))
-    heard: list[int] = []
-    run(plan, tmp_path / "c", sizes_into(heard), results)
-    assert heard == [4] and [size.tensor_parallel_size for size in results.sizes] == [1, 2, 4]
-
-
-def test_a_size_that_failed_is_measured_again_if_asked(tmp_path: Path) -> None:
-    before = run(plan_with("2:crash"), tmp_path)
-    assert before.complete_sizes == {1, 4}
-    heard: list[int] = []
-    hear = sizes_into(heard)
-    results = msgspec.structs.replace(before, sizes=list(before.sizes))
-    where = {"variables": environment_of(None), "timeout_seconds": None, "logs": tmp_path, "log_level": "info", "output": None}
-    experiment.run(plan_with(""), results, (1,), hear=hear, **where)
-    assert heard == [] and results.complete_sizes == {1, 4}
-    experiment.run(plan_with(""), results, (1, 2), hear=hear, **where)
-    assert heard == [2] and results.complete_sizes == {1, 2, 4} and len(results.sizes) == 3
-
-
-def test_devices_are_found_by_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_devices(environment_of(None)) == {"platform": "gpu", "kind": "NVIDIA H200", "count": 4}
-    monkeypatch.setattr(processes, "MODULE", "no.such.module")
-    with pytest.raises(processes.ConfigError, match="JAX finds no devices .*No module named"):
-        find_devices(environment_of(None))
+@pytest.mark.slow
+def test_devices_are_found_by_a_process() -> None:
+    assert find_devices(environment_of(3)) == {"platform": "cpu", "kind": "cpu", "count": 3}
+    with pytest.raises(ConfigError, match="JAX finds no devices .*nonsense"):
+        find_devices(environment_of(None) | {"JAX_PLATFORMS": "nonsense"})
 
 
 def test_cpu_devices_are_forced_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,5 +140,4 @@ def test_cpu_devices_are_forced_by_the_environment(monkeypatch: pytest.MonkeyPat
         "--xla_force_host_platform_device_count=3",
     ]
     assert found["JAX_PLATFORMS"] == "cpu" and "JAX_NUM_CPU_DEVICES" not in found
-    with contextlib.suppress(KeyError):
-        assert environment_of(None)["JAX_NUM_CPU_DEVICES"] == "8"
+    assert environment_of(None)["JAX_NUM_CPU_DEVICES"] == "8"

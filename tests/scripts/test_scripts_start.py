@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.measuring.engine_option import engine_option
+from scripts.measuring.command_line import engine_option
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NEED_TORCH = [SCRIPTS / "bench_cpu.py"]

@@ -1,13 +1,11 @@
-"""The experiment's results as plain values for JSON: rows, breakdowns, times of collectives, one result per size."""
+"""The experiment's results, as results.json holds them and as the measuring processes report them."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from jaxllm.errors import ConfigError
+from jaxllm.scaling.plan import Plan
 
-T = TypeVar("T")
-DECODE, PREFILL, MIXED = WORKS = ("decode", "prefill", "mixed")
 PARTS = ("products", "attention", "communication", "other")
 """Parts of a step's time on the device."""
 GPU_KERNELS, CPU_THUNKS = "gpu kernels", "cpu thunks"
@@ -19,7 +17,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tensor_parallel_size: int
     work: str
-    """One of WORKS."""
+    """One of plan.WORKS."""
     num_requests: int
     """At once for decode, in all for prefill and mixed."""
     num_tokens: int
@@ -31,7 +29,6 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     least_seconds: float
     """Least time for the run's bytes and operations at the device's measured limits; excludes communication."""
     num_prompt_tokens: int
-    """In all requests."""
     mean_context: float | None = None
     """Tokens in the cache of a request, mean over requests and steps of a decode."""
     step_seconds: list[float] = []
@@ -40,28 +37,6 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Per step: planning and launching (`dispatch`), launching alone (`launch`), waiting for the device (`wait`)."""
     note: str | None = None
     """Why the figure may not match the row's description."""
-
-    @property
-    def seconds(self) -> float:
-        return min(self.run_seconds)
-
-    @property
-    def ms_per_step(self) -> float:
-        """For decode the time per token of each request."""
-        return self.seconds / self.num_steps * 1e3
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
-
-    @property
-    def tokens_per_second_per_device(self) -> float:
-        return self.tokens_per_second / self.tensor_parallel_size
-
-    @property
-    def share_of_limit(self) -> float:
-        """1 would be as fast as bytes and operations allow."""
-        return self.least_seconds / self.seconds
 
 
 class Breakdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,8 +64,8 @@ class Breakdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A traced step; the profiler slows the host."""
     step_ms: float
     """An untraced step."""
-    top: list[list[Any]] = []
-    """The longest kernels of the first device: [name, part, ms per step, launches per step]."""
+    top: list[tuple[str, str, float, float]] = []
+    """The longest kernels of the first device: (name, part, ms per step, launches per step)."""
 
 
 class AllReduce(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,12 +82,6 @@ class AllReduce(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     implementation: str = "xla"
     """xla: XLA (NCCL on GPUs); peer: kernels that write into each other's memory."""
 
-    @property
-    def bus_bytes_per_second(self) -> float:
-        """Bytes that each device sends and receives per second, by the algorithm of a ring."""
-        n = self.tensor_parallel_size
-        return self.num_bytes * 2 * (n - 1) / n / self.seconds
-
 
 class Skipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Work that could not be measured."""
@@ -123,11 +92,11 @@ class Skipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.work}{f' of {self.num_requests}' if self.num_requests else ''}"
+        return f"{self.work}{f' of {self.num_requests}' if self.num_requests else ''}: {self.reason}"
 
 
 class SizeResult(msgspec.Struct, forbid_unknown_fields=True):
-    """All results of one tensor-parallel size. `failure` is the error that ended it early; earlier results are valid."""
+    """The results of one tensor-parallel size."""
 
     tensor_parallel_size: int
     seconds: float = 0.0
@@ -141,16 +110,26 @@ class SizeResult(msgspec.Struct, forbid_unknown_fields=True):
     all_reduces: list[AllReduce] = []
     skipped: list[Skipped] = []
     failure: str | None = None
+    """The error that ended the process early; what it reported before is valid."""
+
+    def add(self, part: "SizeResult") -> None:
+        """Add what the process reports as one part after the other."""
+        for name in ("rows", "breakdowns", "all_reduces", "skipped"):
+            getattr(self, name).extend(getattr(part, name))
+        self.engine |= part.engine
+        self.limits |= part.limits
+        self.failure = self.failure or part.failure
 
 
 class Results(msgspec.Struct, forbid_unknown_fields=True):
-    """An experiment, as results.json holds it."""
+    """An experiment."""
 
-    plan: dict[str, Any]
+    plan: Plan
     environment: dict[str, Any] = {}
     command: str = ""
     started_at: str = ""
     sizes: list[SizeResult] = []
+    """In ascending order."""
     interrupted: bool = False
 
     @property
@@ -167,19 +146,11 @@ class Results(msgspec.Struct, forbid_unknown_fields=True):
         return {size.tensor_parallel_size for size in self.sizes if size.failure is None}
 
     @property
-    def failed(self) -> bool:
-        """Whether any requested result is missing."""
-        return self.interrupted or any(size.failure or size.skipped for size in self.sizes)
-
-
-def to_json(value: Any) -> Any:
-    """A result as JSON's values."""
-    return msgspec.json.decode(msgspec.json.encode(value))
-
-
-def from_json(kind: type[T], value: Any) -> T:
-    """A result, or a plan, from JSON's values. Raises ConfigError if they are not those of one."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{kind.__name__}: {error}") from None
+    def problems(self) -> list[str]:
+        """What is missing, and why."""
+        found = ["the experiment was interrupted"] if self.interrupted else []
+        for size in self.sizes:
+            where = f"tensor-parallel size {size.tensor_parallel_size}"
+            found += [f"{where}, {skipped}" for skipped in size.skipped]
+            found += [f"{where} failed: {size.failure}"] if size.failure else []
+        return found

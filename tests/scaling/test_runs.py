@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from jaxllm.errors import ConfigError
 from jaxllm.llm import LLM
-from jaxllm.scaling.decodes import SETTLING_STEPS, time_decodes
-from jaxllm.scaling.requests import greedy, random_prompts
+from jaxllm.scaling.runs import SETTLING_STEPS, greedy, random_prompts, time_decodes
 from scripts.measuring.rows import Row
 from tests.helpers import engines
 
@@ -32,21 +33,28 @@ def timed(llm: LLM, num_rows: int, max_tokens: int):
 
 def test_every_step_decodes_all_rows_after_the_last_prompt(llm: LLM) -> None:
     found = timed(llm, 4, 60)
-    assert found is not None and found.impurity is None and found.seconds > 0
+    assert found.note is None and found.seconds > 0
     # The last prompt was followed by the settling steps, the first one also by those of the others' prompts.
     assert len(found.contexts) == 4 and found.contexts == sorted(found.contexts, reverse=True)
     assert found.contexts[-1] == PROMPT + SETTLING_STEPS and found.contexts[0] > found.contexts[-1]
-    assert found.details["steps"] == NUM_STEPS
-    assert found.details["context"] == sum(found.contexts) / 4 + (NUM_STEPS - 1) / 2
+    assert found.num_steps == NUM_STEPS
+    assert found.mean_context == sum(found.contexts) / 4 + (NUM_STEPS - 1) / 2
 
 
-def test_rows_that_do_not_run_together_are_no_decode_row(llm: LLM) -> None:
-    assert timed(llm, 5, 60) is None
-    assert timed(llm, 4, 5) is None
+@pytest.mark.parametrize(("num_rows", "max_tokens"), [(5, 60), (4, 5)])
+def test_rows_that_do_not_run_together_are_refused(llm: LLM, num_rows: int, max_tokens: int) -> None:
+    with pytest.raises(ConfigError, match=f"cannot run {num_rows} requests at once for so long"):
+        timed(llm, num_rows, max_tokens)
 
 
 def test_a_row_that_ends_meanwhile_is_told(llm: LLM) -> None:
     found = timed(llm, 1, 1 + SETTLING_STEPS + 3)
-    assert found is not None and found.impurity == "3 of 6 steps were not decodes of all 1 rows"
-    row = Row("decode 1", "ms", 2.0, 1.0, note=found.impurity)
+    assert found.note == "3 of 6 steps were not decodes of all 1 rows"
+    row = Row("decode 1", "ms", 2.0, 1.0, note=found.note)
     assert row.cells()[0] == "decode 1, ms (3 of 6 steps were not decodes of all 1 rows)"
+
+
+def test_prompts_are_the_agreed_random_tokens() -> None:
+    rng = np.random.default_rng(0)
+    expected = [rng.integers(0, 744, length).tolist() for length in (4, 6)]
+    assert [prompt["prompt_token_ids"] for prompt in random_prompts([4, 6], 1000, seed=0)] == expected
