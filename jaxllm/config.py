@@ -18,6 +18,7 @@ from jaxllm.eplb_options import eplb_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
+from jaxllm.quantization_options import ONLINE, WIDENED, Quantization
 
 SchedulingPolicy = Literal["auto", "fcfs", "fair", "priority"]
 SERVED_QUEUED_REQS = 10_000
@@ -49,14 +50,12 @@ class ModelOptions:
         "type of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU",
     ] = "auto"
     quantization: Annotated[
-        Literal["fp8"] | None,
-        "fp8: the weights of the decoder's layers become 8-bit floats (e4m3, a scale per output channel) while they are loaded, "
-        "activations likewise in each step (a scale per token); default: as the checkpoint says",
+        Quantization | None,
+        f"{'; '.join(f'{name}: {text}' for name, text in ONLINE.items())}; default: as the checkpoint says",
     ] = None
     dequantize: Annotated[
         bool | None,
-        "widen experts that the checkpoint holds in 4 bits (MXFP4) while they are loaded; default: compute from the 4 bits on a GPU in "
-        "bfloat16, else widen",
+        f"widen {WIDENED} while they are loaded; default: compute from the stored bits on a GPU in bfloat16, else widen",
     ] = None
     max_model_len: Annotated[
         int | None, "most tokens of one request, prompt and output; default: the model's own; -1: the largest that fits"

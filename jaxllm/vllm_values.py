@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.log import info_once
+from jaxllm.quantization_options import ONLINE, STORED
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ VALUES: Mapping[str, Mapping[str, VllmValue]] = {
     "quantization": {
         **_renamed(fp8_per_channel="fp8", ptpc_fp8="fp8"),
         **dict(_taken("fp8", "weights have a scale for each output channel", "fp8_per_tensor")),
-        **dict(_taken(None, _STORED, "compressed-tensors gguf mxfp4 gpt_oss_mxfp4")),
         **dict(_refused("fp8 here has a scale for each output channel: take fp8, or a checkpoint with scales by block", "fp8_per_block")),
-        **dict(_refused("name the format: fp8", "online")),
-        **dict(_refused("only fp8 is supported, and what a checkpoint of compressed-tensors, fp8, MXFP4 or GGUF says (docs/MODELS.md)", """
+        **dict(_refused(f"name the format: {', '.join(ONLINE)}", "online")),
+        **dict(_refused(f"only {', '.join(ONLINE)} is supported, and checkpoints of {', '.join(STORED)} and gguf (docs/MODELS.md)", """
             awq awq_marlin auto_awq gptq gptq_marlin auto_gptq bitsandbytes modelopt modelopt_fp4 modelopt_mxfp8 modelopt_mixed quark
             torchao fp_quant fbgemm_fp8 experts_int8 deepspeedfp moe_wna16 int8 int8_per_channel_weight_only mxfp8 nvfp4
             nvfp4_per_token humming inc deepseek_v4_fp8""")),
+        **dict(_taken(None, _STORED, f"{' '.join(STORED)} gguf")),
     },
     "prefix_caching_hash_algo": {
         **dict(_taken("sha256", "blocks are found alike by any hash", "xxhash")),
@@ -73,7 +74,7 @@ VALUES: Mapping[str, Mapping[str, VllmValue]] = {
 }  # fmt: skip
 """By option and by vLLM's value."""
 
-QUANTIZATIONS = frozenset({"fp8", *VALUES["quantization"]})
+QUANTIZATIONS = frozenset({*ONLINE, *VALUES["quantization"]})
 """Words after `-q`, which alone is --quiet, that make it vLLM's short form of --quantization."""
 
 

@@ -22,6 +22,8 @@ Init = Literal["normal", "zeros", "ones", "format"]
 """How a parameter without a checkpoint begins; format: as its format says."""
 WHOLE = ""
 """The part of a weight that stands in the model as one array."""
+KV_SCALE = "kv_scale"
+"""The part that is the divisors of keys and values before they become fp8, float32 [2]."""
 
 
 class Options(NamedTuple):
@@ -29,8 +31,9 @@ class Options(NamedTuple):
 
     quantization: str | None
     dequantize: bool | None
-    has_kernel: bool
-    """Whether products of experts can be computed from 4 bits."""
+    on_gpu: bool
+    dtype: str
+    """The model's type."""
     unquantized: tuple[str, ...]
     """Modules of the family that are never quantised while loading: parts of their dotted names."""
     supported: str = ""

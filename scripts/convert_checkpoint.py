@@ -23,6 +23,7 @@ from jaxllm.loaders.save import with_formats
 from jaxllm.model_config import DTYPES
 from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
+from jaxllm.quantization_options import ONLINE
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")
 
@@ -61,7 +62,7 @@ def main() -> None:
     parser.add_argument("model", help="local directory, hub id or 'demo'")
     parser.add_argument("output", type=Path, help="directory to write, new or empty")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="type of the weights (default: the model's)")
-    parser.add_argument("--quantization", choices=("fp8",), help="quantise the weights of the decoder's layers")
+    parser.add_argument("--quantization", choices=tuple(ONLINE), help="quantise the weights of the decoder's layers")
     parser.add_argument(
         "--dequantize",
         action=argparse.BooleanOptionalAction,

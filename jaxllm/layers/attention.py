@@ -19,6 +19,7 @@ from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, Norm, QueryScale
 from jaxllm.parallel.shards import Shards
+from jaxllm.weight_format import KV_SCALE
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -83,11 +84,11 @@ class GroupedQueryAttention(nnx.Module):
         sinks = Source((Tensor(f"{prefix}{part.name}.sinks", (stored_K * stored_G,), (stored_K, stored_G)),), 0, (0, 1))
         self.sinks = abstract_param((K, G), ("heads", "group"), "float32", source=sinks) if part.sinks else None
         scales = Source(tuple(Tensor(f"{prefix}{part.name}.{letter}_scale", (1,), (1,)) for letter in "kv"), 0, (0,))
-        format, name = config.kv_format, "kv_scale"
+        format = config.kv_format
         self.kv_scale = (
             None
             if format is None
-            else abstract_param((2,), ("kv",), "float32", source=scales, init="ones", format=format, part=name)
+            else abstract_param((2,), ("kv",), "float32", source=scales, init="ones", format=format, part=KV_SCALE)
         )
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:

@@ -136,7 +136,7 @@ class Source:
         return replace(self, tensors=(replace(tensor, picks=picks),))
 
     def output_major(self) -> "Source":
-        """The source without permutation, for the parameter as fp8 weights hold it."""
+        """The source without permutation: of the parameter with the outputs before the inputs."""
         return replace(self, permutation=tuple(range(len(self.permutation))))
 
     def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:

@@ -99,6 +99,10 @@ def _rebuild_parameter(tensor: Any, *_: Any) -> Tensor:
     return tensor
 
 
+def _new_dictionary() -> dict[str, Any]:
+    return {}
+
+
 _STORAGES = {
     "BFloat16": StorageType("BF16", 2),
     "Half": StorageType("F16", 2),
@@ -113,7 +117,7 @@ _STORAGES = {
 }
 """By PyTorch's names."""
 _NAMES: Mapping[str, Callable[..., Any] | StorageType] = {
-    "collections OrderedDict": lambda: {},
+    "collections OrderedDict": _new_dictionary,
     "torch._utils _rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils _rebuild_parameter": _rebuild_parameter,
     **{f"torch {name}Storage": kind for name, kind in _STORAGES.items()},

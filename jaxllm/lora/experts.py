@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jaxllm.layers.moe import MixtureOfExperts
 from jaxllm.layers.source import Stacked, Tensor
 from jaxllm.lora.shapes import TargetShape, expert_targets
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 from pallas_kernels.grouped_matmul.plan import local_experts, make_plan, weighted_sum
 
 
@@ -69,8 +68,8 @@ def compute(
     x_TD: Array,
     expert_Tk: Array,
     weight_Tk: Array,
-    gate_up_E2FD: Array | Mxfp4,
-    down_EDF: Array | Mxfp4,
+    gate_up_E2FD: Any,
+    down_EDF: Any,
     *,
     slot_T: Array,
     factors: Factors,
@@ -81,6 +80,8 @@ def compute(
     first_expert: int | Array = 0,
 ) -> Array:
     """`pallas_kernels.grouped_matmul.experts` in which the experts of each token are changed by the adapter in its slot; -1: none.
+
+    Weights are arrays, or what `WeightFormat.operand` returns.
 
     A loop over tiles of pairs of token and expert, each of one expert, in plain JAX. Beside inputs and results of all pairs, [T * k, D]
     each in the type of x, it needs the values of one tile: 0.3 GB for 4096 tokens with 8 experts each of width 2048, in bfloat16.

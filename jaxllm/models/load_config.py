@@ -13,6 +13,7 @@ from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.registry import Read, find
 from jaxllm.pooling_config import bidirectional_faults, is_embedding_checkpoint, load_pooling_config
 from jaxllm.quantization.formats import read_formats
+from jaxllm.quantization_options import WIDENED
 from jaxllm.served_model import GGUF_TYPE, read_token_ids
 from jaxllm.weight_format import Options
 
@@ -35,8 +36,8 @@ def load_model_config(
     """Read config.json (and the EOS ids of generation_config.json) of a model directory.
 
     `overrides` is laid over the top level of config.json. dtype "auto" is the checkpoint's on a GPU and float32 on a CPU, where
-    narrower types are emulated. quantization "fp8" computes in fp8 whatever the checkpoint holds; None: as the checkpoint says.
-    dequantize: widen experts that the checkpoint holds in 4 bits; None: where there is no kernel that computes from them.
+    narrower types are emulated. quantization: the format that linear layers get while they are loaded; None: as the checkpoint says.
+    dequantize: widen the weights of formats that may be; None: where there is no kernel that computes from them.
     kv_cache_dtype "auto" is fp8 if the checkpoint says so, else dtype.
     runner: what the model is for; "auto" is pooling for a checkpoint without a head or with sentence-transformers' files, else
     generate. pooler_config is laid over how the checkpoint wants to be pooled.
@@ -55,7 +56,7 @@ def load_model_config(
     reader = ConfigReader(architecture, raw, bidirectional_faults(raw), **options)  # type: ignore[arg-type]
     config = _read(read, reader, directory)
     dtype = _dtype(reader, dtype, on_gpu)
-    asked = Options(quantization, dequantize, on_gpu and dtype == "bfloat16", config.names.unquantized)
+    asked = Options(quantization, dequantize, on_gpu, dtype, config.names.unquantized)
     formats = read_formats(raw.get("quantization_config"), asked, reader.faults)
     for format in formats:
         reader.faults.extend(format.faults(config))
@@ -63,7 +64,7 @@ def load_model_config(
     if reader.faults:
         raise _refused(directory, reader)
     if dequantize is False and not any(format.may_widen for format in formats):
-        raise ConfigError(f"dequantize is False, but {directory} has no experts in 4 bits (MXFP4); leave --no-dequantize out")
+        raise ConfigError(f"dequantize is False, but {directory} has no {WIDENED}; leave --no-dequantize out")
     if expert_parallel and not config.mixtures:
         raise ConfigError(f"enable_expert_parallel is set, but {architecture} has no experts; leave it out")
     if kv_cache_dtype == "auto":

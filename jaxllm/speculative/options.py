@@ -13,6 +13,7 @@ from jaxllm.config import EngineConfig, nearest, type_matches, unknown_name
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.flag_arguments import noun, without_none
 from jaxllm.log import info_once
+from jaxllm.quantization_options import Quantization
 from jaxllm.speculative.refused import METHODS_ELSEWHERE, NO_EFFECT, REFUSED, REJECTION_METHODS_ELSEWHERE
 from jaxllm.text.model_files import read_json, text_files
 
@@ -65,7 +66,7 @@ class SpeculativeConfig:
     model: str | None = None
     """Directory or hub id of the draft's checkpoint; None: the method has none."""
     revision: str | None = None
-    quantization: Literal["fp8"] | None = None
+    quantization: Quantization | None = None
     """As the engine's option, for the draft's weights."""
     prompt_lookup_min: int = DEFAULT_LOOKUP
     """Fewest tokens that must be found again, for n-grams."""

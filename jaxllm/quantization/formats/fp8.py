@@ -12,6 +12,7 @@ from jaxllm.layers.source import Index, Source, Tensor, output_major
 from jaxllm.log import logger
 from jaxllm.quantization.formats.patterns import matches, partly_covered, read_names
 from jaxllm.weight_format import (
+    KV_SCALE,
     Array,
     Arrays,
     Draw,
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
 
 TYPE, STORED_TYPE = "float8_e4m3fn", "F8_E4M3"
-KV_SCALE = "kv_scale"
-"""The part that is the scales of keys and values."""
 _KV_SCALES = ("{0}.{1}_scale", "{0}.attn.{1}_scale", "{0}.{1}_proj.{1}_scale", "{0}.{1}_proj.output_scale")
 _DUMMY_DEVIATION = 100.0
 _NO_BLOCKS_WITH_CACHE = "scales of the KV cache beside a weight scale per block are not supported"

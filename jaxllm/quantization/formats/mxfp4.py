@@ -116,7 +116,7 @@ class Mxfp4(WeightFormat):
         if not given:
             return None
         key = "modules_to_not_convert"
-        widens = options.dequantize if options.dequantize is not None else not options.has_kernel
+        widens = options.dequantize if options.dequantize is not None else not (options.on_gpu and options.dtype == "bfloat16")
         return cls(not widens, read_names(given.get(key), key, faults))
 
     def covers(self, module: str) -> bool:

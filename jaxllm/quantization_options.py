@@ -1,0 +1,53 @@
+"""The registry of weight formats, and what options say of them. Imports none of them, because commands read options without numbers.
+
+To add one: a file with a subclass of `jaxllm.weight_format.WeightFormat`, and an entry of FORMATS.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """A weight format as options name it."""
+
+    path: str
+    """module:name of the class."""
+    online: Mapping[str, str] = field(default_factory=dict)
+    """Values of --quantization by which plain weights get this format while they are loaded, with their help texts."""
+    stored: tuple[str, ...] = ()
+    """vLLM's names of checkpoints in this format."""
+    widened: str = ""
+    """The weights in it that --dequantize widens, for help and errors; empty: it does not change them."""
+
+
+FORMATS = (
+    Registered(
+        path="jaxllm.quantization.formats.fp8:Fp8",
+        online={
+            "fp8": "the weights of the decoder's layers become 8-bit floats (e4m3, a scale per output channel) while they are loaded, "
+            "activations likewise in each step (a scale per token)"
+        },
+        stored=("compressed-tensors",),
+    ),
+    Registered(
+        path="jaxllm.quantization.formats.mxfp4:Mxfp4",
+        stored=("mxfp4", "gpt_oss_mxfp4"),
+        widened="experts in 4 bits (MXFP4)",
+    ),
+)
+"""The first that claims a quantization_config reads it; a weight is in the first that declares it."""
+
+ONLINE: Mapping[str, str] = {name: text for each in FORMATS for name, text in each.online.items()}
+"""Values of --quantization, with their help texts."""
+STORED = tuple(name for each in FORMATS for name in each.stored)
+"""vLLM's names of checkpoints that can be read."""
+WIDENED = " or ".join(each.widened for each in FORMATS if each.widened)
+"""The weights that --dequantize widens."""
+
+if TYPE_CHECKING:
+    Quantization = str
+else:
+    Quantization = Literal[tuple(ONLINE)]
+    """A value of --quantization."""
