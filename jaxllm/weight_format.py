@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 
 import numpy as np
 
-from jaxllm.layers.source import AnySource, Index, Module, Tensor
+from jaxllm.layers.source import AnySource, Index, Module, Read, Tensor
 
 if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
@@ -97,10 +97,6 @@ class Files(Protocol):
 
     def tensor(self, name: str) -> np.ndarray:
         """A whole tensor as the file has it."""
-
-
-Read = Callable[[Tensor, Index], np.ndarray]
-"""Reads a part of a tensor."""
 
 
 class Reader(Files, Protocol):
@@ -215,7 +211,7 @@ class WeightFormat:
         """A part of a tensor that needs others to be read (`beside`), as plain numbers."""
         raise NotImplementedError
 
-    def transit_bytes(self, part: str) -> int | None:
+    def transit_bytes(self, part: str) -> float | None:
         """Bytes of a stored value on its way through the host; 0: negligible, None: as in the model's type."""
         return None
 

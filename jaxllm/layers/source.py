@@ -90,6 +90,10 @@ class Tensor:
         return np.concatenate([part, np.zeros((missing, *part.shape[1:]), part.dtype)]) if missing else part
 
 
+Read = Callable[[Tensor, Index], np.ndarray]
+"""Reads a part of a tensor."""
+
+
 @dataclass(frozen=True)
 class Source:
     """The tensors of a parameter of the stored shape (`ModelConfig.as_stored`)."""
@@ -106,11 +110,15 @@ class Source:
         views = [t.placed_shape for t in self.tensors]
         return tuple(sum(v[i] for v in views) if i == self.axis else n for i, n in enumerate(views[0]))
 
-    def read(self, tensor: Callable[[Tensor, Index], np.ndarray]) -> np.ndarray:
-        """The whole concatenation. `tensor` reads a part of a tensor."""
-        whole = (slice(None),) * len(self.permutation)
-        parts = [tensor(t, whole) for t in self.tensors]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
+    def index_of(self, index: Index) -> Index:
+        """The part of the concatenation that a part of the parameter is."""
+        return tuple(index[i] for i in np.argsort(self.permutation))
+
+    def read(self, tensor: Read, index: Index, dtype: np.dtype) -> np.ndarray:
+        """A part of the parameter, never a view of a file: arrays on a CPU may be this very memory."""
+        parts = [tensor(t, self.index_of(index)) for t in self.tensors]
+        part = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
+        return part.transpose(self.permutation).astype(dtype, order="C", copy=not part.flags.writeable)
 
     def placed(self, axes: Sequence[str], shape: Sequence[int]) -> "Source":
         """The source of a parameter of `shape`, which differs from the stored one as `layout.expand` says: tensors are read so
@@ -162,7 +170,11 @@ class Stacked:
         tensors = tuple(self.tensors[first * each + i] for first in picks for i in range(each))
         return Stacked(tensors, (len(picks), *self.lead[1:]))
 
-    def read(self, tensor: Callable[[Tensor, Index], np.ndarray], index: Index, dtype: np.dtype) -> np.ndarray:
+    def placed(self, axes: Sequence[str], shape: Sequence[int]) -> "Stacked":
+        """The source itself: its copies of experts are picked."""
+        return self
+
+    def read(self, tensor: Read, index: Index, dtype: np.dtype) -> np.ndarray:
         """A part of the parameter. Only the tensors in it are read, and each is copied once, into its place."""
         n = len(self.lead)
         chosen = np.arange(len(self.tensors)).reshape(self.lead)[index[:n]]
@@ -187,6 +199,12 @@ class AnySource(Protocol):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that are read from the checkpoint."""
+
+    def placed(self, axes: Sequence[str], shape: Sequence[int]) -> "AnySource":
+        """The source of a parameter of `shape`, which has copies and padding of the mesh in addition."""
+
+    def read(self, tensor: Read, index: Index, dtype: np.dtype) -> np.ndarray:
+        """A part of the parameter in a type, of parts of its tensors."""
 
     def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
         """Write a parameter into its tensors, by name; those that are not there yet are added."""

@@ -101,7 +101,7 @@ class _Kind(NamedTuple):
             values = deviation * draw.normal()
         else:
             values = draw.full(self.init == "ones", "float32")
-        return expand(jnp, values.astype(self.dtype), self.axes, self.shape)
+        return expand(values.astype(self.dtype), self.axes, self.shape)
 
 
 class _Draw(NamedTuple):

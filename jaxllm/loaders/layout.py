@@ -1,16 +1,10 @@
-"""Converts parameters from their stored shape to the shape that a mesh needs: copies KV heads, pads the vocabulary.
+"""Converts parameters from their stored shape to the shape that a mesh needs: copies KV heads, pads the vocabulary."""
 
-Works on NumPy and JAX arrays, using only the names of the logical axes.
-"""
-
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -24,6 +18,8 @@ from jaxllm.weight_format import ParamSpec, WeightFormat
 
 ParamPath = tuple[str | int, ...]
 Axes = tuple[str, ...]
+Parts = dict[str, tuple[ParamPath, ParamSpec]]
+"""The parameters of a weight, by part."""
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
 
@@ -34,9 +30,9 @@ def parameters(model_or_state: nnx.Module | nnx.State) -> Iterator[tuple[ParamPa
     yield from nnx.to_flat_state(state)  # type: ignore[misc]
 
 
-def weights(model: nnx.Module | nnx.State) -> list[tuple[WeightFormat | None, dict[str, tuple[ParamPath, ParamSpec]]]]:
+def weights(model: nnx.Module | nnx.State) -> list[tuple[WeightFormat | None, Parts]]:
     """Each weight: its format, if it has one, and its parts, which are parameters."""
-    found: dict[ParamPath, tuple[WeightFormat | None, dict[str, tuple[ParamPath, ParamSpec]]]] = {}
+    found: dict[ParamPath, tuple[WeightFormat | None, Parts]] = {}
     for path, variable in parameters(model):
         format, part = variable.get_metadata("format"), variable.get_metadata("part")
         spec = ParamSpec(
@@ -82,7 +78,7 @@ def source_of(variable: nnx.Variable) -> AnySource:
     return variable.get_metadata("source")
 
 
-def expand(xp: ModuleType, array: Any, axes: Axes, shape: Sequence[int]) -> Any:
+def expand(array: Array, axes: Axes, shape: Sequence[int]) -> Array:
     """Bring a parameter of the stored shape to `shape`, which differs in copies of KV heads or of experts or in padding of the vocabulary.
 
     With r copies, KV head k becomes heads k·r … k·r + r - 1, and each takes 1/r of its query heads, in order.
@@ -90,26 +86,26 @@ def expand(xp: ModuleType, array: Any, axes: Axes, shape: Sequence[int]) -> Any:
     if tuple(array.shape) == tuple(shape):
         return array
     if "heads" in axes:
-        return _copy_heads(xp, array, axes, shape)
+        return _copy_heads(array, axes, shape)
     if "split_experts" in axes:
         axis = axes.index("split_experts")
-        return xp.take(array, xp.array(slots(array.shape[axis], shape[axis])), axis)
+        return jnp.take(array, jnp.array(slots(array.shape[axis], shape[axis])), axis)
     axis = axes.index("vocab")
     padding = [(0, wanted - had) for wanted, had in zip(shape, array.shape, strict=True)]
     assert all(low_high == (0, 0) for i, low_high in enumerate(padding) if i != axis), "only the vocabulary is padded"
-    return xp.pad(array, padding)
+    return jnp.pad(array, padding)
 
 
-def _copy_heads(xp: ModuleType, array: Any, axes: Axes, shape: Sequence[int]) -> Any:
+def _copy_heads(array: Array, axes: Axes, shape: Sequence[int]) -> Array:
     axis = axes.index("heads")
     replicas = shape[axis] // array.shape[axis]
     before, after = tuple(shape[: axis + 1]), tuple(shape[axis + 2 :])
     if axes[axis + 1] == "group":
         return array.reshape(*before, -1, *after)
     if axes[axis + 1] != "qkv":
-        return xp.repeat(array, replicas, axis=axis)
-    query, key_value = xp.split(array, [array.shape[axis + 1] - 2], axis=axis + 1)
-    return xp.concatenate([query.reshape(*before, -1, *after), xp.repeat(key_value, replicas, axis=axis)], axis=axis + 1)
+        return jnp.repeat(array, replicas, axis=axis)
+    query, key_value = jnp.split(array, [array.shape[axis + 1] - 2], axis=axis + 1)
+    return jnp.concatenate([query.reshape(*before, -1, *after), jnp.repeat(key_value, replicas, axis=axis)], axis=axis + 1)
 
 
 def stored_sharding(mesh: Mesh, axes: Axes, shape: Sequence[int]) -> NamedSharding:
@@ -117,23 +113,6 @@ def stored_sharding(mesh: Mesh, axes: Axes, shape: Sequence[int]) -> NamedShardi
     wanted = sharding(mesh, axes)
     divides = all(size % num_parts([axis], mesh.shape) == 0 for axis, size in zip(axes, shape, strict=True))
     return wanted if divides else NamedSharding(mesh, PartitionSpec(*(None,) * len(axes)))
-
-
-def expand_on_devices(
-    array: Array, axes: Axes, shape: Sequence[int], mesh: Mesh, permutation: Sequence[int] | None = None, dtype: Any = None
-) -> Array:
-    """`expand` an array (after permuting its dimensions and casting it, if asked) into the sharding of its axes."""
-    permutation = tuple(permutation or range(len(axes)))
-    dtype = np.dtype(array.dtype if dtype is None else dtype)
-    return _expander(permutation, axes, tuple(shape), dtype, sharding(mesh, axes))(array)
-
-
-@functools.lru_cache(maxsize=256)
-def _expander(
-    permutation: tuple[int, ...], axes: Axes, shape: tuple[int, ...], dtype: np.dtype, place: NamedSharding
-) -> Callable[[Array], Array]:
-    """One program per distinct shape, not per parameter."""
-    return jax.jit(lambda x: expand(jnp, x.transpose(permutation).astype(dtype), axes, shape), out_shardings=place)
 
 
 def raise_on_misfit(

@@ -11,17 +11,17 @@ from jax.sharding import Mesh
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.layers.source import Source, Stacked
+from jaxllm.layers.source import Source
 from jaxllm.loaders import orbax
 from jaxllm.loaders.checkpoint import DTYPES, Checkpoint
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.formats import has_checkpoint, open_checkpoint
-from jaxllm.loaders.layout import ParamPath, Progress, delete, on_cpu, parameters, raise_on_misfit, source_of, state_of, weights
+from jaxllm.loaders.layout import ParamPath, Parts, Progress, delete, on_cpu, raise_on_misfit, state_of, weights
 from jaxllm.loaders.reader import Files, Reader, split_dimension
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.axes import MESH_AXES
-from jaxllm.weight_format import WHOLE, Expected, ParamSpec
+from jaxllm.weight_format import WHOLE, Expected, ParamSpec, WeightFormat
 
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
 """Buffers that old versions of transformers saved with the weights."""
@@ -75,19 +75,19 @@ def load_checkpoint(
     _check(reader, checkpoint.directory, model if whole is None else whole, config)
     for told in filter(None, (format.told(config.dtype) for format in config.formats)):
         logger.info("%s", told)
-    sizes = {path: sum(_num_bytes(checkpoint, t.name) for t in source_of(v).tensors) for path, v in parameters(model)}
-    total, done = sum(sizes.values()), 0
+    made_of = weights(model)
+    sizes = [sum(_num_bytes(checkpoint, name) for name in _expected(reader, *weight)) for weight in made_of]
+    total, done = sum(sizes), 0
     arrays: dict[ParamPath, Array] = {}
     try:
-        for format, parts in weights(model):
+        for (format, parts), size in zip(made_of, sizes, strict=True):
             specs = {part: spec for part, (_, spec) in parts.items()}
             made = ((WHOLE, reader.array(specs[WHOLE])),) if format is None else format.load(reader, specs)
             for part, array in made:
-                path, _ = parts[part]
-                arrays[path] = array
-                done += sizes[path]
-                if progress is not None:
-                    progress(done, total)
+                arrays[parts[part][0]] = array
+            done += size
+            if progress is not None:
+                progress(done, total)
     except BaseException:
         delete(arrays)
         raise
@@ -119,23 +119,19 @@ def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int
     return largest
 
 
-def _transit_bytes(files: Files, spec: ParamSpec, stored_bytes: int | None, num_devices: int) -> int:
+def _transit_bytes(files: Files, spec: ParamSpec, stored_bytes: float | None, num_devices: int) -> int:
     """The largest of a parameter's tensors. stored_bytes: as `WeightFormat.transit_bytes`."""
-    source, axes = spec.source, spec.axes
+    axes, source, largest = spec.axes, spec.source.placed(spec.axes, spec.shape), 0
     if not isinstance(source, Source):
         is_split = any(MESH_AXES[axis] for axis in axes)
-        num_bytes = sum(math.prod(tensor.shape) for tensor in source.tensors)
-        if isinstance(source, Stacked):
-            num_bytes = math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize
-        return 2 * num_bytes // (num_devices if is_split else 1)
+        return 2 * math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize // (num_devices if is_split else 1)
     if stored_bytes == 0:
         return 0
-    largest, source = 0, source.placed(axes, spec.shape)
     split = split_dimension(source, axes)
     for tensor in source.tensors:
         is_widened = bool(files.beside(tensor))
         itemsize = 4 if is_widened else stored_bytes or jnp.dtype(files.config.dtype).itemsize
-        num_bytes = math.prod(tensor.placed_shape) * itemsize
+        num_bytes = int(math.prod(tensor.placed_shape) * itemsize)
         if is_widened or (num_devices > 1 and split is not None and math.prod(tensor.placed_shape[:split]) > 1):
             num_bytes = 2 * num_bytes // (num_devices if split is not None else 1)  # copied, then sent, device by device
         largest = max(largest, num_bytes)
@@ -154,17 +150,23 @@ def _num_bytes(checkpoint: Checkpoint, name: str) -> int:
     return checkpoint.entries[name].num_bytes if name in checkpoint.entries else 0
 
 
+def _expected(files: Files, format: WeightFormat | None, parts: Parts) -> dict[str, Expected]:
+    """The tensors that a weight is read from."""
+    if format is not None:
+        return format.expected({part: spec for part, (_, spec) in parts.items()}, files)
+    found: dict[str, Expected] = {}
+    for tensor in (tensor for _, spec in parts.values() for tensor in spec.source.tensors):
+        found[tensor.name] = Expected(tensor.shape)
+        found |= {name: Expected(shape) for name, shape in files.beside(tensor).items()}
+    return found
+
+
 def _check(files: Files, directory: Path, model: nnx.Module, config: ModelConfig) -> None:
     """Compare names, shapes and types of checkpoint and model. Raises ModelLoadError with every difference."""
     entries = files.entries
     wanted: dict[str, Expected] = {}
-    for format, parts in weights(model):
-        if format is not None:
-            wanted |= format.expected({part: spec for part, (_, spec) in parts.items()}, files)
-            continue
-        for tensor in (tensor for _, spec in parts.values() for tensor in spec.source.tensors):
-            wanted[tensor.name] = Expected(tensor.shape)
-            wanted |= {name: Expected(shape) for name, shape in files.beside(tensor).items()}
+    for weight in weights(model):
+        wanted |= _expected(files, *weight)
     # A tied checkpoint may store the head all the same, and a model that only makes vectors needs none.
     needs_no_head = config.tie_word_embeddings or not config.generates
     ignored = [name for name in entries if HARMLESS.search(name) or (needs_no_head and name == f"{config.names.head}.weight")]

@@ -13,8 +13,10 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.files import read_json
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.loaders.layout import Progress, axes_of, expand_on_devices, parameters, raise_on_misfit, state_of, stored_sharding
+from jaxllm.loaders.layout import Progress, axes_of, expand, parameters, raise_on_misfit, state_of, stored_sharding
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.axes import sharding
+from jaxllm.parallel.conversions import convert
 
 WEIGHTS = "weights.orbax"
 TABLE = "weights.orbax.json"
@@ -80,8 +82,10 @@ def restore(
         progress(total, total)
     placed = {}
     for path, variable in parameters(model):
-        array, axes = arrays.pop(_name(path)), axes_of(variable)
-        placed[path] = array if array.shape == variable.shape else expand_on_devices(array, axes, variable.shape, mesh)
+        array, axes, shape = arrays.pop(_name(path)), axes_of(variable), tuple(variable.shape)
+        if array.shape != shape:
+            array = convert(expand, sharding(mesh, axes), array, axes=axes, shape=shape)
+        placed[path] = array
     return state_of(model, placed)
 
 

@@ -10,13 +10,14 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.layers.source import Index, Source, Stacked, Tensor
+from jaxllm.layers.source import Index, Read, Source, Tensor
 from jaxllm.loaders.checkpoint import Checkpoint, TensorEntry
-from jaxllm.loaders.layout import Axes, expand
+from jaxllm.loaders.layout import Axes
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import MESH_AXES, sharding
-from jaxllm.weight_format import ParamSpec, Read
+from jaxllm.parallel.conversions import convert
+from jaxllm.weight_format import ParamSpec
 
 
 class Files:
@@ -55,20 +56,19 @@ class Reader(Files):
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, mesh: Mesh, *, transform_on_device: bool):
         super().__init__(config, checkpoint)
-        self.mesh = mesh
-        self._read = self._by_device if transform_on_device else self._by_host
+        self.mesh, self._transform_on_device = mesh, transform_on_device
 
     def array(self, spec: ParamSpec, read: Read | None = None) -> Array:
         """The whole parameter: its tensors joined, transposed, cast and split over the devices. read: default: as plain numbers."""
-        read = read or self.plain
-        if not isinstance(spec.source, Stacked):
-            return self._read(spec, read)
-        stacked, dtype = spec.source, jnp.dtype(spec.dtype)
-        # The host holds one device's experts, or their parts, at a time.
-        return self.by_device(spec, lambda index, device: jax.device_put(stacked.read(read, index, dtype), device))
+        read, source, dtype = read or self.plain, spec.source, jnp.dtype(spec.dtype)
+        if self._transform_on_device and isinstance(source, Source):
+            static = {"axis": source.axis, "permutation": source.permutation, "dtype": dtype}
+            return convert(_fused, sharding(self.mesh, spec.axes), self.tensors(spec, read), **static)
+        placed = source.placed(spec.axes, spec.shape)
+        return self.by_device(spec, lambda index, device: jax.device_put(placed.read(read, index, dtype), device))
 
     def by_device(self, spec: ParamSpec, make: Callable[[Index, jax.Device], Array]) -> Array:
-        """The parameter of what `make` makes of the index of each device's part and the device."""
+        """The parameter of what `make` makes of the index of each device's part and the device: of one device at a time."""
         place = sharding(self.mesh, spec.axes)
         slices = []
         for device, index in place.addressable_devices_indices_map(spec.shape).items():
@@ -89,20 +89,6 @@ class Reader(Files):
     def put(self, values: np.ndarray, spec: ParamSpec) -> Array:
         """The parameter with these values."""
         return put(values, sharding(self.mesh, spec.axes))
-
-    def _by_host(self, spec: ParamSpec, read: Read) -> Array:
-        assert isinstance(spec.source, Source)
-        array = spec.source.read(read).transpose(spec.source.permutation)
-        # What is a view of the file is copied, as arrays on a CPU may be this very memory.
-        array = array.astype(jnp.dtype(spec.dtype), order="C", copy=not array.flags.writeable)
-        return self.put(expand(np, array, spec.axes, spec.shape), spec)
-
-    def _by_device(self, spec: ParamSpec, read: Read) -> Array:
-        parts = self.tensors(spec, read)
-        assert isinstance(spec.source, Source)
-        fuse = _fuser(spec.source.axis, spec.source.permutation, jnp.dtype(spec.dtype), sharding(self.mesh, spec.axes))
-        # Without waiting, what was sent of many parameters would be alive at once, there and here.
-        return jax.block_until_ready(fuse(parts))
 
 
 def split_dimension(source: Source, axes: Axes) -> int | None:
@@ -127,15 +113,8 @@ def _place_tensor(read: Read, tensor: Tensor, place: NamedSharding) -> Array:
     return jax.block_until_ready(jax.make_array_from_single_device_arrays(tensor.placed_shape, place, slices))
 
 
-@functools.lru_cache(maxsize=256)
-def _fuser(
-    axis: int, permutation: tuple[int, ...], dtype: np.dtype, place: NamedSharding
-) -> Callable[[tuple[Array, ...]], Array]:
-    """The tensors of a source to its parameter. One program per distinct shape, not per parameter."""
-
-    def fuse(parts: tuple[Array, ...]) -> Array:
-        # Apart, because one kernel for both reads what it transposes piece by piece.
-        fused = lax.optimization_barrier(jnp.concatenate(parts, axis)) if len(parts) > 1 else parts[0]
-        return fused.transpose(permutation).astype(dtype)
-
-    return jax.jit(fuse, out_shardings=place)
+def _fused(parts: tuple[Array, ...], axis: int, permutation: tuple[int, ...], dtype: np.dtype) -> Array:
+    """The parameter of the tensors of a source."""
+    # Apart, because one kernel for both reads what it transposes piece by piece.
+    fused = lax.optimization_barrier(jnp.concatenate(parts, axis)) if len(parts) > 1 else parts[0]
+    return fused.transpose(permutation).astype(dtype)

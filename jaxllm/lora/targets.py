@@ -11,8 +11,8 @@ from flax import nnx
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.moe import MixtureOfExperts
-from jaxllm.layers.source import Index, Source, Stacked, Tensor, output_major
-from jaxllm.loaders.layout import axes_of, expand, parameters, source_of
+from jaxllm.layers.source import Index, Source, Tensor, output_major
+from jaxllm.loaders.layout import axes_of, parameters, source_of
 from jaxllm.lora.embedding import EmbeddingTarget
 from jaxllm.lora.experts import ExpertsTarget, modules_of
 from jaxllm.lora.shapes import TargetShape
@@ -175,12 +175,8 @@ def pack(slots: Slots, read: Read, dtype: np.dtype, num_devices: int) -> np.ndar
 
     start = 0
     for _, variable in parameters(slots):
-        source, axes, shape = source_of(variable), axes_of(variable)[1:], variable.shape[1:]
-        if isinstance(source, Stacked):
-            whole = source.read(tensor, (slice(None),) * len(shape), dtype)
-        else:
-            assert isinstance(source, Source)
-            whole = expand(np, source.read(tensor).transpose(source.permutation), axes, shape)
+        axes, shape = axes_of(variable)[1:], variable.shape[1:]
+        whole = source_of(variable).placed(axes, shape).read(tensor, (slice(None),) * len(shape), dtype)
         split = next((i for i, axis in enumerate(axes) if MESH_AXES[axis]), None)
         parts = [whole] * num_devices if split is None else np.split(whole, num_devices, split)
         end = start + parts[0].size

@@ -1,6 +1,5 @@
 """Weights and activations as 8-bit floats (float8_e4m3fn, arXiv:2209.05433), and the product of both."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -9,6 +8,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from jaxllm.parallel.axes import sharding
+from jaxllm.parallel.conversions import convert
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
 DTYPE = jnp.float8_e4m3fn
@@ -47,21 +47,13 @@ def quantize_tensors(
     tensors: tuple[Array, ...], axis: int, axes: tuple[str, ...], num_scale_axes: int, mesh: Mesh
 ) -> tuple[Array, Array]:
     """The tensors of a weight, joined along an axis, as fp8 values of these axes, output-major, and scale."""
-    # One weight at a time is in memory both ways.
-    return jax.block_until_ready(_quantizer(axis, axes, num_scale_axes, mesh)(tensors))
+    place = sharding(mesh, axes), sharding(mesh, axes[:num_scale_axes])
+    return convert(_joined, place, tensors, axis=axis, num_contracted=len(axes) - num_scale_axes)
 
 
-@functools.lru_cache(maxsize=256)
-def _quantizer(
-    axis: int, axes: tuple[str, ...], num_scale_axes: int, mesh: Mesh
-) -> Callable[[tuple[Array, ...]], tuple[Array, Array]]:
-    """One program per distinct shape."""
-
-    def quantize_fused(parts: tuple[Array, ...]) -> tuple[Array, Array]:
-        # Copied heads get the scales of the first.
-        return quantize(jnp.concatenate(parts, axis), len(axes) - num_scale_axes)
-
-    return jax.jit(quantize_fused, out_shardings=(sharding(mesh, axes), sharding(mesh, axes[:num_scale_axes])))
+def _joined(parts: tuple[Array, ...], axis: int, num_contracted: int) -> tuple[Array, Array]:
+    """Copied heads get the scales of the first."""
+    return quantize(jnp.concatenate(parts, axis), num_contracted)
 
 
 def narrow(x: Array) -> Array:

@@ -3,16 +3,16 @@
 Source: OCP Microscaling Formats (MX) Specification 1.0, 2023.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxllm.parallel.axes import sharding
+from jaxllm.parallel.conversions import convert
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS, pack, unpack
 
 
@@ -28,42 +28,28 @@ def widen(blocks: Array, scales: Array, dtype: str) -> Array:
 
 
 def widen_part(
-    blocks: np.ndarray,
-    scales: np.ndarray,
-    device: jax.Device,
-    permutation: tuple[int, ...],
-    start: int,
-    num_values: int,
-    dtype: str,
+    stored: Sequence[np.ndarray], device: jax.Device, permutation: tuple[int, ...], start: int, num_values: int, dtype: str
 ) -> Array:
-    """A part of a parameter on a device: `num_values` of the last dimension from `start` on, with its dimensions permuted."""
-    stored = [jax.device_put(np.ascontiguousarray(part), device) for part in (blocks, scales)]
-    return jax.block_until_ready(_widener(permutation, start, num_values, dtype)(*stored))
+    """A part of a parameter on a device: `num_values` of the last dimension from `start` on, with its dimensions permuted.
+
+    stored: the bytes of whole blocks [..., K / 2], and their scales [..., K / 32].
+    """
+    static = {"permutation": permutation, "start": start, "num_values": num_values, "dtype": dtype}
+    return convert(_widened_part, None, *(jax.device_put(np.ascontiguousarray(part), device) for part in stored), **static)
 
 
-@functools.lru_cache(maxsize=64)
-def _widener(permutation: tuple[int, ...], start: int, num_values: int, dtype: str) -> Callable[[Array, Array], Array]:
-    """One program per distinct shape."""
-
-    def to_parameter(blocks: Array, scales: Array) -> Array:
-        values = widen(blocks, scales, dtype)
-        return lax.slice_in_dim(values, start, start + num_values, axis=-1).transpose(permutation)
-
-    return jax.jit(to_parameter)
+def _widened_part(stored: Array, scales: Array, permutation: tuple[int, ...], start: int, num_values: int, dtype: str) -> Array:
+    values = widen(stored.reshape(*scales.shape, BLOCK // 2), scales, dtype)
+    return lax.slice_in_dim(values, start, start + num_values, axis=-1).transpose(permutation)
 
 
 def pack_tensor(stored: Array, permutation: tuple[int, ...], axes: Sequence[str], mesh: Mesh) -> Array:
     """A parameter of words, from the bytes [..., K / 2] that a checkpoint holds."""
-    return jax.block_until_ready(_packer(permutation, sharding(mesh, axes))(stored))
+    return convert(_words, sharding(mesh, axes), stored, permutation=permutation)
 
 
-@functools.lru_cache(maxsize=64)
-def _packer(permutation: tuple[int, ...], place: NamedSharding) -> Callable[[Array], Array]:
-    def to_words(stored: Array) -> Array:
-        blocks = stored.reshape(*stored.shape[:-1], -1, BLOCK // 2)
-        return pack(blocks).transpose(permutation)
-
-    return jax.jit(to_words, out_shardings=place)
+def _words(stored: Array, permutation: tuple[int, ...]) -> Array:
+    return pack(stored.reshape(*stored.shape[:-1], -1, BLOCK // 2)).transpose(permutation)
 
 
 def stored_bytes(words: Array) -> Array:

@@ -7,6 +7,7 @@ import math
 import tracemalloc
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -151,7 +152,7 @@ def test_slices_are_those_of_the_whole(tmp_path, kind, quantization, size):
     one, many = (dict(parameters(load(directory, n, quantization=quantization))) for n in (1, size))
     for path, variable in many.items():
         whole = np.asarray(one[path][...], np.float32)
-        expected = expand(np, whole, axes_of(variable), variable.shape)
+        expected = expand(jnp.asarray(whole), axes_of(variable), variable.shape)
         np.testing.assert_array_equal(np.asarray(variable[...], np.float32), expected, err_msg=str(path))
 
 
@@ -161,11 +162,11 @@ def test_what_was_loaded_before_an_error_is_given_back(directory, monkeypatch):
     def fail_later(*args):
         if len(made) == 5:
             raise OSError("the disk is gone")
-        made.append(fuse(*args))
+        made.append(read(*args))
         return made[-1]
 
-    fuse = Reader._by_device
-    monkeypatch.setattr(Reader, "_by_device", fail_later)
+    read = Reader.array
+    monkeypatch.setattr(Reader, "array", fail_later)
     with pytest.raises(OSError, match="disk is gone"):
         load(directory, 2)
     assert all(array.is_deleted() for array in made) and len(made) == 5

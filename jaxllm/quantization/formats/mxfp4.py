@@ -1,5 +1,6 @@
 """Experts in MXFP4, as gpt-oss is released: computed from the 4 bits, or widened while loading."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from jaxllm.errors import ModelLoadError
-from jaxllm.layers.source import Index, Source, Tensor
+from jaxllm.layers.source import AnySource, Index, Source, Tensor
 from jaxllm.quantization.formats.patterns import begins, read_names
 from jaxllm.weight_format import (
     WHOLE,
@@ -18,7 +19,6 @@ from jaxllm.weight_format import (
     Files,
     Options,
     ParamSpec,
-    Read,
     Reader,
     WeightFormat,
     WeightSpec,
@@ -36,59 +36,20 @@ _DUMMY_EXPONENT = 120
 """Of 2^-7: the values without a scale have a deviation of 2.9."""
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """A parameter that the checkpoint holds in 4 bits: 32 values along the last dimension, in 16 bytes, share a scale."""
+def _sources(plain: AnySource) -> tuple[Source, Source]:
+    """The bytes of the values and of the scales of a parameter whose plain tensor, of all experts, is [E, inputs, *outputs]: both have
+    the inputs last."""
+    assert isinstance(plain, Source)
+    (tensor,) = plain.tensors
+    experts, inputs, *outputs = tensor.view
+    rows, num_blocks, last = (experts, math.prod(outputs)), inputs // BLOCK, len(tensor.view) - 1
+    permutation = tuple(last if i == 1 else max(i - 1, 0) for i in plain.permutation)
 
-    blocks: Tensor
-    """Its view is [..., inputs / 32, 16]."""
-    scales: Tensor
-    """Its view is [..., inputs / 32]."""
-    permutation: tuple[int, ...]
-    """Dimension i of the parameter is dimension permutation[i] of the values; the last is the last."""
-    plain: Source
-    """The parameter without quantisation, which is how it is written."""
+    def source(kind: str, stored: tuple[int, ...], num_bytes: int) -> Source:
+        view = (experts, *outputs, num_bytes)
+        return Source((Tensor(f"{tensor.name}_{kind}", (*rows, *stored), view, picks=tensor.picks),), 0, permutation)
 
-    @classmethod
-    def of(cls, plain: Source) -> Self:
-        """The 4-bit form of a tensor of all experts [E, inputs, *outputs]: its values have the outputs before the inputs."""
-        (tensor,) = plain.tensors
-        experts, inputs, *outputs = tensor.view
-        last = len(tensor.view) - 1
-        permutation = tuple(last if i == 1 else max(i - 1, 0) for i in plain.permutation)
-        view = (experts, *outputs, inputs // BLOCK)
-        stored = (experts, int(np.prod(outputs)), inputs // BLOCK)
-        blocks = Tensor(f"{tensor.name}_blocks", (*stored, BLOCK // 2), (*view, BLOCK // 2), picks=tensor.picks)
-        return cls(blocks, Tensor(f"{tensor.name}_scales", stored, view, picks=tensor.picks), permutation, plain)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.blocks, self.scales)
-
-    @property
-    def words(self) -> Source:
-        """The bytes of the values of the parameter in 4 bits."""
-        *outputs, num_blocks, num_bytes = self.blocks.view
-        return Source((replace(self.blocks, view=(*outputs, num_blocks * num_bytes)),), 0, self.permutation)
-
-    @property
-    def exponents(self) -> Source:
-        """The bytes of the scales of the parameter in 4 bits, the last outputs after the blocks."""
-        *others, outputs, blocks = self.permutation
-        return Source((self.scales,), 0, (*others, blocks, outputs))
-
-    def read(self, tensor: Read, index: Index) -> tuple[np.ndarray, np.ndarray, int]:
-        """The blocks and scales that cover a part of the parameter, and at which value of its first block it begins."""
-        start, stop, _ = index[-1].indices(BLOCK * self.scales.view[-1])
-        covering = [slice(None)] * (len(index) - 1) + [slice(start // BLOCK, -(-stop // BLOCK))]
-        for i, dimension in enumerate(self.permutation[:-1]):
-            covering[dimension] = index[i]
-        blocks = tensor(self.blocks, (*covering, slice(None)))
-        return blocks, tensor(self.scales, tuple(covering)), start % BLOCK
-
-    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
-        """Write a parameter into its tensors, by name, without quantisation."""
-        self.plain.write(parameter, written)
+    return source("blocks", (num_blocks, BLOCK // 2), inputs // 2), source("scales", (num_blocks,), num_blocks)
 
 
 @dataclass(frozen=True)
@@ -152,14 +113,17 @@ class Mxfp4(WeightFormat):
         plain = weight.plain
         if weight.modules or not isinstance(plain.source, Source) or not self.covers(plain.source.tensors[0].name):
             return None
-        source = Blocks.of(plain.source)
         if not self.computes:
-            return {WHOLE: replace(plain, source=source)}
+            return {WHOLE: plain}
+        values, scales = _sources(plain.source)
         *lead, outputs, inputs = plain.shape
-        exponents_axes = (*plain.axes[:-2], plain.axes[-1], plain.axes[-2])
+        *lead_axes, outputs_axis, inputs_axis = plain.axes
+        *others, last, blocks = scales.permutation
+        scales = replace(scales, permutation=(*others, blocks, last))
+        axes = (*lead_axes, inputs_axis, outputs_axis)
         return {
-            "words": ParamSpec((*lead, outputs, inputs // 4), plain.axes, "uint16", source.words, "format"),
-            "exponents": ParamSpec((*lead, inputs // BLOCK, outputs), exponents_axes, "uint8", source.exponents, "format"),
+            "words": ParamSpec((*lead, outputs, inputs // 4), plain.axes, "uint16", values, "format"),
+            "exponents": ParamSpec((*lead, inputs // BLOCK, outputs), axes, "uint8", scales, "format"),
         }
 
     def operand(self, arrays: Arrays) -> Any:
@@ -168,27 +132,33 @@ class Mxfp4(WeightFormat):
         return mxfp4.Mxfp4(arrays["words"], arrays["exponents"])
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
-        return {name: tensor._replace(dtypes=("U8",)) for name, tensor in super().expected(parts, files).items()}
+        whole = parts.get(WHOLE)
+        sources = _sources(whole.source) if whole is not None else [spec.source for spec in parts.values()]
+        return {tensor.name: Expected(tensor.shape, ("U8",)) for source in sources for tensor in source.tensors}
 
     def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
         from jaxllm.quantization import mxfp4
 
         if WHOLE in parts:
             spec = parts[WHOLE]
-            held = spec.source
-            assert isinstance(held, Blocks)
+            values, scales = _sources(spec.source)
 
             def widen(index: Index, device: Any) -> Array:
                 """Widen the blocks that contain a device's part of the parameter."""
-                blocks, scales, start = held.read(reader.stored, index)
-                num_values = len(range(*index[-1].indices(spec.shape[-1])))
-                return mxfp4.widen_part(blocks, scales, device, held.permutation, start, num_values, spec.dtype)
+                start, stop, _ = index[-1].indices(spec.shape[-1])
+                first, end = start // BLOCK, -(-stop // BLOCK)
+                stored = []
+                for source, size in ((values, BLOCK // 2), (scales, 1)):
+                    covering = source.index_of((*index[:-1], slice(first * size, end * size)))
+                    stored.append(reader.stored(source.tensors[0], covering))
+                return mxfp4.widen_part(stored, device, values.permutation, start % BLOCK, stop - start, spec.dtype)
 
             yield WHOLE, reader.by_device(spec, widen)
             return
-        (stored,), source = reader.tensors(parts["words"]), parts["words"].source
+        words, source = parts["words"], parts["words"].source
         assert isinstance(source, Source)
-        yield "words", mxfp4.pack_tensor(stored, source.permutation, parts["words"].axes, reader.mesh)
+        (stored,) = reader.tensors(words)
+        yield "words", mxfp4.pack_tensor(stored, source.permutation, words.axes, reader.mesh)
         del stored
         exponents = reader.array(parts["exponents"])
         yield "exponents", exponents
@@ -198,8 +168,8 @@ class Mxfp4(WeightFormat):
                 f"scales up to 2^{LARGEST_EXPONENT - _BIAS}; use --dequantize"
             )
 
-    def transit_bytes(self, part: str) -> int | None:
-        return None if part == WHOLE else 1
+    def transit_bytes(self, part: str) -> float | None:
+        return (BLOCK // 2 + 1) / BLOCK if part == WHOLE else 1
 
     def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
         """Weights have a deviation of 0.023."""
