@@ -1,9 +1,6 @@
-"""Interface between the engine and a weight format; the formats are in `jaxllm/quantization/formats/`.
+"""Interface between the engine and a weight format; the formats are in `jaxllm/quantization/formats/`."""
 
-A weight without a format is an array of the model's type, stored as such.
-"""
-
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
@@ -18,8 +15,8 @@ Array = Any
 """Of JAX, which this module does not import."""
 Arrays = Mapping[str, Array]
 """Arrays of a weight, by part."""
-Init = Literal["normal", "zeros", "ones", "format"]
-"""How a parameter without a checkpoint begins; format: as its format says."""
+Init = Literal["normal", "zeros", "ones"]
+"""How a parameter without a checkpoint begins; normal: as its format says."""
 WHOLE = ""
 """The part of a weight that stands in the model as one array."""
 KV_SCALE = "kv_scale"
@@ -53,7 +50,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """A weight of products, as it is without a format."""
+    """A weight of products, as it is in no format but PLAIN."""
 
     plain: ParamSpec
     modules: tuple[Module, ...] = ()
@@ -98,12 +95,12 @@ class Files(Protocol):
     def tensor(self, name: str) -> np.ndarray:
         """A whole tensor as the file has it."""
 
+    def beside(self, tensor: Tensor) -> Mapping[str, tuple[int, ...]]:
+        """The tensors, with their shapes, that it takes to read a weight as plain numbers, whatever its format."""
+
 
 class Reader(Files, Protocol):
     """Reads a checkpoint onto the devices of a mesh."""
-
-    @property
-    def mesh(self) -> Any: ...
 
     def array(self, spec: ParamSpec, read: Read | None = None) -> Array:
         """The whole parameter: its tensors joined, transposed, cast and split over the devices. read: default: as plain numbers."""
@@ -114,8 +111,8 @@ class Reader(Files, Protocol):
     def by_device(self, spec: ParamSpec, make: Callable[[Index, Any], Array]) -> Array:
         """The parameter of what `make` makes of the index of each device's part and the device."""
 
-    def put(self, values: np.ndarray, spec: ParamSpec) -> Array:
-        """The parameter with these values."""
+    def convert(self, function: Callable[..., Any], specs: Sequence[ParamSpec], *arrays: Any, **static: Hashable) -> Any:
+        """The parameters that a function of a module makes of arrays on the devices: one program for each distinct shape."""
 
 
 class Draw(Protocol):
@@ -196,12 +193,16 @@ class WeightFormat:
         raise NotImplementedError
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
-        """The tensors that a weight of these parts is read from."""
-        return {tensor.name: Expected(tensor.shape) for spec in parts.values() for tensor in spec.source.tensors}
+        """The tensors that a weight of these parts is read from; by default its own, and those beside them."""
+        found: dict[str, Expected] = {}
+        for tensor in (tensor for spec in parts.values() for tensor in spec.source.tensors):
+            found[tensor.name] = Expected(tensor.shape)
+            found |= {name: Expected(shape) for name, shape in files.beside(tensor).items()}
+        return found
 
     def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
-        """Each part with its array, which is on its devices when it is given. Raises ModelLoadError."""
-        raise NotImplementedError
+        """Each part with its array, which is on its devices when it is given; by default read as plain numbers. Raises ModelLoadError."""
+        yield from ((part, reader.array(spec)) for part, spec in parts.items())
 
     def beside(self, tensor: Tensor, files: Files) -> dict[str, tuple[int, ...]]:
         """The tensors, with their shapes, that it takes to read a weight as plain numbers; none: it is stored so."""
@@ -217,7 +218,7 @@ class WeightFormat:
 
     def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
         """A part without a checkpoint; weights have this deviation, or about the same."""
-        raise NotImplementedError
+        return deviation * draw.normal()
 
     def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
         """A part as a checkpoint holds it, in which plain weights have this type."""
@@ -231,3 +232,7 @@ class WeightFormat:
         """Why a converted checkpoint with arrays of these names cannot be restored in this format, and the way out, as the end of a
         sentence about its directory; empty: it can be."""
         return ""
+
+
+PLAIN = WeightFormat()
+"""The format of all weights in no other: an array of the model's type, stored as plain numbers or in a form that a format widens."""

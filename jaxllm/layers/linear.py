@@ -12,7 +12,7 @@ from jax.lax import Precision
 from jaxllm.layers.source import AnySource, Module, output_major, plain
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
-from jaxllm.weight_format import WHOLE, Init, ParamSpec, WeightFormat, WeightSpec
+from jaxllm.weight_format import PLAIN, WHOLE, Init, ParamSpec, WeightFormat, WeightSpec
 
 
 def abstract_param(
@@ -22,13 +22,13 @@ def abstract_param(
     *,
     source: AnySource | str,
     init: Init = "normal",
-    format: WeightFormat | None = None,
+    format: WeightFormat = PLAIN,
     part: str = WHOLE,
 ) -> nnx.Param:
     """A parameter that holds its shape, type, logical axes and source, but no values yet.
 
     source: the name alone for a tensor of the checkpoint that has the parameter's shape. format: what loads it, as this part of a
-    weight; None: it is stored as it is.
+    weight.
     """
     assert len(shape) == len(axes), f"{len(shape)} dimensions, {len(axes)} axis names"
     if isinstance(source, str):
@@ -58,7 +58,7 @@ class PackedWeight(nnx.Module):
 
 
 def declare(formats: Sequence[WeightFormat], weight: WeightSpec) -> nnx.Param | PackedWeight:
-    """An abstract weight in the first of the formats that has it; without any as it is."""
+    """An abstract weight in the first of the formats that has it, else in PLAIN."""
     for format in formats:
         if (parts := format.declare(weight)) is not None:
             params = {part: _param(spec, format, part) for part, spec in parts.items()}
@@ -66,7 +66,7 @@ def declare(formats: Sequence[WeightFormat], weight: WeightSpec) -> nnx.Param | 
     return _param(weight.plain)
 
 
-def _param(spec: ParamSpec, format: WeightFormat | None = None, part: str = WHOLE) -> nnx.Param:
+def _param(spec: ParamSpec, format: WeightFormat = PLAIN, part: str = WHOLE) -> nnx.Param:
     return abstract_param(spec.shape, spec.axes, spec.dtype, source=spec.source, init=spec.init, format=format, part=part)
 
 

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,8 @@ def dummy_weights(
     key = jax.random.key(seed)
     groups: dict[ParamPath, dict[ParamPath, _Kind]] = {}
     for path, variable in parameters(model):
-        axes, dtype = axes_of(variable), jnp.dtype(variable.dtype)
-        kind = _Kind(*_begins(variable), stored_shapes[path], variable.shape, dtype, axes, sharding(mesh, axes))
+        place = sharding(mesh, axes_of(variable))
+        kind = _Kind.of(variable, stored_shapes[path], jnp.dtype(variable.dtype), place)
         groups.setdefault(_layer_of(path), {})[path] = kind
     distinct = dict.fromkeys(tuple(group.values()) for group in groups.values())
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -69,7 +69,7 @@ def init_params(model: CausalLM, key: Array, dtype: str = "float32") -> nnx.Stat
     num_layers = len(model.blocks)
     arrays = {}
     for path, variable in parameters(model):
-        kind = _Kind(*_begins(variable), variable.shape, variable.shape, jnp.dtype(dtype), axes_of(variable), None)
+        kind = _Kind.of(variable, variable.shape, jnp.dtype(dtype))
         residual = path[-2] in ("out", "down")
         deviation = STANDARD_DEVIATION / (math.sqrt(2 * num_layers) if residual else 1)
         (arrays[path],) = _maker((kind,))(key, np.array([_number_of(path)], np.uint32), np.array([deviation], np.float32))
@@ -80,7 +80,7 @@ class _Kind(NamedTuple):
     """Properties of a parameter other than its name."""
 
     init: Init
-    format: WeightFormat | None
+    format: WeightFormat
     part: str
     stored_shape: tuple[int, ...]
     shape: tuple[int, ...]
@@ -88,17 +88,21 @@ class _Kind(NamedTuple):
     axes: Axes
     place: NamedSharding | None
 
+    @classmethod
+    def of(
+        cls, variable: nnx.Variable, stored_shape: tuple[int, ...], dtype: jnp.dtype, place: NamedSharding | None = None
+    ) -> Self:
+        init, format, part = map(variable.get_metadata, ("init", "format", "part"))
+        return cls(init, format, part, stored_shape, variable.shape, dtype, axes_of(variable), place)
+
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def make(self, key: Array, deviation: Array) -> Array:
         draw = _Draw(key, self.stored_shape, self.axes)
-        if self.init == "format":
-            assert self.format is not None
+        if self.init == "normal":
             values = self.format.dummy(self.part, draw, deviation)
-        elif self.init == "normal":
-            values = deviation * draw.normal()
         else:
             values = draw.full(self.init == "ones", "float32")
         return expand(values.astype(self.dtype), self.axes, self.shape)
@@ -125,13 +129,6 @@ class _Draw(NamedTuple):
 
     def full(self, value: Any, dtype: str) -> Array:
         return jnp.full(self.shape, value, dtype)
-
-
-def _begins(variable: nnx.Variable) -> tuple[Init, WeightFormat | None, str]:
-    """The initialisation of a parameter, and the format and part that it depends on."""
-    init = variable.get_metadata("init")
-    by_format = init == "format"
-    return init, variable.get_metadata("format") if by_format else None, variable.get_metadata("part") if by_format else ""
 
 
 def _layer_of(path: ParamPath) -> ParamPath:

@@ -1,7 +1,7 @@
 """Converts parameters from their stored shape to the shape that a mesh needs: copies KV heads, pads the vocabulary."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,6 @@ from jaxllm.weight_format import ParamSpec, WeightFormat
 
 ParamPath = tuple[str | int, ...]
 Axes = tuple[str, ...]
-Parts = dict[str, tuple[ParamPath, ParamSpec]]
-"""The parameters of a weight, by part."""
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
 
@@ -30,15 +28,22 @@ def parameters(model_or_state: nnx.Module | nnx.State) -> Iterator[tuple[ParamPa
     yield from nnx.to_flat_state(state)  # type: ignore[misc]
 
 
-def weights(model: nnx.Module | nnx.State) -> list[tuple[WeightFormat | None, Parts]]:
-    """Each weight: its format, if it has one, and its parts, which are parameters."""
-    found: dict[ParamPath, tuple[WeightFormat | None, Parts]] = {}
+class Weight(NamedTuple):
+    """A weight of a model: its format, and its parts, which are parameters."""
+
+    format: WeightFormat
+    paths: dict[str, ParamPath]
+    parts: dict[str, ParamSpec]
+
+
+def weights(model: nnx.Module | nnx.State) -> list[Weight]:
+    """Every weight, in the order of their first parameters."""
+    found: dict[ParamPath, Weight] = {}
     for path, variable in parameters(model):
-        format, part = variable.get_metadata("format"), variable.get_metadata("part")
-        spec = ParamSpec(
-            variable.shape, axes_of(variable), str(variable.dtype), source_of(variable), variable.get_metadata("init")
-        )
-        found.setdefault(path[:-1] if part else path, (format, {}))[1][part] = path, spec
+        format, part, init = map(variable.get_metadata, ("format", "part", "init"))
+        weight = found.setdefault(path[:-1] if part else path, Weight(format, {}, {}))
+        weight.paths[part] = path
+        weight.parts[part] = ParamSpec(variable.shape, axes_of(variable), str(variable.dtype), source_of(variable), init)
     return list(found.values())
 
 

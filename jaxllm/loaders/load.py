@@ -16,12 +16,12 @@ from jaxllm.loaders import orbax
 from jaxllm.loaders.checkpoint import DTYPES, Checkpoint
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.formats import has_checkpoint, open_checkpoint
-from jaxllm.loaders.layout import ParamPath, Parts, Progress, delete, on_cpu, raise_on_misfit, state_of, weights
+from jaxllm.loaders.layout import ParamPath, Progress, delete, on_cpu, raise_on_misfit, state_of, weights
 from jaxllm.loaders.reader import Files, Reader, split_dimension
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.axes import MESH_AXES
-from jaxllm.weight_format import WHOLE, Expected, ParamSpec, WeightFormat
+from jaxllm.weight_format import Expected, ParamSpec
 
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
 """Buffers that old versions of transformers saved with the weights."""
@@ -75,19 +75,17 @@ def load_checkpoint(
     _check(reader, checkpoint.directory, model if whole is None else whole, config)
     for told in filter(None, (format.told(config.dtype) for format in config.formats)):
         logger.info("%s", told)
-    made_of = weights(model)
-    sizes = [sum(_num_bytes(checkpoint, name) for name in _expected(reader, *weight)) for weight in made_of]
-    total, done = sum(sizes), 0
+    wanted = weights(model)
+    sizes = [sum(reader.entries[name].num_bytes for name in each.format.expected(each.parts, reader)) for each in wanted]
+    done = 0
     arrays: dict[ParamPath, Array] = {}
     try:
-        for (format, parts), size in zip(made_of, sizes, strict=True):
-            specs = {part: spec for part, (_, spec) in parts.items()}
-            made = ((WHOLE, reader.array(specs[WHOLE])),) if format is None else format.load(reader, specs)
-            for part, array in made:
-                arrays[parts[part][0]] = array
+        for weight, size in zip(wanted, sizes, strict=True):
+            for part, array in weight.format.load(reader, weight.parts):
+                arrays[weight.paths[part]] = array
             done += size
             if progress is not None:
-                progress(done, total)
+                progress(done, sum(sizes))
     except BaseException:
         delete(arrays)
         raise
@@ -112,10 +110,9 @@ def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int
     Estimated without a checkpoint: its types are those of the config.
     """
     files, largest = Files(config), 0
-    for format, parts in weights(model):
-        for part, (_, spec) in parts.items():
-            stored_bytes = None if format is None else format.transit_bytes(part)
-            largest = max(largest, _transit_bytes(files, spec, stored_bytes, num_devices))
+    for weight in weights(model):
+        for part, spec in weight.parts.items():
+            largest = max(largest, _transit_bytes(files, spec, weight.format.transit_bytes(part), num_devices))
     return largest
 
 
@@ -146,27 +143,12 @@ def _open(directory: Path, load_format: str, config: ModelConfig) -> Checkpoint:
     return checkpoint
 
 
-def _num_bytes(checkpoint: Checkpoint, name: str) -> int:
-    return checkpoint.entries[name].num_bytes if name in checkpoint.entries else 0
-
-
-def _expected(files: Files, format: WeightFormat | None, parts: Parts) -> dict[str, Expected]:
-    """The tensors that a weight is read from."""
-    if format is not None:
-        return format.expected({part: spec for part, (_, spec) in parts.items()}, files)
-    found: dict[str, Expected] = {}
-    for tensor in (tensor for _, spec in parts.values() for tensor in spec.source.tensors):
-        found[tensor.name] = Expected(tensor.shape)
-        found |= {name: Expected(shape) for name, shape in files.beside(tensor).items()}
-    return found
-
-
 def _check(files: Files, directory: Path, model: nnx.Module, config: ModelConfig) -> None:
     """Compare names, shapes and types of checkpoint and model. Raises ModelLoadError with every difference."""
     entries = files.entries
     wanted: dict[str, Expected] = {}
     for weight in weights(model):
-        wanted |= _expected(files, *weight)
+        wanted |= weight.format.expected(weight.parts, files)
     # A tied checkpoint may store the head all the same, and a model that only makes vectors needs none.
     needs_no_head = config.tie_word_embeddings or not config.generates
     ignored = [name for name in entries if HARMLESS.search(name) or (needs_no_head and name == f"{config.names.head}.weight")]

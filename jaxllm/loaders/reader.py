@@ -1,7 +1,7 @@
 """Reads tensors of a checkpoint onto the devices of a mesh. Each device gets the slices that it keeps and no others."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,20 +56,20 @@ class Reader(Files):
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, mesh: Mesh, *, transform_on_device: bool):
         super().__init__(config, checkpoint)
-        self.mesh, self._transform_on_device = mesh, transform_on_device
+        self._mesh, self._transform_on_device = mesh, transform_on_device
 
     def array(self, spec: ParamSpec, read: Read | None = None) -> Array:
         """The whole parameter: its tensors joined, transposed, cast and split over the devices. read: default: as plain numbers."""
         read, source, dtype = read or self.plain, spec.source, jnp.dtype(spec.dtype)
         if self._transform_on_device and isinstance(source, Source):
             static = {"axis": source.axis, "permutation": source.permutation, "dtype": dtype}
-            return convert(_fused, sharding(self.mesh, spec.axes), self.tensors(spec, read), **static)
+            return self.convert(_fused, (spec,), self.tensors(spec, read), **static)[0]
         placed = source.placed(spec.axes, spec.shape)
         return self.by_device(spec, lambda index, device: jax.device_put(placed.read(read, index, dtype), device))
 
     def by_device(self, spec: ParamSpec, make: Callable[[Index, jax.Device], Array]) -> Array:
         """The parameter of what `make` makes of the index of each device's part and the device: of one device at a time."""
-        place = sharding(self.mesh, spec.axes)
+        place = sharding(self._mesh, spec.axes)
         slices = []
         for device, index in place.addressable_devices_indices_map(spec.shape).items():
             assert index is not None
@@ -82,13 +82,13 @@ class Reader(Files):
         source = spec.source.placed(spec.axes, spec.shape)
         wanted: list[Any] = [None] * len(spec.axes)
         if (split := split_dimension(source, spec.axes)) is not None:
-            wanted[split] = sharding(self.mesh, spec.axes).spec[source.permutation.index(split)]
-        place = NamedSharding(self.mesh, PartitionSpec(*wanted))
+            wanted[split] = sharding(self._mesh, spec.axes).spec[source.permutation.index(split)]
+        place = NamedSharding(self._mesh, PartitionSpec(*wanted))
         return tuple(_place_tensor(read or self.plain, tensor, place) for tensor in source.tensors)
 
-    def put(self, values: np.ndarray, spec: ParamSpec) -> Array:
-        """The parameter with these values."""
-        return put(values, sharding(self.mesh, spec.axes))
+    def convert(self, function: Callable[..., Any], specs: Sequence[ParamSpec], *arrays: Any, **static: Hashable) -> Any:
+        """The parameters that a function of a module makes of arrays on the devices: one program for each distinct shape."""
+        return convert(function, tuple(sharding(self._mesh, spec.axes) for spec in specs), *arrays, **static)
 
 
 def split_dimension(source: Source, axes: Axes) -> int | None:
@@ -113,8 +113,8 @@ def _place_tensor(read: Read, tensor: Tensor, place: NamedSharding) -> Array:
     return jax.block_until_ready(jax.make_array_from_single_device_arrays(tensor.placed_shape, place, slices))
 
 
-def _fused(parts: tuple[Array, ...], axis: int, permutation: tuple[int, ...], dtype: np.dtype) -> Array:
+def _fused(parts: tuple[Array, ...], axis: int, permutation: tuple[int, ...], dtype: np.dtype) -> tuple[Array]:
     """The parameter of the tensors of a source."""
     # Apart, because one kernel for both reads what it transposes piece by piece.
     fused = lax.optimization_barrier(jnp.concatenate(parts, axis)) if len(parts) > 1 else parts[0]
-    return fused.transpose(permutation).astype(dtype)
+    return (fused.transpose(permutation).astype(dtype),)

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -28,12 +27,8 @@ def save_safetensors(
     stored_dtype = jnp.dtype(dtype or config.dtype)
     tensors: dict[str, np.ndarray] = {}
     for _, variable in parameters(state):
-        format, array = variable.get_metadata("format"), variable[...]
-        if format is not None:
-            saved = format.saved(variable.get_metadata("part"), array, stored_dtype)
-        else:
-            saved = np.asarray(jax.device_get(array)).astype(stored_dtype)
-        source_of(variable).write(saved, tensors)
+        format, part = variable.get_metadata("format"), variable.get_metadata("part")
+        source_of(variable).write(format.saved(part, variable[...], stored_dtype), tensors)
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_config_json(config, described, str(stored_dtype)), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")

@@ -5,10 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh
 
-from jaxllm.parallel.axes import sharding
-from jaxllm.parallel.conversions import convert
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 
 DTYPE = jnp.float8_e4m3fn
@@ -43,17 +40,9 @@ def quantize(x: Array, num_contracted: int = 1, *, largest: Callable[[Array], Ar
     return narrow(wide / scale), scale.reshape(x.shape[:-num_contracted])
 
 
-def quantize_tensors(
-    tensors: tuple[Array, ...], axis: int, axes: tuple[str, ...], num_scale_axes: int, mesh: Mesh
-) -> tuple[Array, Array]:
-    """The tensors of a weight, joined along an axis, as fp8 values of these axes, output-major, and scale."""
-    place = sharding(mesh, axes), sharding(mesh, axes[:num_scale_axes])
-    return convert(_joined, place, tensors, axis=axis, num_contracted=len(axes) - num_scale_axes)
-
-
-def _joined(parts: tuple[Array, ...], axis: int, num_contracted: int) -> tuple[Array, Array]:
-    """Copied heads get the scales of the first."""
-    return quantize(jnp.concatenate(parts, axis), num_contracted)
+def quantize_tensors(tensors: tuple[Array, ...], axis: int, num_contracted: int) -> tuple[Array, Array]:
+    """`quantize` the tensors of a weight, joined along an axis. Copied heads get the scales of the first."""
+    return quantize(jnp.concatenate(tensors, axis), num_contracted)
 
 
 def narrow(x: Array) -> Array:

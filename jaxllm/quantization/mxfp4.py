@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh
 
-from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.conversions import convert
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS, pack, unpack
 
@@ -43,13 +41,9 @@ def _widened_part(stored: Array, scales: Array, permutation: tuple[int, ...], st
     return lax.slice_in_dim(values, start, start + num_values, axis=-1).transpose(permutation)
 
 
-def pack_tensor(stored: Array, permutation: tuple[int, ...], axes: Sequence[str], mesh: Mesh) -> Array:
+def pack_tensor(stored: Array, permutation: tuple[int, ...]) -> tuple[Array]:
     """A parameter of words, from the bytes [..., K / 2] that a checkpoint holds."""
-    return convert(_words, sharding(mesh, axes), stored, permutation=permutation)
-
-
-def _words(stored: Array, permutation: tuple[int, ...]) -> Array:
-    return pack(stored.reshape(*stored.shape[:-1], -1, BLOCK // 2)).transpose(permutation)
+    return (pack(stored.reshape(*stored.shape[:-1], -1, BLOCK // 2)).transpose(permutation),)
 
 
 def stored_bytes(words: Array) -> Array:

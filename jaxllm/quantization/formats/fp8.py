@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from jaxllm.layers.source import Index, Source, Tensor, output_major
-from jaxllm.log import logger
+from jaxllm.log import warn_once
 from jaxllm.quantization.formats.patterns import matches, partly_covered, read_names
 from jaxllm.weight_format import (
     KV_SCALE,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 TYPE, STORED_TYPE = "float8_e4m3fn", "F8_E4M3"
 _KV_SCALES = ("{0}.{1}_scale", "{0}.attn.{1}_scale", "{0}.{1}_proj.{1}_scale", "{0}.{1}_proj.output_scale")
+_KV_NAMES = {"k": "keys", "v": "values"}
 _DUMMY_DEVIATION = 100.0
 _NO_BLOCKS_WITH_CACHE = "scales of the KV cache beside a weight scale per block are not supported"
 _NUMBER = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -105,8 +106,8 @@ class Fp8(WeightFormat):
         scales = output_major(weight.modules, "weight_scale", weight.joined, trailing=(1,))
         source = weight.plain.source.output_major()
         return {
-            "values": ParamSpec(shape[n:] + shape[:n], axes[n:] + axes[:n], TYPE, source, "format"),
-            "scale": ParamSpec(shape[n:], axes[n:], "float32", scales, "format"),
+            "values": ParamSpec(shape[n:] + shape[:n], axes[n:] + axes[:n], TYPE, source),
+            "scale": ParamSpec(shape[n:], axes[n:], "float32", scales),
         }
 
     def product(self, arrays: Arrays, x: Array, shards: Any) -> Array:
@@ -123,10 +124,7 @@ class Fp8(WeightFormat):
         if KV_SCALE in parts:
             return {}
         values = super().expected({"values": parts["values"]}, files)
-        if not self._is_stored:
-            beside = [self.beside(tensor, files) for tensor in parts["values"].source.tensors]
-            return values | {name: Expected(shape) for each in beside for name, shape in each.items()}
-        for tensor in parts["scale"].source.tensors:
+        for tensor in parts["scale"].source.tensors if self._is_stored else ():
             found = files.entries[tensor.name].shape if tensor.name in files.entries else ()
             # Of each output, or of the whole tensor.
             fits = math.prod(found) in (1, math.prod(tensor.shape)) and tensor.name in files.entries
@@ -135,17 +133,17 @@ class Fp8(WeightFormat):
 
     def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
         if KV_SCALE in parts:
-            yield KV_SCALE, reader.put(_kv_scale(reader, parts[KV_SCALE]), parts[KV_SCALE])
+            yield KV_SCALE, reader.array(parts[KV_SCALE], lambda tensor, _: _kv_scale(reader, tensor))
         elif self._is_stored:
             yield "values", reader.array(parts["values"], reader.stored)
             yield "scale", reader.array(parts["scale"], lambda t, i: t.read(_of_outputs(reader.tensor(t.name), t.shape), i))
         else:
             from jaxllm.quantization.fp8 import quantize_tensors
 
-            axes, source = parts["values"].axes, parts["values"].source
-            assert isinstance(source, Source)
-            tensors = reader.tensors(parts["values"])
-            made = quantize_tensors(tensors, source.axis, axes, len(parts["scale"].axes), reader.mesh)
+            values, scale = parts["values"], parts["scale"]
+            assert isinstance(values.source, Source)
+            static = {"axis": values.source.axis, "num_contracted": len(values.axes) - len(scale.axes)}
+            made = reader.convert(quantize_tensors, (values, scale), reader.tensors(values), **static)
             yield from zip(("values", "scale"), made, strict=True)
 
     def beside(self, tensor: Tensor, files: Files) -> dict[str, tuple[int, ...]]:
@@ -231,21 +229,14 @@ def _of_outputs(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(wide.reshape(()), shape) if wide.size == 1 else wide.reshape(shape)
 
 
-def _kv_scale(files: Reader, spec: ParamSpec) -> np.ndarray:
-    """Divisors of the keys and values of a layer before they become fp8, float32 [2]; 1 where the checkpoint has no scale."""
-    scales = np.ones(2, np.float32)
-    missing = []
-    for i, tensor in enumerate(spec.source.tensors):
-        attention, _, scale = tensor.name.rpartition(".")
-        names = [form.format(attention, scale[0]) for form in _KV_SCALES]
-        found = next((name for name in names if name in files.entries), None)
-        if found is None:
-            missing.append(names[0])
-        else:
-            scales[i] = files.tensor(found).astype(np.float32).reshape(())
-    if missing:
-        logger.warning("the checkpoint has no %s: keys and values are stored as they are", " and no ".join(missing))
-    return scales
+def _kv_scale(files: Files, tensor: Tensor) -> np.ndarray:
+    """Divisor of the keys or of the values of a layer before they become fp8, float32 [1]; 1 where the checkpoint has no scale."""
+    attention, _, scale = tensor.name.rpartition(".")
+    names = [form.format(attention, scale[0]) for form in _KV_SCALES]
+    if (found := next((name for name in names if name in files.entries), None)) is None:
+        warn_once(f"the checkpoint has no {names[0]}: {_KV_NAMES[scale[0]]} are stored as they are")
+        return np.ones(1, np.float32)
+    return files.tensor(found).astype(np.float32).reshape(1)
 
 
 def _read_fp8(given: Mapping[str, Any], supported: str, faults: list[str]) -> dict[str, Any] | None:

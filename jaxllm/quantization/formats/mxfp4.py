@@ -122,8 +122,8 @@ class Mxfp4(WeightFormat):
         scales = replace(scales, permutation=(*others, blocks, last))
         axes = (*lead_axes, inputs_axis, outputs_axis)
         return {
-            "words": ParamSpec((*lead, outputs, inputs // 4), plain.axes, "uint16", values, "format"),
-            "exponents": ParamSpec((*lead, inputs // BLOCK, outputs), axes, "uint8", scales, "format"),
+            "words": ParamSpec((*lead, outputs, inputs // 4), plain.axes, "uint16", values),
+            "exponents": ParamSpec((*lead, inputs // BLOCK, outputs), axes, "uint8", scales),
         }
 
     def operand(self, arrays: Arrays) -> Any:
@@ -157,9 +157,7 @@ class Mxfp4(WeightFormat):
             return
         words, source = parts["words"], parts["words"].source
         assert isinstance(source, Source)
-        (stored,) = reader.tensors(words)
-        yield "words", mxfp4.pack_tensor(stored, source.permutation, words.axes, reader.mesh)
-        del stored
+        yield "words", *reader.convert(mxfp4.pack_tensor, (words,), *reader.tensors(words), permutation=source.permutation)
         exponents = reader.array(parts["exponents"])
         yield "exponents", exponents
         if (largest := int(exponents.max())) > LARGEST_EXPONENT:
@@ -173,6 +171,8 @@ class Mxfp4(WeightFormat):
 
     def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
         """Weights have a deviation of 0.023."""
+        if part == WHOLE:
+            return super().dummy(part, draw, deviation)
         return draw.bits("uint16") if part == "words" else draw.full(_DUMMY_EXPONENT, "uint8")
 
     def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
