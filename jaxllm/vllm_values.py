@@ -3,7 +3,7 @@
 The command line, YAML files, the environment, `LLM(...)`, `EngineArgs(...)` and docs/VLLM_FLAGS.md derive from `VALUES`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,8 @@ def _taken(value: Any, text: str, names: str) -> Iterator[tuple[str, VllmValue]]
     yield from ((name, VllmValue(value, text)) for name in names.split())
 
 
-def _refused(text: str, names: str) -> Iterator[tuple[str, VllmValue]]:
-    yield from ((name, VllmValue(None, text, refused=True)) for name in names.split())
+def _refused(text: str, names: str, *, but: Collection[str] = ()) -> Iterator[tuple[str, VllmValue]]:
+    yield from ((name, VllmValue(None, text, refused=True)) for name in names.split() if name not in but)
 
 
 _MAPPED = "files are memory-mapped, and each device reads its own slices"
@@ -57,7 +57,7 @@ VALUES: Mapping[str, Mapping[str, VllmValue]] = {
         **dict(_refused(f"only {', '.join(ONLINE)} is supported, and checkpoints of {', '.join(STORED)} and gguf (docs/MODELS.md)", """
             awq awq_marlin auto_awq gptq gptq_marlin auto_gptq bitsandbytes modelopt modelopt_fp4 modelopt_mxfp8 modelopt_mixed quark
             torchao fp_quant fbgemm_fp8 experts_int8 deepspeedfp moe_wna16 int8 int8_per_channel_weight_only mxfp8 nvfp4
-            nvfp4_per_token humming inc deepseek_v4_fp8""")),
+            nvfp4_per_token humming inc deepseek_v4_fp8""", but={*ONLINE, *STORED})),
         **dict(_taken(None, _STORED, f"{' '.join(STORED)} gguf")),
     },
     "prefix_caching_hash_algo": {

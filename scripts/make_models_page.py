@@ -20,6 +20,7 @@ from jaxllm.loaders.gguf import READABLE
 from jaxllm.model_config import MAX_LAYERS, MAX_POSITION
 from jaxllm.models.config_reader import MAX_EXPERTS, MAX_INTEGER, MAX_VOCABULARY
 from jaxllm.models.registry import FAMILIES
+from jaxllm.quantization.formats import kinds
 from jaxllm.text import tokenizer_files
 from jaxllm.text.tokenizer_files import MAX_GROWTH, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
 from scripts.make_goldens import FOLDER, VARIANTS
@@ -57,18 +58,19 @@ TESTED = """
   `JAXLLM_GOLDENS=DIR`.
 """
 FOOT = """
-## Fp8
+## Quantised weights
+
+{supported}
 
 `--quantization fp8` turns 16-bit weights into fp8 (e4m3) while they load, with a scale per output channel;
 activations get a scale per token. Embedding, head, norms and what makes the gates of linear attention keep the model's
 type.
 
-Checkpoints of quant_method `compressed-tensors` (float-quantized) and `fp8` load as they are. Those with a scale per
-block become 16-bit weights, or with `--quantization fp8` get scales per channel. Fp8 weights outside of linear layers, such as
-heads and experts, become 16-bit weights. Experts in 4 bits (quant_method `mxfp4`, as
-gpt-oss is released) are computed from these 4 bits on a GPU in bfloat16; elsewhere, with `--dequantize`, and where devices
-would share a block of 32 values, they become 16-bit weights while they load, four times their size. Other formats are
-refused.
+Fp8 weights with a scale per channel or tensor load as they are. Those with a scale per block become 16-bit weights, or with
+`--quantization fp8` get scales per channel. Fp8 weights outside of linear layers, such as heads and experts, become 16-bit
+weights. Experts in 4 bits (as gpt-oss is released) are computed from these 4 bits on a GPU in bfloat16; elsewhere, with
+`--dequantize`, and where devices would share a block of 32 values, they become 16-bit weights while they load, four times
+their size.
 
 `--kv-cache-dtype fp8` holds twice the tokens in the same memory as 16 bits.
 
@@ -81,7 +83,8 @@ Which checkpoints make vectors: [EMBEDDINGS.md](EMBEDDINGS.md#which-models). The
 
 def page() -> str:
     """The whole text."""
-    return HEAD + "\n".join(_families()) + "\n" + TESTED + _formats() + FOOT
+    supported = _filled(f"Checkpoints can hold {', and '.join(kind.supported for kind in kinds())}. Other formats are refused.")
+    return HEAD + "\n".join(_families()) + "\n" + TESTED + _formats() + FOOT.format(supported=supported)
 
 
 def _families() -> Iterable[str]:

@@ -63,7 +63,8 @@ class Checkpoint(checkpoint.Checkpoint):
                         f"{file}: {stored_name} has {tensor.shape[0]} rows, must have an even number for each of {heads} heads"
                     )
                 entries[name] = TensorEntry(file, dtype, tensor.shape, tensor.start, tensor.num_bytes)
-                self._stored[name] = _Stored(tensor.type, heads, self._offset(name, family))
+                offset = family.norm_offset if name.endswith("norm.weight") else 0.0
+                self._stored[name] = _Stored(tensor.type, heads, offset)
         return entries
 
     def tensor(self, name: str) -> np.ndarray:
@@ -106,6 +107,3 @@ class Checkpoint(checkpoint.Checkpoint):
         if type(heads) is not int or heads < 1:
             raise ModelLoadError(f"{self._model.file} has {heads!r:.100} heads, must have a positive number")
         return heads
-
-    def _offset(self, name: str, family: Family) -> float:
-        return family.norm_offset if name.endswith("norm.weight") else 0.0

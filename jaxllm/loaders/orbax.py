@@ -60,7 +60,9 @@ def restore(
     # A head that is not needed is read and dropped.
     as_stored = replace(config.as_stored(), generates=config.generates or any(name.startswith("head.") for name in found))
     stored = {_name(path): variable for path, variable in parameters(build_model(as_stored))}
-    _check(directory, config, {name: tuple(variable.shape) for name, variable in stored.items()}, found)
+    if reason := next(filter(None, (format.unrestorable(found) for format in config.formats)), ""):
+        raise ModelLoadError(f"{directory} {reason}")
+    raise_on_misfit(directory, config, {name: tuple(variable.shape) for name, variable in stored.items()}, found)
     wanted = {
         name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=stored_sharding(mesh, axes_of(v), v.shape))
         for name, v in stored.items()
@@ -103,13 +105,6 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     if not known:
         raise ModelLoadError(f"{path} has format {table['format']}, this version reads {_FORMAT}; convert the model again")
     return found
-
-
-def _check(directory: Path, config: ModelConfig, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
-    for format in config.formats:
-        if reason := format.unrestorable(found):
-            raise ModelLoadError(f"{directory} {reason}")
-    raise_on_misfit(directory, config, wanted, found)
 
 
 def _name(path: tuple[str | int, ...]) -> str:

@@ -79,7 +79,6 @@ def unpickle(data: bytes, max_operations: int = MAX_OPERATIONS) -> Any:
                 raise ValueError(f"its pickle has more than {MAX_STACK} values on its stack")
     except (IndexError, KeyError, TypeError) as error:  # too few values on the stack, or those of other types
         raise ValueError(f"its pickle is broken ({type(error).__name__})") from error
-    raise ValueError("its pickle has no end")
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
@@ -248,16 +247,10 @@ def _ignore(stack: _Stack, argument: int) -> None:
 
 
 _OPERATIONS: Mapping[str, Callable[[_Stack, Any], None]] = {
-    "PROTO": _ignore,
-    "FRAME": _ignore,
-    "NONE": _Stack.push,
-    "BININT": _Stack.push,
-    "BININT1": _Stack.push,
-    "BININT2": _Stack.push,
-    "BINFLOAT": _Stack.push,
+    **dict.fromkeys(("PROTO", "FRAME"), _ignore),
+    **dict.fromkeys(("NONE", "BININT", "BININT1", "BININT2", "BINFLOAT"), _Stack.push),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE"), _Stack.text),
     "LONG1": _Stack.integer,
-    "BINUNICODE": _Stack.text,
-    "SHORT_BINUNICODE": _Stack.text,
     "NEWTRUE": lambda stack, _: stack.push(True),
     "NEWFALSE": lambda stack, _: stack.push(False),
     "EMPTY_TUPLE": lambda stack, _: stack.push(()),
@@ -272,13 +265,9 @@ _OPERATIONS: Mapping[str, Callable[[_Stack, Any], None]] = {
     "APPENDS": _Stack.extend,
     "SETITEM": _Stack.set_item,
     "SETITEMS": _Stack.set_items,
-    "BINPUT": _Stack.put,
-    "LONG_BINPUT": _Stack.put,
-    "MEMOIZE": _Stack.put,
-    "BINGET": _Stack.get,
-    "LONG_BINGET": _Stack.get,
-    "GLOBAL": _Stack.named,
-    "STACK_GLOBAL": _Stack.named,
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), _Stack.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Stack.get),
+    **dict.fromkeys(("GLOBAL", "STACK_GLOBAL"), _Stack.named),
     "BINPERSID": _Stack.storage,
     "REDUCE": _Stack.call,
     "BUILD": _Stack.set_attributes,
