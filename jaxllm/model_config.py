@@ -96,8 +96,8 @@ class ModelConfig(ServedModel):
 
     @property
     def kv_format(self) -> WeightFormat | None:
-        """The format that has scales for an fp8 cache in the checkpoint, which keys and values are divided by."""
-        return next((format for format in self.formats if format.kv_cache), None)
+        """The format of the checkpoint's scales for an fp8 cache, which keys and values are divided by; None: it says nothing of one."""
+        return next((found for format in self.formats if (found := format.kv_scales) is not None), None)
 
     @property
     def expert_type(self) -> tuple[str, float | None]:

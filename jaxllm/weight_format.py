@@ -19,8 +19,6 @@ Init = Literal["normal", "zeros", "ones"]
 """How a parameter without a checkpoint begins; normal: as its format says."""
 WHOLE = ""
 """The part of a weight that stands in the model as one array."""
-KV_SCALE = "kv_scale"
-"""The part that is the divisors of keys and values before they become fp8, float32 [2]."""
 
 
 class Options(NamedTuple):
@@ -138,9 +136,9 @@ class WeightFormat:
     """A pattern of tensors that a checkpoint of this format may hold and that are not read."""
 
     @property
-    def kv_cache(self) -> bool:
-        """Whether the checkpoint says that the KV cache is fp8, and may hold its scales."""
-        return False
+    def kv_scales(self) -> "WeightFormat | None":
+        """The format of the scales of keys and values, if the checkpoint says that their cache is fp8; None: it does not."""
+        return None
 
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:

@@ -19,7 +19,6 @@ from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, Norm, QueryScale
 from jaxllm.parallel.shards import Shards
-from jaxllm.weight_format import KV_SCALE
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -86,9 +85,7 @@ class GroupedQueryAttention(nnx.Module):
         scales = Source(tuple(Tensor(f"{prefix}{part.name}.{letter}_scale", (1,), (1,)) for letter in "kv"), 0, (0,))
         format = config.kv_format
         self.kv_scale = (
-            None
-            if format is None
-            else abstract_param((2,), ("kv",), "float32", source=scales, init="ones", format=format, part=KV_SCALE)
+            None if format is None else abstract_param((2,), ("kv",), "float32", source=scales, init="ones", format=format)
         )
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:

@@ -68,7 +68,7 @@ def load_model_config(
     if expert_parallel and not config.mixtures:
         raise ConfigError(f"enable_expert_parallel is set, but {architecture} has no experts; leave it out")
     if kv_cache_dtype == "auto":
-        kv_cache_dtype = FP8 if any(format.kv_cache for format in formats) else dtype
+        kv_cache_dtype = FP8 if any(format.kv_scales is not None for format in formats) else dtype
     elif kv_cache_dtype in ("fp8", "fp8_e4m3"):
         kv_cache_dtype = FP8
     pooling = load_pooling_config(directory, raw, pooler_config)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from jaxllm.layers.source import Index, Source, Tensor, output_major
-from jaxllm.log import warn_once
+from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales
 from jaxllm.quantization.formats.patterns import matches, partly_covered, read_names
 from jaxllm.weight_format import (
-    KV_SCALE,
     Array,
     Arrays,
     Draw,
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
 
 TYPE, STORED_TYPE = "float8_e4m3fn", "F8_E4M3"
-_KV_SCALES = ("{0}.{1}_scale", "{0}.attn.{1}_scale", "{0}.{1}_proj.{1}_scale", "{0}.{1}_proj.output_scale")
-_KV_NAMES = {"k": "keys", "v": "values"}
 _DUMMY_DEVIATION = 100.0
 _NO_BLOCKS_WITH_CACHE = "scales of the KV cache beside a weight scale per block are not supported"
 _NUMBER = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -61,7 +58,11 @@ class Fp8(WeightFormat):
         "fp8 (e4m3) weights with a scale per output channel, tensor or block, of quant_method compressed-tensors "
         "(format float-quantized) or fp8"
     )
-    unused: ClassVar[str] = r"\.(input_scale|[kvq]_scale|[kvq]_proj\.[kvq]_scale|[kvq]_proj\.output_scale|prob_scale)$"
+    unused: ClassVar[str] = rf"\.(input_scale|{UNUSED})$"
+
+    @property
+    def kv_scales(self) -> WeightFormat | None:
+        return KVScales() if self.kv_cache else None
 
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:
@@ -121,8 +122,6 @@ class Fp8(WeightFormat):
         return self.scale_name is not None and self.block_shape is None
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
-        if KV_SCALE in parts:
-            return {}
         values = super().expected({"values": parts["values"]}, files)
         for tensor in parts["scale"].source.tensors if self._is_stored else ():
             found = files.entries[tensor.name].shape if tensor.name in files.entries else ()
@@ -132,9 +131,7 @@ class Fp8(WeightFormat):
         return values
 
     def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
-        if KV_SCALE in parts:
-            yield KV_SCALE, reader.array(parts[KV_SCALE], lambda tensor, _: _kv_scale(reader, tensor))
-        elif self._is_stored:
+        if self._is_stored:
             yield "values", reader.array(parts["values"], reader.stored)
             yield "scale", reader.array(parts["scale"], lambda t, i: t.read(_of_outputs(reader.tensor(t.name), t.shape), i))
         else:
@@ -182,7 +179,7 @@ class Fp8(WeightFormat):
         return wide.reshape(part.shape)
 
     def transit_bytes(self, part: str) -> int | None:
-        return 0 if part in ("scale", KV_SCALE) else 1 if self._is_stored else None
+        return 0 if part == "scale" else 1 if self._is_stored else None
 
     def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
         """A scale for all outputs, and values with a deviation of 100."""
@@ -227,16 +224,6 @@ def _of_outputs(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """The float32 scale per output channel that a checkpoint holds, or the one of the whole tensor for each of them."""
     wide = scale.astype(np.float32)
     return np.broadcast_to(wide.reshape(()), shape) if wide.size == 1 else wide.reshape(shape)
-
-
-def _kv_scale(files: Files, tensor: Tensor) -> np.ndarray:
-    """Divisor of the keys or of the values of a layer before they become fp8, float32 [1]; 1 where the checkpoint has no scale."""
-    attention, _, scale = tensor.name.rpartition(".")
-    names = [form.format(attention, scale[0]) for form in _KV_SCALES]
-    if (found := next((name for name in names if name in files.entries), None)) is None:
-        warn_once(f"the checkpoint has no {names[0]}: {_KV_NAMES[scale[0]]} are stored as they are")
-        return np.ones(1, np.float32)
-    return files.tensor(found).astype(np.float32).reshape(1)
 
 
 def _read_fp8(given: Mapping[str, Any], supported: str, faults: list[str]) -> dict[str, Any] | None:

@@ -1,0 +1,42 @@
+"""Scales of an fp8 KV cache, which checkpoints may hold whatever the format of their weights."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxllm.layers.source import Tensor
+from jaxllm.log import warn_once
+from jaxllm.weight_format import Array, Expected, Files, ParamSpec, Reader, WeightFormat
+
+UNUSED = r"[kvq]_scale|[kvq]_proj\.[kvq]_scale|[kvq]_proj\.output_scale|prob_scale"
+"""A pattern of the ends of their names, and of those of scales beside them that are not read."""
+_NAMES = ("{0}.{1}_scale", "{0}.attn.{1}_scale", "{0}.{1}_proj.{1}_scale", "{0}.{1}_proj.output_scale")
+_SCALED = {"k": "keys", "v": "values"}
+
+
+@dataclass(frozen=True)
+class KVScales(WeightFormat):
+    """Divisors of the keys and values of a layer before they become fp8, float32 [2]; 1 where the checkpoint has no scale."""
+
+    def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
+        return {}
+
+    def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
+        yield from ((part, reader.array(spec, lambda tensor, _: _scale(reader, tensor))) for part, spec in parts.items())
+
+    def transit_bytes(self, part: str) -> float | None:
+        return 0
+
+    def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
+        return np.asarray(array)
+
+
+def _scale(files: Files, tensor: Tensor) -> np.ndarray:
+    """The scale of keys or of values, float32 [1], under any of the names that writers give it."""
+    attention, _, scale = tensor.name.rpartition(".")
+    names = [form.format(attention, scale[0]) for form in _NAMES]
+    if (found := next((name for name in names if name in files.entries), None)) is None:
+        warn_once(f"the checkpoint has no {names[0]}: {_SCALED[scale[0]]} are stored as they are")
+        return np.ones(1, np.float32)
+    return files.tensor(found).astype(np.float32).reshape(1)
