@@ -31,7 +31,7 @@ from jaxllm.kernel_policy import KernelPolicy, platform_policy
 from jaxllm.kernel_verdicts import OpReport
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.loaders.layout import axes_of, parameters
+from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Layer, MoE

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from jaxllm.lanes.arrays import LaneWeights
 from jaxllm.lanes.programs import LanePrograms
-from jaxllm.loaders.layout import delete
+from jaxllm.parallel.arrays import delete
 from jaxllm.runner.row_arrays import RowArrays
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.runner.weights import Weights

@@ -15,8 +15,8 @@ from jaxllm.lanes.lane import Lane
 from jaxllm.lanes.programs import JointPrograms
 from jaxllm.lanes.step import LanesInFlight
 from jaxllm.lanes_plan import LanesPlan
-from jaxllm.loaders.layout import delete
 from jaxllm.parallel.across_hosts import put
+from jaxllm.parallel.arrays import delete
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.runner.all_programs import AllPrograms

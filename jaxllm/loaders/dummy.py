@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.loaders.layout import Axes, ParamPath, Progress, axes_of, expand, parameters, state_of
+from jaxllm.layers.parameters import Axes, ParamPath, axes_of, parameters, state_of
+from jaxllm.loaders.layout import Progress, expand
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.axes import MESH_AXES, sharding
 from jaxllm.weight_format import Init, WeightFormat

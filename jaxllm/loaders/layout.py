@@ -1,86 +1,19 @@
 """Converts parameters from their stored shape to the shape that a mesh needs: copies KV heads, pads the vocabulary."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import ModelLoadError
-from jaxllm.layers.source import AnySource
+from jaxllm.layers.parameters import Axes
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts.mlp import slots
 from jaxllm.parallel.axes import num_parts, sharding
-from jaxllm.weight_format import ParamSpec, WeightFormat
 
-ParamPath = tuple[str | int, ...]
-Axes = tuple[str, ...]
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
-
-
-def parameters(model_or_state: nnx.Module | nnx.State) -> Iterator[tuple[ParamPath, nnx.Variable]]:
-    """(path, variable) of every parameter, in the order of `jax.tree.leaves(nnx.state(model))`."""
-    state = model_or_state if isinstance(model_or_state, nnx.State) else nnx.state(model_or_state)
-    yield from nnx.to_flat_state(state)  # type: ignore[misc]
-
-
-class Weight(NamedTuple):
-    """A weight of a model: its format, and its parts, which are parameters."""
-
-    format: WeightFormat
-    paths: dict[str, ParamPath]
-    parts: dict[str, ParamSpec]
-
-
-def weights(model: nnx.Module | nnx.State) -> list[Weight]:
-    """Every weight, in the order of their first parameters."""
-    found: dict[ParamPath, Weight] = {}
-    for path, variable in parameters(model):
-        format, part, init = map(variable.get_metadata, ("format", "part", "init"))
-        weight = found.setdefault(path[:-1] if part else path, Weight(format, {}, {}))
-        weight.paths[part] = path
-        weight.parts[part] = ParamSpec(variable.shape, axes_of(variable), str(variable.dtype), source_of(variable), init)
-    return list(found.values())
-
-
-def state_of(model: nnx.Module, arrays: dict[ParamPath, Any]) -> nnx.State:
-    """The model's state with these arrays in it."""
-    return nnx.from_flat_state([(path, variable.replace(arrays[path])) for path, variable in parameters(model)])
-
-
-def abstract_state(model: nnx.Module, mesh: Mesh) -> nnx.State:
-    """The model's state as it will be loaded: shapes, types and shardings in place of arrays."""
-    return state_of(
-        model,
-        {
-            path: jax.ShapeDtypeStruct(variable.shape, jnp.dtype(variable.dtype), sharding=sharding(mesh, axes_of(variable)))
-            for path, variable in parameters(model)
-        },
-    )
-
-
-def zeros(model: nnx.Module, mesh: Mesh) -> nnx.State:
-    """The model's state with zeros, on the devices."""
-    wanted = abstract_state(model, mesh)
-    make = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), wanted),
-        out_shardings=jax.tree.map(lambda x: x.sharding, wanted),
-    )
-    return make()
-
-
-def axes_of(variable: nnx.Variable) -> Axes:
-    """The logical axes that the layer declared."""
-    return variable.get_metadata("axes")
-
-
-def source_of(variable: nnx.Variable) -> AnySource:
-    """The tensors that the layer declared."""
-    return variable.get_metadata("source")
 
 
 def expand(array: Array, axes: Axes, shape: Sequence[int]) -> Array:
@@ -151,16 +84,3 @@ def raise_on_misfit(
 def _some(names: Collection[str], limit: int = 10) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:limit]) + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")
-
-
-def delete(arrays: Any) -> None:
-    """Release the device memory of a tree of arrays at once, even if references to them remain."""
-    for array in jax.tree.leaves(arrays):
-        if isinstance(array, Array) and not array.is_deleted():
-            array.delete()
-
-
-def on_cpu(mesh: Mesh) -> bool:
-    """Whether the mesh's memory is the host's."""
-    device: jax.Device = mesh.devices.flat[0]
-    return device.platform == "cpu"

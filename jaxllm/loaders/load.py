@@ -11,16 +11,19 @@ from jax.sharding import Mesh
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
+from jaxllm.layers.parameters import ParamPath, state_of, weights
 from jaxllm.layers.source import Source
 from jaxllm.loaders import orbax
 from jaxllm.loaders.checkpoint import DTYPES, Checkpoint
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.formats import has_checkpoint, open_checkpoint
-from jaxllm.loaders.layout import ParamPath, Progress, delete, on_cpu, raise_on_misfit, state_of, weights
+from jaxllm.loaders.layout import Progress, raise_on_misfit
 from jaxllm.loaders.reader import Files, Reader, split_dimension
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.arrays import delete
 from jaxllm.parallel.axes import MESH_AXES
+from jaxllm.parallel.mesh import on_cpu
 from jaxllm.weight_format import Expected, ParamSpec
 
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")

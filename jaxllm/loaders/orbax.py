@@ -13,10 +13,11 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.files import read_json
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.loaders.layout import Progress, axes_of, expand, parameters, raise_on_misfit, state_of, stored_sharding
+from jaxllm.layers.parameters import axes_of, parameters, state_of
+from jaxllm.loaders.layout import Progress, expand, raise_on_misfit, stored_sharding
 from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.axes import sharding
-from jaxllm.parallel.conversions import convert
 
 WEIGHTS = "weights.orbax"
 TABLE = "weights.orbax.json"

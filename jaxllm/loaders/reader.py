@@ -10,13 +10,13 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.layers.parameters import Axes
 from jaxllm.layers.source import Index, Read, Source, Tensor
 from jaxllm.loaders.checkpoint import Checkpoint, TensorEntry
-from jaxllm.loaders.layout import Axes
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put
+from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.axes import MESH_AXES, sharding
-from jaxllm.parallel.conversions import convert
 from jaxllm.weight_format import ParamSpec
 
 

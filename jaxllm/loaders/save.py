@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.errors import JaxLLMError
+from jaxllm.layers.parameters import parameters, source_of
 from jaxllm.loaders import safetensors
-from jaxllm.loaders.layout import parameters, source_of
 from jaxllm.model_config import ModelConfig
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.linear import Linear
-from jaxllm.loaders.layout import axes_of, parameters
+from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.lora import embedding, experts
 from jaxllm.lora.embedding import EmbeddingTarget
 from jaxllm.lora.experts import ExpertsTarget

@@ -11,8 +11,8 @@ from flax import nnx
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.moe import MixtureOfExperts
+from jaxllm.layers.parameters import axes_of, parameters, source_of
 from jaxllm.layers.source import Index, Source, Tensor, output_major
-from jaxllm.loaders.layout import axes_of, parameters, source_of
 from jaxllm.lora.embedding import EmbeddingTarget
 from jaxllm.lora.experts import ExpertsTarget, modules_of
 from jaxllm.lora.shapes import TargetShape

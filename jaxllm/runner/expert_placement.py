@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxllm.config import ParallelOptions
 from jaxllm.layers.linear import abstract_param
-from jaxllm.loaders.layout import axes_of, parameters, state_of
+from jaxllm.layers.parameters import axes_of, parameters, state_of
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
 from jaxllm.parallel.across_hosts import put

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.loaders.layout import delete
+from jaxllm.parallel.arrays import delete
 from jaxllm.runner.layout import StepLayout
 from jaxllm.runner.programs.key import ProgramKey
 from pallas_kernels.collectives import Communicator

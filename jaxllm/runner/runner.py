@@ -14,9 +14,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.device_ops import DeviceOp
 from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.loaders.layout import delete
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put, spans_hosts
+from jaxllm.parallel.arrays import delete
 from jaxllm.parallel.shards import make_shards
 from jaxllm.parallel.topology import Topology
 from jaxllm.pooling_params import PoolingParams

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.loaders.layout import abstract_state, zeros
+from jaxllm.layers.parameters import abstract_state, zeros
 from jaxllm.loaders.load import load_weights
 from jaxllm.model_config import ModelConfig
 from jaxllm.progress import Progress, bytes_loaded

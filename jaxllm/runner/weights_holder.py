@@ -7,7 +7,7 @@ from typing import Self
 import jax
 from flax import nnx
 
-from jaxllm.loaders.layout import delete
+from jaxllm.parallel.arrays import delete
 from jaxllm.progress import SILENT, Progress
 from jaxllm.runner.row_arrays import Params
 from jaxllm.runner.weights import HostCopies, Weights, WeightsSource, host_copies

@@ -22,12 +22,12 @@ from jaxllm.layers.decoder import DecoderBlock
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import make_norm
+from jaxllm.layers.parameters import axes_of, parameters, state_of
 from jaxllm.layers.source import Module
 from jaxllm.layers.step import Step
 from jaxllm.loaders.checkpoint import INTEGERS, Checkpoint
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.formats import open_checkpoint
-from jaxllm.loaders.layout import axes_of, parameters, state_of
 from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Attention, Layer, Names, Norm

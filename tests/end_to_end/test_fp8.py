@@ -9,7 +9,7 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.hub import resolve_model
 from jaxllm.layers.build import build_model
-from jaxllm.loaders.layout import parameters, state_of
+from jaxllm.layers.parameters import parameters, state_of
 from jaxllm.loaders.load import load_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh

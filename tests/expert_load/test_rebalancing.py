@@ -14,7 +14,7 @@ from jaxllm.eplb_options import EplbConfig, tell_unused_keys
 from jaxllm.errors import ConfigError
 from jaxllm.expert_load.balancer import plan_moves, table_of
 from jaxllm.layers.build import build_model
-from jaxllm.loaders.layout import axes_of, parameters
+from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_parts import MoE
 from jaxllm.models.load_config import load_model_config

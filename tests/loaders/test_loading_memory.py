@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from jaxllm.layers.build import build_model
+from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.dummy import dummy_weights
-from jaxllm.loaders.layout import axes_of, expand, parameters
+from jaxllm.loaders.layout import expand
 from jaxllm.loaders.load import load_checkpoint, loading_bytes
 from jaxllm.loaders.reader import Files, Reader
 from jaxllm.loaders.save import save_safetensors

@@ -10,8 +10,8 @@ from flax import nnx
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model
+from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.loaders import safetensors
-from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.loaders.load import load_checkpoint, load_weights
 from jaxllm.loaders.safetensors import Checkpoint
 from jaxllm.loaders.save import save_safetensors

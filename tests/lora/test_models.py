@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
-from jaxllm.loaders.layout import zeros
+from jaxllm.layers.parameters import zeros
 from jaxllm.lora.checkpoint import read_adapter
 from jaxllm.lora.device import DeviceSlots
 from jaxllm.lora.targets import adaptable, last_name

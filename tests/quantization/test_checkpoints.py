@@ -14,8 +14,8 @@ import pytest
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model
+from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.loaders import orbax, safetensors
-from jaxllm.loaders.layout import axes_of, parameters
 from jaxllm.loaders.load import load_checkpoint, load_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding

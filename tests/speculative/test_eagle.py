@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError, ModelLoadError
-from jaxllm.loaders.layout import parameters
+from jaxllm.layers.parameters import parameters
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.progress import SILENT
 from jaxllm.speculative import eagle

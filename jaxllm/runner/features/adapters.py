@@ -10,9 +10,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.device_ops import DropStaged, WriteAdapter
+from jaxllm.layers.parameters import zeros
 from jaxllm.layers.step import Adapt
-from jaxllm.loaders.layout import delete, zeros
 from jaxllm.parallel.across_hosts import put
+from jaxllm.parallel.arrays import delete
 from jaxllm.parallel.mesh import TENSOR, tensor_size
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.adaptation import Adaptation

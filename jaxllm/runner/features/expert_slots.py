@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.device_ops import MoveExperts
-from jaxllm.loaders.layout import axes_of, parameters
+from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import num_parts

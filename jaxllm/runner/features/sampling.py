@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.loaders.layout import delete
+from jaxllm.parallel.arrays import delete
 from jaxllm.parallel.shards import PEERS_LOST
 from jaxllm.runner.batch import Batch, request_failed
 from jaxllm.runner.drafter import NO_DRAFT

@@ -1,4 +1,4 @@
-"""Programs that make arrays of other arrays while weights are loaded."""
+"""Arrays on the devices of a mesh: made of others by programs that are compiled once, and deleted."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -22,3 +22,10 @@ def convert(
 def _program(function: Callable[..., Any], place: Any, static: tuple[tuple[str, Hashable], ...]) -> Callable[..., Any]:
     options = {} if place is None else {"out_shardings": place}
     return jax.jit(functools.partial(function, **dict(static)), **options)
+
+
+def delete(arrays: Any) -> None:
+    """Release the device memory of a tree of arrays at once, even if references to them remain."""
+    for array in jax.tree.leaves(arrays):
+        if isinstance(array, jax.Array) and not array.is_deleted():
+            array.delete()
