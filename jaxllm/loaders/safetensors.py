@@ -3,6 +3,7 @@
 Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
 """
 
+import itertools
 import json
 import math
 import os
@@ -139,12 +140,8 @@ def _fits(tensor: _HeaderEntry) -> bool:
 
 def _sharing(entries: Mapping[str, TensorEntry]) -> tuple[str, str] | None:
     """Two tensors that share bytes, which no writer makes."""
-    names = [name for name, entry in entries.items() if entry.num_bytes]
-    starts = np.array([entries[name].start for name in names], np.int64)
-    order = np.argsort(starts, kind="stable")
-    ends = starts + np.array([entries[name].num_bytes for name in names], np.int64)
-    found = np.flatnonzero(ends[order][:-1] > starts[order][1:])
-    return (names[order[found[0]]], names[order[found[0] + 1]]) if len(found) else None
+    placed = sorted((entry.start, entry.start + entry.num_bytes, name) for name, entry in entries.items() if entry.num_bytes)
+    return next(((name, after) for (_, end, name), (start, _, after) in itertools.pairwise(placed) if end > start), None)
 
 
 def write(file: Path, tensors: Mapping[str, np.ndarray]) -> None:

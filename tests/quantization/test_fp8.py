@@ -51,10 +51,14 @@ def test_one_scale_spans_all_contracted_dimensions(rng):
 
 
 @pytest.mark.parametrize(
-    ("subscripts", "shape"),
-    [("td,df->tf", (24, 10)), ("td,dkgh->tkgh", (24, 2, 3, 8)), ("tkgh,kghd->td", (2, 3, 8, 24)), ("td,dcf->tcf", (24, 2, 10))],
+    ("subscripts", "shape", "dtype"),
+    [
+        ("td,df->tf", (24, 10), jnp.float32),
+        ("td,dkgh->tkgh", (24, 2, 3, 8), jnp.bfloat16),
+        ("tkgh,kghd->td", (2, 3, 8, 24), jnp.float32),
+        ("td,dcf->tcf", (24, 2, 10), jnp.bfloat16),
+    ],
 )
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_quantised_linear_multiplies_the_quantised_numbers(rng, subscripts, shape, dtype):
     n = sum(letter not in subscripts.split("->")[1] for letter in subscripts.split("->")[0].split(",")[1])
     linear = Linear(
