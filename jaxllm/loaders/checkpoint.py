@@ -79,7 +79,7 @@ class Checkpoint(ABC):
         Raises ModelLoadError if files are missing, truncated or not what they should be.
         """
         self.directory = directory
-        self.dtype = _named(dtype)
+        self.dtype = np.dtype(dtype)  # ml_dtypes tells NumPy of its own
         self.max_tensors = max_tensors
         self.entries: Mapping[str, TensorEntry] = self._read_all(self.files(directory))
         self._maps: dict[Path, np.memmap] = {}
@@ -152,10 +152,6 @@ class Checkpoint(ABC):
                     raise ModelLoadError(f"{name} is both in {found[name].file} and in {file}; remove one of them")
                 found[name] = entry
         return found
-
-
-def _named(dtype: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
 def span_bytes(dtype: np.dtype, shape: Sequence[int], strides: Sequence[int]) -> int:

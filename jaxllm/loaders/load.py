@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -75,20 +76,20 @@ def load_checkpoint(
     reader = Reader(
         config, checkpoint, mesh, transform_on_device=not on_cpu(mesh) if transform_on_device is None else transform_on_device
     )
-    _check(reader, checkpoint.directory, model if whole is None else whole, config)
+    expected = _expected(model, reader)
+    _check(reader, checkpoint.directory, config, expected if whole is None else _expected(whole, reader))
     for told in filter(None, (format.told(config.dtype) for format in config.formats)):
         logger.info("%s", told)
-    wanted = weights(model)
-    sizes = [sum(reader.entries[name].num_bytes for name in each.format.expected(each.parts, reader)) for each in wanted]
-    done = 0
+    sizes = [sum(reader.entries[name].num_bytes for name in tensors) for tensors in expected]
+    total, done = sum(sizes), 0
     arrays: dict[ParamPath, Array] = {}
     try:
-        for weight, size in zip(wanted, sizes, strict=True):
+        for weight, size in zip(weights(model), sizes, strict=True):
             for part, array in weight.format.load(reader, weight.parts):
                 arrays[weight.paths[part]] = array
             done += size
             if progress is not None:
-                progress(done, sum(sizes))
+                progress(done, total)
     except BaseException:
         delete(arrays)
         raise
@@ -103,7 +104,8 @@ def check_weights(config: ModelConfig, directory: Path, *, load_format: str = "a
     if load_format in ("dummy", "orbax") or orbax.is_checkpoint(directory) or not has_checkpoint(directory):
         return
     checkpoint = _open(directory, load_format, config)
-    _check(Files(config, checkpoint), directory, build_model(config), config)
+    files = Files(config, checkpoint)
+    _check(files, directory, config, _expected(build_model(config), files))
 
 
 def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int:
@@ -146,12 +148,14 @@ def _open(directory: Path, load_format: str, config: ModelConfig) -> Checkpoint:
     return checkpoint
 
 
-def _check(files: Files, directory: Path, model: nnx.Module, config: ModelConfig) -> None:
+def _expected(model: nnx.Module, files: Files) -> list[dict[str, Expected]]:
+    """The tensors that each weight is read from."""
+    return [weight.format.expected(weight.parts, files) for weight in weights(model)]
+
+
+def _check(files: Files, directory: Path, config: ModelConfig, expected: Sequence[Mapping[str, Expected]]) -> None:
     """Compare names, shapes and types of checkpoint and model. Raises ModelLoadError with every difference."""
-    entries = files.entries
-    wanted: dict[str, Expected] = {}
-    for weight in weights(model):
-        wanted |= weight.format.expected(weight.parts, files)
+    entries, wanted = files.entries, {name: tensor for tensors in expected for name, tensor in tensors.items()}
     # A tied checkpoint may store the head all the same, and a model that only makes vectors needs none.
     needs_no_head = config.tie_word_embeddings or not config.generates
     ignored = [name for name in entries if HARMLESS.search(name) or (needs_no_head and name == f"{config.names.head}.weight")]
