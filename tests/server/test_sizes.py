@@ -3,6 +3,7 @@
 import time
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ def test_every_text_list_and_object_of_every_body_is_bounded_somewhere() -> None
     assert open_fields == known
 
 
+MAX_SECONDS = 0.5
+"""More than ten times what a refusal takes."""
+
+
+def least_seconds(call: Callable[[], object]) -> float:
+    """CPU time of this thread in the quickest of three calls: other threads and garbage collection may slow one down."""
+    seconds = []
+    for _ in range(3):
+        began = time.thread_time()
+        call()
+        seconds.append(time.thread_time() - began)
+    return min(seconds)
+
+
 HI = {"role": "user", "content": "hi"}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -91,14 +106,18 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
     ],
 )
 def test_what_cannot_be_served_is_refused_before_it_is_validated(
-    model: type[RequestModel], fields: dict[str, Any], param: str | None, text: str
+    model: type[RequestModel], fields: dict[str, Any], param: str | None, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = msgspec.json.encode(fields)
-    began = time.process_time()
-    with pytest.raises(ApiError) as caught:
-        parse_body(raw, model, limits=BodyLimits(10_000, 10_000))
-    assert time.process_time() - began < 0.5
-    assert caught.value.status == 400 and caught.value.param == param and text in str(caught.value)
+    monkeypatch.setattr(model, "model_validate", lambda body: pytest.fail("the body was validated"))
+    raw, refused = msgspec.json.encode(fields), list[ApiError]()
+
+    def refuse() -> None:
+        with pytest.raises(ApiError) as caught:
+            parse_body(raw, model, limits=BodyLimits(10_000, 10_000))
+        refused.append(caught.value)
+
+    assert least_seconds(refuse) < MAX_SECONDS
+    assert all((error.status, error.param) == (400, param) and text in str(error) for error in refused)
 
 
 def test_what_may_be_served_is_not_refused() -> None:
@@ -119,6 +138,4 @@ def test_truncation_of_a_very_long_text_keeps_the_tokens_of_the_whole(side: str,
 
 
 def test_a_long_text_of_a_client_in_an_error_costs_little() -> None:
-    began = time.process_time()
-    without_leaks("/-" * 50_000)
-    assert time.process_time() - began < 0.5
+    assert least_seconds(lambda: without_leaks("/-" * 50_000)) < MAX_SECONDS
