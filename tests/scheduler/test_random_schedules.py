@@ -356,6 +356,6 @@ def test_random_schedules(**load):
 def test_many_random_schedules_with_windows(policies):
     rng = random.Random(1)
     num_steps = 0
-    while num_steps < 40_000:
+    while num_steps < 10_000:
         chosen = {name: rng.choice(values) for name, values in CHOICES.items()}
         num_steps += run_load(**{**chosen, "seed": rng.randrange(2**32), "policies": policies})
