@@ -41,6 +41,7 @@ def test_a_target_without_the_layer_is_refused(tmp_path):
     assert json.loads((MTP_TARGET / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
+@pytest.mark.slow
 def test_random_weights_have_the_shapes_of_the_layer(directory):
     config = goldens.load(directory, tensor_parallel_size=2)[0]
     shapes = []
