@@ -100,12 +100,6 @@ def test_ctrl_c_in_a_batch_prints_what_was_finished(cache: Path, tmp_path: Path)
         ),
         (["generate", "x", "-m", "tests"], 1, "tests is not a model directory: it has no config.json"),
         pytest.param(
-            ["generate", "x", "-tp", "2"],
-            1,
-            "tensor_parallel_size is 2, this machine has 1 device (cpu); leave it out",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             ["serve", "-tp", "3"],
             1,
             "tensor_parallel_size is 3, which does not divide 8 query heads and 2 KV heads; this model takes",

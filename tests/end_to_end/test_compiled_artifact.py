@@ -87,6 +87,9 @@ def artifact(request, tmp_path_factory) -> tuple[int, Path]:
     return size, directory
 
 
+of_one_device = pytest.mark.parametrize("artifact", [1], indirect=True)
+
+
 def test_a_new_process_starts_from_it_without_tracing_or_compiling(artifact):
     size, directory = artifact
     started = start(size, compiled_artifact=str(directory), warmup="all")
@@ -95,6 +98,7 @@ def test_a_new_process_starts_from_it_without_tracing_or_compiling(artifact):
     assert all(len(tokens) == 12 for tokens in started["tokens"])
 
 
+@of_one_device
 def test_only_what_is_needed_is_loaded_with_lazy_warm_up(artifact):
     size, directory = artifact
     started = start(size, compiled_artifact=str(directory), warmup="lazy")
@@ -108,6 +112,7 @@ def engine(directory: Path, **options) -> EngineCore:
     )
 
 
+@of_one_device
 def test_an_engine_that_differs_is_told_everything_in_which_it_does(artifact):
     size, directory = artifact
     with pytest.raises(ConfigError) as caught:
@@ -117,6 +122,7 @@ def test_an_engine_that_differs_is_told_everything_in_which_it_does(artifact):
     assert "XLA_FLAGS is" in text and "jaxllm compile" in text
 
 
+@of_one_device
 def test_a_cache_that_does_not_fit_here_is_refused(artifact, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(artifact[1], copy)
@@ -127,6 +133,7 @@ def test_a_cache_that_does_not_fit_here_is_refused(artifact, tmp_path):
         engine(copy, num_gpu_blocks_override=None)
 
 
+@of_one_device
 def test_compile_writes_into_no_directory_that_holds_something(artifact):
     from jaxllm.cli.main import main
 

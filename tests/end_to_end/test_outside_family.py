@@ -16,7 +16,13 @@ from tests.helpers import goldens
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
-OPTIONS = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 64, "max_num_seqs": 2, "compilation_cache": False}
+OPTIONS = {
+    "skip_tokenizer_init": True,
+    "num_gpu_blocks_override": 64,
+    "max_num_seqs": 2,
+    "compilation_cache": False,
+    "warmup": "lazy",  # an idle engine process would compile what nothing here needs
+}
 
 GENERATE = """
 import json, sys
