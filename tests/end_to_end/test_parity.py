@@ -14,7 +14,8 @@ LEFT_OUT = (
     *("llama_rope_linear", "llama_rope_llama3", "llama_rope_yarn"),  # tables of frequencies: tests/models and tests/layers
     *("llama_head_dim", "deepseek_v2_lite"),  # test_other_engines
     "deepseek_v2",  # as deepseek_v2_lite and deepseek_v3 are
-    *("llama_mha", "llama_mqa", "llama_bias"),  # test_parity_in_parallel
+    *("llama_mha", "llama_bias"),  # test_parity_in_parallel
+    "llama_mqa",  # as llama_gqa is; test_tensor_parallel_gives_the_same_logits
     "llama_tied",  # as qwen3 is
     "qwen2",  # test_live_against_transformers
     *("qwen3_moe", "mixtral"),  # test_mixtures
