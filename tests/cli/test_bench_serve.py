@@ -157,6 +157,7 @@ def test_a_result_file_without_a_name_is_named_after_the_run(stub: Stub, tmp_pat
     assert path.name.startswith("openai-500qps-concurrency2-stub-") and path.suffix == ".json"
 
 
+@pytest.mark.plot
 def test_a_run_is_drawn(stub: Stub, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     assert bench(stub, "--num-prompts", "3", "--plot", str(tmp_path / "run.svg")) == 0

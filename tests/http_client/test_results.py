@@ -92,6 +92,7 @@ def test_the_text_has_the_metrics_and_percentiles_asked_for() -> None:
     assert "time to first token" in text and "inter-token" not in text and "p99.9" in text
 
 
+@pytest.mark.plot
 def test_a_run_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     plot.draw(run(), "a run", str(tmp_path / "run.svg"))

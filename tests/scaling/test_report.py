@@ -47,6 +47,7 @@ def test_the_files_agree(tmp_path: Path) -> None:
     assert (report.NO_CHARTS in markdown) == (not charts.can_draw())
 
 
+@pytest.mark.plot
 def test_charts_are_files_and_parts_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     report.write(tmp_path, results())
