@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from jaxllm import worker_pipe
+from jaxllm import env, worker_pipe
 from jaxllm.engine import messages
 from jaxllm.engine.messages import EngineStart
 from jaxllm.errors import ConfigError
 
 _PROJECT = Path(__file__).parents[2]
 _SECRET = re.compile(r"API_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|TOKEN|PRIVATE_KEY", re.IGNORECASE)
-_NEEDED = frozenset({"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "TOKENIZERS_PARALLELISM"})
-"""Variables whose names look secret but which are needed to fetch a model, or are not secret."""
+_NEEDED = frozenset({"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "TOKENIZERS_PARALLELISM", env.HOSTS_TOKEN})
+"""Variables whose names look secret but which are needed to fetch a model or to connect to other hosts, or are not secret."""
 
 _MAX_PARENT_CHARACTERS = 50
 """A socket's whole path may have 107."""

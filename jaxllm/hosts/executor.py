@@ -50,7 +50,7 @@ class HostsExecutor:
         sent = data.reshape(-1).view(np.uint8)
         number, answered = self._leader.new_call()
         for start in range(0, len(sent), PIECE_BYTES):
-            self._leader.send(Piece(number, handle, len(sent), start, sent[start : start + PIECE_BYTES].tobytes()))
+            self._leader.send(Piece(number, handle, len(sent), start, sent[start : start + PIECE_BYTES].data))
         self._own.stage(handle, data)
         self._leader.wait_for(answered)
         answered.result()

@@ -3,7 +3,6 @@
 import contextlib
 import queue
 import signal
-import socket
 import threading
 import time
 from collections import deque
@@ -14,35 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm import framing
 from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.executor import Executor, PendingStep, TokenTaker
 from jaxllm.errors import ConfigError, JaxLLMError
-from jaxllm.framing import WireError
-from jaxllm.hosts import identity, process_group, wire
+from jaxllm.hosts import handshake, identity, process_group, wire
+from jaxllm.hosts.connection import Connection
+from jaxllm.hosts.framing import SILENCE_SECONDS, WireError
 from jaxllm.hosts.leader import NEWS_SECONDS, START_SILENCE_SECONDS
-from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS
 from jaxllm.hosts.relay import Relay
 from jaxllm.hosts.results import SentResults
-from jaxllm.hosts.wire import (
-    AllFacts,
-    Beat,
-    Connection,
-    Dispatch,
-    DispatchLanes,
-    Do,
-    Done,
-    Draw,
-    Drawn,
-    End,
-    Facts,
-    Failed,
-    Hello,
-    Piece,
-    Refused,
-    Welcome,
-)
+from jaxllm.hosts.wire import AllFacts, Begin, Dispatch, DispatchLanes, Do, Done, Draw, Drawn, End, Facts, Failed, Piece
 from jaxllm.hosts_options import has_lanes_on_hosts
 from jaxllm.lanes_plan import LanesPlan
 from jaxllm.log import logger
@@ -50,7 +31,6 @@ from jaxllm.scheduler_output import SchedulerOutput
 
 CALLS = ("start_over", "memory")
 """Methods of an executor that host 0 may call."""
-_RETRY_SECONDS = 0.5
 _MAX_IN_FLIGHT = 3
 """More than host 0 has, but for one more for each stage."""
 
@@ -69,39 +49,19 @@ class Member:
     def of(cls, config: EngineConfig, found: Mapping[str, str]) -> "Member":
         """Connect to host 0 and wait for all others. Raises ConfigError if host 0 is not there in time, or refuses this host."""
         options = config.parallel
-        where = f"{options.master_addr}, port {options.master_port}"
         deadline = time.monotonic() + options.distributed_timeout_seconds
-        logger.info("host %d of %d connects to host 0 at %s", options.node_rank, options.nnodes, where)
-        while True:
-            try:
-                stream = socket.create_connection((options.master_addr, options.master_port), timeout=5)
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"host 0 does not answer at {where}, after {options.distributed_timeout_seconds} s "
-                        f"(--distributed-timeout-seconds): {error.strerror or error}; start it with --node-rank 0, and see that this "
-                        "host reaches its --master-addr"
-                    ) from error
-                time.sleep(_RETRY_SECONDS)
+        connection = handshake.connect(options, found)
+        connection.accept(wire.FROM_HOST_0)
         try:
-            connection = Connection(stream, wire.of_host_0)
-            connection.limit(max(1.0, deadline - time.monotonic()))
-            hello = Hello(wire.PROTOCOL, options.node_rank, options.nnodes, socket.gethostname(), dict(found))
-            connection.send_frame(framing.frame(hello, framing.FIRST_BYTES))
-            answer = connection.first(max(1.0, deadline - time.monotonic()))
+            answer = connection.receive(max(1.0, deadline - time.monotonic()))
         except WireError as error:
-            raise ConfigError(
-                f"host 0 at {where} ended before all hosts were there, or it is another program: {error}"
-            ) from error
-        if isinstance(answer, Refused):
-            raise ConfigError(f"host 0 refuses this host: {answer.reason}")
-        if not isinstance(answer, Welcome):
-            raise ConfigError(f"what listens at {where} is not host 0 of an engine")
+            raise ConfigError(f"host 0 ended before all hosts were there: {error}") from error
+        if not isinstance(answer, Begin):
+            raise ConfigError(f"host 0 ends the engine: {answer.reason if isinstance(answer, End) else 'it sent no Begin'}")
         connection.limit(START_SILENCE_SECONDS)
         member = cls(config, connection, options.node_rank)
         threading.Thread(target=member._listen, name="host-0", daemon=True).start()
-        threading.Thread(target=member._beat, name="beat", daemon=True).start()
+        connection.send_beats()
         with member.reported():
             timeout = options.distributed_timeout_seconds
             address = Relay(connection.peer, answer.coordinator_port).address
@@ -159,8 +119,7 @@ class Member:
                 message = self._connection.receive()
                 if isinstance(message, End) and message.reason:
                     self._end_at_once(f"host 0 ends the engine: {message.reason}")
-                if not isinstance(message, Beat):
-                    self.calls.put(message)
+                self.calls.put(message)
                 if isinstance(message, End):
                     self._has_ended = True
                     return
@@ -172,12 +131,6 @@ class Member:
         """The main thread may wait for a device that waits for other hosts."""
         logger.error("%s; host %d ends", reason, self._rank)
         process_group.end_process(process_group.EXIT_FAILED)
-
-    def _beat(self) -> None:
-        with contextlib.suppress(WireError):
-            while not self._has_ended:
-                self._connection.send(Beat())
-                time.sleep(BEAT_SECONDS)
 
 
 class Follower:

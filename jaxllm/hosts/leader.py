@@ -2,7 +2,6 @@
 
 import contextlib
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,16 +9,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxllm.config import EngineConfig, ParallelOptions
+from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.executor import Executor
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
-from jaxllm.framing import WireError
-from jaxllm.hosts import identity, process_group, wire
-from jaxllm.hosts.listening import BEAT_SECONDS, SILENCE_SECONDS, Started, free_port, listen
-from jaxllm.hosts.reception import Reception
+from jaxllm.hosts import framing, identity, process_group, wire
+from jaxllm.hosts.connection import Connection
+from jaxllm.hosts.framing import SILENCE_SECONDS, WireError
+from jaxllm.hosts.reception import POLL_SECONDS, Arrival, Reception, Started, free_port
 from jaxllm.hosts.results import ExpectedResults
-from jaxllm.hosts.wire import AllFacts, Beat, Connection, Done, End, Facts, Failed, Hello, Refused, Result, Welcome
+from jaxllm.hosts.wire import AllFacts, Begin, Done, End, Facts, Failed, Result
 from jaxllm.log import logger
 
 START_SILENCE_SECONDS = 60.0
@@ -28,22 +27,22 @@ GRACE_SECONDS = 2.0
 """After which the process ends if its main thread waits for a device that waits for a lost host."""
 NEWS_SECONDS = 1.0
 """A collective fails when a host is lost, perhaps before its connection does."""
-_REFUSE_SECONDS = 5.0
-_POLL_SECONDS, _TELL_SECONDS = 0.5, 10.0
 
 
 @dataclass
 class _Host:
     """A follower."""
 
-    rank: int
-    name: str
-    connection: Connection
+    arrival: Arrival
     facts: "queue.SimpleQueue[Facts | None]" = field(default_factory=queue.SimpleQueue)
     results: ExpectedResults = field(default_factory=ExpectedResults)
 
+    @property
+    def connection(self) -> Connection:
+        return self.arrival.connection
+
     def __str__(self) -> str:
-        return f"host {self.rank} ({self.name}, {self.connection.peer})"
+        return str(self.arrival)
 
 
 @dataclass
@@ -74,23 +73,21 @@ class Leader:
         """Listen and wait for all hosts, which someone else or `started` has started. Raises ConfigError if one does not come in time,
         or differs from this one."""
         options = config.parallel
-        with listen(options) as listening:
-            hosts = _gather(listening, options, found, started)
-            address = listening.getsockname()[0]
+        hosts, address = _gather(config, found, started)
         port = free_port(address)
         coordinator = f"{f'[{address}]' if ':' in address else address}:{port}"
         leader = cls(config, hosts, started)
-        leader._begin(Welcome(port))
+        leader._begin(Begin(port))
         with leader.reported():
             process_group.join(coordinator, options.nnodes, 0, timeout_seconds=options.distributed_timeout_seconds)
         return leader
 
-    def _begin(self, welcome: Welcome) -> None:
+    def _begin(self, begin: Begin) -> None:
         for host in self._hosts:
             host.connection.limit(START_SILENCE_SECONDS)
-            host.connection.send(welcome)
-            threading.Thread(target=self._listen_to, args=(host,), name=f"host-{host.rank}", daemon=True).start()
-            threading.Thread(target=self._beat, args=(host,), name=f"beat-{host.rank}", daemon=True).start()
+            host.connection.send(begin)
+            host.connection.send_beats()
+            threading.Thread(target=self._listen_to, args=(host,), name=f"host-{host.arrival.rank}", daemon=True).start()
 
     # The start
 
@@ -137,7 +134,7 @@ class Leader:
     def send(self, message: Any) -> None:
         """Send a message to all hosts. Raises EngineDeadError if one is lost."""
         self.check()
-        frame = wire.framed(message)
+        frame = framing.frame(message, wire.MAX_MESSAGE_BYTES)
         for host in self._hosts:
             try:
                 host.connection.send_frame(frame)
@@ -216,12 +213,6 @@ class Leader:
             logger.exception("what %s sent could not be taken", host)
             self._lose(f"{host} is lost: what it sent could not be taken; the log says more")
 
-    def _beat(self, host: _Host) -> None:
-        with contextlib.suppress(WireError):
-            while not (self._has_ended or self.lost.done()):
-                host.connection.send(Beat())
-                time.sleep(BEAT_SECONDS)
-
     def _answered(self, host: _Host, done: Done) -> None:
         with self._lock:
             call = self._calls.get(done.number)
@@ -283,66 +274,28 @@ def _try_to_send(host: _Host, message: Any) -> None:
         host.connection.send(message)
 
 
-# Before the connections stand
-
-
-def _gather(
-    listening: socket.socket, options: ParallelOptions, found: Mapping[str, str], started: "Started | None"
-) -> list[_Host]:
-    """Accept all other hosts. Raises ConfigError if one does not come in time, or may not take part."""
-    deadline = time.monotonic() + options.distributed_timeout_seconds
-    hosts: dict[int, _Host] = {}
-    next_told = time.monotonic() + _TELL_SECONDS
-    logger.info("host 0 of %d waits for the others at %s, port %d", options.nnodes, options.master_addr, options.master_port)
-    with Reception(listening, options.nnodes) as reception:
-        try:
-            while len(hosts) < options.nnodes - 1:
-                try:
-                    connection, hello = reception.hellos.get(timeout=max(0.01, min(_POLL_SECONDS, deadline - time.monotonic())))
-                except queue.Empty:
-                    if started is not None and (fault := started.fault()) is not None:
-                        raise ConfigError(fault) from None
-                    missing = ", ".join(str(rank) for rank in range(1, options.nnodes) if rank not in hosts)
-                    if time.monotonic() < deadline:
-                        if time.monotonic() > next_told:
-                            next_told += _TELL_SECONDS
-                            logger.info("host 0 still waits for: %s", missing)
-                        continue
-                    raise ConfigError(
-                        f"these hosts did not connect to {options.master_addr}, port {options.master_port}, within "
-                        f"{options.distributed_timeout_seconds} s (--distributed-timeout-seconds): {missing}; start each with the same "
-                        "options and its --node-rank, and see that it reaches this address"
-                    ) from None
-                host = _admit(connection, hello, options, found, hosts)
-                hosts[host.rank] = host
-                logger.info("%s is there", host)
-        except BaseException as error:
-            for host in hosts.values():
-                host.connection.limit(_REFUSE_SECONDS)
-                _try_to_send(host, Refused(str(error)))
-                host.connection.close()
-            raise
-    return [hosts[rank] for rank in sorted(hosts)]
-
-
-def _admit(
-    connection: Connection, hello: Hello, options: ParallelOptions, found: Mapping[str, str], hosts: Mapping[int, _Host]
-) -> _Host:
-    """The host at the other end. Raises ConfigError if it may not take part."""
-    connection.limit(_REFUSE_SECONDS)
-    host = _Host(hello.rank, hello.name, connection)
-    fault = None
-    if hello.protocol != wire.PROTOCOL:
-        fault = f"{host} speaks version {hello.protocol} of the hosts' protocol, host 0 version {wire.PROTOCOL}; install the same jaxllm"
-    elif (differs := identity.difference(["host 0", f"host {hello.rank}"], [found, hello.identity])) is not None:
-        fault = f"{host} differs from host 0: {differs}; start all hosts with the same versions, options and model"
-    elif not 1 <= hello.rank < options.nnodes:
-        fault = f"{host} has node_rank {hello.rank}, there are 1 to {options.nnodes - 1}"
-    elif hello.rank in hosts:
-        fault = f"two hosts have node_rank {hello.rank}: {hosts[hello.rank]} and {host}; give each its own"
-    if fault is not None:
-        with contextlib.suppress(WireError):
-            connection.send(Refused(fault))
-        connection.close()
-        raise ConfigError(fault)
-    return host
+def _gather(config: EngineConfig, found: Mapping[str, str], started: "Started | None") -> tuple[list[_Host], str]:
+    """Wait for all other hosts, by rank. Also returns this host's address. Raises ConfigError if one does not come in time, or may not
+    take part."""
+    arrivals: queue.SimpleQueue[Arrival | ConfigError] = queue.SimpleQueue()
+    reception = Reception(config.parallel, found, arrivals.put, started)
+    hosts: list[_Host] = []
+    try:
+        reception.open()
+        while len(hosts) + 1 < config.parallel.nnodes:
+            reception.has_all()
+            with contextlib.suppress(queue.Empty):
+                arrival = arrivals.get(timeout=POLL_SECONDS)
+                if isinstance(arrival, ConfigError):
+                    raise arrival
+                arrival.connection.accept(wire.FROM_FOLLOWER)
+                hosts.append(_Host(arrival))
+                logger.info("%s is there", arrival)
+    except BaseException as error:
+        for host in hosts:
+            _try_to_send(host, End(str(error)))
+            host.connection.close()
+        raise
+    finally:
+        reception.close()
+    return sorted(hosts, key=lambda host: host.arrival.rank), reception.address

@@ -13,16 +13,17 @@ from typing import Any
 
 import msgspec
 
+from jaxllm import env
 from jaxllm.config import EngineConfig
 from jaxllm.engine.launch import environment_without_secrets
 from jaxllm.errors import ConfigError
-from jaxllm.hosts.listening import free_port
+from jaxllm.hosts.reception import free_port
 from jaxllm.log import logger
 from jaxllm.parallel.topology import Topology
 
 _COPIED = ("JAX", "XLA", "NCCL", "GLOO", "HF_", "TF_", "LD_LIBRARY_PATH", "PYTHONPATH", "TOKENIZERS_", "UCX_")
 """Beginnings of the environment variables that actors get."""
-_NOT_COPIED = ("HF_TOKEN",)  # an actor's environment can be read in Ray's dashboard
+_NOT_COPIED = ("HF_TOKEN", env.HOSTS_TOKEN)  # an actor's environment can be read in Ray's dashboard
 _END_SECONDS = 15.0
 
 

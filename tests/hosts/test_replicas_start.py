@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from jaxllm.engine import messages
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.sockets import ENGINE_SOCKET, socket_address
 from jaxllm.errors import ConfigError, EngineDeadError
-from jaxllm.framing import WireError
+from jaxllm.hosts import framing, handshake, reception
+from jaxllm.hosts.connection import Connection
+from jaxllm.hosts.framing import ClosedError
 from jaxllm.llm import LLM
 from jaxllm.replicas import devices
 from jaxllm.replicas.hosts import far, near, wire
-from jaxllm.replicas.hosts.host import connect
+from jaxllm.replicas.hosts import link as links
 from jaxllm.replicas.hosts.identity import identity
+from jaxllm.replicas.hosts.link import Link
 from jaxllm.replicas.hosts.near import ReplicasElsewhere, of_one_host
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
@@ -40,6 +44,11 @@ def config(rank: int = 0, **options: Any) -> EngineConfig:
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 30))
+
+
+async def connect(config: EngineConfig, found: dict[str, str]) -> Link:
+    connection = await asyncio.to_thread(handshake.connect, config.parallel, found)
+    return await Link.of(connection, wire.FROM_HOST_0)
 
 
 @contextlib.asynccontextmanager
@@ -72,7 +81,7 @@ def test_a_host_that_may_not_take_part_is_told_why_and_fails_the_start(tmp_path,
         port = free_port()
         async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
             tokens = iter([token.encode()])  # of host 1, which proves it first
-            monkeypatch.setattr(wire, "token", lambda: next(tokens, b""))
+            monkeypatch.setattr(handshake, "token", lambda: next(tokens, b""))
             with pytest.raises(ConfigError, match=f"host 0 refuses this host: .*{fault}"):
                 await connect(config(rank, master_port=port, nnodes=max(2, rank + 1), data_parallel_size=6), found)
             with pytest.raises(EngineDeadError, match=fault):
@@ -97,21 +106,16 @@ def test_the_same_token_lets_a_host_in_once(tmp_path, monkeypatch):
     run(work())
 
 
-def test_who_knows_no_token_is_no_host_0_either(monkeypatch):
-    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = wire.Link(reader, writer, wire.of_others)
-        link.send(wire.Challenge(b"nonce"))
-        await link.first()
-        link.send(wire.Welcome(b"guess"))
-
-    async def work() -> None:
-        port = free_port()
-        server = await asyncio.start_server(impostor, "127.0.0.1", port)
+def test_who_knows_no_token_is_no_host_0_either():
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as thread:
+        connecting = thread.submit(handshake.connect, config(1, master_port=listening.getsockname()[1]).parallel, FOUND)
+        impostor = Connection(listening.accept()[0], handshake.FROM_OTHER)
+        impostor.send(handshake.Challenge(b"nonce"))
+        assert handshake.introduction_of(impostor.receive(10)).rank == 1
+        impostor.send(handshake.Welcome(b"guess"))
         with pytest.raises(ConfigError, match="does not know this host's token"):
-            await connect(config(1, master_port=port), FOUND)
-        server.close()
-
-    run(work())
+            connecting.result(10)
+        impostor.close()
 
 
 @pytest.mark.slow
@@ -146,14 +150,13 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
     async def work() -> None:
         port = free_port()
         async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
-            monkeypatch.setattr(near, "MAX_STRANGERS", len(STRANGERS))
+            monkeypatch.setattr(reception, "MAX_STRANGERS", len(STRANGERS))
             for data in STRANGERS:
                 with socket.create_connection(("127.0.0.1", port)) as stranger:
                     stranger.sendall(data)
             reset(port)
             silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(len(STRANGERS) + 3)]
             link = await connect(config(1, master_port=port), FOUND)
-            link.begin()
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             engine = context.socket(zmq.PULL)
             engine.bind(socket_address(there, ENGINE_SOCKET))
@@ -176,7 +179,7 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
             while client.status is None:
                 await asyncio.sleep(0.005)
 
-            prompt = list(range(1_500_000))  # some MB: several pieces
+            prompt = list(range(1_500_000))  # some MB: several parts
             client.add(EngineCoreRequest(request_id="r", prompt_token_ids=prompt, sampling_params=SamplingParams(seed=1)))
             assert (await received(messages.Add)).request.prompt_token_ids == prompt
             refusals: list[messages.Refused] = []
@@ -216,52 +219,55 @@ def test_only_who_knows_the_token_can_fail_a_start_with_one(tmp_path, monkeypatc
     async def work() -> None:
         options = {"master_port": free_port(), "distributed_timeout_seconds": 2}
         async with host_0(tmp_path, monkeypatch, **options) as elsewhere:
-            for protocol in (wire.PROTOCOL, 99):
-                reader, writer = await asyncio.open_connection("127.0.0.1", options["master_port"])
-                link = wire.Link(reader, writer, wire.of_host_0)
-                await link.first()
-                link.send(wire.Hello(protocol, 1, "stranger", b"nonce", b"guess", FOUND))
-                assert "has another token" in (await link.first()).reason
-                await link.close()
+            for protocol, fault in ((99, "speaks version 99"), (handshake.PROTOCOL, "has another token")):
+                with socket.create_connection(("127.0.0.1", options["master_port"])) as stream:
+                    stranger = Connection(stream, handshake.FROM_HOST_0)
+                    await asyncio.to_thread(stranger.receive, 10)
+                    hello = handshake.hello(1, FOUND, b"nonce", handshake.Challenge(b"another"))
+                    stranger.send(handshake.Hello(protocol, hello.introduction))
+                    assert fault in (await asyncio.to_thread(stranger.receive, 10)).reason
             assert not elsewhere._fault.done()
-            with pytest.raises(EngineDeadError, match="did not connect .*stranger.* has another token than host 0"):
+            with pytest.raises(EngineDeadError, match="did not connect .* has another token than host 0"):
                 await elsewhere.ready()
 
     monkeypatch.setenv(env.HOSTS_TOKEN, "secret")
     run(work())
 
 
-def test_a_message_of_an_unknown_end_has_one_deadline(monkeypatch):
-    monkeypatch.setattr(wire, "FIRST_SECONDS", 0.3)
-
-    async def trickle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            for byte in (100).to_bytes(4, "big") + bytes(100):
-                writer.write(bytes([byte]))
-                await asyncio.sleep(0.05)
-
-    async def work() -> None:
-        server = await asyncio.start_server(trickle, "127.0.0.1", 0)
-        link = wire.Link(*await asyncio.open_connection(*server.sockets[0].getsockname()), wire.of_others)
-        with pytest.raises(WireError, match="no whole message came within 0.3 s"):
-            await link.first()
-        await link.close()
-        server.close()
-
-    run(work())
-
-
 def test_a_host_that_is_silent_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(wire, "SILENCE_SECONDS", 0.3)
-    monkeypatch.setattr(wire, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(links, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(links, "BEAT_SECONDS", 0.1)
 
     async def work() -> None:
         port = free_port()
         async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
-            link = await connect(config(1, master_port=port), FOUND)
+            silent = await asyncio.to_thread(handshake.connect, config(1, master_port=port).parallel, FOUND)
             with pytest.raises(EngineDeadError, match=r"host 1 \(.*\) is lost: it was silent for"):
                 await elsewhere.ready()
-            await link.close()
+            silent.close()
+
+    run(work())
+
+
+def test_a_message_that_arrives_slowly_is_no_silence(monkeypatch):
+    monkeypatch.setattr(links, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(links, "BEAT_SECONDS", 0.05)
+
+    async def trickle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        data = framing.frame(wire.Failed("x" * 8), 100)
+        for byte in data:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1)
+
+    async def work() -> None:
+        server = await asyncio.start_server(trickle, "127.0.0.1", 0)
+        link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()), wire.FROM_OTHER)
+        assert (await link.receive()).reason == "x" * 8  # after 1 s
+        with pytest.raises(ClosedError, match="it was silent for"):
+            await link.receive()
+        await link.close()
+        server.close()
 
     run(work())
 
@@ -273,7 +279,6 @@ def test_a_client_that_fetches_nothing_is_dropped_and_holds_nobody_up(tmp_path, 
         port = free_port()
         async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
             link = await connect(config(1, master_port=port), FOUND)
-            link.begin()
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             name, directory = f"front-0-{'0' * 16}", elsewhere.directories[1]
             front, to_engine = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -284,7 +289,7 @@ def test_a_client_that_fetches_nothing_is_dropped_and_holds_nobody_up(tmp_path, 
             assert await link.receive() == wire.Greet(1, name)
             status = messages.encode(messages.Status("idle", 0.0, "x" * 100_000))
             for _ in range(200):  # more than the sockets' buffers hold
-                link.send_frame(1, name, status)
+                link.send(wire.Frame(1, name, status))
             assert await link.receive() == wire.Leave(1, name)
             last = None
             while not isinstance(last, messages.Dead):

@@ -1,6 +1,7 @@
 """The start of several hosts: who is refused, and what is said of hosts that do not come. No JAX devices are used."""
 
 import contextlib
+import queue
 import socket
 import threading
 import time
@@ -8,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,9 +17,10 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError, EngineDeadError, ModelLoadError
-from jaxllm.framing import WireError
-from jaxllm.hosts import identity, process_group, reception, wire
+from jaxllm.hosts import framing, handshake, identity, process_group, reception, wire
+from jaxllm.hosts.connection import Connection
 from jaxllm.hosts.follower import Member
+from jaxllm.hosts.framing import WireError
 from jaxllm.hosts.leader import Leader
 from jaxllm.parallel import across_hosts
 from jaxllm.sampling_params import SamplingParams
@@ -77,15 +80,15 @@ def test_strangers_at_the_port_do_not_disturb_the_start(together):
             held.append(socket.create_connection(("127.0.0.1", port)))
             held[-1].sendall(data)
 
-    real = wire.Connection.send_frame
+    real = Connection.send
 
-    def send_frame(self, frame):
-        if not held:  # a host is about to say hello
+    def send(self, message):
+        if isinstance(message, handshake.Hello) and not held:
             knock(self._socket.getpeername()[1])
-        real(self, frame)
+        real(self, message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire.Connection, "send_frame", send_frame)
+        patch.setattr(Connection, "send", send)
         leader, member = (future.result(10) for future in together((1, FOUND)))
     number, answered = leader.new_call()
     member.send(wire.Done(number))
@@ -94,15 +97,25 @@ def test_strangers_at_the_port_do_not_disturb_the_start(together):
     for stranger in held:
         with stranger, contextlib.suppress(ConnectionResetError):
             stranger.settimeout(10)
-            assert not stranger.recv(1), "it is still connected"
+            while stranger.recv(100):  # a challenge, and then the end
+                pass
 
 
-def test_a_stranger_who_says_hello_byte_by_byte_has_one_deadline():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listening,
-        reception.Reception(listening, 1, hello_seconds=0.3),
-        socket.create_connection(listening.getsockname()) as slow,
-    ):
+@contextlib.contextmanager
+def open_reception(take=lambda arrival: None):
+    """The port of host 0, with its number."""
+    port = free_port()
+    found = reception.Reception(config(0, port).parallel, FOUND, take)
+    found.open()
+    try:
+        yield port
+    finally:
+        found.close()
+
+
+def test_a_stranger_who_says_hello_byte_by_byte_has_one_deadline(monkeypatch):
+    monkeypatch.setattr(handshake, "FIRST_SECONDS", 0.3)
+    with open_reception() as port, socket.create_connection(("127.0.0.1", port)) as slow:
         began = time.monotonic()
         with pytest.raises(OSError):  # noqa: PT011
             for byte in (100).to_bytes(4, "big") + bytes(100):
@@ -114,22 +127,43 @@ def test_a_stranger_who_says_hello_byte_by_byte_has_one_deadline():
 def test_strangers_are_told_in_the_log_and_the_oldest_of_too_many_goes(monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(reception.logger, "warning", lambda text, *values: told.append(text % values))
-    monkeypatch.setattr(reception, "MAX_STRANGERS", 1)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listening,
-        reception.Reception(listening, 1, hello_seconds=60) as receiving,
-        contextlib.ExitStack() as stack,
-    ):
+    monkeypatch.setattr(reception, "MAX_STRANGERS", 0)
+    monkeypatch.setattr(handshake, "FIRST_SECONDS", 60)
+    arrivals: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with open_reception(arrivals.put) as port, contextlib.ExitStack() as stack:
         for data in STRANGERS:
-            with socket.create_connection(listening.getsockname()) as stranger:
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(data)
-        reset(listening.getsockname()[1])
+        reset(port)
         wait_until(lambda: len(told) == len(STRANGERS) + 1, "each gets a line in the log", 10)
         assert all(text.startswith("a connection from 127.0.0.1 is no host's: ") for text in told)
-        first, *_, host = (stack.enter_context(socket.create_connection(listening.getsockname(), timeout=10)) for _ in range(4))
-        assert not first.recv(1), "the oldest is still there"
-        host.sendall(wire.framed(wire.Hello(wire.PROTOCOL, 1, 2, "there", FOUND)))
-        assert receiving.hellos.get(timeout=10)[1].name == "there"
+        first, *_, last = (stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(4))
+        while first.recv(100):  # a challenge, and then the end
+            pass
+        host = Connection(last, handshake.FROM_HOST_0)
+        host.send(handshake.hello(1, FOUND, b"nonce", host.receive(10)))
+        assert isinstance(host.receive(10), handshake.Welcome)
+        arrival = arrivals.get(timeout=10)
+        assert isinstance(arrival, reception.Arrival) and arrival.rank == 1
+
+
+@pytest.mark.parametrize(
+    "introduction",
+    [
+        (2, "host", FOUND),  # the form of version 4
+        ({"any": "form"},),
+    ],
+)
+def test_a_host_of_another_version_is_refused_whatever_else_it_says(introduction):
+    arrivals: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with open_reception(arrivals.put) as port, socket.create_connection(("127.0.0.1", port)) as stream:
+        host = Connection(stream, handshake.FROM_HOST_0)
+        host.receive(10)
+        body = msgspec.msgpack.encode(("hello", 4, *introduction))
+        stream.sendall(len(body).to_bytes(4, "big") + body)
+        fault = f"version 4 of the hosts' protocol, host 0 version {handshake.PROTOCOL}; install the same jaxllm"
+        assert fault in host.receive(10).reason
+        assert fault in str(arrivals.get(timeout=10))
 
 
 def test_facts_that_differ_and_errors_of_a_host_reach_all(together):
@@ -167,7 +201,7 @@ def test_calls_are_answered_or_raise_the_error_of_a_host(together):
 
 def test_a_shorter_limit_holds_for_a_message_that_is_waited_for_already():
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()[:2]):
-        connection = wire.Connection(listening.accept()[0], wire.of_follower)
+        connection = Connection(listening.accept()[0], wire.FROM_FOLLOWER)
         connection.limit(60)
         with ThreadPoolExecutor(1) as pool:
             receiving = pool.submit(connection.receive)
@@ -198,8 +232,19 @@ def test_a_plan_reads_the_same_on_the_other_host():
     params = SamplingParams(seed=3, logit_bias={5: 1.5}, stop_token_ids=[7], temperature=0.5)
     new = NewRequestData("a", [1, 2, 3], 3, params, (2,), [4, 5], 0, 0, is_masked=True)
     plan = SchedulerOutput([new], [RowStep("b", np.int64(4), 1, 0, []), RowStep("a", 0, 3, 0, [4, 5])], 4, ["c"], [], 9, ("a",))
-    frame = wire.framed(wire.Dispatch(plan))
-    assert wire.of_host_0.decode(frame[4:]).plan == plan
+    incoming = framing.Incoming(wire.FROM_HOST_0)
+    for byte in framing.frame(wire.Dispatch(plan), wire.MAX_MESSAGE_BYTES):
+        assert incoming.num_wanted
+        message = incoming.take(bytes([byte]))
+    assert message.plan == plan
+
+
+def test_a_message_that_is_too_long_is_neither_sent_nor_read():
+    accepted = framing.Accepted(framing.Beat | wire.End, 100)
+    with pytest.raises(WireError, match=r"a End of 10[0-9]+ bytes is too long for other hosts \(at most 100\)"):
+        framing.frame(wire.End("x" * 1000), 100)
+    with pytest.raises(WireError, match="a message of 101 bytes was announced, at most 100 are allowed"):
+        framing.Incoming(accepted).take((101).to_bytes(4, "big"))
 
 
 def test_a_host_with_too_few_devices_is_named(monkeypatch):

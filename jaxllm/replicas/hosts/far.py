@@ -12,9 +12,10 @@ from jaxllm.engine.messages import Bye, Fault
 from jaxllm.engine.messages import Hello as FrontHello
 from jaxllm.engine.messages import Refused as RequestRefused
 from jaxllm.engine.sockets import ENGINE_SOCKET, MAX_QUEUED_MESSAGES, is_client_name, socket_address
-from jaxllm.framing import WireError
+from jaxllm.hosts.framing import WireError
 from jaxllm.replicas.hosts.inbox import Inbox
-from jaxllm.replicas.hosts.wire import End, Ended, Frame, Greet, Leave, Link
+from jaxllm.replicas.hosts.link import Link
+from jaxllm.replicas.hosts.wire import End, Ended, Frame, Greet, Leave
 
 
 class Bridge:
@@ -81,7 +82,7 @@ class _Engine:
         """Give the engine a message of an API server."""
         if client in self._inboxes and not self._put(frame) and (sender := messages.sender_of_add(frame)) is not None:
             refusal = RequestRefused(sender[1], Fault("engine", "the engine process does not fetch its messages"))
-            self._link.send_frame(self._rank, client, messages.encode(refusal))
+            self._link.send(Frame(self._rank, client, messages.encode(refusal)))
 
     def leave(self, client: str) -> None:
         """An API server has left."""
@@ -94,7 +95,7 @@ class _Engine:
         for client, inbox in self._inboxes.items():
             while frames := inbox.frames_now():
                 for frame in frames:
-                    self._link.send_frame(self._rank, client, frame)
+                    self._link.send(Frame(self._rank, client, frame))
         clients = list(self._inboxes)
         self.close()
         self._outbox = self._connect()  # with an empty queue
@@ -122,7 +123,7 @@ class _Engine:
         try:
             while True:
                 for frame in await inbox.frames():
-                    self._link.send_frame(self._rank, client, frame)
+                    self._link.send(Frame(self._rank, client, frame))
                 await self._link.drained()
         finally:
             inbox.close()

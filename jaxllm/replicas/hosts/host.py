@@ -5,27 +5,29 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.launch import socket_directory
 from jaxllm.engine.messages import EngineStart
-from jaxllm.errors import ConfigError, EngineDeadError
-from jaxllm.framing import ClosedError, WireError
+from jaxllm.errors import EngineDeadError
+from jaxllm.hosts import handshake
+from jaxllm.hosts.framing import WireError
 from jaxllm.log import logger
 from jaxllm.replicas.devices import environments, ranks_here
 from jaxllm.replicas.hosts import wire
 from jaxllm.replicas.hosts.far import Bridge
 from jaxllm.replicas.hosts.identity import identity
+from jaxllm.replicas.hosts.link import Link
 from jaxllm.replicas.hosts.near import names_of, of_one_host
-from jaxllm.replicas.hosts.wire import Challenge, Failed, Hello, Link, Refused, Stopping, Welcome
+from jaxllm.replicas.hosts.wire import Failed, Stopping
 from jaxllm.replicas.processes import EngineProcess, EngineProcesses
+from jaxllm.worker_thread import WorkerThread
 
 EXIT_LOST = 1
-_RETRY_SECONDS = 0.5
 _LAST_SECONDS = 1.0
 
 
@@ -49,10 +51,11 @@ class ReplicaHost:
         self._have_served = False
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._take_signal, number)
-        connecting = asyncio.ensure_future(connect(self._config, self._found))
+        thread = WorkerThread("connect")
+        connecting = asyncio.wrap_future(thread.submit(partial(handshake.connect, self._options, self._found)))
         if not await _unless(self._leaving, connecting):
             return 128 + self._signal
-        link = connecting.result()
+        link = await Link.of(connecting.result(), wire.FROM_HOST_0)
         with socket_directory() as directory:
             self._engines = EngineProcesses(self._start, directory, self._environments, self._leaving, client_index=0)
             try:
@@ -61,7 +64,6 @@ class ReplicaHost:
                 self._engines.kill_all()
 
     async def _serve(self, link: Link) -> int:
-        link.begin()
         self._engines.start_all()
         self._bridge = Bridge(link, {engine.rank: engine.directory for engine in self._engines.each})
         watchers = {engine.rank: asyncio.create_task(self._watch(engine)) for engine in self._engines.each}
@@ -161,50 +163,6 @@ async def _unless(stop: asyncio.Event, work: "asyncio.Future[Any]") -> bool:
         return False
     work.result()
     return True
-
-
-async def connect(config: EngineConfig, found: dict[str, str]) -> Link:
-    """Connect to host 0. Raises ConfigError if it is not there in time, or refuses this host."""
-    options = config.parallel
-    where = f"{options.master_addr}, port {options.master_port}"
-    deadline = time.monotonic() + options.distributed_timeout_seconds
-    logger.info("host %d of %d connects to host 0 at %s", options.node_rank, options.nnodes, where)
-    while True:
-        try:
-            async with asyncio.timeout(wire.FIRST_SECONDS):
-                reader, writer = await asyncio.open_connection(options.master_addr, options.master_port)
-            link = Link(reader, writer, wire.of_host_0)
-            challenge = await link.first()
-            break
-        except (OSError, TimeoutError, ClosedError) as error:  # host 0 may be ending, to be started again
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"host 0 does not answer at {where}, after {options.distributed_timeout_seconds} s "
-                    f"(--distributed-timeout-seconds): {error or 'no answer'}; start it with --node-rank 0, and see that this "
-                    "host reaches its --master-addr"
-                ) from error
-            await asyncio.sleep(_RETRY_SECONDS)
-        except WireError as error:
-            raise ConfigError(f"what listens at {where} is not host 0 of replicas on several hosts: {error}") from error
-    try:
-        if not isinstance(challenge, Challenge):
-            raise WireError("it sent no challenge")
-        nonce = wire.new_nonce()
-        proof = wire.proof("host", challenge.nonce)
-        link.send(Hello(wire.PROTOCOL, options.node_rank, socket.gethostname(), nonce, proof, found))
-        answer = await link.first()
-    except WireError as error:
-        await link.close()
-        raise ConfigError(
-            f"what listens at {where} is not host 0 of replicas on several hosts, or it ended: {error}"
-        ) from error
-    if isinstance(answer, Refused):
-        await link.close()
-        raise ConfigError(f"host 0 refuses this host: {answer.reason}")
-    if not isinstance(answer, Welcome) or not wire.is_proven(answer.proof, "host 0", nonce):
-        await link.close()
-        raise ConfigError(f"what listens at {where} does not know this host's token (JAXLLM_HOSTS_TOKEN)")
-    return link
 
 
 def serve_replicas(config: EngineConfig, *, drain_seconds: float, **more: Any) -> int:

@@ -19,39 +19,19 @@ from jaxllm.engine.messages import Dead, MessageError
 from jaxllm.engine.messages import Hello as FrontHello
 from jaxllm.engine.sockets import ENGINE_SOCKET, Outbox, is_client_name
 from jaxllm.errors import ConfigError, EngineDeadError
-from jaxllm.framing import WireError
-from jaxllm.hosts.identity import difference
-from jaxllm.hosts.listening import Started, listen
+from jaxllm.hosts.framing import WireError
+from jaxllm.hosts.reception import POLL_SECONDS, Arrival, Reception, Started
 from jaxllm.log import logger
 from jaxllm.replicas.devices import ranks_here
 from jaxllm.replicas.hosts import wire
 from jaxllm.replicas.hosts.identity import identity
 from jaxllm.replicas.hosts.inbox import Inbox
-from jaxllm.replicas.hosts.wire import (
-    Challenge,
-    End,
-    Ended,
-    Failed,
-    Frame,
-    Greet,
-    Hello,
-    Leave,
-    Link,
-    Refused,
-    Stopping,
-    Welcome,
-)
+from jaxllm.replicas.hosts.link import Link
+from jaxllm.replicas.hosts.wire import End, Ended, Failed, Frame, Greet, Leave, Stopping
 from jaxllm.replicas.processes import MAX_RESTARTS, RESTART_WINDOW_SECONDS
 
-MAX_STRANGERS = 64
-"""Connections above one a host that may wait to say hello. Beyond, the oldest is closed: hosts say hello at once."""
-_POLL_SECONDS, _TELL_SECONDS = 0.5, 10.0
 _LAST_SECONDS = 1.0
 """The longest wait for the last messages to other hosts to be sent."""
-
-
-class _UnprovenError(ConfigError):
-    """A host has not proven that it has the token."""
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -68,15 +48,14 @@ _head = msgspec.msgpack.Decoder(_Head)
 class _Host:
     """Another host that is connected."""
 
-    number: int
-    name: str
+    arrival: Arrival
     link: Link
     replicas: range
     is_stopping: bool = False
     """Whether it is to end, and lets its requests end before."""
 
     def __str__(self) -> str:
-        return f"host {self.number} ({self.name}, {self.link.peer})"
+        return str(self.arrival)
 
 
 class StartedReplicas(Started, Protocol):
@@ -98,33 +77,28 @@ class ReplicasElsewhere:
         self._options, self._index, self._started = config.parallel, index, started
         self._restarts: list[float] = []
         """When hosts were started again."""
-        self._found = identity(config)
-        self._listening = listen(config.parallel)
+        self._reception = Reception(config.parallel, identity(config), self._take, started)
         here = ranks_here(config.parallel)
         self.directories = {rank: directory / str(rank) for rank in range(config.parallel.num_replicas) if rank not in here}
         """Directories of the sockets of each of them."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._hosts: dict[int, _Host] = {}
-        self._strangers: dict[Link, None] = {}
-        """Connections that have not said hello yet, the oldest first."""
-        self._refused = ""
-        """Why a host without the token was refused last."""
         self._stand_ins: dict[int, _StandIn] = {}
         self._has_started = False
         """Whether all replicas served once: until then a host that is missing or lost fails the start."""
         self._fault: asyncio.Future[str]
-        self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Wait for the other hosts from now on."""
-        self._fault = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._fault = self._loop.create_future()
         for rank, directory in self.directories.items():
             directory.mkdir()
             host = rank // (self._options.num_replicas // self._options.nnodes)
             stand_in = self._stand_ins[rank] = _StandIn(rank, directory, self._context, lambda host=host: self._link_to(host))
             self._tasks.add(asyncio.create_task(stand_in.run()))
-        self._server = await asyncio.start_server(self._accept, sock=self._listening)
+        self._reception.open()
         self._tasks.add(asyncio.create_task(self._watch_start()))
 
     async def ready(self) -> None:
@@ -163,9 +137,9 @@ class ReplicasElsewhere:
 
     def close(self) -> None:
         """Close all sockets. May be called again."""
+        self._reception.close()
         for task in self._tasks:
             task.cancel()
-        (self._listening if self._server is None else self._server).close()
         self._context.destroy(linger=0)
 
     # Hosts
@@ -175,54 +149,36 @@ class ReplicasElsewhere:
         return None if host is None else host.link
 
     async def _watch_start(self) -> None:
-        """Say which hosts are missing, and fail the start if they do not come in time."""
-        options = self._options
-        deadline, next_told = time.monotonic() + options.distributed_timeout_seconds, time.monotonic() + _TELL_SECONDS
-        logger.info(
-            "host 0 of %d waits for the others at %s, port %d", options.nnodes, options.master_addr, options.master_port
-        )
-        while missing := [number for number in range(1, options.nnodes) if number not in self._hosts]:
-            if self._has_started or self._fault.done():
-                return
-            if (left := deadline - time.monotonic()) <= 0:
-                self._fail_start(
-                    f"these hosts did not connect to {options.master_addr}, port {options.master_port}, within "
-                    f"{options.distributed_timeout_seconds} s (--distributed-timeout-seconds): {', '.join(map(str, missing))}; start "
-                    f"each with the same options and its --node-rank, and see that it reaches this address{self._refused}"
-                )
-                return
-            if self._started is not None and (fault := self._started.fault()) is not None:
-                self._fail_start(fault)
-                return
-            if time.monotonic() > next_told:
-                next_told += _TELL_SECONDS
-                logger.info("host 0 still waits for: %s", ", ".join(map(str, missing)))
-            await asyncio.sleep(min(left, _POLL_SECONDS))
+        """Fail the start if the other hosts do not come in time."""
+        try:
+            while not (self._has_started or self._fault.done() or self._reception.has_all()):
+                await asyncio.sleep(POLL_SECONDS)
+        except ConfigError as error:
+            self._fail_start(str(error))
 
     def _fail_start(self, reason: str) -> None:
         if not self._has_started and not self._fault.done():
             self._fault.set_result(reason)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer, wire.of_others)
-        try:
-            host = await self._welcome(link)
-        except WireError as error:
-            logger.warning("a connection from %s is no host's: %s", link.peer, error)
-            await link.close()
-            return
-        except ConfigError as error:
-            logger.error("%s", error)
-            link.send(Refused(str(error)))
-            await link.close(within_seconds=_LAST_SECONDS)
-            if isinstance(error, _UnprovenError):  # it must not end the start of hosts that have the token
-                self._refused = f"; {error}"
-            else:
-                self._fail_start(str(error))
-            return
-        self._hosts[host.number] = host
-        logger.info("%s is there, with %s", host, names_of(host.replicas))
-        link.begin()
+    def _take(self, arrival: Arrival | ConfigError) -> None:
+        """A host was welcomed or refused. In any thread."""
+        self._loop.call_soon_threadsafe(self._take_in_loop, arrival)
+
+    def _take_in_loop(self, arrival: Arrival | ConfigError) -> None:
+        if isinstance(arrival, ConfigError):
+            self._fail_start(str(arrival))
+        else:
+            task = self._loop.create_task(self._serve(arrival))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, arrival: Arrival) -> None:
+        """Carry the messages of a host until it ends."""
+        share = self._options.num_replicas // self._options.nnodes
+        replicas = range(arrival.rank * share, (arrival.rank + 1) * share)
+        link = await Link.of(arrival.connection, wire.FROM_OTHER)
+        host = self._hosts[arrival.rank] = _Host(arrival, link, replicas)
+        logger.info("%s is there, with %s", host, names_of(replicas))
         try:
             reason = f"{host} ended: {await self._listen_to(host)}"
         except WireError as error:
@@ -230,13 +186,14 @@ class ReplicasElsewhere:
         except Exception:
             logger.exception("what %s sent could not be carried", host)
             reason = f"{host} is dropped: what it sent could not be carried; the log says more"
-        if self._hosts.get(host.number) is host:  # else this host ends
-            del self._hosts[host.number]
+        if self._hosts.get(arrival.rank) is host:  # else this host ends
+            del self._hosts[arrival.rank]
             level = logging.INFO if host.is_stopping else logging.ERROR
-            logger.log(level, "%s; until it is started again, %s down", reason, _are(host.replicas))
-            for rank in host.replicas:
+            logger.log(level, "%s; until it is started again, %s down", reason, _are(replicas))
+            for rank in replicas:
                 self._stand_ins[rank].end_all(reason)
             self._fail_start(reason)
+            self._reception.leave(arrival.rank)
             await self._start_again(host)
         await link.close()
 
@@ -247,44 +204,9 @@ class ReplicasElsewhere:
         self._restarts = [at for at in self._restarts if at > time.monotonic() - RESTART_WINDOW_SECONDS]
         if len(self._restarts) < MAX_RESTARTS:
             self._restarts.append(time.monotonic())
-            await asyncio.to_thread(self._started.start_again, host.number)
+            await asyncio.to_thread(self._started.start_again, host.arrival.rank)
         else:
             logger.error("hosts were lost %d times within %g s; %s stays down", MAX_RESTARTS + 1, RESTART_WINDOW_SECONDS, host)
-
-    async def _welcome(self, link: Link) -> _Host:
-        """The host at the other end. Raises WireError if it is none, ConfigError if it may not take part."""
-        options = self._options
-        nonce = wire.new_nonce()
-        link.send(Challenge(nonce))
-        self._strangers[link] = None
-        if len(self._strangers) > options.nnodes + MAX_STRANGERS:
-            next(iter(self._strangers)).abort()
-        try:
-            hello = await link.first()
-        finally:
-            del self._strangers[link]
-        if not isinstance(hello, Hello) or not hello.name.isprintable():
-            raise WireError("it did not say hello")
-        share = options.num_replicas // options.nnodes
-        host = _Host(hello.rank, hello.name, link, range(hello.rank * share, (hello.rank + 1) * share))
-        if not wire.is_proven(hello.proof, "host", nonce):
-            raise (_UnprovenError if wire.token() else ConfigError)(
-                f"{host} has another token than host 0, or one of them has none; set the same JAXLLM_HOSTS_TOKEN on all hosts"
-            )
-        if hello.protocol != wire.PROTOCOL:
-            raise ConfigError(
-                f"{host} speaks version {hello.protocol} of the hosts' protocol, host 0 version {wire.PROTOCOL}; install the same jaxllm"
-            )
-        if (differs := difference(["host 0", f"host {hello.rank}"], [self._found, hello.identity])) is not None:
-            raise ConfigError(
-                f"{host} differs from host 0: {differs}; start all hosts with the same versions, options and model"
-            )
-        if not 1 <= hello.rank < options.nnodes:
-            raise ConfigError(f"{host} has node_rank {hello.rank}, there are 1 to {options.nnodes - 1}")
-        if (other := self._hosts.get(hello.rank)) is not None:
-            raise ConfigError(f"two hosts have node_rank {hello.rank}: {other} and {host}; give each its own")
-        link.send(Welcome(wire.proof("host 0", hello.nonce)))
-        return host
 
     async def _listen_to(self, host: _Host) -> str:
         """Carry what a host sends, until it ends. Returns why; raises WireError if it is lost."""
@@ -361,7 +283,7 @@ class _StandIn:
         elif head.tag == "bye":
             self._forget(head.client)
         elif head.client in self._outbox.clients:
-            link.send_frame(self._rank, head.client, frame)
+            link.send(Frame(self._rank, head.client, frame))
 
     def _greet(self, hello: FrontHello, link: Link) -> None:
         client = hello.client
