@@ -25,7 +25,7 @@ from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
 from jaxllm.replicas.devices import environments, ranks_here
 from jaxllm.replicas.hosts.by_ray import start_others
-from jaxllm.replicas.hosts.near import ReplicasElsewhere, of_one_host, replicas_elsewhere
+from jaxllm.replicas.hosts.remote_engines import RemoteEngines, of_one_host, remote_engines
 from jaxllm.replicas.processes import (
     END_SECONDS,
     MAX_RESTARTS,
@@ -104,7 +104,7 @@ class Supervisor:
         self._fronts: list[_Front] = []
         self._num_fronts = options.network.api_server_count
         self._engines: EngineProcesses
-        self._elsewhere: ReplicasElsewhere | None = None
+        self._remote: RemoteEngines | None = None
         """Replicas on other hosts."""
         self._all_served = False
         """Whether every engine and API server was ready once: until then none is started again."""
@@ -128,15 +128,15 @@ class Supervisor:
             self._engines = self._engine_processes(
                 dict(zip(ranks_here(self._config.parallel), environment_of_each, strict=True))
             )
-            self._elsewhere = replicas_elsewhere(self._config, self._directory, index=self._num_fronts, started=started)
+            self._remote = remote_engines(self._config, self._directory, index=self._num_fronts, started=started)
             try:
                 await self._serve(sockets)
             finally:
                 self._kill_all()
                 for watcher in self._watchers:
                     watcher.cancel()
-                if self._elsewhere is not None:
-                    self._elsewhere.close()
+                if self._remote is not None:
+                    self._remote.close()
                 for listening in sockets:
                     listening.close()
                 if self._options.network.uds is not None:
@@ -162,18 +162,18 @@ class Supervisor:
     def _places(self) -> list[tuple[str, int | None]]:
         """For each replica the directory of its sockets, and its process; None: it is being started again, or may be."""
         places = {engine.rank: (str(engine.directory), engine.pid) for engine in self._engines.each}
-        if self._elsewhere is not None:
+        if self._remote is not None:
             # The first API servers wait for all replicas; later ones for those that are there.
             pid = None if self._all_served else os.getpid()
-            places |= {rank: (str(directory), pid) for rank, directory in self._elsewhere.directories.items()}
+            places |= {rank: (str(directory), pid) for rank, directory in self._remote.directories.items()}
         return [places[rank] for rank in sorted(places)]
 
     async def _serve(self, sockets: list[socket.socket]) -> None:
         self._engines.start_all()
         for engine in self._engines.each:
             self._watch(self._watch_engine(engine))
-        if self._elsewhere is not None:
-            await self._elsewhere.start()
+        if self._remote is not None:
+            await self._remote.start()
         self._fronts = [_Front(index, listening) for index, listening in enumerate(sockets)]
         for front in self._fronts:
             self._start_front(front)
@@ -257,7 +257,7 @@ class Supervisor:
                 return
             if often is None:
                 self._watch(self._watch_engine(engine))
-            elif any(other.pid is not None for other in self._engines.each) or (self._elsewhere and self._elsewhere.has_hosts):
+            elif any(other.pid is not None for other in self._engines.each) or (self._remote and self._remote.has_hosts):
                 logger.error("%s; it stays down", often)
             elif not self._options.processes.keep_alive_on_engine_death:
                 self._fail(often)
@@ -293,8 +293,8 @@ class Supervisor:
     async def _others_are_ready(self) -> bool:
         """Wait for the replicas on other hosts. Without them, the start fails."""
         try:
-            if self._elsewhere is not None:
-                await self._elsewhere.ready()
+            if self._remote is not None:
+                await self._remote.ready()
         except EngineDeadError as error:
             self._fail(str(error))
             return False
@@ -325,8 +325,8 @@ class Supervisor:
         drain_seconds = 0.0 if self._failure else self._options.network.shutdown_timeout + LAST_WORDS_SECONDS
         fronts = [front.process for front in self._fronts if front.process is not None]
         await asyncio.gather(*(end(process, drain_seconds + END_SECONDS) for process in fronts))
-        if self._elsewhere is not None:
-            await self._elsewhere.end(self._failure or "")
+        if self._remote is not None:
+            await self._remote.end(self._failure or "")
         await self._engines.end_all()
 
     def _kill_all(self) -> None:

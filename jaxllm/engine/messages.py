@@ -75,7 +75,7 @@ class EngineStart(_Message):
     replica: int = 0
     num_replicas: int = 1
     """With more than one, the engine publishes what a balancer needs to know."""
-    has_clients_elsewhere: bool = False
+    has_remote_clients: bool = False
     """Whether API servers on another host use the engine, for which its process id means nothing."""
     stall_timeout_seconds: float = 10.0
 

@@ -357,7 +357,7 @@ def serve(start: EngineStart, parent_fd: int | None = None) -> int:
         if (hosts := getattr(core, "hosts", None)) is not None:
             hosts.tell_when_lost(lambda: listener.commands.put(hosts.check))  # ends an idle engine too
         signal.signal(signal.SIGTERM, lambda *_: listener.commands.put(Stop()))
-        pid = 0 if start.has_clients_elsewhere else os.getpid()
+        pid = 0 if start.has_remote_clients else os.getpid()
         EngineLoop(core, listener.commands, outbox, pulse, num_replicas=start.num_replicas, pid=pid).run()
     except JaxLLMError as error:
         logger.error("%s", error)

@@ -29,7 +29,7 @@ class HostsExecutor:
         self._own, self._leader = own, leader
         options = leader.config.parallel
         self._tokens = SentTokens(leader) if has_stages_on_hosts(options.nnodes, options.pipeline_parallel_size) else None
-        self._has_lanes_elsewhere = has_lanes_on_hosts(options.nnodes, options.num_lanes)
+        self._has_remote_lanes = has_lanes_on_hosts(options.nnodes, options.num_lanes)
         self._reader = WorkerThread("read-step")
         """Waits for devices, so that this thread can give up when a host is lost."""
 
@@ -66,7 +66,7 @@ class HostsExecutor:
 
     def expect_others(self) -> "list[Future[bytes]]":
         """Results of other hosts' data-parallel ranks, of the call that follows; empty if there are none."""
-        return self._leader.expect_results() if self._has_lanes_elsewhere else []
+        return self._leader.expect_results() if self._has_remote_lanes else []
 
     def read(self, result: Callable[[], T]) -> "Future[T]":
         """Start to wait for this host's part of a step."""

@@ -27,28 +27,28 @@ class Relay:
         while True:
             self._start(self._carry, self._listening.accept()[0])
 
-    def _carry(self, near: socket.socket) -> None:
+    def _carry(self, local: socket.socket) -> None:
         try:
-            far = socket.create_connection(self._target)
+            remote = socket.create_connection(self._target)
         except OSError:
-            near.close()  # JAX tries again
+            local.close()  # JAX tries again
             return
-        self._start(self._receive, near, far)
-        self._send(near, far)
+        self._start(self._receive, local, remote)
+        self._send(local, remote)
 
-    def _send(self, near: socket.socket, far: socket.socket) -> None:
+    def _send(self, local: socket.socket, remote: socket.socket) -> None:
         """Forward what JAX sends to host 0. If JAX closes its end, so does the relay."""
         with contextlib.suppress(OSError):
-            while data := near.recv(_CHUNK_BYTES):
+            while data := local.recv(_CHUNK_BYTES):
                 with contextlib.suppress(OSError):  # host 0 is lost
-                    far.sendall(data)
-        for end in (near, far):
+                    remote.sendall(data)
+        for end in (local, remote):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
 
-    def _receive(self, near: socket.socket, far: socket.socket) -> None:
+    def _receive(self, local: socket.socket, remote: socket.socket) -> None:
         """Forward what host 0 sends to JAX. If host 0 closes its end, JAX is not notified."""
         with contextlib.suppress(OSError):
-            while data := far.recv(_CHUNK_BYTES):
-                near.sendall(data)
+            while data := remote.recv(_CHUNK_BYTES):
+                local.sendall(data)

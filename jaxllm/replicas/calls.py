@@ -1,4 +1,4 @@
-"""Control calls to all replicas: one answer made of theirs, and what takes a call back where it worked if it failed elsewhere."""
+"""Control calls to all replicas: how their answers become one, and the calls that undo one that failed on some of them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

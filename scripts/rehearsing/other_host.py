@@ -39,38 +39,38 @@ class Cable:
 
     def _accept(self) -> None:
         while True:
-            near, _ = self._listening.accept()
-            far = self._connected()
-            if far is None:
-                near.close()
+            local, _ = self._listening.accept()
+            remote = self._connected()
+            if remote is None:
+                local.close()
                 continue
-            threading.Thread(target=_carry, args=(near, far, self._is_cut), daemon=True).start()
+            threading.Thread(target=_carry, args=(local, remote, self._is_cut), daemon=True).start()
 
     def _connected(self) -> socket.socket | None:
         """A connection to host 0, which may be still starting."""
         until = time.monotonic() + _START_SECONDS
         while True:
             try:
-                far = socket.create_connection(("127.0.0.1", self._target))
+                remote = socket.create_connection(("127.0.0.1", self._target))
             except OSError:
                 if self._was_there or time.monotonic() > until:
                     return None
                 time.sleep(0.1)
             else:
                 self._was_there = True
-                return far
+                return remote
 
 
-def _carry(near: socket.socket, far: socket.socket, is_cut: threading.Event) -> None:
-    with near, far, contextlib.suppress(OSError):
+def _carry(local: socket.socket, remote: socket.socket, is_cut: threading.Event) -> None:
+    with local, remote, contextlib.suppress(OSError):
         while True:
-            for source in select.select([near, far], [], [])[0]:
+            for source in select.select([local, remote], [], [])[0]:
                 data = source.recv(1 << 16)
                 if is_cut.is_set():
                     threading.Event().wait()  # for ever, with both ends open
                 if not data:
                     return
-                (far if source is near else near).sendall(data)
+                (remote if source is local else local).sendall(data)
 
 
 def host_environment(number: int) -> dict[str, str]:

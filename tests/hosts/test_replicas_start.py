@@ -24,11 +24,11 @@ from jaxllm.hosts.connection import Connection
 from jaxllm.hosts.framing import ClosedError
 from jaxllm.llm import LLM
 from jaxllm.replicas import devices
-from jaxllm.replicas.hosts import far, near, wire
 from jaxllm.replicas.hosts import link as links
+from jaxllm.replicas.hosts import local_engines, remote_engines, wire
 from jaxllm.replicas.hosts.identity import identity
 from jaxllm.replicas.hosts.link import Link
-from jaxllm.replicas.hosts.near import ReplicasElsewhere, of_one_host
+from jaxllm.replicas.hosts.remote_engines import RemoteEngines, of_one_host
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers.serve_processes import free_port
@@ -52,14 +52,14 @@ async def connect(config: EngineConfig, found: dict[str, str]) -> Link:
 
 
 @contextlib.asynccontextmanager
-async def host_0(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> "AsyncIterator[ReplicasElsewhere]":
-    monkeypatch.setattr(near, "identity", lambda config: FOUND)
-    elsewhere = ReplicasElsewhere(config(**options), directory, index=1)
-    await elsewhere.start()
+async def host_0(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> "AsyncIterator[RemoteEngines]":
+    monkeypatch.setattr(remote_engines, "identity", lambda config: FOUND)
+    remote = RemoteEngines(config(**options), directory, index=1)
+    await remote.start()
     try:
-        yield elsewhere
+        yield remote
     finally:
-        await elsewhere.end("")
+        await remote.end("")
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ async def host_0(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: An
 def test_a_host_that_may_not_take_part_is_told_why_and_fails_the_start(tmp_path, monkeypatch, rank, found, token, fault):
     async def work() -> None:
         port = free_port()
-        async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
+        async with host_0(tmp_path, monkeypatch, master_port=port) as remote:
             tokens = iter([token.encode()])  # of host 1, which proves it first
             monkeypatch.setattr(handshake, "token", lambda: next(tokens, b""))
             with pytest.raises(ConfigError, match=f"host 0 refuses this host: .*{fault}"):
                 await connect(config(rank, master_port=port, nnodes=max(2, rank + 1), data_parallel_size=6), found)
             with pytest.raises(EngineDeadError, match=fault):
-                await elsewhere.ready()
+                await remote.ready()
 
     run(work())
 
@@ -95,9 +95,9 @@ def test_the_same_token_lets_a_host_in_once(tmp_path, monkeypatch):
 
     async def work() -> None:
         port = free_port()
-        async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
+        async with host_0(tmp_path, monkeypatch, master_port=port) as remote:
             link = await connect(config(1, master_port=port), FOUND)
-            while not elsewhere.has_hosts:
+            while not remote.has_hosts:
                 await asyncio.sleep(0.01)
             with pytest.raises(ConfigError, match="two hosts have node_rank 1"):
                 await connect(config(1, master_port=port), FOUND)
@@ -122,9 +122,9 @@ def test_who_knows_no_token_is_no_host_0_either():
 def test_hosts_that_do_not_come_are_named(tmp_path, monkeypatch):
     async def work() -> None:
         options = {"master_port": free_port(), "distributed_timeout_seconds": 1}
-        async with host_0(tmp_path, monkeypatch, nnodes=3, data_parallel_size=3, **options) as elsewhere:
+        async with host_0(tmp_path, monkeypatch, nnodes=3, data_parallel_size=3, **options) as remote:
             with pytest.raises(EngineDeadError, match=r"within 1 s \(--distributed-timeout-seconds\): 1, 2; start each"):
-                await elsewhere.ready()
+                await remote.ready()
         with pytest.raises(ConfigError, match="host 0 does not answer at 127.0.0.1, port [0-9]+, after 1 s"):
             await connect(config(1, **options), FOUND)
 
@@ -149,7 +149,7 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
 
     async def work() -> None:
         port = free_port()
-        async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
+        async with host_0(tmp_path, monkeypatch, master_port=port) as remote:
             monkeypatch.setattr(reception, "MAX_STRANGERS", len(STRANGERS))
             for data in STRANGERS:
                 with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -160,8 +160,8 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             engine = context.socket(zmq.PULL)
             engine.bind(socket_address(there, ENGINE_SOCKET))
-            bridge = far.Bridge(link, {1: there})
-            bridging = asyncio.create_task(bridge.run())
+            local = local_engines.LocalEngines(link, {1: there})
+            carrying = asyncio.create_task(local.run())
 
             async def received(kind: type) -> Any:
                 while True:
@@ -170,7 +170,7 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
                     if isinstance(message := messages.decode_front_message(engine.recv()), kind):
                         return message
 
-            client = EngineClient(elsewhere.directories[1], None)
+            client = EngineClient(remote.directories[1], None)
             hello = await received(messages.Hello)
             assert hello == messages.Hello(client.name, os.getpid())
             to_client = context.socket(zmq.PUSH)
@@ -190,23 +190,23 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
                 await asyncio.sleep(0.005)
             to_client.send(messages.encode(messages.Refused("last", messages.Fault("engine", ""))))
             time.sleep(0.05)  # it has arrived, and is not read yet
-            bridge.engine_ended(1, "the engine process has ended (signal 9)")
+            local.engine_ended(1, "the engine process has ended (signal 9)")
             while client.dead_error is None:
                 await asyncio.sleep(0.005)
             assert [len(refusal.fault.message) for refusal in refusals] == [len(text), 0]
             assert "signal 9" in str(client.dead_error)
             client.close()
 
-            client = EngineClient(elsewhere.directories[1], None)
+            client = EngineClient(remote.directories[1], None)
             while (await received(messages.Hello)).client != client.name:
                 pass
-            bridging.cancel()
+            carrying.cancel()
             await link.close()
             while client.dead_error is None:
                 await asyncio.sleep(0.005)
             assert "host 1 (" in str(client.dead_error) and "is lost" in str(client.dead_error)
             client.close()
-            await bridge.close()
+            await local.close()
             context.destroy(linger=0)
             for stranger in silent:
                 stranger.close()
@@ -218,7 +218,7 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
 def test_only_who_knows_the_token_can_fail_a_start_with_one(tmp_path, monkeypatch):
     async def work() -> None:
         options = {"master_port": free_port(), "distributed_timeout_seconds": 2}
-        async with host_0(tmp_path, monkeypatch, **options) as elsewhere:
+        async with host_0(tmp_path, monkeypatch, **options) as remote:
             for protocol, fault in ((99, "speaks version 99"), (handshake.PROTOCOL, "has another token")):
                 with socket.create_connection(("127.0.0.1", options["master_port"])) as stream:
                     stranger = Connection(stream, handshake.FROM_HOST_0)
@@ -226,9 +226,9 @@ def test_only_who_knows_the_token_can_fail_a_start_with_one(tmp_path, monkeypatc
                     hello = handshake.hello(1, FOUND, b"nonce", handshake.Challenge(b"another"))
                     stranger.send(handshake.Hello(protocol, hello.introduction))
                     assert fault in (await asyncio.to_thread(stranger.receive, 10)).reason
-            assert not elsewhere._fault.done()
+            assert not remote._fault.done()
             with pytest.raises(EngineDeadError, match="did not connect .* has another token than host 0"):
-                await elsewhere.ready()
+                await remote.ready()
 
     monkeypatch.setenv(env.HOSTS_TOKEN, "secret")
     run(work())
@@ -240,10 +240,10 @@ def test_a_host_that_is_silent_is_lost(tmp_path, monkeypatch):
 
     async def work() -> None:
         port = free_port()
-        async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
+        async with host_0(tmp_path, monkeypatch, master_port=port) as remote:
             silent = await asyncio.to_thread(handshake.connect, config(1, master_port=port).parallel, FOUND)
             with pytest.raises(EngineDeadError, match=r"host 1 \(.*\) is lost: it was silent for"):
-                await elsewhere.ready()
+                await remote.ready()
             silent.close()
 
     run(work())
@@ -277,10 +277,10 @@ def test_a_client_that_fetches_nothing_is_dropped_and_holds_nobody_up(tmp_path, 
 
     async def work() -> None:
         port = free_port()
-        async with host_0(tmp_path, monkeypatch, master_port=port) as elsewhere:
+        async with host_0(tmp_path, monkeypatch, master_port=port) as remote:
             link = await connect(config(1, master_port=port), FOUND)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            name, directory = f"front-0-{'0' * 16}", elsewhere.directories[1]
+            name, directory = f"front-0-{'0' * 16}", remote.directories[1]
             front, to_engine = context.socket(zmq.PULL), context.socket(zmq.PUSH)
             front.rcvhwm = 4
             front.bind(socket_address(directory, name))

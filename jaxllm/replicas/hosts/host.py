@@ -19,10 +19,10 @@ from jaxllm.hosts.framing import WireError
 from jaxllm.log import logger
 from jaxllm.replicas.devices import environments, ranks_here
 from jaxllm.replicas.hosts import wire
-from jaxllm.replicas.hosts.far import Bridge
 from jaxllm.replicas.hosts.identity import identity
 from jaxllm.replicas.hosts.link import Link
-from jaxllm.replicas.hosts.near import names_of, of_one_host
+from jaxllm.replicas.hosts.local_engines import LocalEngines
+from jaxllm.replicas.hosts.remote_engines import names_of, of_one_host
 from jaxllm.replicas.hosts.wire import Failed, Stopping
 from jaxllm.replicas.processes import EngineProcess, EngineProcesses
 from jaxllm.worker_thread import WorkerThread
@@ -65,10 +65,10 @@ class ReplicaHost:
 
     async def _serve(self, link: Link) -> int:
         self._engines.start_all()
-        self._bridge = Bridge(link, {engine.rank: engine.directory for engine in self._engines.each})
+        self._local = LocalEngines(link, {engine.rank: engine.directory for engine in self._engines.each})
         watchers = {engine.rank: asyncio.create_task(self._watch(engine)) for engine in self._engines.each}
         others = [asyncio.create_task(self._tell_when_ready()), asyncio.create_task(self._leave(link, watchers))]
-        serving = asyncio.create_task(self._bridge.run())
+        serving = asyncio.create_task(self._local.run())
         code = 0
         try:
             if await _unless(self._stopping, serving):
@@ -86,7 +86,7 @@ class ReplicaHost:
         self._stop()
         for task in (*watchers.values(), *others):
             task.cancel()
-        await self._bridge.close()
+        await self._local.close()
         await link.close(within_seconds=_LAST_SECONDS)
         await self._engines.end_all()
         if self._failure is not None:
@@ -112,7 +112,7 @@ class ReplicaHost:
             error = await self._engines.ended(engine)
             if self._stopping.is_set():
                 return None
-            self._bridge.engine_ended(engine.rank, f"{error}{engine.describe_end()}")
+            self._local.engine_ended(engine.rank, f"{error}{engine.describe_end()}")
             if self._leaving.is_set():
                 return None
             if not self._have_served:
@@ -171,7 +171,7 @@ def serve_replicas(config: EngineConfig, *, drain_seconds: float, **more: Any) -
 
     Raises ConfigError, ModelLoadError or EngineDeadError if this host cannot start, or its replicas end again and again.
     """
-    start = EngineStart(of_one_host(config), "", num_replicas=config.parallel.num_replicas, has_clients_elsewhere=True, **more)
+    start = EngineStart(of_one_host(config), "", num_replicas=config.parallel.num_replicas, has_remote_clients=True, **more)
 
     async def run() -> int:
         return await ReplicaHost(config, start, drain_seconds).run()

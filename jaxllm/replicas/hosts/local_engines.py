@@ -1,4 +1,4 @@
-"""Another host's side: stands in for the API servers, which are on host 0, at the sockets of this host's engine processes."""
+"""Sockets of remote API servers on a host above 0, and the messages between them and its engine processes."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from jaxllm.replicas.hosts.link import Link
 from jaxllm.replicas.hosts.wire import End, Ended, Frame, Greet, Leave
 
 
-class Bridge:
+class LocalEngines:
     """Carries messages between host 0 and the engine processes whose sockets are in `directories`, by replica."""
 
     def __init__(self, link: Link, directories: Mapping[int, Path]):

@@ -1,4 +1,4 @@
-"""Host 0's side of replicas on other hosts: stands in for their engine processes, and carries the API servers' messages to them."""
+"""Sockets of remote engine processes on host 0, and the messages between them and its API servers."""
 
 import asyncio
 import logging
@@ -65,7 +65,7 @@ class StartedReplicas(Started, Protocol):
         """Start a host that was lost."""
 
 
-class ReplicasElsewhere:
+class RemoteEngines:
     """The replicas of other hosts. Everything runs in an event loop, but for the constructor.
 
     `directory` gets one for the sockets of each replica; `index`: the number of this process's clients, after the API servers';
@@ -83,7 +83,7 @@ class ReplicasElsewhere:
         """Directories of the sockets of each of them."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._hosts: dict[int, _Host] = {}
-        self._stand_ins: dict[int, _StandIn] = {}
+        self._engines: dict[int, _RemoteEngine] = {}
         self._has_started = False
         """Whether all replicas served once: until then a host that is missing or lost fails the start."""
         self._fault: asyncio.Future[str]
@@ -96,8 +96,8 @@ class ReplicasElsewhere:
         for rank, directory in self.directories.items():
             directory.mkdir()
             host = rank // (self._options.num_replicas // self._options.nnodes)
-            stand_in = self._stand_ins[rank] = _StandIn(rank, directory, self._context, lambda host=host: self._link_to(host))
-            self._tasks.add(asyncio.create_task(stand_in.run()))
+            engine = self._engines[rank] = _RemoteEngine(rank, directory, self._context, lambda host=host: self._link_to(host))
+            self._tasks.add(asyncio.create_task(engine.run()))
         self._reception.open()
         self._tasks.add(asyncio.create_task(self._watch_start()))
 
@@ -191,7 +191,7 @@ class ReplicasElsewhere:
             level = logging.INFO if host.is_stopping else logging.ERROR
             logger.log(level, "%s; until it is started again, %s down", reason, _are(replicas))
             for rank in replicas:
-                self._stand_ins[rank].end_all(reason)
+                self._engines[rank].end_all(reason)
             self._fail_start(reason)
             self._reception.leave(arrival.rank)
             await self._start_again(host)
@@ -220,15 +220,15 @@ class ReplicasElsewhere:
                 continue
             if not isinstance(message, (Frame, Ended)) or message.replica not in host.replicas:
                 raise WireError("it sent what only another host may send")
-            stand_in = self._stand_ins[message.replica]
+            engine = self._engines[message.replica]
             if isinstance(message, Frame):
-                stand_in.deliver(message.client, message.data)
+                engine.deliver(message.client, message.data)
             else:
-                stand_in.end(message.clients, message.reason)
+                engine.end(message.clients, message.reason)
 
 
-class _StandIn:
-    """The sockets of an engine process that runs on another host, as its clients on this one see them."""
+class _RemoteEngine:
+    """The sockets of a remote engine process, as local clients see them."""
 
     def __init__(self, rank: int, directory: Path, context: "zmq.Context[zmq.Socket[bytes]]", link: Any):
         self._rank, self._link = rank, link
@@ -315,13 +315,13 @@ class _StandIn:
             link.send(Leave(self._rank, client))
 
 
-def replicas_elsewhere(
+def remote_engines(
     config: EngineConfig, directory: Path, *, index: int, started: StartedReplicas | None
-) -> ReplicasElsewhere | None:
-    """The replicas of other hosts, if there are any. See ReplicasElsewhere."""
+) -> RemoteEngines | None:
+    """The replicas of other hosts, if there are any. See RemoteEngines."""
     if config.parallel.num_replicas == 1 or config.parallel.nnodes == 1:
         return None
-    return ReplicasElsewhere(config, directory, index=index, started=started)
+    return RemoteEngines(config, directory, index=index, started=started)
 
 
 def of_one_host(config: EngineConfig) -> EngineConfig:
