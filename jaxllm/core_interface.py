@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, Protocol
 
-from jaxllm.cache_news import CacheNews
+from jaxllm.cache_events import CacheEvents
 from jaxllm.config import EngineConfig
 from jaxllm.kernel_verdicts import OpReport
 from jaxllm.outputs import EngineCoreOutput
@@ -58,13 +58,13 @@ class SteppedCore(Core, Protocol):
     def run_between_steps(self, post: Callable[[Callable[[], object]], None]) -> None:
         """Use this to have the loop of steps run a call between two of them, or while it waits for requests. Called by the loop."""
 
-    def publish_cache_news(self) -> None:
+    def publish_cache_events(self) -> None:
         """Start to collect events of the prefix cache."""
 
-    def take_cache_news(self) -> CacheNews | None:
+    def take_cache_events(self) -> CacheEvents | None:
         """Events since the last call; None if there are none."""
 
-    def cache_snapshot(self) -> CacheNews:
+    def cache_snapshot(self) -> CacheEvents:
         """All that is in the prefix cache."""
 
 

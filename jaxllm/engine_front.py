@@ -144,9 +144,9 @@ class EngineFront:
             self.core.abort_requests(engine_ids)
         self._note_load()
 
-    def take(self, news: Iterable[EngineCoreOutput]) -> list[tuple[str, RequestOutput]]:
+    def take(self, outputs: Iterable[EngineCoreOutput]) -> list[tuple[str, RequestOutput]]:
         """Convert the core's outputs of a step to outputs for callers, each with the engine's own id of its request."""
-        processed = self._outputs.process(news)
+        processed = self._outputs.process(outputs)
         self._note_load()
         self._abort_in_core(processed.engine_ids_to_abort)
         if self._stat_logger is not None:

@@ -87,13 +87,13 @@ class LLMEngine(FromOptions, LoraCalls, PauseCalls, EngineFront):
     def step_with_ids(self) -> list[tuple[str, RequestOutput]]:
         """`step`, with the engine's own id of each request, which is unique."""
         try:
-            news = self.core.step()
+            outputs = self.core.step()
         except Exception as error:
             self.abort_all()
             if isinstance(error, JaxLLMError):
                 raise
             raise EngineError(f"a step failed: {type(error).__name__}: {error}") from error
-        return self.take(news)
+        return self.take(outputs)
 
     def call_core(self, name: str, *arguments: Any) -> Any:
         return getattr(self.core, name)(*arguments)

@@ -49,7 +49,7 @@ def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: i
         max_model_len=1 << 20,
     )
     if publish:
-        scheduler.publish_cache_news()
+        scheduler.publish_cache_events()
     params = SamplingParams(max_tokens=num_steps + 16, temperature=0.7, top_p=0.9, seed=1)
     front = OutputProcessor(load_tokenizer(resolve_model(DEMO), name=DEMO))
     for i in range(num_running + num_waiting):
@@ -76,10 +76,10 @@ def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: i
         done = {r.request_id for r in scheduler.running if r.num_computed_tokens >= r.num_tokens}
         result = ModelRunnerOutput({row.request_id: [7] for row in plan.rows if row.request_id in done})
         updating = time.perf_counter()
-        news = scheduler.update_from_output(plan, result)
-        scheduler.take_cache_news()
+        outputs = scheduler.update_from_output(plan, result)
+        scheduler.take_cache_events()
         updated = time.perf_counter()
-        front.process(news)
+        front.process(outputs)
         processed = time.perf_counter()
         if plan.num_tokens == len(plan.rows) - len(plan.new_requests) == num_running:
             schedule_seconds.append(scheduled - start)

@@ -108,10 +108,10 @@ def bench_zipf(engine: LLMEngine, adapters: Sequence[LoRARequest], arguments: ar
         if not engine.has_unfinished_requests():
             time.sleep(0.001)
             continue
-        news = core.step()
-        engine.take(news)
+        outputs = core.step()
+        engine.take(outputs)
         now = time.perf_counter()
-        for item in news:
+        for item in outputs:
             request = sent[item.request_id.rpartition("-")[0]]
             if item.new_token_ids:
                 request.longest_gap = max(request.longest_gap, now - request.last) if request.first else 0.0

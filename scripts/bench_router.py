@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from jaxllm.cache_news import KEY_BYTES, CacheNews
+from jaxllm.cache_events import KEY_BYTES, CacheEvents
 from jaxllm.request import EngineCoreRequest
 from jaxllm.routing.balancer import Balancer
 from jaxllm.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ def measure(num_replicas: int, num_tokens: int, cached_blocks: int, *, blocks_ea
     ]
     for replica in range(num_replicas):
         balancer.set_up(replica)
-        balancer.note_news(replica, CacheNews(stored=rng.randbytes(KEY_BYTES * blocks_each)))
+        balancer.note_events(replica, CacheEvents(stored=rng.randbytes(KEY_BYTES * blocks_each)))
         balancer.note_load(replica, stats_of(rng))
 
     def choose(number: int) -> None:
@@ -76,14 +76,14 @@ def measure(num_replicas: int, num_tokens: int, cached_blocks: int, *, blocks_ea
         for number, request in enumerate(requests):
             blocks = [key[:KEY_BYTES] for key in hashes_of(request.prompt_token_ids, BLOCK_SIZE)][:cached_blocks]
             for replica in replicas if name == "all have it" else [number % num_replicas]:
-                balancer.note_news(replica, CacheNews(stored=b"".join(blocks)))
+                balancer.note_events(replica, CacheEvents(stored=b"".join(blocks)))
         found[name] = microseconds(choose, repeats)
     reports = [stats_of(rng) for _ in range(repeats)]
     found["a report"] = microseconds(lambda number: balancer.note_load(number % num_replicas, reports[number]), repeats)
-    news = [CacheNews(stored=rng.randbytes(KEY_BYTES * 100)) for _ in range(repeats)]
-    found["stored"] = microseconds(lambda number: balancer.note_news(number % num_replicas, news[number]), repeats) / 100
-    gone = [CacheNews(removed=record.stored) for record in news]
-    found["removed"] = microseconds(lambda number: balancer.note_news(number % num_replicas, gone[number]), repeats) / 100
+    events = [CacheEvents(stored=rng.randbytes(KEY_BYTES * 100)) for _ in range(repeats)]
+    found["stored"] = microseconds(lambda number: balancer.note_events(number % num_replicas, events[number]), repeats) / 100
+    gone = [CacheEvents(removed=record.stored) for record in events]
+    found["removed"] = microseconds(lambda number: balancer.note_events(number % num_replicas, gone[number]), repeats) / 100
     found["blocks"] = len(balancer.index)
     return found
 

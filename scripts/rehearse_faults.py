@@ -29,7 +29,7 @@ LONG, SHORT = 1900, 200
 """Tokens of a stream that a fault interrupts, and of one that is to become whole."""
 KNOWN_WITHIN_SECONDS = 1.0
 STEP_TIMEOUT_SECONDS = 3.0
-NEWS_SECONDS = 2.0
+NOTICE_SECONDS = 2.0
 """More, if it is in the midst of a collective, which fails before its connection is closed."""
 SILENCE_SECONDS = 10.0
 """Within which a host that is silent, and not gone, must be noticed."""
@@ -224,7 +224,7 @@ async def host_killed(server: RehearsedServer, row: Row) -> None:
 
 
 async def part_killed(server: RehearsedServer, row: Row) -> None:
-    await loses_part(server, row, signal.SIGKILL, KNOWN_WITHIN_SECONDS + NEWS_SECONDS)
+    await loses_part(server, row, signal.SIGKILL, KNOWN_WITHIN_SECONDS + NOTICE_SECONDS)
 
 
 async def part_stopped(server: RehearsedServer, row: Row) -> None:

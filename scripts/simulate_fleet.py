@@ -35,7 +35,7 @@ HEADS = (
     "p99",
     "out tok/s",
     "route µs",
-    "news µs",
+    "events µs",
     "load µs",
     "front/s",
 )
@@ -48,8 +48,8 @@ def percentile(values: list[float], share: float) -> float:
 def row_of(name: str, result: Result) -> list[str]:
     """A line of the table."""
     count = result.num_requests
-    routing, news, load = (
-        1e6 * seconds / count for seconds in (result.routing_seconds, result.news_seconds, result.load_seconds)
+    routing, events, load = (
+        1e6 * seconds / count for seconds in (result.routing_seconds, result.event_seconds, result.load_seconds)
     )
     return [
         name,
@@ -62,9 +62,9 @@ def row_of(name: str, result: Result) -> list[str]:
         f"{1e3 * percentile(result.token_seconds, 0.99):.1f}",
         f"{result.num_output_tokens / result.seconds:.0f}",
         f"{routing:.0f}",
-        f"{news:.0f}",
+        f"{events:.0f}",
         f"{load:.0f}",
-        f"{1e6 / (routing + news + load):.0f}",
+        f"{1e6 / (routing + events + load):.0f}",
     ]
 
 
@@ -110,7 +110,7 @@ def main() -> None:
             print(("{:8}  {:12}" + "  {:>9}" * (len(HEADS) - 2)).format(*row_of(name, result)))
             print(
                 f"          {result.seconds:.0f} s simulated in {time.perf_counter() - began:.0f} s; optimum {result.best_share:.3f}; "
-                f"{result.num_news_blocks / result.num_requests:.0f} blocks of news and {result.num_reports / result.num_requests:.2f} "
+                f"{result.num_event_blocks / result.num_requests:.0f} blocks in events and {result.num_reports / result.num_requests:.2f} "
                 f"reports a request; the index has every {1 / result.index_share:.0f}. block",
                 flush=True,
             )

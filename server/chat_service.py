@@ -107,9 +107,9 @@ class PreparedChat:
                 deltas += self.reader.read(answer, reason)
                 usage.reasoning_tokens = self.reader.num_reasoning_tokens
                 continue
-            news = ChatDelta(answer.index, answer.text, "", [], answer.token_ids, answer.logprobs)
-            news.finish_reason, news.stop_reason = reason, answer.stop_reason
-            deltas.append(news)
+            delta = ChatDelta(answer.index, answer.text, "", [], answer.token_ids, answer.logprobs)
+            delta.finish_reason, delta.stop_reason = reason, answer.stop_reason
+            deltas.append(delta)
         return deltas
 
 

@@ -8,12 +8,12 @@ from typing import TypeVar
 SECONDS = 0.5
 """Seconds to wait: an engine that accepts no more requests reports it before its next step."""
 
-News = TypeVar("News")
+Update = TypeVar("Update")
 
 
 async def after_early_errors(
-    updates: AsyncGenerator[News, None], seconds: float = SECONDS
-) -> AsyncGenerator[News | None, None]:
+    updates: AsyncGenerator[Update, None], seconds: float = SECONDS
+) -> AsyncGenerator[Update | None, None]:
     """Yields None, then the updates. None comes with the first update or after the wait; an earlier error is raised instead."""
     async with contextlib.aclosing(updates):
         coming = asyncio.ensure_future(_next(updates))
@@ -35,7 +35,7 @@ async def after_early_errors(
             yield update
 
 
-async def _next(updates: AsyncGenerator[News, None]) -> tuple[News | None, bool]:
+async def _next(updates: AsyncGenerator[Update, None]) -> tuple[Update | None, bool]:
     """Return the next update and whether the stream ended: a future cannot carry StopAsyncIteration."""
     try:
         return await anext(updates), False

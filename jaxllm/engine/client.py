@@ -29,13 +29,13 @@ from jaxllm.engine.messages import (
     Hello,
     Load,
     MessageError,
-    News,
     NoMore,
     Outputs,
     Ready,
     Refused,
     Reply,
     Status,
+    Update,
     WantMetrics,
 )
 from jaxllm.engine.sockets import ENGINE_SOCKET, FROZEN_SECONDS, MAX_QUEUED_MESSAGES, socket_address
@@ -79,7 +79,7 @@ class EngineClient:
         self.on_refused: Callable[[Refused], None] = lambda message: None
         self.on_failed: Callable[[Failed], None] = lambda message: None
         self.on_want_metrics: Callable[[int], None] = lambda number: None
-        self.on_news: Callable[[News], None] = lambda message: None
+        self.on_update: Callable[[Update], None] = lambda message: None
         self.on_draining: Callable[[], None] = self.let_go
         """Leads to `let_go`, soon or once the requests at the engine have ended. No more are added."""
         self.on_dead: Callable[[EngineDeadError], None] = lambda error: None
@@ -289,9 +289,9 @@ class EngineClient:
                 self._watch_process(message.pid)
             if not self._ready.done():
                 self._ready.set_result(message)
-        elif isinstance(message, News):
+        elif isinstance(message, Update):
             self.load = message.load
-            self.on_news(message)
+            self.on_update(message)
         elif isinstance(message, Refused):
             self.on_refused(message)
         elif isinstance(message, Failed):

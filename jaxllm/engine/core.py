@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxllm.adapters import AdapterInfo, AdapterState
-from jaxllm.cache_news import CacheNews
+from jaxllm.cache_events import CacheEvents
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseMode, SleepMode
 from jaxllm.engine import fault_points
@@ -131,7 +131,7 @@ class EngineCore:
         self._profiler = Profiler(self.config.observe.profiler_dir)
         self._background = BackgroundPrograms(self.executor.programs, self._run_new_program, began=began)
         self._background.watch()
-        self._news: list[EngineCoreOutput] = []
+        self._outputs: list[EngineCoreOutput] = []
         """Outputs of requests that ended between two steps."""
         self._dead: BaseException | None = None
 
@@ -191,7 +191,7 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do or outputs to return."""
-        return bool(self._news) or (self._pause.mode != "keep" and self.loop.has_work)
+        return bool(self._outputs) or (self._pause.mode != "keep" and self.loop.has_work)
 
     def step(self) -> list[EngineCoreOutput]:
         """Run until the next step's results arrive. A failed step returns outputs too, for the requests that it ends.
@@ -199,23 +199,23 @@ class EngineCore:
         Raises EngineDeadError if the engine cannot continue; all requests end then.
         """
         self._check_alive()
-        news = self.scheduler.fail_expired()
-        if self._news:
-            news, self._news = self._news + news, []
+        outputs = self.scheduler.fail_expired()
+        if self._outputs:
+            outputs, self._outputs = self._outputs + outputs, []
         try:
             for preparation in self.preparations:
-                news += preparation.settle(self.scheduler)
+                outputs += preparation.settle(self.scheduler)
             if self._pause.mode == "keep":
-                return news
-            news += self.loop.step()
+                return outputs
+            outputs += self.loop.step()
             if self._expert_load is not None:
                 self._expert_load.note_step(is_idle=not self.loop.has_work)
         except Exception as error:
-            news += self._recover(error)
+            outputs += self._recover(error)
         else:
             if self._failures.limits_steps:
                 self._failures.note_success(self.loop)
-        return news
+        return outputs
 
     def _recover(self, error: Exception) -> list[EngineCoreOutput]:
         if isinstance(error, EngineDeadError):  # a host is lost
@@ -241,8 +241,8 @@ class EngineCore:
             raise EngineError(
                 f"{num_unfinished} requests are not finished; wait for them or abort them before the engine sleeps"
             )
-        self._news += self.scheduler.abort_requests(unfinished)
-        self._news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self._pause.held]
+        self._outputs += self.scheduler.abort_requests(unfinished)
+        self._outputs += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self._pause.held]
         self._pause.held.clear()
         self.loop.forget()
         if self._expert_load is not None and not self._sleep.level:
@@ -274,7 +274,7 @@ class EngineCore:
         self._check_alive()
         self._pause.begin(mode)
         if mode == "abort":
-            self._news += self.scheduler.abort_requests(list(self.scheduler.requests))
+            self._outputs += self.scheduler.abort_requests(list(self.scheduler.requests))
             self.loop.note_work()
 
     def resume(self) -> None:
@@ -286,7 +286,7 @@ class EngineCore:
             except JaxLLMError as error:
                 kinds = {OverloadedError: ErrorKind.QUEUE_TIMEOUT, AdapterNotFoundError: ErrorKind.ADAPTER}
                 kind = kinds.get(type(error), ErrorKind.INTERNAL)
-                self._news.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, str(error), error_kind=kind))
+                self._outputs.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, str(error), error_kind=kind))
 
     def is_paused(self) -> bool:
         """Whether requests are held back."""
@@ -340,10 +340,10 @@ class EngineCore:
         self._check_alive()
         self.scheduler.check_integrity()
         assert not self.scheduler.requests, f"{len(self.scheduler.requests)} requests are not finished"
-        assert not self._news, f"{len(self._news)} news were not told"
+        assert not self._outputs, f"{len(self._outputs)} outputs were not returned"
         assert not self._pause.held, f"{len(self._pause.held)} requests wait until the engine resumes"
         while self.loop.has_work:  # steps that were in flight when the last request ended
-            assert not self.loop.step(), "a step has news of a request that is gone"
+            assert not self.loop.step(), "a step has outputs of a request that has ended"
         assert not self.scheduler.holds_blocks, "blocks are held by nobody"
         self.executor.check_idle(self.scheduler.finished_ids)
         for preparation in self.preparations:
@@ -362,14 +362,14 @@ class EngineCore:
             self._expert_load.add_stats(stats)
         return stats
 
-    def publish_cache_news(self) -> None:
+    def publish_cache_events(self) -> None:
         """See SteppedCore, as for the next two."""
-        self.scheduler.publish_cache_news()
+        self.scheduler.publish_cache_events()
 
-    def take_cache_news(self) -> CacheNews | None:
-        return self.scheduler.take_cache_news()
+    def take_cache_events(self) -> CacheEvents | None:
+        return self.scheduler.take_cache_events()
 
-    def cache_snapshot(self) -> CacheNews:
+    def cache_snapshot(self) -> CacheEvents:
         return self.scheduler.cache_snapshot()
 
     def replica_of(self, request_id: str) -> int:
@@ -409,7 +409,7 @@ class EngineCore:
         try:
             return self.executor.run_new_program()
         except Exception as error:
-            self._news += self._recover(error)
+            self._outputs += self._recover(error)
             return False
 
     def shutdown(self) -> None:

@@ -117,7 +117,7 @@ class FailurePolicy:
         Raises EngineDeadError if it cannot continue.
         """
         step_ids = [] if loop.working_on is None else list(loop.working_on.num_scheduled_tokens)
-        told = loop.take_news()
+        told = loop.take_outputs()
         kind = kind_of(error)
         if kind is Failure.ENGINE:
             raise EngineDeadError(explain(error)) from error
@@ -149,7 +149,7 @@ class FailurePolicy:
             self._count_failure(error)
             self.num_lost_steps += 1
             if isinstance(error, UpdateError):
-                told += error.news
+                told += error.outputs
             ended, why, message = step_ids, ErrorKind.INTERNAL, _message(error.__cause__ or error)
             logger.error("a step failed: %d requests end, the engine goes on", len(ended), exc_info=error)
         try:

@@ -67,8 +67,8 @@ PLACES = {
     ),
     "stop": Place("core", "jaxllm.request", "Request.append_output", lambda self, token_id: self.request_id),
     "caches": Place("core", "jaxllm.runner.runner", "ModelRunner.start_over"),
-    "detokenizer": Place("front", "jaxllm.text.output_processor", "_Answer.update", lambda self, news: self.engine_id),
-    "logprobs": Place("front", "jaxllm.text.output_processor", "_Answer._append", lambda self, news, *args: self.engine_id),
+    "detokenizer": Place("front", "jaxllm.text.output_processor", "_Answer.update", lambda self, output: self.engine_id),
+    "logprobs": Place("front", "jaxllm.text.output_processor", "_Answer._append", lambda self, output, *args: self.engine_id),
     "output": Place("front", "jaxllm.text.output_processor", "_Answer.completion", lambda self, **kwargs: self.engine_id),
 }
 """By name. A wrapped function is replaced in its module or class, so every object has the fault."""

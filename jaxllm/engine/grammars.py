@@ -81,7 +81,7 @@ class Grammars:
             return []
         if len(self._waiting) == len(scheduler.requests):  # there is no other work
             wait([job for _, job in self._waiting], MAX_WAIT_SECONDS, return_when="FIRST_COMPLETED")
-        news: list[EngineCoreOutput] = []
+        outputs: list[EngineCoreOutput] = []
         still_waiting = []
         for request, job in self._waiting:
             if request.status.is_finished:
@@ -92,18 +92,18 @@ class Grammars:
             try:
                 self._start(request, job.result())
             except GrammarError as error:
-                news += scheduler.fail_requests([request.request_id], ErrorKind.CONSTRAINT, str(error))
+                outputs += scheduler.fail_requests([request.request_id], ErrorKind.CONSTRAINT, str(error))
             except Exception:
                 logger.exception("the grammar of request %s cannot be compiled", request.request_id)
                 message = "the request's grammar cannot be compiled in the engine"
-                news += scheduler.fail_requests([request.request_id], ErrorKind.INTERNAL, message)
+                outputs += scheduler.fail_requests([request.request_id], ErrorKind.INTERNAL, message)
         self._waiting = still_waiting
         for text, job in list(self._compiling.items()):
             if job.done():
                 del self._compiling[text]
                 if job.exception() is None:
                     self._keep(text, job.result())
-        return news
+        return outputs
 
     def forget_slots(self) -> None:
         """See Preparation. Nothing of a grammar is on the device."""

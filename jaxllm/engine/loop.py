@@ -40,7 +40,7 @@ class StepLoop:
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.working_on: SchedulerOutput | None = None
         """The step that is being dispatched or read; after an error, the failed step. None while planning."""
-        self._news: list[EngineCoreOutput] = []
+        self._outputs: list[EngineCoreOutput] = []
         self._undrawn: tuple[SchedulerOutput, PendingStep] | None = None
         """The last step in flight, if it waits for masks. No further step is dispatched until it has them."""
         self._mask_pace = MaskPace()
@@ -87,11 +87,11 @@ class StepLoop:
         if self._last_read_at is not None and plan.rows:
             self._note_seconds(plan, pending, end - self._last_read_at)
         self._last_read_at = end if self._in_flight else None
-        self._news += self.scheduler.update_from_output(plan, result)
+        self._outputs += self.scheduler.update_from_output(plan, result)
         self._draw_if_possible()
         if not self._in_flight:
             self.note_work()
-        return self.take_news()
+        return self.take_outputs()
 
     def _note_seconds(self, plan: SchedulerOutput, pending: "PendingStep", seconds: float) -> None:
         """Record how long a step took that began when the step before it ended."""
@@ -106,10 +106,10 @@ class StepLoop:
         each = min(self.max_in_flight, 2) if steps_are_long else self.max_in_flight
         return each + self._num_stages - 1
 
-    def take_news(self) -> list[EngineCoreOutput]:
+    def take_outputs(self) -> list[EngineCoreOutput]:
         """Return the outputs that were read but not reported yet. Call it after an error too: their tokens are committed."""
-        news, self._news = self._news, []
-        return news
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def _draw_if_possible(self) -> None:
         """Fill the masks of the waiting step and sample, once the last tokens of its masked requests are known."""

@@ -1,7 +1,7 @@
 """Messages between API servers and the engine process: typed msgpack, never pickles. Fields are positional: only append.
 
 An API server sends `Hello`, `Add`, `Abort`, `Call`, `NoMore` and `Bye`; the engine process sends `Status`, `Ready`, `Outputs`,
-`Refused`, `Failed`, `Reply`, `WantMetrics`, `News`, `Draining` and `Dead`. The process that started it may send `Drain`. Anything
+`Refused`, `Failed`, `Reply`, `WantMetrics`, `Update`, `Draining` and `Dead`. The process that started it may send `Drain`. Anything
 that cannot be decoded raises MessageError.
 """
 
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from jaxllm.adapters import AdapterInfo, AdapterState
-from jaxllm.cache_news import CacheNews
+from jaxllm.cache_events import CacheEvents
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import ControlCalls, PauseCalls
 from jaxllm.errors import (
@@ -210,11 +210,11 @@ class Outputs(_Message, tag="outputs"):
     load: Load
 
 
-class News(_Message, tag="news"):
+class Update(_Message, tag="update"):
     """The load of an engine of several, and the changes of its prefix cache, for all API servers."""
 
     load: Load
-    cache: CacheNews | None = None
+    cache: CacheEvents | None = None
 
 
 class Fault(_Message):
@@ -267,7 +267,7 @@ class Dead(_Message, tag="dead"):
 
 
 FrontMessage = Hello | Add | Abort | Call | Bye | Drain | NoMore
-EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | News | Draining | Dead
+EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | Update | Draining | Dead
 
 
 def call_of(name: str, *arguments: Any) -> Any:

@@ -30,13 +30,13 @@ from jaxllm.engine.messages import (
     Failed,
     Hello,
     Load,
-    News,
     NoMore,
     Outputs,
     Ready,
     Refused,
     Reply,
     ShareMetrics,
+    Update,
 )
 from jaxllm.engine.sockets import CPU_PATIENCE, EXIT_FAILED, Command, Gone, Listener, Outbox, Pulse, Stop
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError
@@ -49,7 +49,7 @@ from jaxllm.start_times import StartTimes, process_age_seconds
 _LAGGING_PAUSE_SECONDS = 0.25
 _FIRST_HELLO_SECONDS, _ALL_HELLOS_SECONDS = 2.0, 0.4
 """API servers say Hello four times a second until the engine serves."""
-_NEWS_SECONDS = 0.005
+_UPDATE_SECONDS = 0.005
 """Least interval of the updates that one of several engines sends to all API servers, which count what they sent since."""
 
 
@@ -85,9 +85,9 @@ class EngineLoop:
         self._received: dict[str, int] | None = {} if num_replicas > 1 else None
         """Number of requests of each API server; None if none has to choose among engines."""
         if self._received is not None:
-            core.publish_cache_news()
-        self._last_news = 0.0
-        self._owes_news = False
+            core.publish_cache_events()
+        self._last_update = 0.0
+        self._owes_update = False
         self._ready = messages.encode(
             Ready(
                 core.config,
@@ -125,8 +125,8 @@ class EngineLoop:
         obeyed = False
         while not self._stopping:
             self._tell_lagging()
-            if is_idle and self._owes_news:
-                self._send_news()
+            if is_idle and self._owes_update:
+                self._send_update()
             if self._is_let_go():
                 return False
             if is_idle:
@@ -148,17 +148,17 @@ class EngineLoop:
         return not self._stopping
 
     def _note_load(self) -> Load:
-        """Show the load to the heartbeat, and to all API servers if they choose among engines, at most every _NEWS_SECONDS."""
+        """Show the load to the heartbeat, and to all API servers if they choose among engines, at most every _UPDATE_SECONDS."""
         self._pulse.load = load = self._load()
         if self._received is not None:
-            self._owes_news = True
-            if time.monotonic() - self._last_news >= _NEWS_SECONDS:
-                self._send_news(load)
+            self._owes_update = True
+            if time.monotonic() - self._last_update >= _UPDATE_SECONDS:
+                self._send_update(load)
         return load
 
-    def _send_news(self, load: Load | None = None) -> None:
-        self._last_news, self._owes_news = time.monotonic(), False
-        self.tell_all(News(load or self._load(), self._core.take_cache_news()))
+    def _send_update(self, load: Load | None = None) -> None:
+        self._last_update, self._owes_update = time.monotonic(), False
+        self.tell_all(Update(load or self._load(), self._core.take_cache_events()))
 
     def _do(self, command: Command) -> None:
         if isinstance(command, Add):
@@ -173,7 +173,7 @@ class EngineLoop:
             self._outbox.connect(command.client)
             self._outbox.send(command.client, self._ready)
             if self._received is not None:
-                self._outbox.send(command.client, messages.encode(News(self._load(), self._core.cache_snapshot())))
+                self._outbox.send(command.client, messages.encode(Update(self._load(), self._core.cache_snapshot())))
         elif isinstance(command, Gone):
             self._end_all_of(command.client)
             self._lagging.discard(command.client)
@@ -292,15 +292,15 @@ class EngineLoop:
     def _step(self) -> None:
         self._pulse.begin()
         try:
-            news = self._core.step()
+            step_outputs = self._core.step()
         except EngineDeadError:
             raise
         except EngineError as error:  # its requests have ended; the engine continues
             logger.error("a step failed: %s", error)
             self._end(list(self._requests))
             self.tell_all(Failed(str(error)))
-            news = []
-        by_client = self._sorted(news)
+            step_outputs = []
+        by_client = self._sorted(step_outputs)
         load = self._note_load()
         for client, outputs in by_client.items():
             frame = messages.encode(Outputs(outputs, load))
@@ -309,20 +309,20 @@ class EngineLoop:
                 self._end_all_of(client)
                 self._lagging.add(client)
 
-    def _sorted(self, news: list[EngineCoreOutput]) -> dict[str, list[EngineCoreOutput]]:
+    def _sorted(self, outputs: list[EngineCoreOutput]) -> dict[str, list[EngineCoreOutput]]:
         """Group outputs by API server, and drop the records of finished requests."""
         by_client: dict[str, list[EngineCoreOutput]] = {}
         requests = self._requests
-        for item in news:
-            client = requests.get(item.request_id)
+        for output in outputs:
+            client = requests.get(output.request_id)
             if client is None:
                 continue
             if client in by_client:
-                by_client[client].append(item)
+                by_client[client].append(output)
             else:
-                by_client[client] = [item]
-            if item.finish_reason is not None:
-                del requests[item.request_id]
+                by_client[client] = [output]
+            if output.finish_reason is not None:
+                del requests[output.request_id]
         return by_client
 
     def _tell_lagging(self) -> None:

@@ -20,7 +20,7 @@ from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.hosts import handshake, identity, process_group, wire
 from jaxllm.hosts.connection import Connection
 from jaxllm.hosts.framing import SILENCE_SECONDS, WireError
-from jaxllm.hosts.leader import NEWS_SECONDS, START_SILENCE_SECONDS
+from jaxllm.hosts.leader import NOTICE_SECONDS, START_SILENCE_SECONDS
 from jaxllm.hosts.relay import Relay
 from jaxllm.hosts.results import SentResults
 from jaxllm.hosts.wire import AllFacts, Begin, Dispatch, DispatchLanes, Do, Done, Draw, Drawn, End, Facts, Failed, Piece
@@ -156,7 +156,7 @@ class Follower:
                     self._do(message)
                 self._forget()
             except Exception:
-                time.sleep(NEWS_SECONDS)  # if another host is lost, that was the reason, and this process ends meanwhile
+                time.sleep(NOTICE_SECONDS)  # if another host is lost, that was the reason, and this process ends meanwhile
                 raise
 
     def _do(self, message: Any) -> None:

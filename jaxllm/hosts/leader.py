@@ -25,7 +25,7 @@ START_SILENCE_SECONDS = 60.0
 """`SILENCE_SECONDS` during the start."""
 GRACE_SECONDS = 2.0
 """After which the process ends if its main thread waits for a device that waits for a lost host."""
-NEWS_SECONDS = 1.0
+NOTICE_SECONDS = 1.0
 """A collective fails when a host is lost, perhaps before its connection does."""
 
 
@@ -175,7 +175,7 @@ class Leader:
 
     def fail(self, reason: str) -> None:
         """This host cannot go on with the others: end them, as if one were lost. If one is, that was the reason."""
-        wait((self.lost,), timeout=NEWS_SECONDS)
+        wait((self.lost,), timeout=NOTICE_SECONDS)
         self._lose(reason)
 
     def end(self, reason: str = "") -> None:

@@ -6,7 +6,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from jaxllm.cache_news import CacheNews
+from jaxllm.cache_events import CacheEvents
 from jaxllm.config import ParallelOptions
 from jaxllm.errors import InvalidRequestError
 from jaxllm.lanes_plan import LanesPlan
@@ -160,7 +160,7 @@ class LanesScheduler:
             try:
                 outputs += lane.update_from_output(part, result)
             except UpdateError as error:
-                raise UpdateError(outputs + error.news) from error.__cause__
+                raise UpdateError(outputs + error.outputs) from error.__cause__
         return outputs
 
     def note_seconds(self, plan: SchedulerOutput, seconds: float) -> None:
@@ -188,14 +188,14 @@ class LanesScheduler:
     def holds_blocks(self) -> bool:
         return any(lane.holds_blocks for lane in self.lanes)
 
-    def publish_cache_news(self) -> None:
-        """Nothing: news tell replicas apart, and an engine with lanes is never one of several."""
+    def publish_cache_events(self) -> None:
+        """Nothing: events tell replicas apart, and an engine with lanes is never one of several."""
 
-    def take_cache_news(self) -> CacheNews | None:
+    def take_cache_events(self) -> CacheEvents | None:
         return None
 
-    def cache_snapshot(self) -> CacheNews:
-        return CacheNews(cleared=True, stored=b"".join(lane.cache_snapshot().stored for lane in self.lanes))
+    def cache_snapshot(self) -> CacheEvents:
+        return CacheEvents(cleared=True, stored=b"".join(lane.cache_snapshot().stored for lane in self.lanes))
 
     def start_over(self) -> None:
         for lane in self.lanes:

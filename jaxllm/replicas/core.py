@@ -12,7 +12,7 @@ from jaxllm.core_interface import Core
 from jaxllm.engine import messages
 from jaxllm.engine.async_core import CoreListener, ReplicaInfo, ReplicaState, check_alive
 from jaxllm.engine.client import EngineClient
-from jaxllm.engine.messages import Failed, Load, News, Outputs, Ready, Refused, Status
+from jaxllm.engine.messages import Failed, Load, Outputs, Ready, Refused, Status, Update
 from jaxllm.engine.process_core import MetricsExchange, replica_info
 from jaxllm.errors import AdapterError, EngineDeadError, EngineError, InvalidRequestError, JaxLLMError, ReplicaLostError
 from jaxllm.log import logger
@@ -48,7 +48,7 @@ class Replicas:
     ):
         self._connect, self._policy, self._num_fronts, self._retries = connect, policy, num_fronts, retries
         self._states: list[ReplicaState] = ["loading"] * len(pids)
-        self._early_news: list[list[News]] = [[] for _ in pids]
+        self._early_updates: list[list[Update]] = [[] for _ in pids]
         """Cache events that a replica published before requests were sent to it."""
         self.clients = [self._new_client(rank, pid) for rank, pid in enumerate(pids)]
         self._awaited = [rank for rank, pid in enumerate(pids) if pid is not None]
@@ -214,7 +214,7 @@ class Replicas:
     def _new_client(self, rank: int, pid: int | None) -> EngineClient:
         client = self._connect(rank, pid)
         client.on_outputs, client.on_refused = partial(self._take_outputs, rank), partial(self._take_refusal, rank)
-        client.on_failed, client.on_news = partial(self._take_failure, rank), partial(self._take_news, rank)
+        client.on_failed, client.on_update = partial(self._take_failure, rank), partial(self._take_update, rank)
         client.on_draining, client.on_dead = partial(self._drain, rank), partial(self._lose, rank)
         return client
 
@@ -242,13 +242,13 @@ class Replicas:
         if self._listener is not None:
             self._listener.take_failure(EngineError(message.message), ids)
 
-    def _take_news(self, rank: int, message: News) -> None:
+    def _take_update(self, rank: int, message: Update) -> None:
         if self._states[rank] not in ("serving", "draining"):
-            self._early_news[rank].append(message)
+            self._early_updates[rank].append(message)
             return
         self._note_load(rank, message.load)
         if message.cache is not None:
-            self.balancer.note_news(rank, message.cache)
+            self.balancer.note_events(rank, message.cache)
 
     def _note_load(self, rank: int, load: Load) -> None:
         self.balancer.note_load(rank, load.stats, load.received.get(self.clients[rank].name, 0))
@@ -293,7 +293,7 @@ class Replicas:
     def _replace_client(self, rank: int) -> None:
         """Connect to the process that takes the place of one that has ended."""
         self.clients[rank].close()
-        self._early_news[rank] = []
+        self._early_updates[rank] = []
         self.clients[rank] = self._new_client(rank, None)
 
     async def _join(self, rank: int) -> None:
@@ -347,9 +347,9 @@ class Replicas:
         """Send requests to a replica from now on."""
         self.balancer.set_up(rank)
         self._states[rank] = "serving"
-        news, self._early_news[rank] = self._early_news[rank], []
-        for message in news:
-            self._take_news(rank, message)
+        updates, self._early_updates[rank] = self._early_updates[rank], []
+        for message in updates:
+            self._take_update(rank, message)
         self._choose_exchange()
         if self.core.config.lora.enable_lora:
             self._spawn(self._note_adapters())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxllm import env
-from jaxllm.cache_news import CacheNews
+from jaxllm.cache_events import CacheEvents
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseCalls
 from jaxllm.engine.client import EngineClient, show_loading
@@ -54,7 +54,7 @@ class LocalReplicas(PauseCalls):
             )
         if processors:
             config = config.replace(logits_processors=(*(config.model.logits_processors or ()), *processors))
-        self._news: queue.SimpleQueue[list[EngineCoreOutput]] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[list[EngineCoreOutput]] = queue.SimpleQueue()
         self._unfinished: set[str] = set()
         """Requests whose last output the caller has not got."""
         self._waiting: deque[EngineCoreRequest] = deque()
@@ -155,25 +155,25 @@ class LocalReplicas(PauseCalls):
 
     def step(self) -> list[EngineCoreOutput]:
         """The outputs that have arrived; waits a moment for the first."""
-        news: list[EngineCoreOutput] = []
+        outputs: list[EngineCoreOutput] = []
         with contextlib.suppress(queue.Empty):
-            news += self._news.get(timeout=STEP_SECONDS)
+            outputs += self._outputs.get(timeout=STEP_SECONDS)
             while True:
-                news += self._news.get_nowait()
-        self._unfinished.difference_update(output.request_id for output in news if output.finish_reason is not None)
-        return news
+                outputs += self._outputs.get_nowait()
+        self._unfinished.difference_update(output.request_id for output in outputs if output.finish_reason is not None)
+        return outputs
 
     def run_between_steps(self, post: Callable[[Callable[[], object]], None]) -> None:
         """The loop of each replica runs what it needs."""
 
-    def publish_cache_news(self) -> None:
+    def publish_cache_events(self) -> None:
         """Nobody chooses between this and another core."""
 
-    def take_cache_news(self) -> CacheNews | None:
+    def take_cache_events(self) -> CacheEvents | None:
         return None
 
-    def cache_snapshot(self) -> CacheNews:
-        return CacheNews()
+    def cache_snapshot(self) -> CacheEvents:
+        return CacheEvents()
 
     def call_core(self, name: str, *arguments: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(self._replicas.call(name, *arguments), self._loop).result()
@@ -233,7 +233,7 @@ class LocalReplicas(PauseCalls):
         ids = [request_id for request_id in request_ids if request_id in self._sent]
         self._forget(ids)
         kind = ErrorKind.INTERNAL
-        self._news.put([EngineCoreOutput(each, [], FinishReason.ERROR, str(error), error_kind=kind) for each in ids])
+        self._outputs.put([EngineCoreOutput(each, [], FinishReason.ERROR, str(error), error_kind=kind) for each in ids])
 
     # What the replicas report
 
@@ -242,7 +242,7 @@ class LocalReplicas(PauseCalls):
         outputs = list(outputs)
         self._answered.update(output.request_id for output in outputs)
         self._forget(output.request_id for output in outputs if output.finish_reason is not None)
-        self._news.put(outputs)
+        self._outputs.put(outputs)
         self._feed()
 
     def take_refusal(self, request_id: str, error: JaxLLMError) -> None:

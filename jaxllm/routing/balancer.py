@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from jaxllm.cache_news import CacheNews
+from jaxllm.cache_events import CacheEvents
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 from jaxllm.request import EngineCoreRequest
 from jaxllm.routing.loads import QUEUE_TOKENS, Loads
@@ -91,10 +91,10 @@ class Balancer:
         if self.is_up(replica):
             self.loads.note(replica, stats, num_received)
 
-    def note_news(self, replica: int, news: CacheNews) -> None:
+    def note_events(self, replica: int, events: CacheEvents) -> None:
         """Apply events of a replica's prefix cache, or a snapshot."""
         if self._reads_caches and self.is_up(replica):
-            self.index.apply(replica, news)
+            self.index.apply(replica, events)
 
     def set_adapters(self, replica: int, cache_keys: Mapping[str, str]) -> None:
         """The adapters that requests may name at a replica, with the `cache_key` of each.

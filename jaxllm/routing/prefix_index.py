@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxllm.cache_news import KEY_BYTES, CacheNews
+from jaxllm.cache_events import KEY_BYTES, CacheEvents
 
 _FEW = 8
 """Up to so many bits of a mask are found one by one; NumPy takes a few microseconds for any number."""
@@ -39,17 +39,17 @@ class PrefixIndex:
         """The share of blocks that it knows."""
         return 1 / (1 + self._skipped)
 
-    def apply(self, replica: int, news: CacheNews) -> None:
+    def apply(self, replica: int, events: CacheEvents) -> None:
         """Take in what a replica published."""
-        if news.cleared:
+        if events.cleared:
             self.forget(replica)
         bit, holders = self._bits[replica], self._holders
-        if news.stored:
+        if events.stored:
             self._has_stored[replica] = True
-            for key in self._keys(news.stored):
+            for key in self._keys(events.stored):
                 before = holders.get(key)
                 holders[key] = bit if before is None else before | bit
-        for key in self._keys(news.removed):
+        for key in self._keys(events.removed):
             before = holders.get(key)
             if before == bit:
                 del holders[key]

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxllm.scheduler.block import KVCacheBlock
-from jaxllm.scheduler.cache_news import NewsCollector
+from jaxllm.scheduler.cache_events import EventCollector
 from jaxllm.scheduler.free_queue import FreeBlockQueue
 
 
@@ -21,7 +21,7 @@ class BlockPool:
         # Blocks by content. Two requests that compute the same content at the same time keep a block each,
         # because tables are append-only; the rare second block turns the value into a dict by block id.
         self._cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
-        self.news: NewsCollector | None = None
+        self.events: EventCollector | None = None
         """If set, receives which contents came with their first block and left with their last."""
         self.evicting: Callable[[Sequence[KVCacheBlock]], None] | None = None
         """If set, is called with blocks whose contents leave with them, before they do."""
@@ -106,8 +106,8 @@ class BlockPool:
         present = self._cached.get(block_hash)
         if present is None:
             self._cached[block_hash] = block
-            if self.news is not None:
-                self.news.changes[block_hash] = True
+            if self.events is not None:
+                self.events.changes[block_hash] = True
         elif isinstance(present, dict):
             present[block.block_id] = block
         else:
@@ -124,8 +124,8 @@ class BlockPool:
                 self._cached[block.block_hash] = next(iter(present.values()))
         else:
             del self._cached[block.block_hash]
-            if self.news is not None:
-                self.news.changes[block.block_hash] = False
+            if self.events is not None:
+                self.events.changes[block.block_hash] = False
         block.block_hash = None
 
     def reset(self) -> bool:
@@ -133,8 +133,8 @@ class BlockPool:
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         self._cached.clear()
-        if self.news is not None:
-            self.news.clear()
+        if self.events is not None:
+            self.events.clear()
         for block in self.blocks:
             block.block_hash = None
         return True

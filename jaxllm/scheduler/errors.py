@@ -14,9 +14,9 @@ class PlanError(Exception):
 class UpdateError(Exception):
     """Processing the results of a step failed. The original error is the cause."""
 
-    def __init__(self, news: list[EngineCoreOutput]):
+    def __init__(self, outputs: list[EngineCoreOutput]):
         super().__init__("taking in a step failed")
-        self.news = news
+        self.outputs = outputs
         """Outputs of the requests processed before the failure. Their tokens are committed, so they must be reported."""
 
 

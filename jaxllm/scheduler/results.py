@@ -82,7 +82,7 @@ def take_in(
         if end is not None:
             finish(request, end)
             any_ended = True
-        news = EngineCoreOutput(
+        output = EngineCoreOutput(
             request_id,
             new_token_ids,
             None if end is None else end.finish_reason,
@@ -95,15 +95,15 @@ def take_in(
             pooled=result.pooled.get(request_id) if end is RequestStatus.FINISHED_STOPPED else None,
         )
         if request.num_draft_tokens:
-            news.accepted_counts, news.num_draft_tokens = tuple(request.accepted_counts), request.num_draft_tokens
+            output.accepted_counts, output.num_draft_tokens = tuple(request.accepted_counts), request.num_draft_tokens
         if is_first:
-            news.queue_seconds = request.scheduled_at - request.queued_at
-            news.prefill_seconds = time.monotonic() - request.scheduled_at
-        outputs.append(news)
+            output.queue_seconds = request.scheduled_at - request.queued_at
+            output.prefill_seconds = time.monotonic() - request.scheduled_at
+        outputs.append(output)
     return any_ended
 
 
-def last_news(request: Request) -> EngineCoreOutput:
+def last_output(request: Request) -> EngineCoreOutput:
     """The last output of a request that ended outside a step."""
     return EngineCoreOutput(
         request.request_id,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from jaxllm.cache_news import CacheNews
+from jaxllm.cache_events import CacheEvents
 from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.device_ops import AnyDeviceOp
@@ -22,7 +22,7 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.admission import AdmissionRoom, ChunkRoom, Fit, fit_all, limit_all
 from jaxllm.scheduler.block_hash import block_hasher
-from jaxllm.scheduler.cache_news import NewsCollector, keys_of
+from jaxllm.scheduler.cache_events import EventCollector, keys_of
 from jaxllm.scheduler.cache_tier import CacheTier
 from jaxllm.scheduler.deadlines import Deadlines, describe_expiry
 from jaxllm.scheduler.draft_control import DraftControl
@@ -32,7 +32,7 @@ from jaxllm.scheduler.integrity import check_integrity
 from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
 from jaxllm.scheduler.limits import check_items, check_options, check_room, check_servable
 from jaxllm.scheduler.refusal import Refusal
-from jaxllm.scheduler.results import Share, last_news, take_in
+from jaxllm.scheduler.results import Share, last_output, take_in
 from jaxllm.scheduler.scheduling_policies import Turns, choose_victim, make_waiting_queue
 from jaxllm.scheduler.totals import Totals
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
@@ -190,14 +190,14 @@ class Scheduler:
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """End requests on the engine's initiative. Returns the outputs of those that were unfinished."""
-        return [last_news(request) for request in self._end(request_ids, RequestStatus.FINISHED_ABORTED)]
+        return [last_output(request) for request in self._end(request_ids, RequestStatus.FINISHED_ABORTED)]
 
     def fail_requests(self, request_ids: Iterable[str], kind: ErrorKind, message: str) -> list[EngineCoreOutput]:
         """End requests with an error. Returns the outputs of those that were unfinished."""
         failed = self._end(request_ids, RequestStatus.FINISHED_ERROR)
         for request in failed:
             request.stop_reason, request.error_kind = message, kind
-        return [last_news(request) for request in failed]
+        return [last_output(request) for request in failed]
 
     def _end(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
         ended = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
@@ -211,7 +211,7 @@ class Scheduler:
         """End the requests that exceeded a deadline. Returns their outputs."""
         expired = self._deadlines.expired(time.monotonic()) if len(self._deadlines) else ()
         failed = (self.fail_requests([request.request_id], kind, describe_expiry(request, kind)) for request, kind in expired)
-        return [news for outputs in failed for news in outputs]
+        return [output for outputs in failed for output in outputs]
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         """End a request. The caller removes it from `running`, for all ended requests at once."""
@@ -641,19 +641,19 @@ class Scheduler:
 
     # Updates of the prefix cache, for API servers that choose among several engines
 
-    def publish_cache_news(self) -> None:
+    def publish_cache_events(self) -> None:
         """Collect changes of the prefix cache from now on. The first update is a snapshot."""
         pool = self.cache_manager.pool
-        pool.news = NewsCollector(pool.cached_hashes())
+        pool.events = EventCollector(pool.cached_hashes())
 
-    def take_cache_news(self) -> CacheNews | None:
-        """The changes since the last call; None if there are none or `publish_cache_news` was not called."""
-        news = self.cache_manager.pool.news
-        return None if news is None else news.take()
+    def take_cache_events(self) -> CacheEvents | None:
+        """The changes since the last call; None if there are none or `publish_cache_events` was not called."""
+        events = self.cache_manager.pool.events
+        return None if events is None else events.take()
 
-    def cache_snapshot(self) -> CacheNews:
+    def cache_snapshot(self) -> CacheEvents:
         """Everything that can be found in the prefix cache. Updates that are taken later may follow it."""
-        return CacheNews(cleared=True, stored=keys_of(self.cache_manager.pool.cached_hashes()))
+        return CacheEvents(cleared=True, stored=keys_of(self.cache_manager.pool.cached_hashes()))
 
     def start_over(self) -> None:
         """Return every request to the waiting queue, with no blocks, no computed tokens and no step in flight.
@@ -661,10 +661,10 @@ class Scheduler:
         For use after a failure that may have left inconsistent state: relies only on the requests themselves. Keeps their
         tokens so far. The runner's rows become invalid.
         """
-        publishes_news = self.cache_manager.pool.news is not None
+        publishes_events = self.cache_manager.pool.events is not None
         self.cache_manager = self._new_cache_manager()
-        if publishes_news:
-            self.publish_cache_news()
+        if publishes_events:
+            self.publish_cache_events()
         self.waiting = make_waiting_queue(self.options.scheduling_policy)
         self.running = []
         self._in_flight.clear()

@@ -112,11 +112,11 @@ class Worker:
 
     def _hear(self, child: _Child) -> None:
         try:
-            news = os.read(child.pipe, 1 << 16)
+            part = os.read(child.pipe, 1 << 16)
         except BlockingIOError:
             return
-        if news:
-            child.received += news
+        if part:
+            child.received += part
             return
         status = self._forget(child, is_over=True)
         if is_whole(child.received):

@@ -72,27 +72,27 @@ class _Answer:
         self.num_sent_tokens = 0
         self.num_sent_characters = 0
 
-    def update(self, news: EngineCoreOutput) -> bool:
+    def update(self, output: EngineCoreOutput) -> bool:
         """Process a new output. Returns whether a stop string ended the answer; the caller must then abort it in the core."""
-        if self.is_plain and news.finish_reason is None:
-            self.token_ids += news.new_token_ids
+        if self.is_plain and output.finish_reason is None:
+            self.token_ids += output.new_token_ids
             return False
         stop, num_kept = None, 0
-        stopped_by_token = news.finish_reason is FinishReason.STOP
-        for place, token_id in enumerate(news.new_token_ids):
-            is_last = place == len(news.new_token_ids) - 1
+        stopped_by_token = output.finish_reason is FinishReason.STOP
+        for place, token_id in enumerate(output.new_token_ids):
+            is_last = place == len(output.new_token_ids) - 1
             is_stop_token = stopped_by_token and is_last and self._ends_request(token_id)
             stop = self.detokenizer.push_stop_token(token_id) if is_stop_token else self.detokenizer.push(token_id)
             num_kept += 1
             if stop is not None:
                 break
-        self._append(news, num_kept)
-        if stop is None and news.finish_reason is not None:
+        self._append(output, num_kept)
+        if stop is None and output.finish_reason is not None:
             stop = self.detokenizer.finish()
         if stop is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-            return news.finish_reason is None
-        self.finish_reason, self.stop_reason, self.error_kind = news.finish_reason, news.stop_reason, news.error_kind
+            return output.finish_reason is None
+        self.finish_reason, self.stop_reason, self.error_kind = output.finish_reason, output.stop_reason, output.error_kind
         return False
 
     def _ends_request(self, token_id: int) -> bool:
@@ -101,16 +101,16 @@ class _Answer:
             return True
         return token_id in self.grammar_ends
 
-    def _append(self, news: EngineCoreOutput, num_tokens: int) -> None:
-        if self.logprobs is not None and news.new_logprobs is not None and num_tokens:
+    def _append(self, output: EngineCoreOutput, num_tokens: int) -> None:
+        if self.logprobs is not None and output.new_logprobs is not None and num_tokens:
             params = self.params
             count = params.logprobs if params.logprob_token_ids is None else len(params.logprob_token_ids)
             previous = self.token_ids[-4:] if len(self.token_ids) >= 4 else self.prompt_token_ids[-4:] + self.token_ids
-            rows = positions(news.new_logprobs, count or 0, previous, self.tokenizer, ranked=params.logprob_token_ids is None)
+            rows = positions(output.new_logprobs, count or 0, previous, self.tokenizer, ranked=params.logprob_token_ids is None)
             self.logprobs.extend(rows[:num_tokens])
-            gained = sum(news.new_logprobs.logprobs[:num_tokens, 0].tolist())
+            gained = sum(output.new_logprobs.logprobs[:num_tokens, 0].tolist())
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + gained
-        self.token_ids += news.new_token_ids[:num_tokens]
+        self.token_ids += output.new_token_ids[:num_tokens]
 
     def abort(self) -> None:
         self.finish_reason = FinishReason.ABORT
@@ -174,15 +174,15 @@ class _Live:
     def is_finished(self) -> bool:
         return self.num_unfinished == 0
 
-    def take_prompt_logprobs(self, news: EngineCoreOutput) -> None:
+    def take_prompt_logprobs(self, output: EngineCoreOutput) -> None:
         tokenizer = self.answers[0].tokenizer
         params = self.request.params
         self.has_prompt_logprobs = True
-        assert news.new_prompt_logprobs is not None and params.prompt_logprobs is not None
+        assert output.new_prompt_logprobs is not None and params.prompt_logprobs is not None
         prompt_logprobs: Any = FlatLogprobs() if params.flat_logprobs else []
         prompt_logprobs.append(None)
         first = self.request.prompt_token_ids[:1]
-        prompt_logprobs.extend(positions(news.new_prompt_logprobs, params.prompt_logprobs, first, tokenizer))
+        prompt_logprobs.extend(positions(output.new_prompt_logprobs, params.prompt_logprobs, first, tokenizer))
         self.prompt_logprobs = prompt_logprobs
 
     def output(self, changed: Sequence[_Answer]) -> RequestOutput | PoolingRequestOutput | None:
@@ -280,7 +280,7 @@ class OutputProcessor:
             if request.pooling_params is None:
                 live.counted_by.request_arrived(request.params)
 
-    def process(self, news: Iterable[EngineCoreOutput]) -> ProcessedStep:
+    def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedStep:
         """Process the outputs of a replica's step, except those of requests that have ended. An error in one answer ends only that
         answer."""
         now = clock.now()
@@ -290,42 +290,42 @@ class OutputProcessor:
         num_new_tokens = 0
         latest: dict[float, int] = {}
         """Number of answers by the time of their previous token. There are few such times, because a step serves many answers."""
-        for item in news:
-            live, answer = self._answers.get(item.request_id, (None, None))
+        for output in outputs:
+            live, answer = self._answers.get(output.request_id, (None, None))
             if live is None or answer is None:
                 continue
             num_before = len(answer.token_ids)
             metrics = live.counted_by
             try:
-                if item.new_prompt_logprobs is not None and not live.has_prompt_logprobs:
-                    live.take_prompt_logprobs(item)
-                if answer.update(item):
+                if output.new_prompt_logprobs is not None and not live.has_prompt_logprobs:
+                    live.take_prompt_logprobs(output)
+                if answer.update(output):
                     step.engine_ids_to_abort.append(answer.engine_id)
             except Exception as error:
                 self._fail(answer, error, step)
             if num_new := len(answer.token_ids) - num_before:
                 num_new_tokens += num_new
                 if answer.first_token_time is None:
-                    self._note_first_token(live, answer, item, now)
+                    self._note_first_token(live, answer, output, now)
                 else:
                     latest[answer.last_token_time] = latest.get(answer.last_token_time, 0) + 1
                 answer.last_token_time = now
                 live.metrics.num_generation_tokens += num_new
-            if item.pooled is not None:
-                live.vectors, live.num_cached_tokens = item.pooled, item.num_cached_tokens
+            if output.pooled is not None:
+                live.vectors, live.num_cached_tokens = output.pooled, output.num_cached_tokens
                 if metrics is not None:
                     metrics.prefill_done(
                         len(answer.prompt_token_ids),
-                        item.num_cached_tokens,
+                        output.num_cached_tokens,
                         None,
-                        queue_seconds=item.queue_seconds,
-                        prefill_seconds=item.prefill_seconds,
+                        queue_seconds=output.queue_seconds,
+                        prefill_seconds=output.prefill_seconds,
                     )
-            if item.accepted_counts is not None and len(live.answers) == 1:
-                live.metrics.accepted_counts, live.metrics.num_draft_tokens = item.accepted_counts, item.num_draft_tokens
-            if item.num_preemptions != answer.num_preemptions:
-                live.metrics.num_preemptions += item.num_preemptions - answer.num_preemptions
-                answer.num_preemptions = item.num_preemptions
+            if output.accepted_counts is not None and len(live.answers) == 1:
+                live.metrics.accepted_counts, live.metrics.num_draft_tokens = output.accepted_counts, output.num_draft_tokens
+            if output.num_preemptions != answer.num_preemptions:
+                live.metrics.num_preemptions += output.num_preemptions - answer.num_preemptions
+                answer.num_preemptions = output.num_preemptions
             if answer.finish_reason is not None:
                 self._note_end(live, answer, now)
             elif live.kind is RequestOutputKind.FINAL_ONLY:

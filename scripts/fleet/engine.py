@@ -7,7 +7,7 @@ from array import array
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from jaxllm.cache_news import CacheNews
+from jaxllm.cache_events import CacheEvents
 from jaxllm.scheduler_stats import SchedulerStats
 
 BLOCK_SIZE = 16
@@ -141,14 +141,14 @@ class BlockCache:
             held[key] = 1
             self.changes[key] = True
 
-    def take_news(self) -> CacheNews | None:
-        """As `NewsCollector.take`."""
+    def take_events(self) -> CacheEvents | None:
+        """As `EventCollector.take`."""
         if not self.changes:
             return None
         stored = array("Q", [key for key, is_stored in self.changes.items() if is_stored])
         removed = array("Q", [key for key, is_stored in self.changes.items() if not is_stored])
         self.changes.clear()
-        return CacheNews(False, stored.tobytes(), removed.tobytes())
+        return CacheEvents(False, stored.tobytes(), removed.tobytes())
 
 
 @dataclass(eq=False)

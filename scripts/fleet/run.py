@@ -33,9 +33,9 @@ class Result:
     """Mean time between tokens of each request."""
     routing_seconds: float = 0.0
     """CPU time of choosing, without hashes, and noting ends."""
-    news_seconds: float = 0.0
+    event_seconds: float = 0.0
     """CPU time of applying cache events, on one API server."""
-    num_news_blocks: int = 0
+    num_event_blocks: int = 0
     load_seconds: float = 0.0
     """CPU time of applying loads, on one API server."""
     num_reports: int = 0
@@ -181,16 +181,16 @@ class _Simulation:
         """Every API server gets an engine's load and cache events."""
         result = self._result
         engine.reports_at, engine.reported_at = float("inf"), now
-        news, stats = engine.cache.take_news(), engine.stats()
+        events, stats = engine.cache.take_events(), engine.stats()
         for number, front in enumerate(result.fronts):
             began = _cpu()
-            if news is not None:
-                front.note_news(engine.number, news)
+            if events is not None:
+                front.note_events(engine.number, events)
             noted = _cpu()
             front.note_load(engine.number, stats, engine.num_received[number])
             if not number:
-                result.news_seconds += noted - began
+                result.event_seconds += noted - began
                 result.load_seconds += _cpu() - noted
         result.num_reports += 1
-        if news is not None:
-            result.num_news_blocks += (len(news.stored) + len(news.removed)) // 8
+        if events is not None:
+            result.num_event_blocks += (len(events.stored) + len(events.removed)) // 8

@@ -101,7 +101,7 @@ class BackgroundRun:
     task: "asyncio.Task[None] | None" = None
     events: list[bytes] = field(default_factory=list)
     """All events so far, if the request asked for a stream."""
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set and replaced with each event."""
     is_done: bool = False
 
@@ -116,8 +116,8 @@ class BackgroundRun:
         self._wake()
 
     def _wake(self) -> None:
-        self.news.set()
-        self.news = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 class ResponsesService:
@@ -228,14 +228,14 @@ class ResponsesService:
         """Yield the events of a background run as they come, after event number `after`. Closing it does not end the run."""
         place = after + 1
         while True:
-            news = background.news
+            changed = background.changed
             if place < len(background.events):
                 events, place = background.events[place:], len(background.events)  # more may arrive during the yield
                 yield b"".join(events)
             elif background.is_done:
                 return
             else:
-                await news.wait()
+                await changed.wait()
 
     async def _run_in_background(self, background: BackgroundRun) -> None:
         run = background.run

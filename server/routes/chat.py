@@ -345,13 +345,13 @@ class ChatReply:
         return {**self._rich(delta), **finish}
 
     def _rich(self, delta: ChatDelta) -> dict[str, Any]:
-        news: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if delta.reasoning:
-            news["reasoning"] = news["reasoning_content"] = delta.reasoning
+            fields["reasoning"] = fields["reasoning_content"] = delta.reasoning
         if delta.content:
-            news["content"] = delta.content
+            fields["content"] = delta.content
         if delta.tool_calls:
-            news["tool_calls"] = [
+            fields["tool_calls"] = [
                 {"index": call.index, "function": {"arguments": call.arguments}}
                 if call.id is None
                 else {
@@ -362,7 +362,7 @@ class ChatReply:
                 }
                 for call in delta.tool_calls
             ]
-        choice = {"index": delta.index, "delta": news, "logprobs": self._logprob_object(delta), "finish_reason": None}
+        choice = {"index": delta.index, "delta": fields, "logprobs": self._logprob_object(delta), "finish_reason": None}
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice

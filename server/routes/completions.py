@@ -404,13 +404,13 @@ class CompletionReply:
         try:
             num_open = len(requests)
             while num_open:
-                place, news = await arrived.get()
-                if isinstance(news, BaseException):
-                    raise news
-                if news is None:
+                place, update = await arrived.get()
+                if isinstance(update, BaseException):
+                    raise update
+                if update is None:
                     num_open -= 1
                 else:
-                    yield place, news
+                    yield place, update
         finally:
             for task in tasks:
                 task.cancel()

@@ -85,8 +85,8 @@ class TokenReader:
         for answer in answers:
             engine_id = self._engine_ids[answer.index]
             ends_in_text = self._ends_in_text(answer)
-            news = EngineCoreOutput(engine_id, answer.token_ids, None if ends_in_text else FinishReason.STOP)
-            outputs = [found for _, found in self._processor.process([news]).outputs]
+            part = EngineCoreOutput(engine_id, answer.token_ids, None if ends_in_text else FinishReason.STOP)
+            outputs = [found for _, found in self._processor.process([part]).outputs]
             if answer.finish_reason is not None and ends_in_text:
                 end = EngineCoreOutput(engine_id, [], FinishReason.LENGTH)  # ignored if a stop string has ended it
                 outputs += [found for _, found in self._processor.process([end]).outputs]

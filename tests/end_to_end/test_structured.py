@@ -317,7 +317,7 @@ def test_aborting_in_every_state_leaves_nothing_behind(core: EngineCore, structu
 def test_the_kind_of_the_error_is_told(core, structured):
     engines.reschedule(core)
     core.add_request(structured("nothing", {"regex": "é"}))
-    news = []
+    outputs = []
     while core.has_unfinished_requests():
-        news += core.step()
-    assert [output.error_kind for output in news] == [ErrorKind.CONSTRAINT]
+        outputs += core.step()
+    assert [output.error_kind for output in outputs] == [ErrorKind.CONSTRAINT]

@@ -99,10 +99,10 @@ def test_a_request_that_never_fits_is_given_up_and_the_others_go_on(core, undist
     with injected("launch:1-:oom"):
         for request in requests()[:2]:
             core.add_request(request)
-        news = [output for _ in range(12) for output in core.step()]
-    assert [(output.request_id, output.finish_reason) for output in news] == [("a", "error"), ("b", "error")]
-    assert {output.error_kind for output in news} == {ErrorKind.OUT_OF_MEMORY}
-    assert "no memory" in str(news[0].stop_reason)
+        outputs = [output for _ in range(12) for output in core.step()]
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [("a", "error"), ("b", "error")]
+    assert {output.error_kind for output in outputs} == {ErrorKind.OUT_OF_MEMORY}
+    assert "no memory" in str(outputs[0].stop_reason)
     core.check_integrity()
     check_survivors(engines.run(core, requests()), undisturbed, set())
 

@@ -28,10 +28,10 @@ def run_on(core):
     """The tokens and the ends of all requests, as long as the engine has something to do."""
     tokens, ends = {}, {}
     while core.has_unfinished_requests():
-        for news in core.step():
-            tokens.setdefault(news.request_id, []).extend(news.new_token_ids)
-            if news.finish_reason is not None:
-                ends[news.request_id] = news.finish_reason
+        for output in core.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                ends[output.request_id] = output.finish_reason
     return tokens, ends
 
 
@@ -77,7 +77,7 @@ def test_requests_that_are_held_can_be_aborted_put_to_sleep_and_bounded(core, mo
     with pytest.raises(OverloadedError):
         core.add_request(requests()[0])
     core.sleep(1)
-    assert [news.finish_reason for news in core.step()] == [FinishReason.ABORT]
+    assert [output.finish_reason for output in core.step()] == [FinishReason.ABORT]
     core.wake_up()
     assert core.is_paused()
     core.resume()

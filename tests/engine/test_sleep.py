@@ -84,9 +84,9 @@ def test_unfinished_requests_are_aborted_or_keep_the_engine_awake(core):
     assert not core.is_sleeping()
     core.sleep()
     assert core.has_unfinished_requests()
-    news = core.step()
-    assert sorted(output.request_id for output in news) == list("012345")
-    assert {output.finish_reason for output in news} == {FinishReason.ABORT} and not core.has_unfinished_requests()
+    outputs = core.step()
+    assert sorted(output.request_id for output in outputs) == list("012345")
+    assert {output.finish_reason for output in outputs} == {FinishReason.ABORT} and not core.has_unfinished_requests()
     core.wake_up()
     check_answers(core)
 

@@ -237,11 +237,11 @@ def test_a_request_that_fails_alone_is_named(model_directory: Path, monkeypatch:
     step = core.step
 
     def failing_step() -> list[EngineCoreOutput]:
-        news = step()
+        outputs = step()
         if core.num_steps > 1:
-            return news
-        core.running.pop(news[1].request_id)
-        return [news[0], EngineCoreOutput(news[1].request_id, [], FinishReason.ERROR, "logits are NaN")]
+            return outputs
+        core.running.pop(outputs[1].request_id)
+        return [outputs[0], EngineCoreOutput(outputs[1].request_id, [], FinishReason.ERROR, "logits are NaN")]
 
     monkeypatch.setattr(core, "step", failing_step)
     with pytest.raises(EngineError, match="prompt 1 of 2 failed: logits are NaN"):

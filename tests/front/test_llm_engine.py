@@ -110,7 +110,7 @@ def test_a_failed_step_is_a_project_error_and_frees_the_requests(
     assert not engine.has_unfinished_requests() and not engine.core.has_unfinished_requests()
 
 
-def test_news_of_a_request_aborted_meanwhile_is_dropped(model_directory: Path) -> None:
+def test_outputs_of_a_request_aborted_meanwhile_are_dropped(model_directory: Path) -> None:
     engine = engine_of(model_directory)
     engine.add_request("r", "hi", SamplingParams(max_tokens=1))
     engine.core.before_step = lambda: engine.abort_request("r") and None  # type: ignore[attr-defined]

@@ -265,8 +265,8 @@ class AdapterEngine:
     def _adapted(self) -> list[Request]:
         return [request for request in self.scheduler.requests.values() if request.adapter is not None]
 
-    def _take(self, news: list[EngineCoreOutput]) -> None:
-        for output in news:
+    def _take(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
             request, value = self.requests[output.request_id]
             self.received[output.request_id] += output.new_token_ids
             if output.finish_reason == FinishReason.ERROR:

@@ -134,7 +134,7 @@ class Answer:
 
     def take(self, output: EngineCoreOutput) -> None:
         """Add the outputs of a step."""
-        assert self.finish_reason is None, "news of a request that has ended"
+        assert self.finish_reason is None, "outputs of a request that has ended"
         self.tokens += output.new_token_ids
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs)

@@ -76,6 +76,6 @@ def check_after_sleep(core: EngineCore, requests: Requests, expected: Answers, l
     core.step()
     core.sleep(level)
     assert all(not runner.params and not runner.caches for runner in getattr(core.runner, "stages", [core.runner]))
-    assert {news.finish_reason for news in core.step()} == {FinishReason.ABORT}
+    assert {output.finish_reason for output in core.step()} == {FinishReason.ABORT}
     core.wake_up()
     check(engines.run(core, requests()), expected)

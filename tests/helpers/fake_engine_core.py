@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from jaxllm.adapters import AdapterInfo, AdapterState
-from jaxllm.cache_news import CacheNews
+from jaxllm.cache_events import CacheEvents
 from jaxllm.config import EngineConfig
 from jaxllm.errors import AdapterNotFoundError, EngineDeadError, EngineSleepingError, InvalidRequestError
 from jaxllm.kernel_verdicts import OpReport
@@ -176,7 +176,7 @@ class FakeEngineCore(FakeAdapters):
         self.is_shut_down = False
         self._sleeps = False
         self.paused: str | None = None
-        self.news: list[EngineCoreOutput] = []
+        self.outputs: list[EngineCoreOutput] = []
         """Further outputs of the next step."""
         self._script = script
         self._tokens_per_step = tokens_per_step
@@ -210,13 +210,13 @@ class FakeEngineCore(FakeAdapters):
         """There is nothing to compile."""
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.news or (self.running.keys() - self.held and self.paused != "keep"))
+        return bool(self.outputs or (self.running.keys() - self.held and self.paused != "keep"))
 
     def step(self) -> list[EngineCoreOutput]:
         self.num_steps += 1
         self.before_step()
-        news, self.news = self.news, []
-        return news + [self._advance(self.running[name]) for name in list(self.running) if name not in self.held]
+        outputs, self.outputs = self.outputs, []
+        return outputs + [self._advance(self.running[name]) for name in list(self.running) if name not in self.held]
 
     def _advance(self, running: _Running) -> EngineCoreOutput:
         request, params = running.request, running.request.sampling_params
@@ -260,7 +260,7 @@ class FakeEngineCore(FakeAdapters):
         return int(self._sleeps)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        self.news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]
+        self.outputs += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]
         self.running.clear()
         self._sleeps = True
 
@@ -270,7 +270,7 @@ class FakeEngineCore(FakeAdapters):
     def pause(self, mode: str = "abort") -> None:
         self.paused = mode
         if mode == "abort":
-            self.news += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]
+            self.outputs += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self.running]
             self.running.clear()
 
     def resume(self) -> None:
@@ -300,14 +300,14 @@ class FakeEngineCore(FakeAdapters):
     def stats(self) -> FakeStats:
         return FakeStats(num_running=len(self.running), cache_usage=0.25, prefix_cache_queries=8, prefix_cache_hits=2)
 
-    def publish_cache_news(self) -> None:
+    def publish_cache_events(self) -> None:
         self.publishes = True
 
-    def take_cache_news(self) -> CacheNews | None:
+    def take_cache_events(self) -> CacheEvents | None:
         return None
 
-    def cache_snapshot(self) -> CacheNews:
-        return CacheNews(cleared=True)
+    def cache_snapshot(self) -> CacheEvents:
+        return CacheEvents(cleared=True)
 
     def replica_of(self, request_id: str) -> int:
         return 0

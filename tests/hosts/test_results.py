@@ -105,7 +105,7 @@ class FakeExecutor:
 def on_two_hosts(together, monkeypatch) -> Iterator[Callable[[FakeExecutor], HostsExecutor]]:
     """Makes host 0's executor of both data-parallel ranks, one of which is on a follower."""
     monkeypatch.setattr(results, "PIECE_BYTES", 50)
-    monkeypatch.setattr(follower, "NEWS_SECONDS", 0.0)
+    monkeypatch.setattr(follower, "NOTICE_SECONDS", 0.0)
     made: list[HostsExecutor] = []
 
     def make(other: FakeExecutor) -> HostsExecutor:

@@ -142,7 +142,7 @@ def test_limits_are_those_of_a_lane():
     assert scheduler.stats().num_rejected_for_requests == 1
 
 
-def test_after_a_failure_in_one_lane_the_news_of_the_others_are_told(monkeypatch):
+def test_after_a_failure_in_one_lane_the_outputs_of_the_others_are_returned(monkeypatch):
     scheduler = new_lanes()
     for lane in range(NUM_LANES):
         add(scheduler, str(lane), range(4), lane=lane)
@@ -150,7 +150,7 @@ def test_after_a_failure_in_one_lane_the_news_of_the_others_are_told(monkeypatch
     monkeypatch.setattr(scheduler.lanes[1], "drafts", "broken")
     with pytest.raises(UpdateError) as caught:
         scheduler.update_from_output(plan, ModelRunnerOutput({"0": [7], "1": [7], "2": [7]}))
-    assert [news.request_id for news in caught.value.news] == ["0"]
+    assert [output.request_id for output in caught.value.outputs] == ["0"]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -170,9 +170,9 @@ def test_any_traffic_ends_with_every_request_done_and_no_block_held(seed):
             del lengths[gone]
         if number == 100:
             scheduler.start_over()
-        for news in step(scheduler)[1]:
-            if news.finish_reason is not None:
-                lengths.pop(news.request_id)
+        for output in step(scheduler)[1]:
+            if output.finish_reason is not None:
+                lengths.pop(output.request_id)
     assert not lengths and not scheduler.has_requests() and not scheduler.holds_blocks
     assert not scheduler.requests and [*scheduler.requests] == []
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from jaxllm.cache_news import KEY_BYTES, CacheNews
+from jaxllm.cache_events import KEY_BYTES, CacheEvents
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 from jaxllm.lora.adapter import Adapter
 from jaxllm.pooling_params import PoolingParams
@@ -45,12 +45,12 @@ def make_request(name, prompt, *, prompt_logprobs=None, items=(), pooling_params
     )
 
 
-def news_of(spec: EngineCoreRequest, algorithm="sha256", adapter: Adapter | None = None) -> CacheNews:
+def events_of(spec: EngineCoreRequest, algorithm="sha256", adapter: Adapter | None = None) -> CacheEvents:
     """Events of an engine that has computed a prompt."""
     request = Request(spec)
     request.adapter = adapter
     block_hasher(BLOCK, algorithm)(request)
-    return CacheNews(stored=b"".join(name[:KEY_BYTES] for name in request.block_hashes))
+    return CacheEvents(stored=b"".join(name[:KEY_BYTES] for name in request.block_hashes))
 
 
 def test_requests_without_anything_cached_go_to_the_least_work_and_in_turn_among_equals():
@@ -66,8 +66,8 @@ def test_requests_without_anything_cached_go_to_the_least_work_and_in_turn_among
 def test_a_cached_prefix_is_worth_a_queue_of_twice_its_length(algorithm):
     balancer = make_balancer(hash_algorithm=algorithm)
     chat = make_request("chat", list(range(400)))
-    balancer.note_news(2, news_of(chat, algorithm))
-    balancer.note_news(1, news_of(make_request("half", chat.prompt_token_ids[:200]), algorithm))
+    balancer.note_events(2, events_of(chat, algorithm))
+    balancer.note_events(1, events_of(make_request("half", chat.prompt_token_ids[:200]), algorithm))
     longer = make_request("next", [*chat.prompt_token_ids, *range(40)])
     assert balancer.choose(longer) == 2
     balancer.ended("next")
@@ -86,14 +86,14 @@ def test_a_cached_prefix_is_worth_a_queue_of_twice_its_length(algorithm):
         assert balancer.choose(other) == 0, "its blocks are others"
         balancer.ended(other.request_id)
         balancer.note_load(0, stats())
-    balancer.note_news(2, news_of(make_request("salt", longer.prompt_token_ids, cache_salt="x"), algorithm))
+    balancer.note_events(2, events_of(make_request("salt", longer.prompt_token_ids, cache_salt="x"), algorithm))
     assert balancer.choose(make_request("salted", longer.prompt_token_ids, cache_salt="x")) == 2
 
 
 def test_pooling_requests_may_skip_the_cache():
     balancer = make_balancer()
     prompt = list(range(100))
-    balancer.note_news(2, news_of(make_request("a", prompt)))
+    balancer.note_events(2, events_of(make_request("a", prompt)))
     assert balancer.choose(make_request("b", prompt, pooling_params=PoolingParams(skip_reading_prefix_cache=True))) == 0
     assert balancer.choose(make_request("c", prompt, pooling_params=PoolingParams(skip_reading_prefix_cache=False))) == 2
 
@@ -101,7 +101,7 @@ def test_pooling_requests_may_skip_the_cache():
 def test_a_burst_between_two_reports_is_spread():
     balancer = make_balancer()
     chat = list(range(400))
-    balancer.note_news(0, news_of(make_request("chat", chat)))
+    balancer.note_events(0, events_of(make_request("chat", chat)))
     chosen = Counter(balancer.choose(make_request(i, [*chat, *[i] * 100])) for i in range(24))
     assert chosen[0] >= 8 and min(chosen.values()) >= 4
     assert chosen[0] <= 8, "no more than it has seats"
@@ -141,7 +141,7 @@ def test_other_fronts_send_as_much_as_this_one():
 def test_never_queues_behind_a_full_replica_while_another_is_free(full):
     balancer = make_balancer()
     chat = make_request("chat", list(range(800)))
-    balancer.note_news(0, news_of(chat))
+    balancer.note_events(0, events_of(chat))
     balancer.note_load(0, stats(**full))
     balancer.note_load(1, stats(num_running=7, num_queued_tokens=900))
     balancer.note_load(2, stats(num_running=7, num_queued_tokens=1000))
@@ -157,7 +157,7 @@ def test_never_queues_behind_a_full_replica_while_another_is_free(full):
 def test_where_all_are_full_the_shortest_queue_outweighs_a_cached_prefix():
     balancer = make_balancer(2)
     chat = make_request("chat", list(range(800)))
-    balancer.note_news(0, news_of(chat))
+    balancer.note_events(0, events_of(chat))
     balancer.note_load(0, stats(num_running=8, num_waiting=4))
     balancer.note_load(1, stats(num_running=8, num_waiting=1))
     assert balancer.choose(make_request("next", chat.prompt_token_ids)) == 1
@@ -167,12 +167,12 @@ def test_where_all_are_full_the_shortest_queue_outweighs_a_cached_prefix():
 def test_replicas_go_down_and_come_up():
     balancer = make_balancer()
     chat = make_request("chat", list(range(400)))
-    balancer.note_news(1, news_of(chat))
+    balancer.note_events(1, events_of(chat))
     assert balancer.choose(chat) == 1 and balancer.replica_of("chat") == 1
     assert balancer.choose(make_request("other", [7] * 10), rank=1) == 1
     assert sorted(balancer.set_down(1)) == ["chat", "other"] and balancer.replica_of("chat") is None
     assert [balancer.is_up(replica) for replica in range(3)] == [True, False, True]
-    balancer.note_news(1, news_of(chat))  # a late message
+    balancer.note_events(1, events_of(chat))  # a late message
     balancer.note_load(1, stats())
     assert {balancer.choose(make_request(i, chat.prompt_token_ids)) for i in range(6)} == {0, 2}
     with pytest.raises(EngineDeadError, match="replica 1 is down"):
@@ -193,7 +193,7 @@ def test_replicas_go_down_and_come_up():
 def test_a_replica_that_drains_keeps_its_requests_and_gets_no_more():
     balancer = make_balancer()
     chat = make_request("chat", list(range(400)))
-    balancer.note_news(1, news_of(chat))
+    balancer.note_events(1, events_of(chat))
     assert balancer.choose(chat) == 1
     balancer.set_draining(1)
     assert {balancer.choose(make_request(i, chat.prompt_token_ids)) for i in range(6)} == {0, 2}
@@ -214,8 +214,8 @@ def test_requests_with_an_adapter_find_the_blocks_of_its_registration_at_each_re
     balancer = make_balancer()
     request = make_request("a", list(range(2400)), adapter="sql")
     first, second = Adapter(1, "sql", "/sql"), Adapter(2, "sql", "/sql")
-    balancer.note_news(1, news_of(request, adapter=second))
-    balancer.note_news(2, news_of(request, adapter=first))
+    balancer.note_events(1, events_of(request, adapter=second))
+    balancer.note_events(2, events_of(request, adapter=first))
     assert balancer._cached_tokens(request).tolist() == [0, 0, 0], "no key is known"
     for replica, adapter in enumerate([first, second, second]):
         balancer.set_adapters(replica, {"sql": adapter.cache_key})
@@ -255,7 +255,7 @@ def test_least_loaded_is_vllms_score_and_round_robin_takes_turns():
 def test_a_replica_that_seems_to_hang_is_avoided_while_others_take_requests(policy):
     balancer = make_balancer(policy=policy)
     chat = make_request("chat", list(range(400)))
-    balancer.note_news(1, news_of(chat))
+    balancer.note_events(1, events_of(chat))
     balancer.set_stalled(1, True)
     assert {balancer.choose(make_request(i, chat.prompt_token_ids)) for i in range(6)} == {0, 2}
     assert balancer.choose(chat, rank=1) == 1, "who names it gets it"
@@ -302,6 +302,6 @@ def test_the_latest_sessions_are_remembered(monkeypatch):
 def test_a_prompt_with_an_item_goes_to_the_replica_that_has_that_item_cached():
     balancer = make_balancer()
     dog, cat = (make_request(name, [7] * 80, items=(PromptItem("image", name.encode(), 8, 60),)) for name in ("dog", "cat"))
-    balancer.note_news(1, news_of(dog))
-    balancer.note_news(2, news_of(cat))
+    balancer.note_events(1, events_of(dog))
+    balancer.note_events(2, events_of(cat))
     assert [balancer.choose(each) for each in (dog, cat)] == [1, 2]

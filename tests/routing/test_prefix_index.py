@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxllm.cache_news import KEY_BYTES, CacheNews
+from jaxllm.cache_events import KEY_BYTES, CacheEvents
 from jaxllm.routing.prefix_index import PrefixIndex
 
 
@@ -26,7 +26,7 @@ def prefix(has, prompt, skipped=0) -> int:
 
 
 @pytest.mark.parametrize("num_replicas, max_blocks", [(1, 10**6), (3, 10**6), (70, 10**6), (5, 40)])
-def test_random_news(num_replicas, max_blocks):
+def test_random_events(num_replicas, max_blocks):
     rng = random.Random(num_replicas + max_blocks)
     index = PrefixIndex(num_replicas, max_blocks)
     sets = [set() for _ in range(num_replicas)]
@@ -40,10 +40,10 @@ def test_random_news(num_replicas, max_blocks):
             stored = set(prompt[: rng.randrange(21)])
             removed = set(rng.sample(sorted(sets[replica]), len(sets[replica]) // 3)) - stored
             sets[replica] = sets[replica] - removed | stored
-            index.apply(replica, CacheNews(False, packed(stored), packed(removed)))
+            index.apply(replica, CacheEvents(False, packed(stored), packed(removed)))
         elif kind < 0.55:
             sets[replica] = set(prompt)
-            index.apply(replica, CacheNews(True, packed(prompt)))
+            index.apply(replica, CacheEvents(True, packed(prompt)))
         elif kind < 0.6:
             sets[replica] = set()
             index.forget(replica)
@@ -61,7 +61,7 @@ def test_random_news(num_replicas, max_blocks):
 
 def test_a_walk_asks_for_no_more_keys_than_it_needs():
     index = PrefixIndex(2)
-    index.apply(0, CacheNews(stored=packed([1, 2])))
+    index.apply(0, CacheEvents(stored=packed([1, 2])))
     keys = iter([1, 2, 3, 4, 5])
     assert index.prefixes(keys).tolist() == [2, 0]
     assert next(keys) == 4
@@ -70,10 +70,10 @@ def test_a_walk_asks_for_no_more_keys_than_it_needs():
 def test_memory_for_a_block():
     import tracemalloc
 
-    news = [CacheNews(stored=np.random.default_rng(replica).bytes(8 * 20_000)) for replica in range(20)]
+    events = [CacheEvents(stored=np.random.default_rng(replica).bytes(8 * 20_000)) for replica in range(20)]
     index = PrefixIndex(20)
     tracemalloc.start()
-    for replica, record in enumerate(news):
+    for replica, record in enumerate(events):
         index.apply(replica, record)
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -22,9 +22,13 @@ def test_a_request_that_waits_too_long_ends_with_the_reason(clock: list[float]) 
     clock[0] += 2.9
     assert scheduler.fail_expired() == []
     clock[0] += 0.2
-    (news,) = scheduler.fail_expired()
-    assert (news.request_id, news.finish_reason, news.error_kind) == ("waits", FinishReason.ERROR, ErrorKind.QUEUE_TIMEOUT)
-    assert "waited 3 s" in str(news.stop_reason) and news.new_token_ids == []
+    (output,) = scheduler.fail_expired()
+    assert (output.request_id, output.finish_reason, output.error_kind) == (
+        "waits",
+        FinishReason.ERROR,
+        ErrorKind.QUEUE_TIMEOUT,
+    )
+    assert "waited 3 s" in str(output.stop_reason) and output.new_token_ids == []
     assert {output.request_id for output in run_to_end(scheduler)} == {"runs"}
 
 
@@ -34,8 +38,8 @@ def test_a_request_that_takes_too_long_ends_in_the_middle_and_frees_its_blocks(c
     step(scheduler)
     plan = scheduler.schedule()
     clock[0] += 5.0
-    (news,) = scheduler.fail_expired()
-    assert news.error_kind is ErrorKind.TIMEOUT and "with 1 tokens" in str(news.stop_reason)
+    (output,) = scheduler.fail_expired()
+    assert output.error_kind is ErrorKind.TIMEOUT and "with 1 tokens" in str(output.stop_reason)
     assert scheduler.cache_manager.pool.usage == 0.0 and not scheduler.has_requests()
     assert plan.num_scheduled_tokens == {"a": 1}
     scheduler.check_integrity()
@@ -56,7 +60,7 @@ def test_a_request_beyond_both_times_ends_once(clock: list[float]) -> None:
     scheduler.add_request(make_request("a", 4, queue_timeout_seconds=1.0, timeout_seconds=2.0))
     step(scheduler)
     clock[0] += 9.0
-    assert [news.error_kind for news in scheduler.fail_expired()] == [ErrorKind.QUEUE_TIMEOUT]
+    assert [output.error_kind for output in scheduler.fail_expired()] == [ErrorKind.QUEUE_TIMEOUT]
     assert scheduler.fail_expired() == []
 
 

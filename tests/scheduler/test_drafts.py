@@ -75,12 +75,12 @@ def test_steps_with_drafts_are_counted_by_what_they_accepted(share_right):
     scheduler = make_scheduler(drafts=AllDrafts(3, share_right=share_right))
     scheduler.add_request(make_request("a", 5, max_tokens=20))
     request, engine = scheduler.requests["a"], FakeEngine(scheduler)
-    news = []
+    outputs = []
     while scheduler.has_requests():
-        news += engine.step()
-    counts = news[-1].accepted_counts
+        outputs += engine.step()
+    counts = outputs[-1].accepted_counts
     assert counts is not None and counts == tuple(request.accepted_counts)
     num_accepted = sum(number * count for number, count in enumerate(counts))
     plans = [row.num_drafts for plan in engine.plans for row in plan.rows if row.num_drafts]
-    assert (sum(counts), news[-1].num_draft_tokens) == (len(plans), sum(plans))
+    assert (sum(counts), outputs[-1].num_draft_tokens) == (len(plans), sum(plans))
     assert num_accepted == {0.0: 0, 1.0: sum(plans)}.get(share_right, num_accepted)

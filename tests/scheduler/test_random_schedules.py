@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.cache_news import KEY_BYTES, CacheNews
+from jaxllm.cache_events import KEY_BYTES, CacheEvents
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
@@ -35,11 +35,11 @@ class _Reader:
 
     known: set[bytes] = field(default_factory=set)
 
-    def read(self, news: CacheNews) -> None:
-        assert not len(news.stored) % KEY_BYTES and not len(news.removed) % KEY_BYTES
-        stored, removed = (_cut(keys) for keys in (news.stored, news.removed))
+    def read(self, events: CacheEvents) -> None:
+        assert not len(events.stored) % KEY_BYTES and not len(events.removed) % KEY_BYTES
+        stored, removed = (_cut(keys) for keys in (events.stored, events.removed))
         assert not stored & removed
-        self.known = (set() if news.cleared else self.known) - removed | stored
+        self.known = (set() if events.cleared else self.known) - removed | stored
 
 
 def _cut(keys: bytes) -> set[bytes]:
@@ -96,9 +96,9 @@ class _Load:
             self.readers.append(_Reader())
             self.readers[-1].read(scheduler.cache_snapshot())
         if rng.random() < 0.5:
-            news = scheduler.take_cache_news()
-            for reader in self.readers if news else ():
-                reader.read(news)
+            events = scheduler.take_cache_events()
+            for reader in self.readers if events else ():
+                reader.read(events)
             manager = scheduler.cache_manager
             # The hashes of groups after the first are longer.
             found = {name[:KEY_BYTES] for name in manager.pool.cached_hashes() if len(name) == HASH_BYTES}
@@ -312,10 +312,10 @@ def run_load(
     load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
     load.max_item_tokens = 0 if encoder is None else encoder[0]
     if seed % 3:
-        scheduler.publish_cache_news()
+        scheduler.publish_cache_events()
         load.readers.append(_Reader())
     else:
-        assert scheduler.take_cache_news() is None
+        assert scheduler.take_cache_events() is None
     for _ in range(80):
         load.event()
     load.finish()

@@ -541,6 +541,6 @@ def test_tokens_before_one_that_could_not_be_drawn_are_reported(last, not_finite
     scheduler.add_request(make_request("a", 4))
     plan = scheduler.schedule()
     result = ModelRunnerOutput({"a": [7, 8, last]}, not_finite={"a"} if not_finite else set())
-    [news] = scheduler.update_from_output(plan, result)
-    assert news.new_token_ids == [7, 8] and news.finish_reason == FinishReason.ERROR
-    assert news.error_kind == (ErrorKind.NOT_FINITE if not_finite else ErrorKind.CONSTRAINT)
+    [output] = scheduler.update_from_output(plan, result)
+    assert output.new_token_ids == [7, 8] and output.finish_reason == FinishReason.ERROR
+    assert output.error_kind == (ErrorKind.NOT_FINITE if not_finite else ErrorKind.CONSTRAINT)

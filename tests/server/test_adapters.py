@@ -164,7 +164,7 @@ def test_an_adapter_that_is_gone_ends_its_requests_alone(engine: AsyncLLM, core:
     def fail() -> None:
         for request_id in [id for id, running in core.running.items() if running.request.options.adapter]:
             del core.running[request_id]
-            core.news.append(
+            core.outputs.append(
                 EngineCoreOutput(request_id, [], FinishReason.ERROR, f"{root} is gone", error_kind=ErrorKind.ADAPTER)
             )
 

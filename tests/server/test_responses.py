@@ -76,7 +76,7 @@ def test_logprobs_come_where_they_are_included(client: Client) -> None:
     assert all(len(each["top_logprobs"]) == 2 for each in part["logprobs"])
 
 
-def test_every_token_has_its_logprobs_however_its_news_comes(client: Client) -> None:
+def test_every_token_has_its_logprobs_however_its_outputs_come(client: Client) -> None:
     for body in ({}, {"stream": True}, {"stop": "three"}):
         reply = respond(client, include=["message.output_text.logprobs"], **body)
         response = named_events(reply)[-1]["response"] if "stream" in body else reply.json()

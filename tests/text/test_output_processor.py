@@ -36,9 +36,9 @@ class Front:
         return request
 
     def say(
-        self, request: FrontRequest, ids: list[int], reason: FinishReason | None = None, child: int = 0, **news: Any
+        self, request: FrontRequest, ids: list[int], reason: FinishReason | None = None, child: int = 0, **fields: Any
     ) -> list[RequestOutput]:
-        item = EngineCoreOutput(request.children[child].request_id, ids, reason, **news)
+        item = EngineCoreOutput(request.children[child].request_id, ids, reason, **fields)
         return [output for _, output in self.processor.process([item]).outputs]
 
 
@@ -112,7 +112,7 @@ def test_a_stop_string_ends_the_request_here_and_tells_the_engine(tokenizer: Tok
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("a ", "stop", "fox")
     assert answer.token_ids == ids[:end] and len(answer.logprobs or []) == end, "tokens after the stop string were kept"
     assert answer.cumulative_logprob == pytest.approx(-0.5 * end)
-    assert front.say(request, [70]) == [], "late news came through"
+    assert front.say(request, [70]) == [], "late output came through"
 
 
 def test_a_stop_string_at_the_last_token_is_the_reason_and_needs_no_abort(tokenizer: Tokenizer) -> None:
@@ -275,7 +275,7 @@ def test_an_output_that_cannot_be_put_together_ends_the_request(tokenizer: Token
 def test_an_error_of_the_core_reaches_the_caller_with_its_kind(tokenizer: Tokenizer) -> None:
     front = Front(tokenizer)
     request = front.add()
-    news = {"stop_reason": "too late", "error_kind": ErrorKind.TIMEOUT}
-    (output,) = front.say(request, [], FinishReason.ERROR, **news)
+    fields = {"stop_reason": "too late", "error_kind": ErrorKind.TIMEOUT}
+    (output,) = front.say(request, [], FinishReason.ERROR, **fields)
     answer = output.outputs[0]
     assert (answer.finish_reason, answer.stop_reason, answer.error_kind) == ("error", "too late", ErrorKind.TIMEOUT)

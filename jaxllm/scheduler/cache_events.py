@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from jaxllm.cache_news import KEY_BYTES, CacheNews
+from jaxllm.cache_events import KEY_BYTES, CacheEvents
 from jaxllm.scheduler.block_hash import HASH_BYTES
 
 
-class NewsCollector:
+class EventCollector:
     """The changes since the last `take`. Outlives the block pool that reports to it.
 
     Covers the first group of layers alone. A cached prefix must be in all groups, and the first has every block of it where a
@@ -25,16 +25,16 @@ class NewsCollector:
         self.changes.clear()
         self._cleared = True
 
-    def take(self) -> CacheNews | None:
+    def take(self) -> CacheEvents | None:
         """The changes since the last call; None if there are none."""
         if not (self.changes or self._cleared):
             return None
         stored = keys_of(name for name, is_stored in self.changes.items() if is_stored)
         removed = keys_of(name for name, is_stored in self.changes.items() if not is_stored)
-        news = CacheNews(self._cleared, stored, b"" if self._cleared else removed)
+        events = CacheEvents(self._cleared, stored, b"" if self._cleared else removed)
         self.changes.clear()
         self._cleared = False
-        return news
+        return events
 
 
 def keys_of(names: Iterable[bytes]) -> bytes:

@@ -6,7 +6,7 @@ KEY_BYTES = 8
 """Bytes of a block's hash that name it here. A name that two blocks share costs a wrong guess, no wrong token."""
 
 
-class CacheNews(msgspec.Struct, array_like=True):
+class CacheEvents(msgspec.Struct, array_like=True):
     """Blocks that became findable in a prefix cache, or can no longer be found.
 
     States what holds at the end of the time that it covers, so it may be applied twice, and after a later snapshot.
