@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from jaxllm.device_ops import run_ops
-from jaxllm.pipeline.crossing import Crossing
 from jaxllm.pipeline.drawn_tokens import TokensThroughHosts
 from jaxllm.pipeline.lost_peers import check_peers
 from jaxllm.pipeline.runner import Stages
+from jaxllm.pipeline.transfer import Transfer
 from jaxllm.runner.ops import OpsInFlight
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.runner import ModelRunner
@@ -22,7 +22,7 @@ class EarlierHost(Stages):
     another one comes from the host before.
     """
 
-    def __init__(self, stages: Sequence[ModelRunner], *, entry: Crossing | None, leave: Crossing, num_stages: int):
+    def __init__(self, stages: Sequence[ModelRunner], *, entry: Transfer | None, leave: Transfer, num_stages: int):
         """entry: from the stages before, which other hosts have; None if the first stage is here. leave: to those behind."""
         *earlier, last = stages
         super().__init__(earlier, last, [leave] if entry is None else [entry, leave], num_stages)

@@ -7,10 +7,10 @@ from jaxllm.config import EngineConfig
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
-from jaxllm.pipeline.crossing import Crossing, Sizes
 from jaxllm.pipeline.earlier_host import EarlierHost
 from jaxllm.pipeline.runner import PipelineRunner
 from jaxllm.pipeline.split import layers_of_stages
+from jaxllm.pipeline.transfer import Sizes, Transfer
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.runner.stage import RunnerParts, Stage
@@ -43,11 +43,11 @@ def pipeline_runner(parts: RunnerParts) -> ModelRunner | PipelineRunner | Earlie
     runners = [parts.make(ModelRunner, stages[number], meshes[number]) for number in own]
     has_last = own[-1] == len(stages) - 1
 
-    def crossing_to(number: int) -> Crossing:
+    def transfer_to(number: int) -> Transfer:
         sizes = Sizes.of(parts.model_config, runners[0].buckets)
-        return Crossing(meshes[number - 1], meshes[number], sizes)
+        return Transfer(meshes[number - 1], meshes[number], sizes)
 
-    entry = crossing_to(own[0]) if own[0] else None
+    entry = transfer_to(own[0]) if own[0] else None
     if has_last:
         return PipelineRunner(runners[:-1], runners[-1], entry=entry, num_stages=len(stages))
-    return EarlierHost(runners, entry=entry, leave=crossing_to(own[-1] + 1), num_stages=len(stages))
+    return EarlierHost(runners, entry=entry, leave=transfer_to(own[-1] + 1), num_stages=len(stages))

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from jaxllm.device_ops import DeviceOp
-from jaxllm.pipeline.crossing import Crossing
 from jaxllm.pipeline.drawn_tokens import TokensOnDevices
 from jaxllm.pipeline.lost_peers import LostPeers
+from jaxllm.pipeline.transfer import Transfer
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.runner.all_programs import AllPrograms
@@ -28,11 +28,11 @@ from jaxllm.scheduler_output import SchedulerOutput
 class Stages(PlanRunner):
     """The stages of a pipeline that this process has: an executor's methods, each for all of them."""
 
-    def __init__(self, earlier: Sequence[ModelRunner], last: ModelRunner, crossings: Sequence[Crossing], num_stages: int):
-        """last: of this process. crossings: those to stages on other hosts, in the order of the stages; num_stages: of all hosts."""
+    def __init__(self, earlier: Sequence[ModelRunner], last: ModelRunner, transfers: Sequence[Transfer], num_stages: int):
+        """last: of this process. transfers: those to stages on other hosts, in the order of the stages; num_stages: of all hosts."""
         self._earlier, self.last = tuple(earlier), last
         self.stages = (*self._earlier, last)
-        self._crossings, self._num_stages = tuple(crossings), num_stages
+        self._transfers, self._num_stages = tuple(transfers), num_stages
         self.programs = AllPrograms([part.programs for part in self._parts])
 
     # Steps
@@ -110,8 +110,8 @@ class Stages(PlanRunner):
             stage.allocate_caches()
 
     def warm_up(self) -> None:
-        for crossing in self._crossings:  # first: the other hosts begin now
-            crossing.warm_up()
+        for transfer in self._transfers:  # first: the other hosts begin now
+            transfer.warm_up()
         for stage in self.stages:
             stage.warm_up()
 
@@ -129,9 +129,9 @@ class Stages(PlanRunner):
     # Any time
 
     @property
-    def _parts(self) -> tuple[ModelRunner | Crossing, ...]:
+    def _parts(self) -> tuple[ModelRunner | Transfer, ...]:
         """All that has programs."""
-        return (*self.stages, *self._crossings)
+        return (*self.stages, *self._transfers)
 
     @property
     def params(self) -> tuple[jax.Array, ...]:
@@ -165,7 +165,7 @@ class PipelineRunner(Stages):
     """
 
     def __init__(
-        self, earlier: Sequence[ModelRunner], last: ModelRunner, *, entry: Crossing | None = None, num_stages: int | None = None
+        self, earlier: Sequence[ModelRunner], last: ModelRunner, *, entry: Transfer | None = None, num_stages: int | None = None
     ):
         """entry: from the stages before, if other hosts have these. num_stages: of all hosts, if not those given."""
         super().__init__(earlier, last, [] if entry is None else [entry], num_stages or 1 + len(earlier))

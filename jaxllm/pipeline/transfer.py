@@ -1,4 +1,4 @@
-"""The way of hidden states from a stage to the next one on other hosts: a program that the devices of both stages run together."""
+"""Transfers hidden states from a stage to the next one on other hosts, by a program that the devices of both stages run together."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -19,17 +19,17 @@ SIDE = "side"
 """The mesh axis of the two stages."""
 
 
-class CrossingKey(NamedTuple):
+class TransferKey(NamedTuple):
     """Which program."""
 
     kind: str
-    """cross; or nothing: what the receiving devices give to it."""
+    """transfer; or zeros: the receiving devices' input of it."""
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes of what crosses: [T, D], for each T."""
+    """Shapes of hidden states: [T, D], for each T."""
 
     num_tokens: tuple[int, ...]
     width: int
@@ -42,7 +42,7 @@ class Sizes:
         return cls(tuple(sorted({*buckets.tokens, *decode_rows})), model.hidden_size, jnp.dtype(model.dtype))
 
 
-class Crossing:
+class Transfer:
     """Sends from the devices of one stage to as many of the next. This process has devices of one of both.
 
     Both sides must call it for the same steps in the same order, and among all other programs in which their devices wait for each
@@ -62,30 +62,30 @@ class Crossing:
 
     def send(self, leaving_TD: jax.Array) -> jax.Array:
         """Start to send what a stage leaves, whose memory is taken. Returns a small array that is ready when it was sent."""
-        _, done = self._cross(leaving_TD)
+        _, done = self._transfer(leaving_TD)
         return done.addressable_shards[0].data
 
     def receive(self, num_tokens: int) -> jax.Array:
         """Start to receive. Returns what enters the stage, [T, D] on each of its devices."""
-        entering, _ = self._cross(self._nothing(num_tokens))
+        entering, _ = self._transfer(self._zeros(num_tokens))
         parts = [shard.data for shard in entering.addressable_shards]
         return jax.make_array_from_single_device_arrays((num_tokens, self._sizes.width), self._own, parts)
 
-    def _nothing(self, num_tokens: int) -> jax.Array:
+    def _zeros(self, num_tokens: int) -> jax.Array:
         """Zeros of this side: a program takes as much of both."""
-        return self.programs.get(CrossingKey("nothing", num_tokens))()  # type: ignore[no-any-return]
+        return self.programs.get(TransferKey("zeros", num_tokens))()  # type: ignore[no-any-return]
 
-    def _cross(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _transfer(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
         num_tokens, width = x_TD.shape
         parts = [shard.data for shard in x_TD.addressable_shards]
         both = jax.make_array_from_single_device_arrays((2 * num_tokens, width), self._both, parts)
-        return self.programs.get(CrossingKey("cross", num_tokens))(both)  # type: ignore[no-any-return]
+        return self.programs.get(TransferKey("transfer", num_tokens))(both)  # type: ignore[no-any-return]
 
     # Programs
 
-    def _lower(self, key: CrossingKey) -> jax.stages.Lowered:
+    def _lower(self, key: TransferKey) -> jax.stages.Lowered:
         shape, dtype = (key.num_tokens, self._sizes.width), self._sizes.dtype
-        if key.kind == "nothing":
+        if key.kind == "zeros":
             return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=self._own).lower()
         given = jax.ShapeDtypeStruct((2 * shape[0], shape[1]), dtype, sharding=self._both)
         spec, out = self._both.spec, (self._both, self._both)
@@ -106,7 +106,7 @@ class Crossing:
             found_TD = found_TD.reshape(x_TD.shape)
         return found_TD, found_TD[0, :1]
 
-    def _compiler_options(self, key: CrossingKey) -> dict[str, str | bool]:
+    def _compiler_options(self, key: TransferKey) -> dict[str, str | bool]:
         # As for all programs of several hosts: they do not share the work of choosing how products are computed.
         return {"xla_gpu_shard_autotuning": False} if self._mesh.devices.flat[0].platform in ("gpu", "cuda") else {}
 
@@ -126,8 +126,8 @@ class Crossing:
         """Send zeros, and wait until they are there. The other side must do so at the same time."""
         for _ in range(WARM_UP_RUNS):
             for num_tokens in self._sizes.num_tokens:
-                jax.block_until_ready(self._cross(self._nothing(num_tokens)))
+                jax.block_until_ready(self._transfer(self._zeros(num_tokens)))
         self.programs.is_warm = True
 
-    def _keys(self) -> list[CrossingKey]:
-        return [CrossingKey(kind, size) for kind in ("nothing", "cross") for size in self._sizes.num_tokens]
+    def _keys(self) -> list[TransferKey]:
+        return [TransferKey(kind, size) for kind in ("zeros", "transfer") for size in self._sizes.num_tokens]
