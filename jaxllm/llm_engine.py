@@ -9,8 +9,8 @@ from jaxllm.collector import no_collections
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseCalls, SteppedCore
 from jaxllm.engine import fault_points
-from jaxllm.engine.divisions import check_division
 from jaxllm.engine.features import check_speculative_config
+from jaxllm.engine.parallel_backends import check_backend
 from jaxllm.engine_args import FromOptions
 from jaxllm.engine_front import EngineFront, Texts, load_texts
 from jaxllm.eplb_options import tell_unused_keys
@@ -150,7 +150,7 @@ def check_model(config: EngineConfig) -> None:
     )
     model_config.for_tensor_parallel(Topology.of(config.parallel).tensor)
     check_speculative_config(config)
-    check_division(config, model_config)
+    check_backend(config, model_config)
 
 
 def _build_core(

@@ -122,7 +122,7 @@ REGISTERED = {
     "jaxllm.pipeline": "",
     "jaxllm.speculative": "",
 }
-"""Packages that `engine/features.py` or `engine/divisions.py` names in an entry, each with the package that builds on it."""
+"""Packages that `engine/features.py` or `engine/parallel_backends.py` names in an entry, each with the package that builds on it."""
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 PROJECT = ("jaxllm", "pallas_kernels", "server")
 

@@ -14,13 +14,13 @@ from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseMode, SleepMode
 from jaxllm.engine import fault_points
 from jaxllm.engine.background_programs import BackgroundPrograms
-from jaxllm.engine.divisions import make_scheduler
 from jaxllm.engine.executor import Executor
 from jaxllm.engine.failures import FailurePolicy
 from jaxllm.engine.features import AdapterManager
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
 from jaxllm.engine.op_queue import OpQueue
+from jaxllm.engine.parallel_backends import make_scheduler
 from jaxllm.engine.pause import Pause
 from jaxllm.engine.preparations import Preparation
 from jaxllm.engine.profiler import Profiler

@@ -16,13 +16,13 @@ from jaxllm import env
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
 from jaxllm.engine import features as registered
-from jaxllm.engine.divisions import check_division, make_runner, make_stages
 from jaxllm.engine.early_programs import EarlyPrograms
 from jaxllm.engine.executor import DeviceRunner
 from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_choice import attention_implementation
+from jaxllm.engine.parallel_backends import check_backend, make_runner, make_stages
 from jaxllm.engine.step_sizes import with_prefill_limit
 from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
@@ -342,7 +342,7 @@ def resolve_sizes(
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
-    check_division(config, model_config)
+    check_backend(config, model_config)
     model_config = _split(_with_redundant_experts(config, model_config), topology.tensor)
     config = config.replace(
         attention_implementation=attention_implementation(

@@ -9,10 +9,10 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
-from jaxllm.engine.divisions import make_scheduler
 from jaxllm.engine.failures import FailurePolicy
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
+from jaxllm.engine.parallel_backends import make_scheduler
 from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams

@@ -1,5 +1,5 @@
-"""Registers parallel backends: ways to divide an engine other than splitting each layer. A package and its entry here can be
-deleted together. Does not import JAX."""
+"""Registers parallel backends: ways to distribute an engine over devices other than splitting each layer. A package and its entry
+here can be deleted together. Does not import JAX."""
 
 import importlib
 from collections.abc import Callable
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Division:
-    """Functions of a parallel backend, each as module:function; None: as in an undivided engine."""
+class ParallelBackend:
+    """Functions of a parallel backend, each as module:function; None: as without one."""
 
     check: str
     """(config, model_config): raise ConfigError for a model or for options that exclude it. Does not import JAX."""
@@ -38,18 +38,18 @@ class Division:
     """(mesh, kernel policy) → the devices that split tokens."""
 
 
-DIVISIONS = {
-    "stages": Division(
+BACKENDS = {
+    "stages": ParallelBackend(
         "jaxllm.pipeline.split:check_stages",
         stages="jaxllm.pipeline.plan:plan_stages",
         runner="jaxllm.pipeline.plan:pipeline_runner",
     ),
-    "lanes": Division(
+    "lanes": ParallelBackend(
         "jaxllm.lanes.options:check_lanes",
         runner="jaxllm.lanes.make:lanes_runner",
         scheduler="jaxllm.lanes.scheduler:lanes_scheduler",
     ),
-    "context": Division(
+    "context": ParallelBackend(
         "jaxllm.context.refused:check_model",
         token_split="jaxllm.context.devices:make_context",
     ),
@@ -61,16 +61,16 @@ OPTIONS = {
 }
 
 
-def check_division(config: EngineConfig, model_config: "ModelConfig") -> None:
-    """Raise ConfigError if the model or other options exclude a division that is asked for."""
-    for division in _asked(config.parallel):
-        _load(division.check)(config, model_config)
+def check_backend(config: EngineConfig, model_config: "ModelConfig") -> None:
+    """Raise ConfigError if the model or other options exclude a parallel backend that is requested."""
+    for backend in _requested(config.parallel):
+        _load(backend.check)(config, model_config)
 
 
 def make_stages(
     config: EngineConfig, model_config: "ModelConfig", plan_of: "Callable[[CausalLM, range], MemoryPlan]"
 ) -> "tuple[Stage, ...]":
-    """The stages of an engine; of an undivided one a single stage. plan_of: the memory plan of a model with these layers, checked."""
+    """The stages of an engine; without a backend a single one. plan_of: the memory plan of a model with these layers, checked."""
     if (make := _part(config.parallel, "stages")) is not None:
         return make(config, model_config, plan_of)  # type: ignore[no-any-return]
     from jaxllm.layers.build import build_model
@@ -104,20 +104,20 @@ def _token_split(parts: "RunnerParts", mesh: "Mesh") -> "TokenSplit | None":
 
 def _part(parallel: ParallelOptions, name: str) -> Callable[..., Any] | None:
     """The requested backend's function of this name; None: it has none, or no backend is requested."""
-    registered = next((getattr(division, name) for division in _asked(parallel)), None)
+    registered = next((getattr(backend, name) for backend in _requested(parallel)), None)
     return None if registered is None else _load(registered)
 
 
-def _asked(parallel: ParallelOptions) -> list[Division]:
-    """The divisions that an engine's options ask for. More than one pass no check."""
-    asked = {
+def _requested(parallel: ParallelOptions) -> list[ParallelBackend]:
+    """The parallel backends that an engine's options request. More than one pass no check."""
+    requested = {
         "stages": parallel.pipeline_parallel_size > 1 or parallel.pipeline_parallel_layers is not None,
         "lanes": parallel.num_lanes > 1,
         "context": parallel.prefill_context_parallel_size > 1,
     }
-    if missing := [name for name, is_asked in asked.items() if is_asked and name not in DIVISIONS]:
+    if missing := [name for name, is_requested in requested.items() if is_requested and name not in BACKENDS]:
         raise ConfigError(f"this build has no {OPTIONS[missing[0]]}; leave it out")
-    return [DIVISIONS[name] for name, is_asked in asked.items() if is_asked]
+    return [BACKENDS[name] for name, is_requested in requested.items() if is_requested]
 
 
 def _load(registered: str) -> Callable[..., Any]:
