@@ -23,7 +23,7 @@ class PendingStep(Protocol):
 
     @property
     def mask_TW(self) -> np.ndarray | None:
-        """With masked requests: what request i of `sampled_ids` may draw behind its last token is in row i * width, and behind its d-th
+        """With masked requests: what request i of `sampled_ids` may get behind its last token is in row i * width, and behind its d-th
         draft in row i * width + d: bit b of word w allows token 32 w + b. Allows every token at first."""
 
     @property
@@ -35,13 +35,13 @@ class PendingStep(Protocol):
         """The requests that get a token."""
 
     @property
-    def was_drawn_late(self) -> bool:
-        """Whether the forward pass was over before `draw`, so that the device had nothing to do."""
+    def was_sampled_late(self) -> bool:
+        """Whether the forward pass was over before `sample`, so that the device had nothing to do."""
 
     def drafts(self) -> list[list[int]]:
         """The drafts that each request of `sampled_ids` computes in this step, if any is masked. Waits until they are proposed."""
 
-    def draw(self) -> None:
+    def sample(self) -> None:
         """With masked requests: start sampling under `mask_TW`. Returns at once."""
 
     def result(self) -> ModelRunnerOutput:
@@ -99,7 +99,7 @@ class Executor(Protocol):
         """Have what the steps of such a request need made next, if programs are compiled ahead and it is missing. Returns at once."""
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep:
-        """Run the plan's operations, start its step and return at once. A plan with masked requests needs the step's `draw` before the
+        """Run the plan's operations, start its step and return at once. A plan with masked requests needs the step's `sample` before the
         next dispatch of one with rows. Raises DeviceOpError if an operation fails, before anything else is done.
         """
 
@@ -130,10 +130,10 @@ class Executor(Protocol):
 
 @runtime_checkable
 class TokenTaker(Protocol):
-    """An executor of a pipeline on a host above 0, whose first stage may wait for tokens that the last one draws on host 0."""
+    """An executor of a pipeline on a host above 0, whose first stage may wait for tokens that the last one samples on host 0."""
 
     def take_tokens(self, tokens: Sequence[int]) -> None:
-        """The tokens that the next step drew, in the order of its requests. Called for each step, in order."""
+        """The tokens that the next step sampled, in the order of its requests. Called for each step, in order."""
 
 
 class DeviceRunner(Executor, Protocol):

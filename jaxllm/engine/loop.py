@@ -41,7 +41,7 @@ class StepLoop:
         self.working_on: SchedulerOutput | None = None
         """The step that is being dispatched or read; after an error, the failed step. None while planning."""
         self._outputs: list[EngineCoreOutput] = []
-        self._undrawn: tuple[SchedulerOutput, PendingStep] | None = None
+        self._unsampled: tuple[SchedulerOutput, PendingStep] | None = None
         """The last step in flight, if it waits for masks. No further step is dispatched until it has them."""
         self._mask_pace = MaskPace()
         self._last_read_at: float | None = None
@@ -60,7 +60,7 @@ class StepLoop:
         """Keep the device busy, then return the outputs of the oldest step in flight (none if no step was in flight)."""
         if not self._in_flight:
             self.note_work()
-        while self._undrawn is None and len(self._in_flight) < self._depth() and self.scheduler.has_requests():
+        while self._unsampled is None and len(self._in_flight) < self._depth() and self.scheduler.has_requests():
             self.working_on = None
             self.working_on = plan = self.scheduler.schedule(masked_wait=self._mask_pace.is_apart)
             if plan.num_tokens == 0 and not plan.ops and not self.ops:
@@ -72,8 +72,8 @@ class StepLoop:
             if len(self._in_flight) == 1:
                 self.note_work()
             if plan.masked_request_ids:
-                self._undrawn = plan, pending
-                self._draw_if_possible()
+                self._unsampled = plan, pending
+                self._sample_if_possible()
         if not self._in_flight:
             return []
         plan, pending = self._in_flight[0]
@@ -88,7 +88,7 @@ class StepLoop:
             self._note_seconds(plan, pending, end - self._last_read_at)
         self._last_read_at = end if self._in_flight else None
         self._outputs += self.scheduler.update_from_output(plan, result)
-        self._draw_if_possible()
+        self._sample_if_possible()
         if not self._in_flight:
             self.note_work()
         return self.take_outputs()
@@ -98,7 +98,7 @@ class StepLoop:
         self._recent_seconds.append(seconds)
         self.scheduler.note_seconds(plan, seconds)
         holds_up_others = 0 < len(plan.masked_request_ids) < len(plan.rows)
-        self._mask_pace.note(seconds, is_late=pending.was_drawn_late if holds_up_others else None)
+        self._mask_pace.note(seconds, is_late=pending.was_sampled_late if holds_up_others else None)
 
     def _depth(self) -> int:
         """The number of steps that may be in flight now."""
@@ -111,17 +111,17 @@ class StepLoop:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _draw_if_possible(self) -> None:
+    def _sample_if_possible(self) -> None:
         """Fill the masks of the waiting step and sample, once the last tokens of its masked requests are known."""
-        if self._undrawn is None:
+        if self._unsampled is None:
             return
-        plan, pending = self._undrawn
+        plan, pending = self._unsampled
         if not self.scheduler.tokens_are_known(plan):
             return
         self.working_on = plan
         masks.fill(pending, self.scheduler.requests)
-        self._undrawn = None
-        pending.draw()
+        self._unsampled = None
+        pending.sample()
 
     def note_work(self) -> None:
         """Record in the clock whether there is work and whether a step is in flight. Call when requests end outside a step."""
@@ -129,7 +129,7 @@ class StepLoop:
 
     def forget(self) -> None:
         """Wait for the steps in flight and discard their results, errors included."""
-        self._undrawn = self._last_read_at = None
+        self._unsampled = self._last_read_at = None
         while self._in_flight:
             _, pending = self._in_flight.popleft()
             with contextlib.suppress(Exception):

@@ -11,7 +11,7 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.hosts import results
 from jaxllm.hosts.leader import Leader
 from jaxllm.hosts.sent_tokens import SentTokens
-from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, DispatchLanes, Do, Draw, Piece
+from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, DispatchLanes, Do, Piece, Sample
 from jaxllm.hosts_options import has_lanes_on_hosts, has_stages_on_hosts
 from jaxllm.lanes_plan import LanesPlan
 from jaxllm.pooling_params import PoolingParams
@@ -37,11 +37,11 @@ class HostsExecutor:
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep:
         """See Executor."""
-        is_drawn = not plan.masked_request_ids
-        others = self.expect_others() if is_drawn else None
+        is_sampled = not plan.masked_request_ids
+        others = self.expect_others() if is_sampled else None
         self._leader.send(_message_of(plan))
         step = self._run(self._own.dispatch, plan)
-        if self._tokens is not None and is_drawn and plan.rows:
+        if self._tokens is not None and is_sampled and plan.rows:
             self._tokens.send(step)
         return _Step(step, self, others)
 
@@ -55,12 +55,12 @@ class HostsExecutor:
         self._leader.wait_for(answered)
         answered.result()
 
-    def draw(self, step: PendingStep) -> None:
+    def sample(self, step: PendingStep) -> None:
         """Send the masks of a step and sample."""
         assert step.mask_TW is not None, "a step without masked requests"
         num_rows = len(step.sampled_ids) * step.width
-        self._leader.send(Draw(num_rows, step.mask_TW[:num_rows].tobytes()))
-        self._run(step.draw)
+        self._leader.send(Sample(num_rows, step.mask_TW[:num_rows].tobytes()))
+        self._run(step.sample)
         if self._tokens is not None:
             self._tokens.send(step)
 
@@ -142,7 +142,7 @@ class _Step:
     """A step in flight on all hosts."""
 
     def __init__(self, own: PendingStep, executor: HostsExecutor, others: "list[Future[bytes]] | None"):
-        """others: results of other hosts' data-parallel ranks; None: the step is not drawn yet."""
+        """others: results of other hosts' data-parallel ranks; None: the step is not sampled yet."""
         self._own, self._executor, self._others = own, executor, others
         self._reading: Future[ModelRunnerOutput] | None = None
 
@@ -159,26 +159,26 @@ class _Step:
         return self._own.sampled_ids
 
     @property
-    def was_drawn_late(self) -> bool:
-        return self._own.was_drawn_late
+    def was_sampled_late(self) -> bool:
+        return self._own.was_sampled_late
 
     def drafts(self) -> list[list[int]]:
         return self._own.drafts()
 
-    def draw(self) -> None:
+    def sample(self) -> None:
         self._others = self._executor.expect_others()
-        self._executor.draw(self._own)
+        self._executor.sample(self._own)
 
     def result(self) -> ModelRunnerOutput:
         if self._others is None:
-            raise RuntimeError("the step was never drawn")  # which is no failure
+            raise RuntimeError("the step was never sampled")  # which is no failure
         if self._reading is None:
             self._reading = self._executor.read(self._own.result)
         return self._with_others(self._executor.wait_for(self._reading), self._others)
 
     def op_results(self) -> ModelRunnerOutput:
         if self._others is None:
-            raise RuntimeError("the step was never drawn")
+            raise RuntimeError("the step was never sampled")
         return self._with_others(self._executor.wait_for(self._executor.read(self._own.op_results)), self._others)
 
     def _with_others(self, own: ModelRunnerOutput, others: "list[Future[bytes]]") -> ModelRunnerOutput:

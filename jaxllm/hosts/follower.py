@@ -23,7 +23,20 @@ from jaxllm.hosts.framing import SILENCE_SECONDS, WireError
 from jaxllm.hosts.leader import NOTICE_SECONDS, START_SILENCE_SECONDS
 from jaxllm.hosts.relay import Relay
 from jaxllm.hosts.results import SentResults
-from jaxllm.hosts.wire import AllFacts, Begin, Dispatch, DispatchLanes, Do, Done, Draw, Drawn, End, Facts, Failed, Piece
+from jaxllm.hosts.wire import (
+    AllFacts,
+    Begin,
+    Dispatch,
+    DispatchLanes,
+    Do,
+    Done,
+    End,
+    Facts,
+    Failed,
+    Piece,
+    Sample,
+    SampledTokens,
+)
 from jaxllm.hosts_options import has_lanes_on_hosts
 from jaxllm.lanes_plan import LanesPlan
 from jaxllm.log import logger
@@ -142,9 +155,9 @@ class Follower:
         has_lanes = has_lanes_on_hosts(options.nnodes, options.num_lanes)
         self._results = SentResults(member.send, member.calls.put) if has_lanes else None
         self._in_flight: deque[PendingStep | Future[None]] = deque()
-        """Steps that were drawn, or what sends their results."""
+        """Steps that were sampled, or what sends their results."""
         self._most_in_flight = _MAX_IN_FLIGHT + options.pipeline_parallel_size
-        self._undrawn: PendingStep | None = None
+        self._unsampled: PendingStep | None = None
         self._arriving: dict[int, np.ndarray] = {}
         """Arrays that arrive in pieces, by handle."""
 
@@ -166,9 +179,9 @@ class Follower:
             self._dispatch(message.plan)
         elif isinstance(message, DispatchLanes):
             self._dispatch(replace(LanesPlan.of(message.lanes, message.step_id), ops=message.ops))
-        elif isinstance(message, Draw):
-            self._draw(message)
-        elif isinstance(message, Drawn):
+        elif isinstance(message, Sample):
+            self._sample(message)
+        elif isinstance(message, SampledTokens):
             assert isinstance(self._executor, TokenTaker), "these steps need no tokens"
             self._executor.take_tokens(message.tokens)
         elif isinstance(message, Do):
@@ -186,17 +199,17 @@ class Follower:
             self._in_flight.popleft().result()
         step = self._executor.dispatch(plan)
         if plan.masked_request_ids and step.mask_TW is not None:
-            self._undrawn = step
-        else:  # if it needs masks, the stage that draws is on other hosts
+            self._unsampled = step
+        else:  # if it needs masks, the stage that samples is on other hosts
             self._in_flight.append(self._read(step))
 
-    def _draw(self, message: Draw) -> None:
-        step, self._undrawn = self._undrawn, None
+    def _sample(self, message: Sample) -> None:
+        step, self._unsampled = self._unsampled, None
         if step is None:
             return  # as above
         assert step.mask_TW is not None, "no step waits for masks"
         step.mask_TW[: message.num_rows] = np.frombuffer(message.mask, np.int32).reshape(message.num_rows, -1)
-        step.draw()
+        step.sample()
         self._in_flight.append(self._read(step))
 
     def _read(self, pending: PendingStep) -> "PendingStep | Future[None]":
@@ -218,7 +231,7 @@ class Follower:
         """Wait for the steps in flight, as host 0 has done."""
         while self._in_flight:
             self._in_flight.popleft().result()
-        self._undrawn = None
+        self._unsampled = None
 
     def _take(self, piece: Piece) -> None:
         if piece.start == 0:

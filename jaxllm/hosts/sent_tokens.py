@@ -1,4 +1,4 @@
-"""Sends the tokens that the last stage of a pipeline draws, which host 0 has, to the host that has the first stage."""
+"""Sends the tokens that the last stage of a pipeline samples, which host 0 has, to the host that has the first stage."""
 
 from concurrent.futures import Future
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 from jaxllm.engine.executor import PendingStep
 from jaxllm.errors import EngineDeadError
 from jaxllm.hosts.leader import Leader
-from jaxllm.hosts.wire import Drawn
+from jaxllm.hosts.wire import SampledTokens
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.worker_thread import WorkerThread
 
@@ -23,7 +23,7 @@ class SentTokens:
         self._last: Future[None] | None = None
 
     def send(self, step: PendingStep) -> None:
-        """Send the tokens of a step, after those of the steps before, once the device has drawn them. Returns at once."""
+        """Send the tokens of a step, after those of the steps before, once the device has sampled them. Returns at once."""
         self._last = self._thread.submit(partial(self._send, step))
 
     def wait(self) -> None:
@@ -34,7 +34,7 @@ class SentTokens:
     def _send(self, step: PendingStep) -> None:
         assert isinstance(step, StepInFlight)
         try:
-            self._leader.send(Drawn(step.tokens()))
+            self._leader.send(SampledTokens(step.tokens()))
         except EngineDeadError:
             pass  # all hosts end
         except Exception as error:

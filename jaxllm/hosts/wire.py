@@ -35,7 +35,7 @@ class Done(_Message, tag="done"):
 
 
 class Result(_Message, tag="result"):
-    """Results of this host's data-parallel ranks for the next step that was drawn. Long ones come in pieces."""
+    """Results of this host's data-parallel ranks for the next step that was sampled. Long ones come in pieces."""
 
     data: bytes
     is_last: bool
@@ -70,22 +70,22 @@ class Dispatch(_Message, tag="dispatch"):
 
 
 class DispatchLanes(_Message, tag="dispatch_lanes"):
-    """Run a step that has these parts, one for each data-parallel rank. Answered by Result once it is drawn."""
+    """Run a step that has these parts, one for each data-parallel rank. Answered by Result once it is sampled."""
 
     lanes: list[SchedulerOutput]
     step_id: int
     ops: tuple[AnyDeviceOp, ...]
 
 
-class Draw(_Message, tag="draw"):
+class Sample(_Message, tag="sample"):
     """Sample the latest step under its first masks; those of the other requests allow every token. mask: int32[R, V / 32], row by row."""
 
     num_rows: int
     mask: bytes
 
 
-class Drawn(_Message, tag="drawn"):
-    """The tokens that the next step drew, in the order of its requests. Of a pipeline, whose first stage lies on another host."""
+class SampledTokens(_Message, tag="sampled_tokens"):
+    """The tokens that the next step sampled, in the order of its requests. Of a pipeline, whose first stage lies on another host."""
 
     tokens: list[int]
 
@@ -115,4 +115,6 @@ class End(_Message, tag="end"):
 
 
 FROM_FOLLOWER = Accepted(Facts | Done | Result | Failed | Beat, MAX_MESSAGE_BYTES)
-FROM_HOST_0 = Accepted(Begin | AllFacts | Dispatch | DispatchLanes | Draw | Drawn | Piece | Do | End | Beat, MAX_MESSAGE_BYTES)
+FROM_HOST_0 = Accepted(
+    Begin | AllFacts | Dispatch | DispatchLanes | Sample | SampledTokens | Piece | Do | End | Beat, MAX_MESSAGE_BYTES
+)

@@ -105,7 +105,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
             step.open_masks(num_words(self.shapes.model.padded_vocab_size))
             for lane, part, planned in zip(self.lanes, step.parts, plan.lanes[own], strict=True):
                 part.mask_TW = lane.sampling.new_mask(part.batch) if planned.masked_request_ids else None
-            step.start_draw, launch = partial(self._start, self._sample), self._forward
+            step.start_sampling, launch = partial(self._start, self._sample), self._forward
         self._start(launch, step)
         return step
 

@@ -36,8 +36,8 @@ class LanesInFlight:
     for_drafter: tuple[Any, ...] | None = None
     """What `propose` takes of the forward pass, of all lanes; None without a drafter, and once it was launched."""
     mask_TW: np.ndarray | None = None
-    start_draw: "Callable[[LanesInFlight], None] | None" = None
-    was_drawn_late: bool = False
+    start_sampling: "Callable[[LanesInFlight], None] | None" = None
+    was_sampled_late: bool = False
 
     @property
     def batch(self) -> Batch:
@@ -72,18 +72,18 @@ class LanesInFlight:
                 found[lane] = part.drafts()
         return [*chain.from_iterable(found)]
 
-    def draw(self) -> None:
+    def sample(self) -> None:
         """Start sampling under the current mask. Returns at once."""
-        assert self.start_draw is not None and self.mask_TW is not None, "drawn twice"
+        assert self.start_sampling is not None and self.mask_TW is not None, "sampled twice"
         hidden = self.parts[0].hidden
-        self.was_drawn_late = hidden is not None and hidden.columns_NC.is_ready()  # type: ignore[attr-defined]
+        self.was_sampled_late = hidden is not None and hidden.columns_NC.is_ready()  # type: ignore[attr-defined]
         first = self.width * sum(len(batch.sampled) for batch in self.batches[: self.first_lane])
         for part in self.parts:
             count = self.width * len(part.batch.sampled)
             if part.mask_TW is not None:
                 part.mask_TW[:count] = self.mask_TW[first : first + count]
             first += count
-        start, self.start_draw = self.start_draw, None
+        start, self.start_sampling = self.start_sampling, None
         start(self)
 
     def start_copies(self) -> None:

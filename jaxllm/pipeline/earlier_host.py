@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from jaxllm.device_ops import run_ops
-from jaxllm.pipeline.drawn_tokens import TokensThroughHosts
 from jaxllm.pipeline.lost_peers import check_peers
 from jaxllm.pipeline.runner import Stages
+from jaxllm.pipeline.sampled_tokens import TokensThroughHosts
 from jaxllm.pipeline.transfer import Transfer
 from jaxllm.runner.ops import OpsInFlight
 from jaxllm.runner.pending import StepInFlight
@@ -16,9 +16,9 @@ from jaxllm.scheduler_output import NOT_FINITE, SchedulerOutput
 
 
 class EarlierHost(Stages):
-    """An executor whose steps draw nothing. Batches are the same on all hosts, because rows and sizes follow from the plans alone.
+    """An executor whose steps sample nothing. Batches are the same on all hosts, because rows and sizes follow from the plans alone.
 
-    Steps are launched in the order of their plans. The first stage waits for tokens that the last one drew (`take_tokens`); what enters
+    Steps are launched in the order of their plans. The first stage waits for tokens that the last one sampled (`take_tokens`); what enters
     another one comes from the host before.
     """
 
@@ -46,7 +46,7 @@ class EarlierHost(Stages):
         return step
 
     def take_tokens(self, tokens: Sequence[int]) -> None:
-        """See TokenTaker. Raises RuntimeError if a device here lost what they were drawn of."""
+        """See TokenTaker. Raises RuntimeError if a device here lost what they were sampled of."""
         if NOT_FINITE in tokens:
             check_peers(self.stages)
         if self._tokens is not None:

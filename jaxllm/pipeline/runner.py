@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jaxllm.device_ops import DeviceOp
-from jaxllm.pipeline.drawn_tokens import TokensOnDevices
 from jaxllm.pipeline.lost_peers import LostPeers
+from jaxllm.pipeline.sampled_tokens import TokensOnDevices
 from jaxllm.pipeline.transfer import Transfer
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
@@ -159,7 +159,7 @@ class PipelineRunner(Stages):
     """An executor over stages: those of this process, the last of the pipeline among them. It makes a step's batch, has the others run it
     first, and samples.
 
-    What a stage leaves goes to the next one's devices as they become ready; so do drawn tokens from the last stage to the first, if it is
+    What a stage leaves goes to the next one's devices as they become ready; so do sampled tokens from the last stage to the first, if it is
     of this process. The host waits for neither. While a stage computes one step, those before it can compute later ones: see `Scheduler`
     for which requests these have.
     """
@@ -174,7 +174,7 @@ class PipelineRunner(Stages):
         last.enter = self._enter_last
         if entry is None:
             self._tokens = TokensOnDevices(self._earlier[0], len(self.stages))
-            last.on_drawn = self._tokens.send_back
+            last.on_sampled = self._tokens.send_back
         else:
             last.launch_in_thread()
         last.heads = (*last.heads, LostPeers(self._earlier))

@@ -45,12 +45,12 @@ class OpsInFlight:
     mask_TW = None
     width = 1
     sampled_ids = ()
-    was_drawn_late = False
+    was_sampled_late = False
 
     def drafts(self) -> list[list[int]]:
         return []
 
-    def draw(self) -> None:
+    def sample(self) -> None:
         """Nothing is sampled."""
 
     def result(self) -> ModelRunnerOutput:

@@ -20,7 +20,7 @@ from jaxllm.scheduler_output import ModelRunnerOutput
 class StepInFlight:
     """A dispatched step. Launches, which may run in a thread, fill in what they started on the device.
 
-    A step with masked requests has two launches: `dispatch` starts the forward pass, `draw` samples under `mask_TW`.
+    A step with masked requests has two launches: `dispatch` starts the forward pass, `sample` samples under `mask_TW`.
     """
 
     batch: Batch
@@ -36,14 +36,14 @@ class StepInFlight:
     done: jax.Array | None = None
     """A small result to wait for, once all is launched."""
     mask_TW: np.ndarray | None = None
-    """With masked requests: what request i of `sampled_ids` may draw behind its last token is in row i * width, and behind its d-th
+    """With masked requests: what request i of `sampled_ids` may get behind its last token is in row i * width, and behind its d-th
     draft in row i * width + d, with the width of the batch: bit b of word w allows token 32 w + b. Allows every token at first."""
     draft_NK: jax.Array | None = None
     """With masked requests and drafts: `DraftRows.draft_NK` before the step."""
-    start_draw: "Callable[[StepInFlight], None] | None" = None
-    """With masked requests, until `draw` is called."""
-    was_drawn_late: bool = False
-    """Whether the forward pass was over before `draw`, so that the device had nothing to do."""
+    start_sampling: "Callable[[StepInFlight], None] | None" = None
+    """With masked requests, until `sample` is called."""
+    was_sampled_late: bool = False
+    """Whether the forward pass was over before `sample`, so that the device had nothing to do."""
 
     @property
     def sampled_ids(self) -> list[str]:
@@ -68,11 +68,11 @@ class StepInFlight:
         found = (draft_NK[row.index, :count].tolist() for row, count in zip(rows, num_drafts_R, strict=False))
         return [[*takewhile(NO_DRAFT.__ne__, tokens)] for tokens in found]
 
-    def draw(self) -> None:
+    def sample(self) -> None:
         """Start sampling under the current mask. Returns at once."""
-        assert self.start_draw is not None, "drawn twice"
-        self.was_drawn_late = self.hidden is not None and self.hidden.columns_NC.is_ready()  # type: ignore[attr-defined]
-        start, self.start_draw = self.start_draw, None
+        assert self.start_sampling is not None, "sampled twice"
+        self.was_sampled_late = self.hidden is not None and self.hidden.columns_NC.is_ready()  # type: ignore[attr-defined]
+        start, self.start_sampling = self.start_sampling, None
         start(self)
 
     def take_hidden(self) -> Hidden:
@@ -88,7 +88,7 @@ class StepInFlight:
 
     def tokens(self) -> list[int]:
         """The tokens sampled for the requests of `sampled_ids`, without drafts. Waits for the launches and the device, and raises their
-        errors; the step must have been drawn."""
+        errors; the step must have been sampled."""
         for launched in self.launches:
             launched.result()
         return np.asarray(self.done)[: len(self.batch.sampled)].tolist() if self.batch.sampled else []
@@ -96,16 +96,16 @@ class StepInFlight:
     def result(self) -> ModelRunnerOutput:
         """Wait for the launches and the device, and return the results of the step.
 
-        Raises the error of a launch, if any, and RuntimeError before `draw`.
+        Raises the error of a launch, if any, and RuntimeError before `sample`.
         """
         for launched in self.launches:
             launched.result()
         return self.read()
 
     def read(self) -> ModelRunnerOutput:
-        """Wait for the device and return the results of the step, whose launches are over. Raises RuntimeError before `draw`."""
+        """Wait for the device and return the results of the step, whose launches are over. Raises RuntimeError before `sample`."""
         if self.done is None:
-            raise RuntimeError("the step was never drawn")
+            raise RuntimeError("the step was never sampled")
         np.asarray(self.done)
         output = ModelRunnerOutput({}, errors=self.errors)
         for part in (*self.parts, *self.op_parts):

@@ -165,8 +165,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         self._max_thread_rows = MAX_THREAD_ROWS
         self.enter: Callable[[Batch], tuple[jax.Array, ...]] = lambda batch: ()
         """Runs earlier stages of a pipeline. Returns what they leave, on the devices of this one; nothing if there are none."""
-        self.on_drawn: Callable[[jax.Array], Any] = lambda last_token_N: None
-        """Called with the last token of each row, whenever a step has drawn some."""
+        self.on_sampled: Callable[[jax.Array], Any] = lambda last_token_N: None
+        """Called with the last token of each row, whenever a step has sampled some."""
         self._never_run: list[ProgramKey] = []
         """Common programs that `warm_up` left out."""
         self.launch_seconds = 0.0
@@ -398,12 +398,12 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def start_step(self, plan: SchedulerOutput) -> StepInFlight:
         """Start a step and return at once. The device runs dispatched steps in order.
 
-        A plan with masked requests needs the step's `draw`, before the next dispatch, to sample its tokens.
+        A plan with masked requests needs the step's `sample`, before the next dispatch, to sample its tokens.
         """
         batch = self.batch_of(plan)
         step = StepInFlight(batch)
         if plan.masked_request_ids:
-            step.mask_TW, step.start_draw = self.sampling.new_mask(batch), partial(self.start_launch, self.sample)
+            step.mask_TW, step.start_sampling = self.sampling.new_mask(batch), partial(self.start_launch, self.sample)
             self.start_launch(self._forward, step)
         else:
             self.start_launch(self._forward_and_sample if batch.samples_apart else self._decode, step)
@@ -458,7 +458,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=self.is_adapted(batch))
         program = self.program(key)
         (drawn,) = self.run_step(program, batch.layout, batch.buffer, self.enter(batch))
-        self.on_drawn(self.row_arrays.last_token_N)
+        self.on_sampled(self.row_arrays.last_token_N)
         parts = [head.launch(work, None) for head, work in self.select(batch)]
         step.done, step.parts = drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts]
 
@@ -547,7 +547,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
                 self.sampling.admit(row, step.errors)
         if batch.sampled:
             tokens.append(self.sampling.launch(batch, hidden, step.mask_TW))
-            self.on_drawn(self.row_arrays.last_token_N)
+            self.on_sampled(self.row_arrays.last_token_N)
         self.tokens.follow(batch, hidden)
         step.done, step.parts = tokens[0].drawn if tokens else hidden.columns_NC, [*tokens, *step.parts]
 

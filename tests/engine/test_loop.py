@@ -34,7 +34,7 @@ class FakeRunner:
 
 
 class FakePending:
-    was_drawn_late = False
+    was_sampled_late = False
 
     def __init__(self, runner, step, sampled):
         self.runner, self.step, self.sampled = runner, step, sampled
@@ -141,8 +141,8 @@ class MaskedPending(FakePending):
     def drafts(self):
         return [[]] * len(self.sampled_ids)
 
-    def draw(self):
-        self.runner.events.append(("draw", self.step))
+    def sample(self):
+        self.runner.events.append(("sample", self.step))
 
 
 class MaskingRunner(FakeRunner):
@@ -164,7 +164,7 @@ class AnyToken:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])
-def test_a_masked_step_is_drawn_when_the_tokens_before_it_are_known_and_none_follows_it_before(max_in_flight):
+def test_a_masked_step_is_sampled_when_the_tokens_before_it_are_known_and_none_follows_it_before(max_in_flight):
     loop = make_loop(max_in_flight, runner := MaskingRunner())
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     for name in ("masked", "plain"):
@@ -173,10 +173,10 @@ def test_a_masked_step_is_drawn_when_the_tokens_before_it_are_known_and_none_fol
         loop.scheduler.add_request(request)
     while loop.has_work:
         loop.step()
-    draws = [step for kind, step in runner.events if kind == "draw"]
-    assert draws == list(range(5))
-    for step in draws:
-        place = runner.events.index(("draw", step))
+    sampled = [step for kind, step in runner.events if kind == "sample"]
+    assert sampled == list(range(5))
+    for step in sampled:
+        place = runner.events.index(("sample", step))
         before = runner.events[:place]
         assert sum(kind == "advance" for kind, _ in before) == step  # each token so far
         assert ("dispatch", step) in before and ("dispatch", step + 1) not in before
@@ -184,7 +184,7 @@ def test_a_masked_step_is_drawn_when_the_tokens_before_it_are_known_and_none_fol
             assert before.index(("dispatch", step)) < before.index(("read", step - 1))
 
 
-def test_a_masked_step_that_was_never_drawn_can_be_forgotten():
+def test_a_masked_step_that_was_never_sampled_can_be_forgotten():
     loop = make_loop(2, MaskingRunner())
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     request = Request(EngineCoreRequest(request_id="a", prompt_token_ids=[1], sampling_params=params))

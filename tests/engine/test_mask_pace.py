@@ -40,7 +40,7 @@ class Device:
 
 
 class Step:
-    was_drawn_late = False
+    was_sampled_late = False
 
     def __init__(self, device: Device, plan: SchedulerOutput) -> None:
         self.device = device
@@ -49,9 +49,9 @@ class Step:
         self.forward_end = device.free_at = max(device.now, device.free_at) + device.forward
         self.end = None if plan.masked_request_ids else self.forward_end
 
-    def draw(self) -> None:
+    def sample(self) -> None:
         device = self.device
-        self.was_drawn_late = self.forward_end <= device.now
+        self.was_sampled_late = self.forward_end <= device.now
         self.end = device.free_at = max(device.now, self.forward_end) + device.sample
 
     def result(self) -> ModelRunnerOutput:

@@ -49,19 +49,19 @@ class FakeStep:
     lane: int
     mask_TW: np.ndarray | None
     fails: bool
-    is_drawn: bool = False
+    is_sampled: bool = False
     width = 1
-    was_drawn_late = False
+    was_sampled_late = False
 
     @property
     def sampled_ids(self) -> list[str]:
         return [row.request_id for row in self.plan.rows]
 
-    def draw(self) -> None:
-        self.is_drawn = True
+    def sample(self) -> None:
+        self.is_sampled = True
 
     def result(self) -> ModelRunnerOutput:
-        assert self.mask_TW is None or self.is_drawn
+        assert self.mask_TW is None or self.is_sampled
         time.sleep(0.01 * (self.plan.step_id % 2) * self.lane)
         if self.fails:
             raise RuntimeError("the device is broken")
@@ -149,16 +149,16 @@ def test_masks_reach_all_lanes_and_counts_are_added_up(on_two_hosts):
     other = FakeExecutor(1)
     core = on_two_hosts(other)
     first, masked = core.dispatch(replace(plan_of(1), ops=(TakeCounts(),))), core.dispatch(plan_of(2, masked=("b",)))
-    with pytest.raises(RuntimeError, match="never drawn"):
+    with pytest.raises(RuntimeError, match="never sampled"):
         masked.result()
     assert masked.mask_TW is not None
     masked.mask_TW[1] = 5
-    masked.draw()
+    masked.sample()
     check(masked, plan_of(2))
     for _ in range(2):
         assert first.op_results().expert_counts[2].tolist() == first.result().expert_counts[2].tolist() == [11] * 3
     np.testing.assert_array_equal(other.steps[1].mask_TW, [[-1] * 4, [5] * 4])
-    core.dispatch(plan_of(3, masked=("a",)))  # never drawn
+    core.dispatch(plan_of(3, masked=("a",)))  # never sampled
     core.start_over()
     assert other.num_started_over == 1
     check(core.dispatch(plan_of(4)), plan_of(4))

@@ -1,4 +1,4 @@
-"""How drawn tokens come from the last stage to the first: on the devices of one process, or through the hosts of several."""
+"""How sampled tokens come from the last stage to the first: on the devices of one process, or through the hosts of several."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ class TokensOnDevices:
         self._first, self._num_stages = first, num_stages
         self._num_launched = 0
         self._trash = first.rows.trash
-        self._drawn_in_N = np.full(self._trash + 1, -1)
-        """The latest launch that drew a token of each row, by row; -1: the host knows its last token."""
+        self._sampled_in_N = np.full(self._trash + 1, -1)
+        """The latest launch that sampled a token of each row, by row; -1: the host knows its last token."""
         self._sent_back: deque[tuple[int, jax.Array]] = deque()
         """By launch, oldest first: the last token of each row, on the way to the first stage."""
 
     def give(self, batch: Batch) -> None:
-        """Give the first stage the tokens of a step's requests that are not known to the host. None that were drawn later: the stage
+        """Give the first stage the tokens of a step's requests that are not known to the host. None that were sampled later: the stage
         would wait for steps that this one need not wait for."""
         self._num_launched += 1
-        self._drawn_in_N[[row.index for row in batch.admitted]] = -1
+        self._sampled_in_N[[row.index for row in batch.admitted]] = -1
         columns_RC = batch.layout.views(batch.buffer).columns_RC
-        newest = self._drawn_in_N[columns_RC[:, Column.ROW]].max()
+        newest = self._sampled_in_N[columns_RC[:, Column.ROW]].max()
         tokens = None
         # Tokens of old steps are there, whether or not a request goes on with them.
         newest = max(newest, self._num_launched - 1 - _MOST_IN_FLIGHT * self._num_stages)
@@ -40,8 +40,8 @@ class TokensOnDevices:
             _, tokens = self._sent_back.popleft()
         if tokens is not None:
             self._first.take_tokens(tokens)
-        self._drawn_in_N[columns_RC[:, Column.TOKEN_ROW]] = self._num_launched
-        self._drawn_in_N[self._trash] = -1
+        self._sampled_in_N[columns_RC[:, Column.TOKEN_ROW]] = self._num_launched
+        self._sampled_in_N[self._trash] = -1
 
     def send_back(self, last_token_N: jax.Array) -> None:
         """Send the tokens of the latest launch to the first stage."""
@@ -51,7 +51,7 @@ class TokensOnDevices:
     def forget(self) -> None:
         """Drop all tokens on the way. No step may be in flight."""
         self._sent_back.clear()
-        self._drawn_in_N[:] = -1
+        self._sampled_in_N[:] = -1
 
 
 class TokensThroughHosts:
@@ -63,25 +63,25 @@ class TokensThroughHosts:
 
     def __init__(self, num_rows: int):
         self._last_token_N = np.zeros(num_rows, np.int32)
-        self._drawn_in_N = np.zeros(num_rows, np.int64)
-        """The latest step that draws a token of each row."""
+        self._sampled_in_N = np.zeros(num_rows, np.int64)
+        """The latest step that samples a token of each row."""
         self._num_steps = self._num_known = 0
         """Steps so far, and of these, from the first on, those whose tokens are known."""
         self._rows: deque[np.ndarray] = deque()
-        """The rows for which each of the other steps draws."""
+        """The rows for which each of the other steps samples."""
 
     def note(self, batch: Batch) -> int:
         """Note the next step. Returns how many steps' tokens must be known before it can be written."""
         rows_T = _rows_without_token(batch)[1]
-        needed = int(self._drawn_in_N[rows_T].max(initial=0))
+        needed = int(self._sampled_in_N[rows_T].max(initial=0))
         self._num_steps += 1
-        drawn = np.array([row.index for row in batch.sampled], np.int32)
-        self._drawn_in_N[drawn] = self._num_steps
-        self._rows.append(drawn)
+        sampled = np.array([row.index for row in batch.sampled], np.int32)
+        self._sampled_in_N[sampled] = self._num_steps
+        self._rows.append(sampled)
         return needed
 
     def take(self, tokens: Sequence[int]) -> None:
-        """The tokens that the next step drew, in the order of its requests."""
+        """The tokens that the next step sampled, in the order of its requests."""
         self._last_token_N[self._rows.popleft()] = np.maximum(tokens, 0)  # below 0: the request ends
         self._num_known += 1
 
