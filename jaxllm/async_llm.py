@@ -14,7 +14,6 @@ from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseCalls, PauseMode, SteppedCore
 from jaxllm.engine.async_core import AsyncCore, ReplicaInfo, ReplicaState, ThreadCore, check_alive, run_in
 from jaxllm.engine_args import FromOptions
-from jaxllm.engine_front import EngineFront, Texts, load_texts
 from jaxllm.errors import EngineDeadError, EngineError, EngineStalledError, JaxLLMError, ReplicaLostError
 from jaxllm.hub import short_name
 from jaxllm.llm_engine import make_core
@@ -28,9 +27,10 @@ from jaxllm.outputs import EngineCoreOutput, PoolingRequestOutput, RequestMetric
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request_options import NO_OPTIONS, RequestOptions, placement
+from jaxllm.request_processor import RequestProcessor, Texts, load_texts
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.scheduler_stats import SchedulerStats
-from jaxllm.text.input_processor import FrontRequest, Prompt
+from jaxllm.text.input_processor import ParentRequest, Prompt
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.unread_streams import UnreadStreams
 
@@ -48,7 +48,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
     Raises ConfigError, ModelLoadError or OutOfMemoryError.
     """
 
-    request_ended: Callable[[FrontRequest, RequestMetrics | None, BaseException | None], None] | None = None
+    request_ended: Callable[[ParentRequest, RequestMetrics | None, BaseException | None], None] | None = None
     """Called in the caller's task when a stream ends: its times (None without outputs) and the error that ended it, if any."""
 
     def __init__(
@@ -60,18 +60,18 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         logits_processors: "Sequence[Processor | str]" = (),
     ):
         core, texts = make_core(config, progress=progress, core=core, logits_processors=logits_processors)
-        self._begin(ThreadCore(core), EngineFront(core, texts))
+        self._begin(ThreadCore(core), RequestProcessor(core, texts))
 
-    def _begin(self, core: AsyncCore, front: EngineFront) -> None:
-        self._core, self._front = core, front
-        self.config = front.config
-        self.model_config = front.model_config
-        self.max_model_len = front.max_model_len
-        self.kernels = front.core.kernels
-        self.input_processor = front.input_processor
-        self.loras = loras_in_a_loop(front.config, self.call_core)
+    def _begin(self, core: AsyncCore, processor: RequestProcessor) -> None:
+        self._core, self._processor = core, processor
+        self.config = processor.config
+        self.model_config = processor.model_config
+        self.max_model_len = processor.max_model_len
+        self.kernels = processor.core.kernels
+        self.input_processor = processor.input_processor
+        self.loras = loras_in_a_loop(processor.config, self.call_core)
         self._mailboxes: dict[str, Mailbox] = {}
-        """Mailboxes by internal id. Only accessed where the core runs commands, like `EngineFront`."""
+        """Mailboxes by internal id. Only accessed where the core runs commands, like `RequestProcessor`."""
         self._searches: dict[str, str] = {}
         """Internal id to the caller's id of each unfinished beam search. Searches aborted between two steps are removed."""
         self.unread_streams: UnreadStreams | None = None
@@ -94,7 +94,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         """Make an AsyncLLM over a core that runs; loads the texts unless they are given."""
         found = await asyncio.to_thread(load_texts, core.core.config) if texts is None else texts
         llm = cls.__new__(cls)
-        llm._begin(core, EngineFront(core.core, found, namespace=core.namespace))
+        llm._begin(core, RequestProcessor(core.core, found, namespace=core.namespace))
         return llm
 
     # For callers
@@ -105,7 +105,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         sampling_params: SamplingParams | PoolingParams | BeamSearchParams | None,
         request_id: str,
         options: RequestOptions = NO_OPTIONS,
-    ) -> FrontRequest:
+    ) -> ParentRequest:
         """Check and tokenize a prompt for `stream`. Reports every fault of the prompt here. The task's `placement` applies.
 
         Raises InvalidRequestError, or OverloadedError if the machine is too busy to check whether a grammar can be used.
@@ -119,12 +119,12 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         grammar = None
         has_tokenizer = self.input_processor.tokenizer is not None
         if has_tokenizer and isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            grammar = await asyncio.wrap_future(self._front.grammar_compiler.submit(params.structured_outputs))
+            grammar = await asyncio.wrap_future(self._processor.grammar_compiler.submit(params.structured_outputs))
         options = placement().applied_to(options)
         request = await asyncio.to_thread(self.input_processor.process, request_id, prompt, params, options, grammar=grammar)
         return request if search is None else replace(request, beam_search_params=search)
 
-    async def stream(self, request: FrontRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def stream(self, request: ParentRequest) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a prepared request as they arrive; merge those that a slow caller has not fetched yet.
 
         A beam search has one output, at its end. Cancelling the task or closing the generator aborts the request. Raises
@@ -206,7 +206,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         raise_error(output)
         return output
 
-    async def _search(self, request: FrontRequest) -> RequestOutput:
+    async def _search(self, request: ParentRequest) -> RequestOutput:
         """Run a beam search and return its only output."""
         output: RequestOutput | None = None
         self._searches[request.internal_id] = request.request_id
@@ -225,7 +225,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
             if self.request_ended is not None:
                 self.request_ended(request, None if output is None else output.metrics, sys.exception())
 
-    async def _run_together(self, requests: Sequence[FrontRequest]) -> list[RequestOutput]:
+    async def _run_together(self, requests: Sequence[ParentRequest]) -> list[RequestOutput]:
         """Start requests in the same step and return their last outputs. An error in one or cancellation aborts the others."""
         loop = asyncio.get_running_loop()
         mailboxes = [Mailbox(loop, RequestOutputKind.FINAL_ONLY) for _ in requests]
@@ -260,7 +260,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         request = await self.prepare(prompt, pooling_params, request_id, options)
         return await self.pool_prepared(request)
 
-    async def pool_prepared(self, request: FrontRequest) -> PoolingRequestOutput:
+    async def pool_prepared(self, request: ParentRequest) -> PoolingRequestOutput:
         """`pool` for a request that `prepare` made from PoolingParams."""
         output: Any = None
         async with contextlib.aclosing(self.stream(request)) as outputs:
@@ -273,41 +273,41 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         """End requests by the callers' ids. Their generators yield a last output with finish_reason "abort"."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self._searches = {internal_id: own for internal_id, own in self._searches.items() if own not in ids}
-        await self._run(lambda: self._deliver(self._front.abort_request_with_ids(ids)))
+        await self._run(lambda: self._deliver(self._processor.abort_request_with_ids(ids)))
 
     async def abort_all(self) -> None:
         """End every request as `abort` does."""
         self._searches.clear()
-        await self._run(lambda: self._deliver(self._front.abort_all()))
+        await self._run(lambda: self._deliver(self._processor.abort_all()))
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError if there is none."""
-        return self._front.get_tokenizer()
+        return self._processor.get_tokenizer()
 
     @property
     def chat_template(self) -> str | None:
         """The text of the chat template set by the options; None if they set none."""
-        return self._front.chat_template
+        return self._processor.chat_template
 
     def get_default_sampling_params(self, *, chat: bool = False) -> SamplingParams:
         """SamplingParams with the values of the model's generation config. `chat`: with those of llama.cpp where it has none."""
-        return self._front.get_default_sampling_params(chat=chat)
+        return self._processor.get_default_sampling_params(chat=chat)
 
     async def get_metrics(self) -> list[Metric]:
         """All current metrics, with those of other API servers."""
         check_alive(self._core)
         await self._core.refresh_metrics()
-        return self._merged(await self._run(self._front.get_metrics))
+        return self._merged(await self._run(self._processor.get_metrics))
 
     async def load(self) -> SchedulerStats:
         """The numbers of running and waiting requests, and the usage of the cache."""
-        return await self._run(self._front.core.stats)
+        return await self._run(self._processor.core.stats)
 
     def prometheus_registry(self) -> Any:
         """The metrics for a Prometheus exporter, as of the latest step; each call makes a registry."""
         from jaxllm.metrics.prometheus import registry
 
-        return registry(lambda: self._merged(self._front.get_metrics()))
+        return registry(lambda: self._merged(self._processor.get_metrics()))
 
     def _merged(self, own: list[Metric]) -> list[Metric]:
         return merged([[*own, *self._states(), *self._added_metrics()], self._core.metrics_of_others])
@@ -374,7 +374,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
     def shutdown(self) -> None:
         """End every request (with finish_reason "abort") and free the device. The object cannot be used afterwards."""
         self._core.shutdown()
-        self._front.close()
+        self._processor.close()
 
     def __enter__(self) -> "AsyncLLM":
         return self
@@ -396,7 +396,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
 
         def command() -> None:
             self._mailboxes.pop(internal_id, None)
-            self._front.abort_internal([internal_id])
+            self._processor.abort_internal([internal_id])
 
         with contextlib.suppress(EngineDeadError):  # a dead engine holds nothing any more
             self._send(command)
@@ -409,7 +409,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         self.unread_streams = UnreadStreams(self.call_core)
         return self.unread_streams
 
-    def _mailbox_of(self, request: FrontRequest) -> Mailbox:
+    def _mailbox_of(self, request: ParentRequest) -> Mailbox:
         mailbox = Mailbox(asyncio.get_running_loop(), request.params.output_kind)
         if self.unread_streams is not None:
             self.unread_streams.watch(mailbox, [child.request_id for child in request.children])
@@ -421,10 +421,10 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
 
     # Where the core runs commands
 
-    def _admit(self, request: FrontRequest, mailbox: Mailbox) -> None:
+    def _admit(self, request: ParentRequest, mailbox: Mailbox) -> None:
         self._mailboxes[request.internal_id] = mailbox
         try:
-            self._front.add(request)
+            self._processor.add(request)
         except Exception as error:  # fails only this request, unless the engine is dead
             del self._mailboxes[request.internal_id]
             self._core.hand_over([(mailbox, error)])
@@ -445,7 +445,7 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
     def _end(self, internal_ids: Iterable[str], error: JaxLLMError) -> None:
         """End requests with an error."""
         ids = list(internal_ids)
-        self._front.abort_internal(ids)
+        self._processor.abort_internal(ids)
         mailboxes = [self._mailboxes.pop(internal_id, None) for internal_id in ids]
         self._core.hand_over([(mailbox, error) for mailbox in mailboxes if mailbox is not None])
 
@@ -454,30 +454,30 @@ class _Reports:
     """Passes the core's reports to an AsyncLLM."""
 
     def __init__(self, llm: AsyncLLM):
-        self._llm, self._front = llm, llm._front
+        self._llm, self._processor = llm, llm._processor
 
     def take_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        self._llm._deliver(self._front.take(outputs))
+        self._llm._deliver(self._processor.take(outputs))
 
     def take_refusal(self, request_id: str, error: JaxLLMError) -> None:
-        if (internal_id := self._front.internal_id_of(request_id)) is not None:
+        if (internal_id := self._processor.internal_id_of(request_id)) is not None:
             self._llm._end([internal_id], error)
 
     def take_failure(self, error: EngineError, request_ids: Collection[str] | None = None) -> None:
         if request_ids is None:
-            self._llm._end(self._front.internal_ids(), error)
+            self._llm._end(self._processor.internal_ids(), error)
             return
-        found = (self._front.internal_id_of(request_id) for request_id in request_ids)
+        found = (self._processor.internal_id_of(request_id) for request_id in request_ids)
         self._llm._end({internal_id for internal_id in found if internal_id is not None}, error)
 
     def end(self) -> None:
-        self._llm._deliver(self._front.abort_all())
+        self._llm._deliver(self._processor.abort_all())
 
     def die(self, error: EngineDeadError) -> None:
         self.take_failure(error)
 
     def own_metrics(self) -> list[Metric]:
-        return [*self._front.snapshot(of_engine=False), *self._llm._added_metrics()]
+        return [*self._processor.snapshot(of_engine=False), *self._llm._added_metrics()]
 
 
 AsyncLLMEngine = AsyncLLM

@@ -16,11 +16,11 @@ from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOut
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer, text_of
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from jaxllm.text.tokenizer import Tokenizer
 
 RunOneToken = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
-RunTogether = Callable[[list[FrontRequest]], Awaitable[list[RequestOutput]]]
+RunTogether = Callable[[list[ParentRequest]], Awaitable[list[RequestOutput]]]
 _FAILURES = (str(FinishReason.ABORT), str(FinishReason.ERROR))
 
 
@@ -159,7 +159,7 @@ def search_beams(
 
 
 async def search_request(
-    request: FrontRequest,
+    request: ParentRequest,
     run: RunTogether,
     *,
     is_aborted: Callable[[], bool],
@@ -262,7 +262,7 @@ def _num_rivals(params: BeamSearchParams) -> int:
     return 2 * params.beam_width
 
 
-def _step_request(search: FrontRequest, step: int, place: int, token_ids: list[int]) -> FrontRequest:
+def _step_request(search: ParentRequest, step: int, place: int, token_ids: list[int]) -> ParentRequest:
     """The request for one token of one beam. `search` is, in all but its answers, that of the first beam."""
     now = clock.now()
     (first,) = search.children
@@ -280,7 +280,7 @@ def _step_request(search: FrontRequest, step: int, place: int, token_ids: list[i
         arrival_time=now,
         options=options,
     )
-    return FrontRequest(search.request_id, internal_id, None, token_ids, child.sampling_params, [child], now)
+    return ParentRequest(search.request_id, internal_id, None, token_ids, child.sampling_params, [child], now)
 
 
 def _reported(rivals: Mapping[int, Logprob], token_id: int, count: int | None) -> Mapping[int, Logprob]:

@@ -8,13 +8,13 @@ from jaxllm.cache_spec import CacheLayout
 from jaxllm.config import EngineConfig
 from jaxllm.engine import prepare
 from jaxllm.engine.features import check_speculative_config
-from jaxllm.engine_front import load_texts
 from jaxllm.errors import JaxLLMError
 from jaxllm.loaders.formats import has_checkpoint
 from jaxllm.loaders.load import check_weights, loading_bytes
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import meshes_of
 from jaxllm.parallel.topology import Topology
+from jaxllm.request_processor import load_texts
 from jaxllm.runner import memory
 from jaxllm.runner.stage import tightest
 from jaxllm.sampling.processors import load_processors

@@ -27,7 +27,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from jaxllm.text.input_processor import FrontRequest, Prompt, TokensPrompt
+from jaxllm.text.input_processor import ParentRequest, Prompt, TokensPrompt
 from jaxllm.text.tokenization import PLAIN, Tokenization
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.tqdm_bars import LoadingBar, open_bar
@@ -75,7 +75,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         self.llm_engine = LLMEngine(config, progress=progress, core=core, log_stats=False, logits_processors=logits_processors)
         self._request_numbers = itertools.count()
         self._strays: dict[str, list[RequestOutput]] = defaultdict(list)
-        self._enqueued: list[FrontRequest] = []
+        self._enqueued: list[ParentRequest] = []
         """Requests for `wait_for_completion`, in the order of their submission."""
         self.interrupt = DeferredInterrupt()
         """Handle outputs inside this context to defer a Ctrl-C until all outputs of the same step are delivered."""
@@ -313,7 +313,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         output_kind: RequestOutputKind | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[FrontRequest]:
+    ) -> list[ParentRequest]:
         """Make a request for each prompt, or raise one error that names all invalid prompts."""
         all_prompts = prompt_list(prompts)
         params = self._params_list(sampling_params, len(all_prompts), output_kind)
@@ -326,7 +326,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         priority: int | Sequence[int] | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
         tokenization: Tokenization = PLAIN,
-    ) -> list[FrontRequest]:
+    ) -> list[ParentRequest]:
         """Requests for prompts whose parameters are known."""
         priorities = one_each(0 if priority is None else priority, len(all_prompts), "priority")
         adapters = run_now(self.loras.use_each(lora_request, len(all_prompts)))
@@ -334,7 +334,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         tokenized = processor.tokenize_texts(all_prompts, tokenization)
         arrival_time = clock.now()
 
-        def request(place: int) -> FrontRequest:
+        def request(place: int) -> ParentRequest:
             return processor.process(
                 str(next(self._request_numbers)),
                 tokenized[place],
@@ -358,7 +358,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         return [_with_kind(sampling_params, output_kind)] * count
 
     def _finish(
-        self, requests: list[FrontRequest], use_tqdm: bool | Callable[..., Any] | None, *, are_added: bool = False
+        self, requests: list[ParentRequest], use_tqdm: bool | Callable[..., Any] | None, *, are_added: bool = False
     ) -> list[Any]:
         """Run requests to completion. are_added: the engine has them already."""
         results: dict[int, Any] = {}
@@ -388,7 +388,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         return open_bar(use_tqdm, total, description, "prompt")
 
     def _run(
-        self, requests: list[FrontRequest], *, are_added: bool = False
+        self, requests: list[ParentRequest], *, are_added: bool = False
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Yield the outputs of requests. Aborts unfinished ones when the caller stops."""
         engine = self.llm_engine

@@ -12,7 +12,6 @@ from jaxllm.engine import fault_points
 from jaxllm.engine.features import check_speculative_config
 from jaxllm.engine.parallel_backends import check_backend
 from jaxllm.engine_args import FromOptions
-from jaxllm.engine_front import EngineFront, Texts, load_texts
 from jaxllm.eplb_options import tell_unused_keys
 from jaxllm.errors import ConfigError, EngineError, JaxLLMError
 from jaxllm.lora_calls import LoraCalls, loras_in_this_thread, run_now
@@ -24,6 +23,7 @@ from jaxllm.parallel.topology import Topology
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request_options import RequestOptions
+from jaxllm.request_processor import RequestProcessor, Texts, load_texts
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.start_times import StartTimes, process_age_seconds
 from jaxllm.text.input_processor import Prompt
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxllm.sampling.processors import Processor
 
 
-class LLMEngine(FromOptions, LoraCalls, PauseCalls, EngineFront):
+class LLMEngine(FromOptions, LoraCalls, PauseCalls, RequestProcessor):
     """An engine core with its tokenizer and the requests in flight.
 
     Builds the core from the config and the logits processors (`jaxllm.sampling.processors`) unless a core is given.
@@ -117,7 +117,7 @@ def make_core(
 ) -> tuple[SteppedCore, Texts]:
     """Build the core of a config, unless one is given, and load its texts. Raises as LLMEngine does."""
     log.set_up_if_asked()
-    fault_points.install_from_environment("front")
+    fault_points.install_from_environment("client")
     times = StartTimes()
     if (age := process_age_seconds()) is not None:
         times.add("process before the engine", age)

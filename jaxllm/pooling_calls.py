@@ -19,13 +19,13 @@ from jaxllm.scoring import as_texts, cosine, pairs
 from jaxllm.text.input_processor import Prompt
 
 if TYPE_CHECKING:
-    from jaxllm.text.input_processor import FrontRequest
+    from jaxllm.text.input_processor import ParentRequest
 
 
 class PoolingCalls:
     """Needs `_requests` and `_finish`, which check prompts and run their requests."""
 
-    _requests: "Callable[..., list[FrontRequest]]"
+    _requests: "Callable[..., list[ParentRequest]]"
     _finish: Callable[..., list[Any]]
 
     def embed(

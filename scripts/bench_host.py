@@ -1,7 +1,7 @@
 """Times the host's part of a decode step without a model: python scripts/bench_host.py
 
 schedule: Scheduler.schedule · build: BatchBuilder.build · update: Scheduler.update_from_output, with --publish also changes of
-the prefix cache · front: OutputProcessor.process with the demo model's tokenizer, apart. "step" is schedule + build + update.
+the prefix cache · text: OutputProcessor.process with the demo model's tokenizer, apart. "step" is schedule + build + update.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from jaxllm.runner.rows import Rows
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from jaxllm.text.output_processor import OutputProcessor
 from jaxllm.text.tokenizer import load_tokenizer
 
@@ -31,7 +31,7 @@ class Times(NamedTuple):
     schedule: float
     build: float
     update: float
-    front: float
+    text: float
     total: float
     """Without output processing."""
     best_total: float
@@ -51,19 +51,19 @@ def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: i
     if publish:
         scheduler.publish_cache_events()
     params = SamplingParams(max_tokens=num_steps + 16, temperature=0.7, top_p=0.9, seed=1)
-    front = OutputProcessor(load_tokenizer(resolve_model(DEMO), name=DEMO))
+    processor = OutputProcessor(load_tokenizer(resolve_model(DEMO), name=DEMO))
     for i in range(num_running + num_waiting):
         spec = EngineCoreRequest(
             request_id=f"request-{i}", prompt_token_ids=[i % 4096] * prompt_len, sampling_params=params, eos_token_ids=(0, 1)
         )
         scheduler.add_request(Request(spec))
-        front.add(FrontRequest(spec.request_id, spec.request_id, None, spec.prompt_token_ids, params, [spec], time.time()))
+        processor.add(ParentRequest(spec.request_id, spec.request_id, None, spec.prompt_token_ids, params, [spec], time.time()))
     engine = EngineConfig.from_options(max_num_seqs=num_running, max_num_batched_tokens=8192)
     rows = Rows(num_running)
     builder = BatchBuilder(rows, Buckets.choose(engine, GPU), block_size=16, max_blocks=blocks_per_request)
     gc.collect()
     gc.freeze()
-    schedule_seconds, build_seconds, update_seconds, front_seconds = [], [], [], []
+    schedule_seconds, build_seconds, update_seconds, text_seconds = [], [], [], []
     num_decode_steps = 0
     while num_decode_steps < num_steps:
         start = time.perf_counter()
@@ -79,16 +79,16 @@ def step_times(num_running: int, num_waiting: int, prompt_len: int, num_steps: i
         outputs = scheduler.update_from_output(plan, result)
         scheduler.take_cache_events()
         updated = time.perf_counter()
-        front.process(outputs)
+        processor.process(outputs)
         processed = time.perf_counter()
         if plan.num_tokens == len(plan.rows) - len(plan.new_requests) == num_running:
             schedule_seconds.append(scheduled - start)
             build_seconds.append(built - scheduled)
             update_seconds.append(updated - updating)
-            front_seconds.append(processed - updated)
+            text_seconds.append(processed - updated)
             num_decode_steps += 1
     totals = [sum(pair) for pair in zip(schedule_seconds, build_seconds, update_seconds, strict=True)]
-    parts = (schedule_seconds, build_seconds, update_seconds, front_seconds, totals)
+    parts = (schedule_seconds, build_seconds, update_seconds, text_seconds, totals)
     medians = (statistics.median(seconds) for seconds in parts)
     return Times(*(1e3 * seconds for seconds in (*medians, min(totals))))
 
@@ -101,13 +101,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--publish", action="store_true", help="also publish what is in the prefix cache, as replicas do")
     arguments = parser.parse_args()
-    print("running  waiting  schedule ms  build ms  update ms  step ms  best step ms  front ms")
+    print("running  waiting  schedule ms  build ms  update ms  step ms  best step ms  text ms")
     for num_waiting in arguments.waiting:
         for num_running in arguments.running:
             times = step_times(num_running, num_waiting, arguments.prompt_len, arguments.steps, publish=arguments.publish)
             print(
                 f"{num_running:7}  {num_waiting:7}  {times.schedule:11.3f}  {times.build:8.3f}  {times.update:9.3f}  "
-                f"{times.total:7.3f}  {times.best_total:12.3f}  {times.front:8.3f}"
+                f"{times.total:7.3f}  {times.best_total:12.3f}  {times.text:8.3f}"
             )
 
 

@@ -319,13 +319,13 @@ def _other(server: RehearsedServer) -> OtherHost:
     return server.other
 
 
-async def front_killed(server: RehearsedServer, row: Row) -> None:
+async def api_server_killed(server: RehearsedServer, row: Row) -> None:
     streams = await streams_of(server, LONG // 4)
-    front = server.pids("server.front")[0]
+    api_server = server.pids("server.api_server")[0]
     since = time.monotonic()
-    os.kill(front, signal.SIGKILL)
+    os.kill(api_server, signal.SIGKILL)
     counts = await outcomes(row, streams, [WHOLE, CLOSED], since)
-    row.expect(counts[WHOLE] > 0 and counts[CLOSED] > 0, "one front's clients must be served and the other's not")
+    row.expect(counts[WHOLE] > 0 and counts[CLOSED] > 0, "one API server's clients must be served and the other's not")
     row.expect((row.seconds or 0) < KNOWN_WITHIN_SECONDS, f"they knew after {row.seconds:.2f} s")
     await asyncio.to_thread(server.wait_whole)
     await goes_on(server, row)
@@ -402,7 +402,7 @@ async def hangs(server: RehearsedServer, row: Row) -> None:
 
 FAULTS = {
     "engine": Fault("kill -9 of the engine process", engine_killed),
-    "front": Fault("kill -9 of one of 2 fronts", front_killed, "--api-server-count 2"),
+    "api-server": Fault("kill -9 of one of 2 API servers", api_server_killed, "--api-server-count 2"),
     "replica": Fault("kill -9 of one of 2 replicas", replica_killed, "--data-parallel-size 2"),
     "attacked-replica": Fault(
         f"kill -9 of one of 2 replicas under attack by {NUM_ATTACKERS} clients",

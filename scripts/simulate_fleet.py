@@ -37,7 +37,7 @@ HEADS = (
     "route µs",
     "events µs",
     "load µs",
-    "front/s",
+    "requests/s",
 )
 
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=get_args(RoutingPolicy), default=get_args(RoutingPolicy))
     parser.add_argument("--model", choices=COSTS, default="8b")
     parser.add_argument("--blocks", type=int, help="blocks of each prefix cache (default: what an H200 has left)")
-    parser.add_argument("--fronts", type=int, default=1)
+    parser.add_argument("--api-servers", type=int, default=1)
     parser.add_argument("--report-ms", type=float, default=10.0, help="shortest time between two reports of an engine")
     parser.add_argument("--indexed-blocks", type=int, default=4_000_000, help="most blocks that a balancer remembers")
     parser.add_argument("--burst", type=float, default=5.0, help="how many times as many arrivals a burst has")
@@ -102,7 +102,7 @@ def main() -> None:
                 arguments.replicas,
                 work,
                 costs,
-                num_fronts=arguments.fronts,
+                num_api_servers=arguments.api_servers,
                 report_seconds=arguments.report_ms / 1e3,
                 max_indexed_blocks=arguments.indexed_blocks,
                 seed=arguments.seed,

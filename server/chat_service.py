@@ -15,7 +15,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxllm.request_options import NO_OPTIONS, RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from server.chat_deltas import ChatDelta, ToolCallDelta, join_into
 from server.chat_encoding import ChatEncoder
 from server.dialects import AskedChoice, check_tools
@@ -79,7 +79,7 @@ class PreparedChat:
     """A fully checked conversation that the engine accepts."""
 
     conversation: Conversation
-    request: FrontRequest
+    request: ParentRequest
     usage: Usage
     """Updated while the answer is streamed."""
     reader: AnswerReader | None = None
@@ -121,7 +121,7 @@ class ChatService:
         self._work = work
         self._queue_timeout_seconds = queue_timeout_seconds
         self._options = options
-        self.note_request: Callable[[FrontRequest], None] = lambda request: None
+        self.note_request: Callable[[ParentRequest], None] = lambda request: None
         """Called for each prepared request."""
         self._templates: TemplateProcesses | None = None
         self._encoder: ChatEncoder | None = None

@@ -15,7 +15,7 @@ from jaxllm.async_llm import AsyncLLM
 from jaxllm.hub import short_name
 from jaxllm.log import info_once
 from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from jaxllm.text.tokenizer import Tokenizer
 from server.adapters import ServedAdapters, some_of
 from server.chat_service import ChatService
@@ -85,7 +85,7 @@ class ServerContext:
         """The name of the model without adapters in replies."""
         return self.model_names[0]
 
-    def name_for(self, request: FrontRequest) -> str:
+    def name_for(self, request: ParentRequest) -> str:
         """The model name in the reply to a request."""
         return request.children[0].options.adapter or self.model_name
 

@@ -7,7 +7,7 @@ from starlette.types import Scope
 
 from jaxllm.log import logger, safe
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from server.options import LoggingOptions
 
 QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/metrics", "/load", "/version"})
@@ -49,7 +49,7 @@ class RequestLog:
         self._is_on = options.enable_log_requests
         self._max_length = options.max_log_len
 
-    def write(self, request: FrontRequest) -> None:
+    def write(self, request: ParentRequest) -> None:
         """Log a request's sampling parameters, and its prompt at debug level."""
         if not self._is_on:
             return

@@ -10,7 +10,7 @@ from jaxllm.errors import InvalidRequestError, RequestFailedError
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request_options import NO_OPTIONS, RequestOptions
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from jaxllm.text.tokenization import encode_prompts
 from server.endings import end_of, failure
 from server.errors import ApiError, bad_request
@@ -48,7 +48,7 @@ class PoolingService:
         *,
         add_special_tokens: bool = True,
         options: RequestOptions = NO_OPTIONS,
-    ) -> list[FrontRequest]:
+    ) -> list[ParentRequest]:
         """Tokenize and check all inputs before any of them runs. Raises ApiError."""
         limit = self._limits.max_prompts_per_request
         if len(inputs) > limit:
@@ -71,7 +71,7 @@ class PoolingService:
         self._check_size(requests)
         return requests
 
-    async def run(self, requests: Sequence[FrontRequest]) -> list[PoolingRequestOutput]:
+    async def run(self, requests: Sequence[ParentRequest]) -> list[PoolingRequestOutput]:
         """Return the vectors of prepared requests, in order. If it is cancelled or one request fails, the others are aborted.
 
         Raises ApiError, EngineError or EngineDeadError.
@@ -129,7 +129,7 @@ class PoolingService:
                 raise _too_long(num_tokens, longest, each.param)
         return prompts
 
-    def _check_size(self, requests: Sequence[FrontRequest]) -> None:
+    def _check_size(self, requests: Sequence[ParentRequest]) -> None:
         width, count = self._engine.model_config.hidden_size, 0
         for request in requests:
             params = request.pooling_params

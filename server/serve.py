@@ -35,7 +35,7 @@ from jaxllm.replicas.processes import (
     EngineProcesses,
     end,
 )
-from server.front import LAST_WORDS_SECONDS, READY, FrontStart
+from server.api_server import LAST_WORDS_SECONDS, READY, ApiServerStart
 from server.grpc.start import check_grpc
 from server.listening import check_tls, listen
 from server.options import ServerOptions
@@ -59,7 +59,7 @@ class Serving:
     """The kind of most requests: "chat", "completions", "token ids" or "embeddings"."""
 
 
-class _Front:
+class _ApiServer:
     """An API server and its descriptor of the listening socket, which outlives the process."""
 
     def __init__(self, index: int, listening: socket.socket):
@@ -101,8 +101,8 @@ class Supervisor:
         self._exit_code = 0
         self._failure: str | None = None
         self._directory = Path()
-        self._fronts: list[_Front] = []
-        self._num_fronts = options.network.api_server_count
+        self._api_servers: list[_ApiServer] = []
+        self._num_api_servers = options.network.api_server_count
         self._engines: EngineProcesses
         self._remote: RemoteEngines | None = None
         """Replicas on other hosts."""
@@ -128,7 +128,7 @@ class Supervisor:
             self._engines = self._engine_processes(
                 dict(zip(ranks_here(self._config.parallel), environment_of_each, strict=True))
             )
-            self._remote = remote_engines(self._config, self._directory, index=self._num_fronts, started=started)
+            self._remote = remote_engines(self._config, self._directory, index=self._num_api_servers, started=started)
             try:
                 await self._serve(sockets)
             finally:
@@ -146,7 +146,7 @@ class Supervisor:
     def _engine_processes(self, environments: Mapping[int, Mapping[str, str]]) -> EngineProcesses:
         num_replicas = self._config.parallel.num_replicas
         start = EngineStart(of_one_host(self._config), "", num_replicas=num_replicas, **self._of_engines())
-        return EngineProcesses(start, self._directory, environments, self._stopping, client_index=self._num_fronts)
+        return EngineProcesses(start, self._directory, environments, self._stopping, client_index=self._num_api_servers)
 
     def _of_engines(self) -> dict[str, Any]:
         """Fields of EngineStart that are the same on every host."""
@@ -174,73 +174,73 @@ class Supervisor:
             self._watch(self._watch_engine(engine))
         if self._remote is not None:
             await self._remote.start()
-        self._fronts = [_Front(index, listening) for index, listening in enumerate(sockets)]
-        for front in self._fronts:
-            self._start_front(front)
+        self._api_servers = [_ApiServer(index, listening) for index, listening in enumerate(sockets)]
+        for api_server in self._api_servers:
+            self._start_api_server(api_server)
         self._watch(self._tell_when_ready())
         await self._stopping.wait()
         await self._end_all()
         if self._failure is not None:
             raise EngineDeadError(self._failure)
 
-    # Fronts
+    # API servers
 
-    def _start_front(self, front: _Front) -> None:
+    def _start_api_server(self, api_server: _ApiServer) -> None:
         report, child_report = os.pipe()
-        start = FrontStart(
-            front.index,
+        start = ApiServerStart(
+            api_server.index,
             self._places(),
             self._config,
             self._options,
-            front.socket.fileno(),
+            api_server.socket.fileno(),
             child_report,
             self._log_level,
             self._engines.silence_seconds,
-            accepts_while_loading=not any(other.serves for other in self._fronts if other is not front),
+            accepts_while_loading=not any(other.serves for other in self._api_servers if other is not api_server),
             epoch=clock.epoch(),
         )
-        fds = (front.socket.fileno(), child_report)
-        front.process = start_child("server.front", msgspec.msgpack.encode(start), fds)
+        fds = (api_server.socket.fileno(), child_report)
+        api_server.process = start_child("server.api_server", msgspec.msgpack.encode(start), fds)
         os.close(child_report)
         os.set_blocking(report, False)
-        front.report, front.told = report, ""
-        front.starts.append(time.monotonic())
-        self._watch(self._watch_front(front))
+        api_server.report, api_server.told = report, ""
+        api_server.starts.append(time.monotonic())
+        self._watch(self._watch_api_server(api_server))
 
-    async def _watch_front(self, front: _Front) -> None:
+    async def _watch_api_server(self, api_server: _ApiServer) -> None:
         """Wait until an API server ends; restart it if it was ready before and has not ended too often."""
-        assert front.process is not None
-        while (code := front.process.poll()) is None:
-            self._read_report(front)
+        assert api_server.process is not None
+        while (code := api_server.process.poll()) is None:
+            self._read_report(api_server)
             await asyncio.sleep(POLL_SECONDS)
-        self._read_report(front)
-        os.close(front.report)
+        self._read_report(api_server)
+        os.close(api_server.report)
         if self._stopping.is_set():
             return
-        if not front.is_ready:
-            unsaid = f"a front process could not start (exit code {code}); the log may say why{address_space.describe_limit()}"
-            self._fail(front.told.strip() or unsaid)
+        if not api_server.is_ready:
+            unsaid = f"an API server could not start (exit code {code}); the log may say why{address_space.describe_limit()}"
+            self._fail(api_server.told.strip() or unsaid)
             return
-        recent = [start for start in front.starts if start > time.monotonic() - RESTART_WINDOW_SECONDS]
+        recent = [start for start in api_server.starts if start > time.monotonic() - RESTART_WINDOW_SECONDS]
         if len(recent) > MAX_RESTARTS:
             self._fail(
-                f"front {front.index} ended {len(recent)} times within {RESTART_WINDOW_SECONDS:.0f} s (exit code {code})"
+                f"API server {api_server.index} ended {len(recent)} times within {RESTART_WINDOW_SECONDS:.0f} s (exit code {code})"
             )
             return
-        logger.error("front %d ended (exit code %d); it is started again", front.index, code)
-        front.starts = recent
-        self._start_front(front)
+        logger.error("API server %d ended (exit code %d); it is started again", api_server.index, code)
+        api_server.starts = recent
+        self._start_api_server(api_server)
 
-    def _read_report(self, front: _Front) -> None:
+    def _read_report(self, api_server: _ApiServer) -> None:
         """Read an API server's start report; record whether it is ready."""
-        was_told = bool(front.told)
+        was_told = bool(api_server.told)
         with contextlib.suppress(BlockingIOError):
-            front.told += os.read(front.report, 4096).decode(errors="replace")
-        if front.told.startswith(READY):
-            if front.is_ready and not was_told:
-                logger.info("front %d serves again", front.index)
-            front.is_ready = True
-            front.offers = front.told.removeprefix(READY).strip()
+            api_server.told += os.read(api_server.report, 4096).decode(errors="replace")
+        if api_server.told.startswith(READY):
+            if api_server.is_ready and not was_told:
+                logger.info("API server %d serves again", api_server.index)
+            api_server.is_ready = True
+            api_server.offers = api_server.told.removeprefix(READY).strip()
 
     # The engine, or its replicas
 
@@ -250,7 +250,7 @@ class Supervisor:
         error = await self._engines.ended(engine)
         if self._stopping.is_set():
             return
-        was_ready = all(front.is_ready for front in self._fronts)
+        was_ready = all(api_server.is_ready for api_server in self._api_servers)
         if self._all_served and self._config.parallel.num_replicas > 1:
             often = await self._engines.start_again(engine, error)
             if self._stopping.is_set():
@@ -277,7 +277,7 @@ class Supervisor:
             ready, *_ = [await client.ready() for client in clients]
             if not await self._others_are_ready():
                 return
-            while not all(front.is_ready for front in self._fronts):
+            while not all(api_server.is_ready for api_server in self._api_servers):
                 await asyncio.sleep(0.02)
         except EngineDeadError:  # its watcher reports it
             return
@@ -287,7 +287,14 @@ class Supervisor:
         self._all_served = True
         seconds = time.monotonic() - self._began
         self._on_ready(
-            Serving(ready.config, self._options, self._fronts[0].socket, ready.start_seconds, seconds, self._fronts[0].offers)
+            Serving(
+                ready.config,
+                self._options,
+                self._api_servers[0].socket,
+                ready.start_seconds,
+                seconds,
+                self._api_servers[0].offers,
+            )
         )
 
     async def _others_are_ready(self) -> bool:
@@ -323,14 +330,14 @@ class Supervisor:
     async def _end_all(self) -> None:
         """Stop the API servers, which drain, then the engine."""
         drain_seconds = 0.0 if self._failure else self._options.network.shutdown_timeout + LAST_WORDS_SECONDS
-        fronts = [front.process for front in self._fronts if front.process is not None]
-        await asyncio.gather(*(end(process, drain_seconds + END_SECONDS) for process in fronts))
+        processes = [api_server.process for api_server in self._api_servers if api_server.process is not None]
+        await asyncio.gather(*(end(process, drain_seconds + END_SECONDS) for process in processes))
         if self._remote is not None:
             await self._remote.end(self._failure or "")
         await self._engines.end_all()
 
     def _kill_all(self) -> None:
-        for process in (front.process for front in self._fronts):
+        for process in (api_server.process for api_server in self._api_servers):
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxllm import __version__, clock
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.outputs import RequestMetrics
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 
 SPAN_NAME = "llm_request"
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
@@ -49,7 +49,7 @@ class Tracer:
         self._tracer = provider.get_tracer("jaxllm", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def request_ended(self, request: FrontRequest, metrics: RequestMetrics | None, error: BaseException | None) -> None:
+    def request_ended(self, request: ParentRequest, metrics: RequestMetrics | None, error: BaseException | None) -> None:
         """Record a finished request as a child of the span in its HTTP request's headers.
 
         `error` is the cause of its end, if any. Without metrics the request ended before it produced anything.
@@ -76,7 +76,7 @@ class Tracer:
         self._provider.shutdown()
 
 
-def attributes(request: FrontRequest, metrics: RequestMetrics, end: float) -> dict[str, Any]:
+def attributes(request: ParentRequest, metrics: RequestMetrics, end: float) -> dict[str, Any]:
     """A span's attributes, by OpenTelemetry's names. Latencies are in seconds; those that do not apply are left out."""
     params = request.params
     search = request.beam_search_params

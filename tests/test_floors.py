@@ -47,7 +47,7 @@ FLOORS = {
     "jaxllm.llm": 7,
     "jaxllm.llm_engine": 7,
     "jaxllm.async_llm": 7,
-    "jaxllm.engine_front": 7,
+    "jaxllm.request_processor": 7,
     "jaxllm.engine_plan": 7,
     "jaxllm.beam_search": 7,
     "jaxllm.pooling_calls": 7,
@@ -84,9 +84,9 @@ SIBLINGS = {
     ("jaxllm.llm", "jaxllm.pooling_calls"),
     ("jaxllm.async_llm", "jaxllm.llm_engine"),
     ("jaxllm.async_llm", "jaxllm.beam_search"),
-    ("jaxllm.async_llm", "jaxllm.engine_front"),
-    ("jaxllm.llm_engine", "jaxllm.engine_front"),
-    ("jaxllm.engine_plan", "jaxllm.engine_front"),
+    ("jaxllm.async_llm", "jaxllm.request_processor"),
+    ("jaxllm.llm_engine", "jaxllm.request_processor"),
+    ("jaxllm.engine_plan", "jaxllm.request_processor"),
 }
 """Allowed (importer, imported) pairs on the same level; imports within one of these packages are free."""
 

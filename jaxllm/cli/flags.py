@@ -19,7 +19,7 @@ NOT_IN_FILES: Mapping[str, str] = {
     "stream_interval": "a terminal is written to at every token",
     "flat_logprobs": "a choice of Python container",
     "guided_decoding": "the older name of structured_outputs",
-    "bad_words_token_ids": "filled by the front from bad_words",
+    "bad_words_token_ids": "filled by the input processor from bad_words",
 }
 """Fields of SamplingParams that a line of a prompt file cannot set, with the reason."""
 MAX_TOKENS_HELP = "most tokens of each answer; default: the model's own, else 256, in chat as many as the context has room for"

@@ -74,7 +74,7 @@ class EngineClient:
         silence_seconds: float = SILENCE_SECONDS,
         stall_seconds: float = STALL_SECONDS,
     ):
-        self.name = f"front-{index}-{secrets.token_hex(8)}"
+        self.name = f"client-{index}-{secrets.token_hex(8)}"
         self.on_outputs: Callable[[Outputs], None] = lambda message: None
         self.on_refused: Callable[[Refused], None] = lambda message: None
         self.on_failed: Callable[[Failed], None] = lambda message: None

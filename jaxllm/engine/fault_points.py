@@ -21,7 +21,7 @@ from jaxllm import env
 from jaxllm.errors import ConfigError
 from jaxllm.log import logger
 
-Side = Literal["core", "front"]
+Side = Literal["core", "client"]
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ PLACES = {
     ),
     "stop": Place("core", "jaxllm.request", "Request.append_output", lambda self, token_id: self.request_id),
     "caches": Place("core", "jaxllm.runner.runner", "ModelRunner.start_over"),
-    "detokenizer": Place("front", "jaxllm.text.output_processor", "_Answer.update", lambda self, output: self.engine_id),
-    "logprobs": Place("front", "jaxllm.text.output_processor", "_Answer._append", lambda self, output, *args: self.engine_id),
-    "output": Place("front", "jaxllm.text.output_processor", "_Answer.completion", lambda self, **kwargs: self.engine_id),
+    "detokenizer": Place("client", "jaxllm.text.output_processor", "_Answer.update", lambda self, output: self.engine_id),
+    "logprobs": Place("client", "jaxllm.text.output_processor", "_Answer._append", lambda self, output, *args: self.engine_id),
+    "output": Place("client", "jaxllm.text.output_processor", "_Answer.completion", lambda self, **kwargs: self.engine_id),
 }
 """By name. A wrapped function is replaced in its module or class, so every object has the fault."""
 
@@ -176,7 +176,7 @@ def install(side: Side, faults: Sequence[Fault]) -> Callable[[], None]:
 def injected(text: str) -> Iterator[None]:
     """Install these faults, on both sides, within the context."""
     faults = faults_of(text)
-    undo = [install(side, faults) for side in ("core", "front")]  # type: ignore[arg-type]
+    undo = [install(side, faults) for side in ("core", "client")]  # type: ignore[arg-type]
     try:
         yield
     finally:

@@ -266,7 +266,7 @@ class Dead(_Message, tag="dead"):
     message: str
 
 
-FrontMessage = Hello | Add | Abort | Call | Bye | Drain | NoMore
+ClientMessage = Hello | Add | Abort | Call | Bye | Drain | NoMore
 EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | Update | Draining | Dead
 
 
@@ -280,9 +280,9 @@ def encode(message: Any) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_front_message(frame: bytes) -> FrontMessage:
+def decode_client_message(frame: bytes) -> ClientMessage:
     """Decode a message from an API server. Raises MessageError."""
-    message = _decode(_front_decoder, frame)
+    message = _decode(_client_decoder, frame)
     if isinstance(message, Add) and message.request.sampling_params.seed is None:
         message.request.sampling_params.seed = -1  # the API server has set it, as an answer's seed; to callers -1 means none
     return message
@@ -365,6 +365,6 @@ def decode_other(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_other)
-_front_decoder: Any = msgspec.msgpack.Decoder(FrontMessage, dec_hook=decode_other)  # type: ignore[arg-type]
+_client_decoder: Any = msgspec.msgpack.Decoder(ClientMessage, dec_hook=decode_other)  # type: ignore[arg-type]
 _engine_decoder: Any = msgspec.msgpack.Decoder(EngineMessage, dec_hook=decode_other)  # type: ignore[arg-type]
 _start_decoder = msgspec.msgpack.Decoder(EngineStart)

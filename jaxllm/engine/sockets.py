@@ -216,7 +216,7 @@ class Listener:
         """Until then the loop was known not to hang."""
         self._last_beat = math.inf
         self._processes: dict[int, str] = {}
-        """Front by the descriptor that becomes readable when its process ends."""
+        """API server by the descriptor that becomes readable when its process ends."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="listener", daemon=True)
         self._inbox = self.context.socket(zmq.PULL)
@@ -271,7 +271,7 @@ class Listener:
 
     def _take(self, frame: bytes) -> None:
         try:
-            message = messages.decode_front_message(frame)
+            message = messages.decode_client_message(frame)
         except MessageError as error:
             logger.warning("a message of an API server was refused: %s", error)
             if (sender := messages.sender_of_add(frame)) is not None:

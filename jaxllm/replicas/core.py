@@ -43,10 +43,10 @@ class Replicas:
         pids: Sequence[int | None],
         *,
         policy: RoutingPolicy = "cache_aware",
-        num_fronts: int = 1,
+        num_api_servers: int = 1,
         retries: bool = False,
     ):
-        self._connect, self._policy, self._num_fronts, self._retries = connect, policy, num_fronts, retries
+        self._connect, self._policy, self._num_api_servers, self._retries = connect, policy, num_api_servers, retries
         self._states: list[ReplicaState] = ["loading"] * len(pids)
         self._early_updates: list[list[Update]] = [[] for _ in pids]
         """Cache events that a replica published before requests were sent to it."""
@@ -88,7 +88,7 @@ class Replicas:
             hash_algorithm=config.cache.prefix_caching_hash_algo,
             prefix_caching=bool(config.cache.enable_prefix_caching),
             policy=self._policy,
-            num_fronts=self._num_fronts,
+            num_api_servers=self._num_api_servers,
         )
         self.core: Core = ReplicatedCore(self, first, min(ready.max_model_len for ready in readies))
         for rank, client in enumerate(self.clients):

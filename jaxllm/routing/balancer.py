@@ -33,16 +33,16 @@ class Balancer:
         hash_algorithm: HashAlgorithm = "sha256",
         prefix_caching: bool = True,
         policy: RoutingPolicy = "cache_aware",
-        num_fronts: int = 1,
+        num_api_servers: int = 1,
         max_indexed_blocks: int = 4_000_000,
     ):
-        """block_size, hash_algorithm, prefix_caching, max_num_seqs: the options of each engine. num_fronts: API servers that
+        """block_size, hash_algorithm, prefix_caching, max_num_seqs: the options of each engine. num_api_servers: API servers that
         send to these replicas. max_indexed_blocks: most blocks of all prefix caches that are remembered, of about 150 bytes each."""
         assert policy in get_args(RoutingPolicy), policy
         self.num_replicas = num_replicas
         self.policy = policy
         self.index = PrefixIndex(num_replicas, max_indexed_blocks)
-        self.loads = Loads(num_replicas, block_size=block_size, max_num_seqs=max_num_seqs, num_fronts=num_fronts)
+        self.loads = Loads(num_replicas, block_size=block_size, max_num_seqs=max_num_seqs, num_api_servers=num_api_servers)
         self._block_size = block_size
         self._hash_algorithm: HashAlgorithm = hash_algorithm
         self._reads_caches = prefix_caching and policy == "cache_aware"

@@ -44,12 +44,12 @@ class _Replica:
 class Loads:
     """Arrays over the replicas, kept up to date one replica at a time."""
 
-    def __init__(self, num_replicas: int, *, block_size: int, max_num_seqs: int, num_fronts: int):
-        """num_fronts: API servers that send to these replicas. What the others sent is not known before a report, so each counts
+    def __init__(self, num_replicas: int, *, block_size: int, max_num_seqs: int, num_api_servers: int):
+        """num_api_servers: API servers that send to these replicas. What the others sent is not known before a report, so each counts
         its own requests for all of them."""
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
-        self._num_fronts = num_fronts
+        self._num_api_servers = num_api_servers
         self._max_adapters = 0
         self.replicas = [_Replica() for _ in range(num_replicas)]
         self.is_up = np.zeros(num_replicas, bool)
@@ -121,8 +121,8 @@ class Loads:
 
     def _update(self, index: int) -> None:
         replica = self.replicas[index]
-        num_unreported = self._num_fronts * len(replica.unreported)
-        num_tokens = replica.num_queued_tokens + self._num_fronts * replica.num_unreported_tokens
+        num_unreported = self._num_api_servers * len(replica.unreported)
+        num_tokens = replica.num_queued_tokens + self._num_api_servers * replica.num_unreported_tokens
         num_requests = replica.num_running + replica.num_waiting
         self.is_up[index] = replica.is_up
         self.work[index] = num_tokens + ROW_TOKENS * (num_requests + num_unreported)
@@ -130,4 +130,4 @@ class Loads:
         self.seats[index] = self._max_num_seqs - num_requests - num_unreported
         self.room[index] = replica.num_free_tokens - num_tokens
         pressure = 6 * replica.num_waiting * max(0.0, replica.usage - 0.5)
-        self.vllm_score[index] = max(self._num_fronts * replica.num_in_flight, num_requests) + pressure
+        self.vllm_score[index] = max(self._num_api_servers * replica.num_in_flight, num_requests) + pressure

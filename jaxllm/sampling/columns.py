@@ -65,7 +65,7 @@ _NEUTRAL = np.array([_word(neutral, dtype) for dtype, neutral, _ in _COLUMNS.val
 
 def pack_columns(params: SamplingParams) -> np.ndarray:
     """int32[NUM_COLUMNS] of a request, whose seed must be set unless it is greedy."""
-    assert params.seed is not None or params.is_greedy, "the front gives every request a seed"
+    assert params.seed is not None or params.is_greedy, "the input processor gives every request a seed"
     return np.array([_word(read(params), dtype) for dtype, _, read in _COLUMNS.values()]) ^ _NEUTRAL
 
 

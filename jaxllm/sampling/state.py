@@ -102,7 +102,7 @@ def pack_admission(
     last = outputs[-recent_length:]
     recent[:] = -1
     recent[recent_length - len(last) :] = last
-    assert not params.bad_words or params.bad_words_token_ids is not None, "the front fills bad_words_token_ids"
+    assert not params.bad_words or params.bad_words_token_ids is not None, "the input processor fills bad_words_token_ids"
     bad_words[:] = -1
     for row, sequence in zip(bad_words.reshape(bad_words_shape), params.bad_words_token_ids or (), strict=False):
         row[len(row) - len(sequence) :] = sequence

@@ -49,7 +49,7 @@ _NOTHING_SAMPLED = SamplingParams(
 
 
 @dataclass(frozen=True)
-class FrontRequest:
+class ParentRequest:
     """One prompt, checked, with a request to the engine core for each of its n answers."""
 
     request_id: str
@@ -123,7 +123,7 @@ class InputProcessor:
         *,
         arrival_time: float | None = None,
         grammar: Grammar | None = None,
-    ) -> FrontRequest:
+    ) -> ParentRequest:
         """Check a prompt and complete its parameters. Raises InvalidRequestError, or TypeError for a request id that is no string.
 
         A cache salt in the prompt replaces that of the options. `grammar`: the compiled structured output of `params`; None: compile
@@ -151,7 +151,7 @@ class InputProcessor:
                 options=options,
             )
             sampling, pooling = request.sampling_params, request.pooling_params
-            return FrontRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)
+            return ParentRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)
         if not self._generates:
             raise InvalidRequestError(
                 f"{self._model} runs as an embedding model and generates no text; ask for embeddings, or start the engine "
@@ -175,7 +175,7 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
-        return FrontRequest(request_id, internal_id, text, token_ids, params, children, arrival_time)
+        return ParentRequest(request_id, internal_id, text, token_ids, params, children, arrival_time)
 
     def _checked_options(self, options: RequestOptions) -> RequestOptions:
         """The options without what has no effect in this engine. Raises InvalidRequestError."""

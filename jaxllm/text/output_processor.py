@@ -20,7 +20,7 @@ from jaxllm.outputs import (
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from jaxllm.text.logprobs import FlatLogprobs, positions
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -154,7 +154,7 @@ class _Answer:
 class _Live:
     """An unfinished request."""
 
-    def __init__(self, request: FrontRequest, tokenizer: Tokenizer | None, stream_interval: int):
+    def __init__(self, request: ParentRequest, tokenizer: Tokenizer | None, stream_interval: int):
         self.request = request
         self.kind = request.params.output_kind
         self.answers = [_Answer(index, child, tokenizer, stream_interval) for index, child in enumerate(request.children)]
@@ -269,7 +269,7 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, request: FrontRequest, replica: int = 0) -> None:
+    def add(self, request: ParentRequest, replica: int = 0) -> None:
         """Register a request whose outputs will arrive from a replica of the engine."""
         live = _Live(request, self._tokenizer, self._stream_interval)
         self._live[request.internal_id] = live

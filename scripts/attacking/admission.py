@@ -30,18 +30,18 @@ def _spaces(size: int) -> bytes:
 def _judge(target: Target, seen: Seen, path: str, body: bytes) -> None:
     """Four such requests at once: how long they take, what they cost, how long others wait."""
     server = target.server()
-    fronts = server.pids("server.front")
+    api_servers = server.pids("server.api_server")
     data = wire.head_and_body(server, "POST", path, body)
     answers: list[wire.Answer] = []
-    before = cpu_of(fronts)
+    before = cpu_of(api_servers)
     with Bystander(server) as other:
         _together(lambda: answers.append(wire.exchange(server, data, seconds=90)), _AT_ONCE)
-        _until_quiet(fronts)
-    used = cpu_of(fronts) - before
+        _until_quiet(api_servers)
+    used = cpu_of(api_servers) - before
     statuses = sorted({answer.status for answer in answers})
     seen.equal("answered", bool(statuses) and set(statuses) <= {200, 400, 413, 422, 429}, True)
     seen.seconds(f"with {', '.join(map(str, statuses))} after", max(answer.seconds for answer in answers), 10.0)
-    if fronts:
+    if api_servers:
         seen.seconds("CPU of the API server", used, 4.0)
     other.judge(seen, 2.0)
 
@@ -110,7 +110,7 @@ def truncated_spaces(target: Target, seen: Seen) -> None:
 def _leaving(target: Target, seen: Seen, path: str, body: bytes, count: int = 2) -> None:
     """Clients send a request and are gone a second later; the work for them must end too."""
     server = target.server()
-    fronts = server.pids("server.front")
+    api_servers = server.pids("server.api_server")
     data = wire.head_and_body(server, "POST", path, body)
 
     def visit() -> None:
@@ -118,11 +118,11 @@ def _leaving(target: Target, seen: Seen, path: str, body: bytes, count: int = 2)
             stream.sendall(data)
             time.sleep(1)
 
-    before = cpu_of(fronts)
+    before = cpu_of(api_servers)
     with Bystander(server) as other:
         _together(visit, count)
-        _until_quiet(fronts)
-    seen.seconds("CPU of the API server", cpu_of(fronts) - before, 4.0)
+        _until_quiet(api_servers)
+    seen.seconds("CPU of the API server", cpu_of(api_servers) - before, 4.0)
     other.judge(seen, 2.0)
 
 

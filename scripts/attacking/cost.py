@@ -28,12 +28,13 @@ with socket.create_server(("127.0.0.1", 0)) as free:
 os.environ[STEP_VARIABLE] = "0.002"
 with socket_directory() as directory:
     engine = start_engine(EngineStart(EngineConfig.from_options(model="demo"), str(directory), core_factory=FACTORY))
-    front = subprocess.Popen([sys.executable, "scripts/bench_front.py", "--front", str(directory), str(engine.pid), str(port), "-"])
-    print(json.dumps([port, front.pid]), flush=True)
+    command = [sys.executable, "scripts/bench_api_server.py", "--api-server", str(directory), str(engine.pid), str(port), "-"]
+    api_server = subprocess.Popen(command)
+    print(json.dumps([port, api_server.pid]), flush=True)
     sys.stdin.read()
-    front.kill()
+    api_server.kill()
     engine.kill()
-    front.wait()
+    api_server.wait()
     engine.wait()
 """
 

@@ -14,11 +14,11 @@ _CONNECTIONS, _INTERVAL_SECONDS = 60, 0.1
 
 
 @attack("low", "kill -9 of one of two API servers, and 60 new connections in the 6 s after it")
-def killed_front(target: Target, seen: Seen) -> None:
+def killed_api_server(target: Target, seen: Seen) -> None:
     server = target.server("--api-server-count", "2", fresh=True)
     wire.post(server, wire.COMPLETIONS, wire.PLAIN)
     answers: list[wire.Answer] = []
-    os.kill(server.pids("server.front")[0], signal.SIGKILL)
+    os.kill(server.pids("server.api_server")[0], signal.SIGKILL)
     time.sleep(0.05)
 
     def ask() -> None:

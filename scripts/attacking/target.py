@@ -28,7 +28,7 @@ class Attacked(Protocol):
     port: int
 
     def pids(self, module: str) -> list[int]:
-        """Its processes that run a module ("engine.process", "server.front"); none if they cannot be distinguished."""
+        """Its processes that run a module ("engine.process", "server.api_server"); none if they cannot be distinguished."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Job:
     num_prompt_tokens: int
     num_output_tokens: int
     arrived: float
-    front: int = 0
+    api_server: int = 0
     num_left: int = 0
     """Prompt tokens to compute, once admitted."""
     num_cached: int = 0
@@ -158,7 +158,7 @@ class FakeEngine:
     number: int
     costs: StepCosts
     cache: BlockCache
-    num_fronts: int
+    num_api_servers: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     wakes_at: float = math.inf
@@ -171,7 +171,7 @@ class FakeEngine:
     """Jobs that got their first token at the latest wake."""
 
     def __post_init__(self) -> None:
-        self.num_received = [0] * self.num_fronts
+        self.num_received = [0] * self.num_api_servers
         self._inbox: list[Job] = []
         self._waiting: deque[Job] = deque()
         self._num_waiting_tokens = 0
@@ -222,7 +222,7 @@ class FakeEngine:
         for job in self._inbox:
             self._waiting.append(job)
             self._num_waiting_tokens += job.num_prompt_tokens
-            self.num_received[job.front] += 1
+            self.num_received[job.api_server] += 1
         self._inbox.clear()
         self._completing = []
         num_rows = len(self._decoding)

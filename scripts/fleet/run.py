@@ -40,7 +40,7 @@ class Result:
     """CPU time of applying loads, on one API server."""
     num_reports: int = 0
     index_share: float = 1.0
-    fronts: list[Balancer] = field(default_factory=list)
+    api_servers: list[Balancer] = field(default_factory=list)
     engines: list[FakeEngine] = field(default_factory=list)
 
     @property
@@ -58,27 +58,27 @@ def simulate(
     work: Work,
     costs: StepCosts,
     *,
-    num_fronts: int = 1,
+    num_api_servers: int = 1,
     report_seconds: float = 0.01,
     max_indexed_blocks: int = 4_000_000,
     seed: int = 0,
 ) -> Result:
     """Serve the work to its end. report_seconds: shortest time between two reports of an engine."""
-    engines = [FakeEngine(number, costs, BlockCache(costs.num_blocks), num_fronts) for number in range(num_replicas)]
-    fronts = [
+    engines = [FakeEngine(number, costs, BlockCache(costs.num_blocks), num_api_servers) for number in range(num_replicas)]
+    api_servers = [
         Balancer(
             num_replicas,
             block_size=BLOCK_SIZE,
             max_num_seqs=engines[0].max_num_seqs,
             policy=policy,
-            num_fronts=num_fronts,
+            num_api_servers=num_api_servers,
             max_indexed_blocks=max_indexed_blocks,
         )
-        for _ in range(num_fronts)
+        for _ in range(num_api_servers)
     ]
-    for front, engine in itertools.product(fronts, engines):
-        front.set_up(engine.number)
-    result = Result(policy, fronts=fronts, engines=engines)
+    for api_server, engine in itertools.product(api_servers, engines):
+        api_server.set_up(engine.number)
+    result = Result(policy, api_servers=api_servers, engines=engines)
     _Simulation(result, work, report_seconds, seed).run()
     return result
 
@@ -89,7 +89,7 @@ class _Simulation:
     def __init__(self, result: Result, work: Work, report_seconds: float, seed: int):
         self._result, self._work, self._report_seconds = result, work, report_seconds
         self._clients = Clients(work, random.Random(seed))
-        self._front_rng = random.Random(seed + 1)
+        self._api_server_rng = random.Random(seed + 1)
         self._chat_of: dict[int, Chat] = {}
         """By the number of its job."""
         self._ids = itertools.count()
@@ -110,7 +110,7 @@ class _Simulation:
                 if kind == _CHAT:
                     self._push(self._clients.next_arrival(now), _CHAT)
         self._result.seconds = now
-        self._result.index_share = self._result.fronts[0].index.share
+        self._result.index_share = self._result.api_servers[0].index.share
 
     def _push(self, at: float, kind: int, thing: Chat | FakeEngine | None = None) -> None:
         heapq.heappush(self._events, (at, next(self._ids), kind, thing))
@@ -119,13 +119,13 @@ class _Simulation:
 
     def _send(self, chat: Chat, now: float) -> None:
         """A client asks; an API server chooses the engine."""
-        fronts, result = self._result.fronts, self._result
-        front = self._front_rng.randrange(len(fronts)) if len(fronts) > 1 else 0
-        job, num_best = self._clients.turn(chat, now, front)
+        api_servers, result = self._result.api_servers, self._result
+        api_server = self._api_server_rng.randrange(len(api_servers)) if len(api_servers) > 1 else 0
+        job, num_best = self._clients.turn(chat, now, api_server)
         self._chat_of[job.number] = chat
         keys = job.keys[: job.num_prompt_tokens // BLOCK_SIZE]
         began = _cpu()
-        engine = result.engines[fronts[front].choose_by_keys(str(job.number), job.num_prompt_tokens, keys)]
+        engine = result.engines[api_servers[api_server].choose_by_keys(str(job.number), job.num_prompt_tokens, keys)]
         result.routing_seconds += _cpu() - began
         result.num_best_tokens += num_best
         if engine.add(job, now):
@@ -135,7 +135,7 @@ class _Simulation:
         """An answer is whole: count it, and have its client think about the next turn."""
         result = self._result
         began = _cpu()
-        result.fronts[job.front].ended(str(job.number))
+        result.api_servers[job.api_server].ended(str(job.number))
         result.routing_seconds += _cpu() - began
         result.num_requests += 1
         if result.num_requests % 100_000 == 0:
@@ -182,12 +182,12 @@ class _Simulation:
         result = self._result
         engine.reports_at, engine.reported_at = float("inf"), now
         events, stats = engine.cache.take_events(), engine.stats()
-        for number, front in enumerate(result.fronts):
+        for number, api_server in enumerate(result.api_servers):
             began = _cpu()
             if events is not None:
-                front.note_events(engine.number, events)
+                api_server.note_events(engine.number, events)
             noted = _cpu()
-            front.note_load(engine.number, stats, engine.num_received[number])
+            api_server.note_load(engine.number, stats, engine.num_received[number])
             if not number:
                 result.event_seconds += noted - began
                 result.load_seconds += _cpu() - noted

@@ -84,7 +84,7 @@ class Clients:
         (system,) = self.rng.choices(range(len(self._systems)), self._weights)
         return Chat(system, self._systems[system][:], self.work.system_tokens, turns)
 
-    def turn(self, chat: Chat, now: float, front: int) -> tuple[Job, int]:
+    def turn(self, chat: Chat, now: float, api_server: int) -> tuple[Job, int]:
         """The next request of a chat, and its tokens that are computed already if every token computed anywhere is kept."""
         num_prompt = chat.num_tokens + self._length(self.work.user_tokens)
         num_output = self._length(self.work.output_tokens)
@@ -93,7 +93,7 @@ class Clients:
         known = chat.num_computed_blocks
         if chat.system in self.computed_systems:
             known = max(known, self.work.system_tokens // BLOCK_SIZE)
-        job = Job(self.num_made, chat.keys[:num_blocks], num_prompt, num_output, now, front)
+        job = Job(self.num_made, chat.keys[:num_blocks], num_prompt, num_output, now, api_server)
         self.num_made += 1
         chat.num_tokens = num_prompt + num_output
         return job, min(min(known, num_prompt // BLOCK_SIZE) * BLOCK_SIZE, num_prompt - 1)

@@ -56,7 +56,7 @@ class RehearsedServer:
         self._num_sockets = {pid: _num_sockets(pid) for pid in self.family}
 
     def pids(self, module: str) -> list[int]:
-        """Its processes that run a module ("engine.process", "server.front")."""
+        """Its processes that run a module ("engine.process", "server.api_server")."""
         return [pid for pid, name in processes_below(self.process.pid).items() if module in name]
 
     def wait_whole(self) -> None:

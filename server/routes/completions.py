@@ -15,7 +15,7 @@ from starlette.responses import Response
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from server.beam_search import beam_search_params
 from server.body import read_body
 from server.chunk_writer import ChunkWriter
@@ -70,7 +70,7 @@ class CompletionWork:
     request_id: str
     n: int
     """Number of answers per prompt."""
-    requests: list[FrontRequest]
+    requests: list[ParentRequest]
     """One for each prompt."""
     echoes: list[str]
     """The texts of the prompts, if they are echoed."""
@@ -248,7 +248,7 @@ class CompletionReply:
             found["metrics"] = per_request_metrics(self._metrics, num_tokens) if is_one else None
         return found
 
-    async def _last_output(self, request: FrontRequest) -> RequestOutput:
+    async def _last_output(self, request: ParentRequest) -> RequestOutput:
         last = None
         async with contextlib.aclosing(self._context.engine.stream(request)) as outputs:
             async for output in outputs:
@@ -391,7 +391,7 @@ class CompletionReply:
             return
         arrived: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(len(requests))
 
-        async def read(place: int, request: FrontRequest) -> None:
+        async def read(place: int, request: ParentRequest) -> None:
             try:
                 async with contextlib.aclosing(engine.stream(request)) as outputs:
                     async for output in outputs:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from jaxllm import clock
 from jaxllm.outputs import RequestMetrics
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from server.body import read_body
 from server.chat_deltas import ChatDelta, joined
 from server.chat_service import Conversation
@@ -107,7 +107,7 @@ class _Chat:
 
     def __init__(self, chat: Any, context: ServerContext):
         self._chat, self._context = chat, context
-        self.request: FrontRequest = chat.request
+        self.request: ParentRequest = chat.request
         self.usage: Usage = chat.usage
 
     @classmethod
@@ -144,7 +144,7 @@ class _Chat:
 class _Raw:
     """A text continuation of a prompt."""
 
-    def __init__(self, request: FrontRequest, context: ServerContext):
+    def __init__(self, request: ParentRequest, context: ServerContext):
         self.request, self._context = request, context
         self.usage = Usage(prompt_tokens=len(request.prompt_token_ids))
         self.metrics: RequestMetrics | None = None

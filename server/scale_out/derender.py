@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.outputs import CompletionOutput, EngineCoreOutput, Logprob, RequestOutput
 from jaxllm.request import EngineCoreRequest, FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from jaxllm.text.output_processor import OutputProcessor
 from server.chat_deltas import ChatDelta, join_into
 from server.chat_service import PreparedChat
@@ -58,7 +58,7 @@ class TokenAnswer:
 
 
 class TokenReader:
-    """Turns the token ids of one prompt's answers into RequestOutputs, as `EngineFront` does."""
+    """Turns the token ids of one prompt's answers into RequestOutputs, as `RequestProcessor` does."""
 
     def __init__(
         self, context: ServerContext, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, indices: Sequence[int]
@@ -73,7 +73,7 @@ class TokenReader:
             EngineCoreRequest(request_id=f"{index}_{request_id}", prompt_token_ids=ids, sampling_params=params)
             for index in indices
         ]
-        self.request = FrontRequest(request_id, request_id, None, ids, params, children, 0.0)
+        self.request = ParentRequest(request_id, request_id, None, ids, params, children, 0.0)
         self._engine_ids = {index: child.request_id for index, child in zip(indices, children, strict=True)}
         self._indices = list(indices)
         self._processor = OutputProcessor(tokenizer)

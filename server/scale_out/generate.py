@@ -12,7 +12,7 @@ import msgspec
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from server.context import ServerContext
 from server.endings import end_of
 from server.errors import bad_request, constraint_error
@@ -33,7 +33,7 @@ def reason_of(answer: CompletionOutput) -> str | None:
     return answer.finish_reason if answer.finish_reason in ("abort", "repetition") else end_of(answer)
 
 
-async def prepare(body: GenerateRequest, context: ServerContext, request_id: str, adapter: str | None) -> FrontRequest:
+async def prepare(body: GenerateRequest, context: ServerContext, request_id: str, adapter: str | None) -> ParentRequest:
     """Check a request for the engine. Raises ApiError or InvalidRequestError."""
     engine, with_text = context.engine, body.output_mode != "tokens"
     if body.stream_options is not None and not body.stream:
@@ -97,7 +97,7 @@ def _constrained(params: SamplingParams, body: GenerateRequest, context: ServerC
 class GenerateReply:
     """Writes the reply to one request."""
 
-    def __init__(self, body: GenerateRequest, request: FrontRequest, context: ServerContext):
+    def __init__(self, body: GenerateRequest, request: ParentRequest, context: ServerContext):
         self._body = body
         self._request = request
         self._context = context

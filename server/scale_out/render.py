@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxllm.request_options import OPTION_NAMES
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from server.chat_service import Conversation
 from server.errors import bad_request
 from server.protocol.common import SamplingFields
@@ -18,7 +18,7 @@ def refuse_search(body: SamplingFields) -> None:
 
 
 def generate_body(
-    request: FrontRequest, model: str | None, body: Any, conversation: Conversation | None = None
+    request: ParentRequest, model: str | None, body: Any, conversation: Conversation | None = None
 ) -> dict[str, Any]:
     """The body of generate for a request that the engine would accept. `body`: of the client, for what concerns the reply."""
     child = request.children[0]

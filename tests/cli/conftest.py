@@ -12,7 +12,7 @@ from jaxllm.cli import running
 from jaxllm.llm import LLM
 from jaxllm.request import EngineCoreRequest
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
 

@@ -8,7 +8,7 @@ import pytest
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.cli import running
 from jaxllm.cli.main import main
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 
 
 @pytest.fixture

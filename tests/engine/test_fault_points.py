@@ -76,9 +76,9 @@ def test_without_faults_nothing_is_wrapped():
     assert before == [make_scheduler().schedule.__func__, Request.append_output]
 
 
-@pytest.mark.parametrize("name", [name for name, place in PLACES.items() if place.side == "front"])
-def test_every_place_of_the_front_exists(name):
-    install("front", faults_of(f"{name}:1:error"))()
+@pytest.mark.parametrize("name", [name for name, place in PLACES.items() if place.side == "client"])
+def test_every_place_of_the_client_exists(name):
+    install("client", faults_of(f"{name}:1:error"))()
 
 
 @pytest.mark.parametrize("name", [name for name, place in PLACES.items() if place.side == "core"])

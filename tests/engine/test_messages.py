@@ -42,7 +42,7 @@ LIKE_MESSAGES = st.tuples(st.sampled_from(TAGS), st.lists(VALUES, max_size=8)).m
 def read(frame: bytes) -> list[Any]:
     """A frame as each end decodes it; without the ends that refuse it."""
     found = []
-    for decode in (messages.decode_front_message, messages.decode_engine_message, messages.decode_engine_start):
+    for decode in (messages.decode_client_message, messages.decode_engine_message, messages.decode_engine_start):
         with contextlib.suppress(MessageError):
             found.append(decode(frame))
     sender = messages.sender_of_add(frame)
@@ -98,7 +98,7 @@ def test_what_calls_about_adapters_return_is_read_as_it_was_sent(result: Any) ->
     assert messages.decode_engine_message(messages.encode(Reply(1, result))) == Reply(1, result)
 
 
-def test_an_unknown_adapter_stays_that_on_its_way_to_the_front() -> None:
+def test_an_unknown_adapter_stays_that_on_its_way_to_a_client() -> None:
     error = messages.error_of(messages.fault_of(AdapterNotFoundError("there is no adapter 'x'", "model")))
     assert type(error) is AdapterNotFoundError and (str(error), error.param) == ("there is no adapter 'x'", "model")
 

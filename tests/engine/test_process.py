@@ -92,7 +92,7 @@ async def until_idle(llm: AsyncLLM) -> None:
 
 def test_vectors_come_from_the_engine_process(shared: Served) -> None:
     async def main() -> None:
-        async with shared.front() as llm:
+        async with shared.connected() as llm:
             params = PoolingParams(task="token_embed", use_activation=False)
             outputs = await asyncio.gather(*(llm.pool([place, 5], params, str(place)) for place in range(8)))
             for place, output in enumerate(outputs):
@@ -105,7 +105,7 @@ def test_vectors_come_from_the_engine_process(shared: Served) -> None:
 
 def test_many_requests_stream_at_once(shared: Served) -> None:
     async def main() -> None:
-        async with shared.front() as llm:
+        async with shared.connected() as llm:
             texts = await asyncio.gather(*(text_of(llm, f"prompt {n}", f"r{n}") for n in range(30)))
             assert texts == ["one two three"] * 30
             await until_idle(llm)
@@ -115,7 +115,7 @@ def test_many_requests_stream_at_once(shared: Served) -> None:
 
 def test_closing_or_cancelling_aborts_in_the_engine(shared: Served) -> None:
     async def main() -> None:
-        async with shared.front() as llm:
+        async with shared.connected() as llm:
             for _ in range(2):
                 task = await begun(llm)
                 assert await num_running(llm) == 1
@@ -130,7 +130,7 @@ def test_closing_or_cancelling_aborts_in_the_engine(shared: Served) -> None:
 
 def test_aborting_by_id_gives_a_last_output(shared: Served) -> None:
     async def main() -> None:
-        async with shared.front() as llm:
+        async with shared.connected() as llm:
 
             async def last() -> RequestOutput:
                 outputs = [output async for output in llm.generate("hi", ENDLESS, "same")]
@@ -146,9 +146,9 @@ def test_aborting_by_id_gives_a_last_output(shared: Served) -> None:
     run(main())
 
 
-def test_an_engine_that_sleeps_ends_and_refuses_requests_of_every_front(shared: Served) -> None:
+def test_an_engine_that_sleeps_ends_and_refuses_requests_of_every_client(shared: Served) -> None:
     async def main() -> None:
-        async with shared.front(0) as one, shared.front(1) as other:
+        async with shared.connected(0) as one, shared.connected(1) as other:
             running = await begun(one)
             await other.sleep(1)
             await running
@@ -163,9 +163,9 @@ def test_an_engine_that_sleeps_ends_and_refuses_requests_of_every_front(shared: 
     run(main())
 
 
-def test_a_pause_is_that_of_every_front(shared: Served) -> None:
+def test_a_pause_is_that_of_every_client(shared: Served) -> None:
     async def main() -> None:
-        async with shared.front(0) as one, shared.front(1) as other:
+        async with shared.connected(0) as one, shared.connected(1) as other:
             running = await begun(one)
             await other.pause("abort")
             await running
@@ -179,7 +179,7 @@ def test_a_pause_is_that_of_every_front(shared: Served) -> None:
 
 def test_what_the_core_refuses_ends_that_request_alone(shared: Served) -> None:
     async def main() -> None:
-        async with shared.front() as llm:
+        async with shared.connected() as llm:
             other = await begun(llm)
             with pytest.raises(InvalidRequestError, match="never fits") as raised:
                 await text_of(llm, "refuse this")
@@ -196,7 +196,7 @@ def test_what_the_core_refuses_ends_that_request_alone(shared: Served) -> None:
 
 def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(shared: Served) -> None:
     async def main() -> None:
-        async with shared.front(0) as llm, shared.front(1) as other:
+        async with shared.connected(0) as llm, shared.connected(1) as other:
             task = await begun(other)
             for failing in (text_of(llm, "fail now"), task):
                 with pytest.raises(EngineError, match="bad step"):
@@ -206,26 +206,26 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(shared: Served) 
     run(main())
 
 
-def test_two_fronts_may_use_the_same_ids_and_share_metrics(shared: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_clients_may_use_the_same_ids_and_share_metrics(shared: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_core, "SHARE_SECONDS", 30.0)  # a busy machine may take more than a second
 
     def succeeded(metrics: list[Any]) -> int:
         return sum(m.value for m in metrics if m.name == "jaxllm:request_success" and m.labels["finished_reason"] == "stop")
 
     async def main() -> None:
-        async with shared.front(0) as one, shared.front(1) as two:
+        async with shared.connected(0) as one, shared.connected(1) as two:
             before = succeeded(await one.get_metrics())
             texts = await asyncio.gather(*(text_of(llm, request_id="same") for llm in (one, two) for _ in range(5)))
             assert texts == ["one two three"] * 10
             assert succeeded(await one.get_metrics()) - before == 10
             two.shutdown()
             await until_idle(one)
-            assert succeeded(await one.get_metrics()) - before == 10, "what a front counted was lost with it"
+            assert succeeded(await one.get_metrics()) - before == 10, "what a client counted was lost with it"
 
     run(main())
 
 
-def test_metrics_that_a_front_shared_before_it_was_asked_do_not_answer_a_scrape(shared: Served) -> None:
+def test_metrics_that_a_client_shared_before_it_was_asked_do_not_answer_a_scrape(shared: Served) -> None:
     def share(client: EngineClient, count: int, asked: int) -> asyncio.Future[Any]:
         own = [Counter("jaxllm:test_shared", {}, "", count)]
         return client.call(messages.ShareMetrics(own, asked=asked))
@@ -241,7 +241,7 @@ def test_metrics_that_a_front_shared_before_it_was_asked_do_not_answer_a_scrape(
             replies.append(share(other, 2, asked=number))
 
         other.on_want_metrics = asked
-        async with shared.front(0) as llm:
+        async with shared.connected(0) as llm:
             found = await llm.get_metrics()
             assert [m.value for m in found if m.name == "jaxllm:test_shared"] == [2]
             await asyncio.gather(*replies)
@@ -252,7 +252,7 @@ def test_metrics_that_a_front_shared_before_it_was_asked_do_not_answer_a_scrape(
 
 def test_calls_reach_the_core_between_steps(shared: Served) -> None:
     async def main() -> None:
-        async with shared.front() as llm:
+        async with shared.connected() as llm:
             task = await begun(llm)
             assert await llm.reset_prefix_cache() is False
             assert await llm.reset_prefix_cache(reset_running_requests=True) is True
@@ -274,8 +274,8 @@ def damaged(whole: bytes, source: random.Random) -> list[bytes]:
 
 def strange_messages() -> Iterator[Any]:
     """Valid messages that no API server sends."""
-    name = "front-0-0123456789abcdef"
-    for client in (name, "../" + name, "", "a" * 200 + "-0-0123456789abcdef", "front-" + "1" * 300 + "-0123456789abcdef"):
+    name = "client-0-0123456789abcdef"
+    for client in (name, "../" + name, "", "a" * 200 + "-0-0123456789abcdef", "client-" + "1" * 300 + "-0123456789abcdef"):
         for pid in (-1, 0, 1 << 31, 1 << 40, 1 << 63, os.getpid()):
             yield messages.Hello(client, pid)
         yield from (messages.Abort(client, ["x", ""]), messages.NoMore(client), messages.Bye(client), messages.Bye(client))
@@ -288,8 +288,8 @@ def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> Non
     request = EngineCoreRequest(request_id="x", prompt_token_ids=[1, 2, 3], sampling_params=DELTA)
     output = EngineCoreOutput("x", [1], new_logprobs=fake_logprobs([1], 2, 100), pooled=np.ones((2, 3), np.float32))
     load = messages.Load(SchedulerStats(1, 2, 0.5, 0, 0, 0, 0, 0))
-    to_front = [messages.Outputs([output], load), messages.Status("running", 0.1, load=load), messages.Reply(1, True)]
-    to_front += [messages.Refused("x", messages.Fault("invalid", "no")), messages.Failed("no")]
+    sent = [messages.Outputs([output], load), messages.Status("running", 0.1, load=load), messages.Reply(1, True)]
+    sent += [messages.Refused("x", messages.Fault("invalid", "no")), messages.Failed("no")]
 
     def send(socket: zmq.Socket[bytes], *whole: Any) -> None:
         for message in whole:
@@ -304,7 +304,7 @@ def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> Non
             await asyncio.to_thread(send, to_engine, messages.Add("nobody", request))
             for message in strange_messages():
                 to_engine.send(messages.encode(message))
-            async with shared.front() as llm:
+            async with shared.connected() as llm:
                 for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b""):  # no socket of ZeroMQ
                     with socket.socket(socket.AF_UNIX) as raw:
                         raw.connect(str(shared.directory / ENGINE_SOCKET))
@@ -313,7 +313,7 @@ def test_garbage_is_refused_at_both_ends_and_nothing_dies(shared: Served) -> Non
                 receiver = await AsyncLLM.connect(client)
                 client.on_failed = lambda message: all_came.set() if message.message == "the end" else None
                 to_client.connect(socket_address(shared.directory, client.name))
-                await asyncio.to_thread(send, to_client, *to_front)
+                await asyncio.to_thread(send, to_client, *sent)
                 await all_came.wait()
                 assert await text_of(receiver) == await text_of(llm) == "one two three"
                 receiver.shutdown()
@@ -337,7 +337,7 @@ def test_arrays_that_are_none_are_refused(dtype: str, shape: tuple[int, ...], da
 
 def test_an_add_that_cannot_be_read_ends_that_request(shared: Served) -> None:
     async def main() -> None:
-        async with shared.front() as llm:
+        async with shared.connected() as llm:
             request = await llm.prepare("hi", DELTA, "r")
             request.children[0].sampling_params.temperature = -5.0
             with pytest.raises(EngineError, match="could not read the request"):
@@ -369,16 +369,16 @@ async def seconds_until_dead(llm: AsyncLLM, cause: Callable[[], None], num_reque
 def test_every_request_hears_of_the_engine_s_end_at_once(model_directory: Path) -> None:
     async def main() -> None:
         with served(model_directory) as engine:
-            async with engine.front() as llm:
+            async with engine.connected() as llm:
                 assert await seconds_until_dead(llm, engine.process.kill) < 5.0
 
     run(main())
 
 
-def test_an_engine_that_drains_ends_once_every_front_has_let_it_go(model_directory: Path) -> None:
+def test_an_engine_that_drains_ends_once_every_client_has_let_it_go(model_directory: Path) -> None:
     async def work() -> None:
         with served(model_directory) as engine:
-            async with engine.front() as llm, engine.front(1) as other:
+            async with engine.connected() as llm, engine.connected(1) as other:
                 client = other._core._client  # type: ignore[attr-defined]
                 client.on_draining = lambda: None
                 answers = await begun(llm, request_id="a"), await begun(other, request_id="b")
@@ -387,7 +387,7 @@ def test_an_engine_that_drains_ends_once_every_front_has_let_it_go(model_directo
                 late = engine.client(2)
                 await llm.abort("a")
                 assert await answers[0]
-                assert await text_of(other, request_id="c"), "what a front sends before it lets go is answered"
+                assert await text_of(other, request_id="c"), "what a client sends before it lets go is answered"
                 await other.abort("b")
                 assert await answers[1] and engine.process.poll() is None
                 client.let_go()
@@ -401,7 +401,7 @@ def test_an_engine_that_drains_ends_once_every_front_has_let_it_go(model_directo
 def test_a_fatal_step_is_told_and_ends_the_process(model_directory: Path) -> None:
     async def main() -> None:
         with served(model_directory) as engine:
-            async with engine.front() as llm:
+            async with engine.connected() as llm:
                 with pytest.raises(EngineDeadError, match="the device is lost"):
                     await text_of(llm, "die now")
                 assert "the device is lost" in str(llm.dead_error)
@@ -445,7 +445,7 @@ def test_metrics_are_told_while_a_step_does_not_end(model_directory: Path, monke
 
     async def main() -> None:
         with served(model_directory) as engine:
-            async with engine.front() as llm:
+            async with engine.connected() as llm:
                 task = asyncio.create_task(text_of(llm, "hang now"))
                 seconds = 0.0
                 while seconds < process_core.SHARE_SECONDS:  # until the engine answers no more
@@ -471,7 +471,7 @@ def test_a_step_that_hangs_is_found_but_not_one_that_compiles(
 
     async def main() -> None:
         with served(model_directory, step_timeout_seconds=1.0, stall_timeout_seconds=0.25) as engine:
-            async with engine.front() as llm:
+            async with engine.connected() as llm:
                 task = asyncio.create_task(text_of(llm, "compile first"))
                 while await programs(llm) != {"ready": 1, "missing": 2}:
                     assert not task.done(), "the programs that the request waits for are not reported"
@@ -512,7 +512,7 @@ def test_loading_is_told_with_phase_and_amount_and_its_failure_with_the_reason(t
 def test_the_engine_ends_when_its_parent_is_gone(model_directory: Path) -> None:
     async def main() -> None:
         with served(model_directory) as engine:
-            async with engine.front() as llm:
+            async with engine.connected() as llm:
                 assert await text_of(llm) == "one two three"
                 assert engine.process.stdin is not None
                 engine.process.stdin.close()  # as the kernel does when the parent dies
@@ -537,12 +537,12 @@ asyncio.run(main())
 """
 
 
-def test_the_requests_of_a_front_that_was_killed_are_aborted_and_a_front_imports_no_jax(shared: Served) -> None:
+def test_the_requests_of_a_client_that_was_killed_are_aborted_and_a_client_imports_no_jax(shared: Served) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", KILLED_FRONT, str(shared.directory), str(shared.process.pid)]
 
     async def main() -> None:
-        async with shared.front() as llm:
+        async with shared.connected() as llm:
             with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as killed:
                 assert killed.stdout is not None
                 assert await asyncio.to_thread(killed.stdout.readline) == b"False\n"
@@ -564,7 +564,7 @@ def test_the_heartbeat_tells_short_calls_that_hang_from_long_ones(
     loop = EngineLoop(core, commands, FullOutbox(room=9), pulse)  # type: ignore[arg-type]
     found: list[str] = []
     monkeypatch.setattr(core, call, lambda *_: found.append(pulse.state()))
-    commands.put(messages.Call("front", 1, messages.call_of(call)))
+    commands.put(messages.Call("client", 1, messages.call_of(call)))
     commands.put(lambda: found.append(pulse.state()))
     commands.put(Stop())
     loop.run()
@@ -603,11 +603,11 @@ def test_the_watch_ends_what_hangs_but_not_after_a_time_in_which_it_did_not_run(
     assert deaths == ([] if death is None else [death])
 
 
-def test_a_front_that_did_not_run_does_not_take_that_for_the_engine_s_silence(
+def test_a_client_that_did_not_run_does_not_take_that_for_the_engine_s_silence(
     shared: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with shared.front() as llm:
+        async with shared.connected() as llm:
             client = llm._core._client  # type: ignore[attr-defined]
             monkeypatch.setattr(client, "_fetch", lambda: None)
             client._heard = client._ticked = time.monotonic() - 1000.0
@@ -626,7 +626,7 @@ class FullOutbox:
     def __init__(self, room: int):
         self.room = room
         self.sent: list[messages.EngineMessage] = []
-        self.clients = ["front"]
+        self.clients = ["client"]
 
     def connect(self, client: str) -> None:
         """It is."""
@@ -638,11 +638,11 @@ class FullOutbox:
         return False
 
 
-def test_the_requests_of_a_front_that_fetches_nothing_are_ended_and_it_hears_of_it_later() -> None:
+def test_the_requests_of_a_client_that_fetches_nothing_are_ended_and_it_hears_of_it_later() -> None:
     core, outbox, commands = FakeEngineCore(lambda request: [5] * 100), FullOutbox(room=3), queue.SimpleQueue()  # type: ignore[var-annotated]
     loop = EngineLoop(core, commands, outbox, Pulse())  # type: ignore[arg-type]
     request = EngineCoreRequest(request_id="x", prompt_token_ids=[1], sampling_params=ENDLESS)
-    commands.put(messages.Add("front", request))
+    commands.put(messages.Add("client", request))
     while not core.aborted:
         loop._obey()
         loop._step()

@@ -26,7 +26,7 @@ class Served:
         return EngineClient(self.directory, self.process.pid, index=index, **options)
 
     @contextlib.asynccontextmanager
-    async def front(self, index: int = 0) -> AsyncIterator[AsyncLLM]:
+    async def connected(self, index: int = 0) -> AsyncIterator[AsyncLLM]:
         client = self.client(index)
         try:
             yield await AsyncLLM.connect(client)

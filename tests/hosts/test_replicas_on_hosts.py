@@ -79,8 +79,8 @@ def test_replicas_of_another_host_are_like_those_of_this_one_and_come_back(model
                 reply = client.post("/v1/completions", json=pirate, headers={"X-data-parallel-rank": str(rank)})
                 assert reply.status_code == 200, "the new process has the adapters of the others"
 
-            os.kill(first.children("front")[0], signal.SIGKILL)
-            wait_until(lambda: states_anew(first) == ["serving"] * 4, "the new front does not know all replicas")
+            os.kill(first.children("server.api_server")[0], signal.SIGKILL)
+            wait_until(lambda: states_anew(first) == ["serving"] * 4, "the new API server does not know all replicas")
 
             codes = ends_of_streams(first, client, second.process.kill)
             assert codes == {"0": None, "1": None, "2": "replica_lost", "3": "replica_lost"}

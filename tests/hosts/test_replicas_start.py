@@ -167,7 +167,7 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
                 while True:
                     while not engine.poll(0):
                         await asyncio.sleep(0.005)
-                    if isinstance(message := messages.decode_front_message(engine.recv()), kind):
+                    if isinstance(message := messages.decode_client_message(engine.recv()), kind):
                         return message
 
             client = EngineClient(remote.directories[1], None)
@@ -280,10 +280,10 @@ def test_a_client_that_fetches_nothing_is_dropped_and_holds_nobody_up(tmp_path, 
         async with host_0(tmp_path, monkeypatch, master_port=port) as remote:
             link = await connect(config(1, master_port=port), FOUND)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            name, directory = f"front-0-{'0' * 16}", remote.directories[1]
-            front, to_engine = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-            front.rcvhwm = 4
-            front.bind(socket_address(directory, name))
+            name, directory = f"client-0-{'0' * 16}", remote.directories[1]
+            client, to_engine = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+            client.rcvhwm = 4
+            client.bind(socket_address(directory, name))
             to_engine.connect(socket_address(directory, ENGINE_SOCKET))
             to_engine.send(messages.encode(messages.Hello(name, os.getpid())))
             assert await link.receive() == wire.Greet(1, name)
@@ -293,9 +293,9 @@ def test_a_client_that_fetches_nothing_is_dropped_and_holds_nobody_up(tmp_path, 
             assert await link.receive() == wire.Leave(1, name)
             last = None
             while not isinstance(last, messages.Dead):
-                while not front.poll(0):
+                while not client.poll(0):
                     await asyncio.sleep(0.005)
-                last = messages.decode_engine_message(front.recv())
+                last = messages.decode_engine_message(client.recv())
             assert "too slow" in last.message
             await link.close()
             context.destroy(linger=0)

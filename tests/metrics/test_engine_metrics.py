@@ -117,7 +117,7 @@ def test_series_that_gateways_add_up_are_always_there() -> None:
     assert values(metrics).items() >= {**dict.fromkeys(zero, 0), on_device: 5}.items()
 
 
-def test_a_front_leaves_out_what_the_engine_counts_for_all() -> None:
+def test_a_client_leaves_out_what_the_engine_counts_for_all() -> None:
     own = {metric.name for metric in busy_metrics().snapshot(of_engine=False)}
     shared = {metric.name for metric in busy_metrics().snapshot()} - own
     assert "jaxllm:generation_tokens" in own

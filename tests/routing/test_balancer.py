@@ -108,7 +108,7 @@ def test_a_burst_between_two_reports_is_spread():
 
 
 def test_reports_cover_what_was_received():
-    balancer = make_balancer(num_fronts=1)
+    balancer = make_balancer(num_api_servers=1)
     for i in range(3):
         assert balancer.choose(make_request(i, [i] * 100), rank=0) == 0
     assert balancer.loads.work[0] == 300 + 3 * ROW_TOKENS
@@ -123,8 +123,8 @@ def test_reports_cover_what_was_received():
     assert balancer.loads.work[0] == 0
 
 
-def test_other_fronts_send_as_much_as_this_one():
-    balancer = make_balancer(num_fronts=4)
+def test_other_api_servers_send_as_much_as_this_one():
+    balancer = make_balancer(num_api_servers=4)
     balancer.choose(make_request(0, [0] * 100), rank=0)
     assert balancer.loads.work[0] == 4 * (100 + ROW_TOKENS)
 
@@ -238,7 +238,7 @@ def test_requests_with_an_adapter_go_where_it_has_a_slot():
 
 
 def test_least_loaded_is_vllms_score_and_round_robin_takes_turns():
-    balancer = make_balancer(policy="least_loaded", num_fronts=2)
+    balancer = make_balancer(policy="least_loaded", num_api_servers=2)
     balancer.note_load(0, stats(num_running=3))
     balancer.note_load(1, stats(num_running=1, num_waiting=1, cache_usage=0.9))
     balancer.note_load(2, stats(num_running=1, num_waiting=1))

@@ -14,8 +14,8 @@ from scripts import rehearse_attacks
 from scripts.attacking import target
 from scripts.attacking.groups import ATTACKS
 from server.options import server_flags
-from tests.helpers.fake_front import fake_core
 from tests.helpers.live_server import LiveServer
+from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
 QUICK = [attack for attack in ATTACKS.values() if attack.is_quick]

@@ -17,9 +17,9 @@ def run(policy, num_requests=600, num_replicas=4, num_blocks=COSTS["8b"].num_blo
     assert result.num_requests == num_requests
     for engine in result.engines:
         assert engine.cache.num_held == 0 and len(engine.cache.content()) <= num_blocks
-        for front in result.fronts if policy == "cache_aware" else ():
+        for balancer in result.api_servers if policy == "cache_aware" else ():
             bit = 1 << engine.number
-            assert {key for key, mask in front.index._holders.items() if mask & bit} == engine.cache.content()
+            assert {key for key, mask in balancer.index._holders.items() if mask & bit} == engine.cache.content()
     return result
 
 
@@ -29,10 +29,10 @@ def test_chats_go_where_their_beginning_is_cached():
     assert statistics.median(aware.first_token_seconds) < statistics.median(loaded.first_token_seconds)
 
 
-def test_small_caches_and_several_fronts():
-    result = run("cache_aware", num_requests=300, num_blocks=1500, num_fronts=3, report_seconds=0.1)
+def test_small_caches_and_several_api_servers():
+    result = run("cache_aware", num_requests=300, num_blocks=1500, num_api_servers=3, report_seconds=0.1)
     assert 0 < result.cached_share < result.best_share
-    assert len(result.fronts) == 3
+    assert len(result.api_servers) == 3
 
 
 @pytest.mark.parametrize(

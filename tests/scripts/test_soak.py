@@ -14,8 +14,8 @@ from scripts import soak
 from scripts.soaking.kinds import KINDS, Kind, choose, whole
 from scripts.soaking.processes import MemoryCurve, MemorySampler, processes_below, resident_bytes
 from tests.helpers.fake_engine_core import FakeStats
-from tests.helpers.fake_front import fake_core
 from tests.helpers.live_server import LiveServer
+from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
 

@@ -9,7 +9,7 @@ from jaxllm.async_llm import AsyncLLM
 from server.app import create_app
 from server.chat_deltas import ChatDelta
 from server.chat_service import PreparedChat
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
 from tests.server.conftest import options
 

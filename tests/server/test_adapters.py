@@ -15,7 +15,7 @@ from jaxllm.request import ErrorKind, FinishReason
 from server.adapters import check_adapter_options, read_module
 from server.app import create_app
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 from tests.server.client import Client, events
 from tests.server.conftest import options
 

@@ -17,7 +17,7 @@ from server.beam_search import HONOURED
 from server.protocol.chat import ChatCompletionRequest
 from server.protocol.completions import CompletionRequest
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import guessing_core
+from tests.helpers.scripted_core import guessing_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
 from tests.server.canned import WEATHER
 from tests.server.client import Client

@@ -11,7 +11,7 @@ from jaxllm.text.tokenizer import load_tokenizer
 from server.app import create_app
 from server.usage import per_request_metrics
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
 from tests.server.client import Client, events
 from tests.server.conftest import options

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from jaxllm.async_llm import AsyncLLM
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import fake_core
 from tests.helpers.live_server import LiveServer
+from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
 from tests.server.canned import SAID, WEATHER
 

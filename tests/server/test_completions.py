@@ -5,7 +5,7 @@ import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from server.app import create_app
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 from tests.server.client import Client, events
 from tests.server.conftest import options
 

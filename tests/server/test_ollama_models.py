@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from jaxllm.async_llm import AsyncLLM
 from server.app import create_app
 from server.ollama.about import Checkpoint, family_of, rounded
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
 from tests.server.canned import SAID
 from tests.server.client import Client

@@ -19,7 +19,7 @@ from server.pooling_service import Input, PoolingService
 from server.vectors import as_bytes, as_json
 from server.work import WorkPool
 from tests.helpers.fake_engine_core import WIDTH
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 from tests.server.client import Client
 from tests.server.conftest import options
 

@@ -114,7 +114,7 @@ def test_a_replica_that_is_killed_takes_only_its_requests_along(model: Path, tmp
         assert not any(is_alive(pid) for pid in pids)
 
 
-def test_fronts_that_start_while_a_replica_is_down_serve(model: Path, tmp_path: Path) -> None:
+def test_api_servers_that_start_while_a_replica_is_down_serve(model: Path, tmp_path: Path) -> None:
     def is_whole() -> bool:
         try:
             with server.client() as client:
@@ -124,7 +124,7 @@ def test_fronts_that_start_while_a_replica_is_down_serve(model: Path, tmp_path: 
 
     with serving(model, tmp_path, api_server_count=2, **OPTIONS) as server:
         server.wait_ready()
-        for pid in (min(server.children("engine")), *server.children("front")):
+        for pid in (min(server.children("engine")), *server.children("server.api_server")):
             os.kill(pid, signal.SIGKILL)
         for _ in range(4):  # connections are dealt out among the API servers
             wait_until(is_whole, "it did not come back")

@@ -17,7 +17,7 @@ from server.app import create_app
 from server.chat_deltas import ChatDelta
 from server.responses.service import BackgroundRun, ResponsesService
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
 from tests.server.canned import WEATHER, answer_with, caller_app
 from tests.server.client import Client

@@ -13,7 +13,7 @@ from jaxllm.thinking import ThinkingBudget
 from server.app import create_app
 from server.openapi import bodies
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
 from tests.server.client import Client
 from tests.server.conftest import options

@@ -12,7 +12,7 @@ import pytest
 from jaxllm.async_llm import AsyncLLM
 from server.app import create_app
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
 from tests.server.canned import SAID, WEATHER
 from tests.server.client import Client, events

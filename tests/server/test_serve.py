@@ -82,8 +82,8 @@ def test_a_server_from_its_first_second_to_a_drained_end(tmp_path: Path) -> None
         assert client.get("/below/v1/models").json() == client.get("/v1/models").json()
         children = server.children()
         assert len(children) == 2
-        [front] = server.children("server.front")
-        assert "jaxlib" not in Path(f"/proc/{front}/maps").read_text()
+        [api_server] = server.children("server.api_server")
+        assert "jaxlib" not in Path(f"/proc/{api_server}/maps").read_text()
 
         with server.client() as leaving, streaming(leaving):
             assert num_running(client) == 1
@@ -142,39 +142,39 @@ def test_the_engine_s_death_reaches_every_client_and_what_outlives_it_does_not_o
         refused = client.post("/v1/completions", json=PROMPT)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_dead"
         assert [client.get(path).status_code for path in ("/health", "/ready", "/live")] == [503, 503, 200]
-        [front] = server.children("server.front")
+        [api_server] = server.children("server.api_server")
         server.process.kill()
-        wait_until(lambda: not is_alive(front), "an orphan is left")
+        wait_until(lambda: not is_alive(api_server), "an orphan is left")
 
 
-def test_killed_fronts_are_replaced_and_their_requests_end_and_a_second_signal_stops_at_once(
+def test_killed_api_servers_are_replaced_and_their_requests_end_and_a_second_signal_stops_at_once(
     model: Path, tmp_path: Path
 ) -> None:
     with serving(model, tmp_path, port=0, api_server_count=2, **OPTIONS) as server, contextlib.ExitStack() as stack:
         server.wait_ready()
         clients = [stack.enter_context(server.client()) for _ in range(4)]
-        fronts = server.children("server.front")
-        assert len(fronts) == 2
+        api_servers = server.children("server.api_server")
+        assert len(api_servers) == 2
 
-        os.kill(fronts[0], signal.SIGKILL)
-        wait_until(lambda: not is_alive(fronts[0]), "it lives on")
+        os.kill(api_servers[0], signal.SIGKILL)
+        wait_until(lambda: not is_alive(api_servers[0]), "it lives on")
         while "serves again" not in server.log():
             with server.client() as client:
-                assert text_of(client) == "one two three", "a new connection met the front that is started again"
+                assert text_of(client) == "one two three", "a new connection met the API server that is started again"
             time.sleep(0.02)
 
-        fronts = server.children("server.front")
+        api_servers = server.children("server.api_server")
         for client in clients:
             stack.enter_context(streaming(client))
-        for front in fronts:
-            os.kill(front, signal.SIGKILL)
-        wait_until(lambda: not set(fronts) & set(server.children("server.front")), "the fronts live on")
-        wait_until(lambda: len(server.children("server.front")) == 2, "no front was started again")
+        for api_server in api_servers:
+            os.kill(api_server, signal.SIGKILL)
+        wait_until(lambda: not set(api_servers) & set(server.children("server.api_server")), "the API servers live on")
+        wait_until(lambda: len(server.children("server.api_server")) == 2, "no API server was started again")
         for _ in range(4):  # also those of its clients that come before it is ready are answered by it
             with server.client() as client:
                 wait_until(lambda client=client: client.get("/ready").status_code == 200, "an API server does not serve")  # type: ignore[misc]
                 assert text_of(client) == "one two three"
-                assert num_running(client) == 0, "requests of a killed front run on"
+                assert num_running(client) == 0, "requests of a killed API server run on"
         children = server.children()
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "a second signal" in server.log(), "the first signal was not taken")
@@ -208,7 +208,7 @@ def test_a_killed_supervisor_leaves_no_process_and_no_directory(model: Path, tmp
         assert not list(server.temporary.iterdir())
 
 
-def test_a_front_that_cannot_start_ends_the_server_with_the_reason(model: Path, tmp_path: Path) -> None:
+def test_an_api_server_that_cannot_start_ends_the_server_with_the_reason(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path, tool_call_parser="nobody's", core_factory=SLOW_FACTORY) as server:  # it never loads
         assert server.end() == 1
         assert "error: --tool-call-parser nobody's is unknown" in server.log()

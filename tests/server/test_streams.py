@@ -13,8 +13,8 @@ from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineError, OverloadedError
 from server.app import create_app
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import fake_core
 from tests.helpers.live_server import LiveServer
+from tests.helpers.scripted_core import fake_core
 from tests.server.client import Client, events
 from tests.server.conftest import options
 

@@ -9,7 +9,7 @@ from jaxllm.errors import ConfigError, EngineError
 from jaxllm.outputs import RequestMetrics
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.text.input_processor import FrontRequest
+from jaxllm.text.input_processor import ParentRequest
 from server import tracing
 from server.app import create_app
 from server.tracing import Tracer, attributes, make_tracer
@@ -20,10 +20,10 @@ pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def request() -> FrontRequest:
+def request() -> ParentRequest:
     params = SamplingParams(max_tokens=5, temperature=0.5, top_p=0.9)
     child = EngineCoreRequest(request_id="c", prompt_token_ids=[1, 2], sampling_params=params)
-    return FrontRequest("r", "i", None, [1, 2], params, [child], arrival_time=100.0)
+    return ParentRequest("r", "i", None, [1, 2], params, [child], arrival_time=100.0)
 
 
 @pytest.fixture(scope="module")

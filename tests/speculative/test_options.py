@@ -187,7 +187,7 @@ def test_drafts_by_batch_size() -> None:
     assert [config.most_drafts(size) for size in (1, 8, 9)] == [4, 4, 0]
 
 
-def test_the_front_refuses_it_before_jax_is_imported(tmp_path: Path) -> None:
+def test_the_server_refuses_it_before_jax_is_imported(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom jaxllm.config import EngineConfig\nfrom jaxllm.llm_engine import check_model\n"
         f"check_model(EngineConfig.from_options(speculative_config={NGRAM}))\n"

@@ -7,7 +7,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.request import ErrorKind, FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from jaxllm.text.input_processor import FrontRequest, InputProcessor
+from jaxllm.text.input_processor import InputProcessor, ParentRequest
 from jaxllm.text.output_processor import OutputProcessor
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.fake_engine_core import fake_logprobs, tiny_model_config
@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-class Front:
+class Texts:
     """An output processor fed by hand."""
 
     def __init__(self, tokenizer: Tokenizer | None, **options: Any):
@@ -30,13 +30,13 @@ class Front:
         model_config = tiny_model_config(tokenizer.vocab_size if tokenizer else 1000)
         self.inputs = InputProcessor(EngineConfig(), model_config, 512, tokenizer)
 
-    def add(self, prompt: Any = (1, 2, 3), request_id: str = "r", **params: Any) -> FrontRequest:
+    def add(self, prompt: Any = (1, 2, 3), request_id: str = "r", **params: Any) -> ParentRequest:
         request = self.inputs.process(request_id, prompt, SamplingParams(**{"max_tokens": None, **params}))
         self.processor.add(request)
         return request
 
     def say(
-        self, request: FrontRequest, ids: list[int], reason: FinishReason | None = None, child: int = 0, **fields: Any
+        self, request: ParentRequest, ids: list[int], reason: FinishReason | None = None, child: int = 0, **fields: Any
     ) -> list[RequestOutput]:
         item = EngineCoreOutput(request.children[child].request_id, ids, reason, **fields)
         return [output for _, output in self.processor.process([item]).outputs]
@@ -46,12 +46,12 @@ def test_deltas_put_together_are_the_cumulative_output_and_the_final_one(tokeniz
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     seen: dict[RequestOutputKind, list[Any]] = {}
     for kind in RequestOutputKind:
-        front = Front(tokenizer)
-        request = front.add(output_kind=kind, logprobs=1, stop=["never", "seashore"])
+        texts = Texts(tokenizer)
+        request = texts.add(output_kind=kind, logprobs=1, stop=["never", "seashore"])
         outputs = []
         for place, id in enumerate(ids):
             reason = FinishReason.LENGTH if place == len(ids) - 1 else None
-            outputs += front.say(request, [id], reason, new_logprobs=fake_logprobs([id], 1, 1000))
+            outputs += texts.say(request, [id], reason, new_logprobs=fake_logprobs([id], 1, 1000))
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
         seen[kind] = [output.outputs[0] for output in outputs]
     final = seen[FINAL_ONLY][-1]
@@ -70,40 +70,40 @@ def test_deltas_put_together_are_the_cumulative_output_and_the_final_one(tokeniz
 
 
 def test_answers_come_in_order_of_their_index(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer)
-    request = front.add(n=3, output_kind=FINAL_ONLY)
-    assert front.say(request, [70], FinishReason.LENGTH, child=2) == []
-    assert front.say(request, [71], FinishReason.LENGTH, child=0) == []
-    (output,) = front.say(request, [72], FinishReason.LENGTH, child=1)
-    assert output.finished and output.request_id == "r" and len(front.processor) == 0
+    texts = Texts(tokenizer)
+    request = texts.add(n=3, output_kind=FINAL_ONLY)
+    assert texts.say(request, [70], FinishReason.LENGTH, child=2) == []
+    assert texts.say(request, [71], FinishReason.LENGTH, child=0) == []
+    (output,) = texts.say(request, [72], FinishReason.LENGTH, child=1)
+    assert output.finished and output.request_id == "r" and len(texts.processor) == 0
     assert [(answer.index, answer.token_ids) for answer in output.outputs] == [(0, [71]), (1, [72]), (2, [70])]
 
 
 def test_a_delta_of_several_answers_has_those_that_changed(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer)
-    request = front.add(n=2, output_kind=DELTA)
+    texts = Texts(tokenizer)
+    request = texts.add(n=2, output_kind=DELTA)
     ids = [child.request_id for child in request.children]
-    step = front.processor.process([EngineCoreOutput(ids[1], [70]), EngineCoreOutput(ids[0], [71])])
+    step = texts.processor.process([EngineCoreOutput(ids[1], [70]), EngineCoreOutput(ids[0], [71])])
     ((internal_id, output),) = step.outputs
     assert internal_id == request.internal_id
     assert [(answer.index, answer.token_ids) for answer in output.outputs] == [(0, [71]), (1, [70])]
-    (output,) = front.say(request, [72], FinishReason.LENGTH, child=1)
+    (output,) = texts.say(request, [72], FinishReason.LENGTH, child=1)
     assert not output.finished and [(a.index, a.token_ids, a.finish_reason) for a in output.outputs] == [(1, [72], "length")]
 
 
 def test_a_cumulative_output_has_all_answers(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer)
-    request = front.add(n=2)
-    (output,) = front.say(request, [70], child=1)
+    texts = Texts(tokenizer)
+    request = texts.add(n=2)
+    (output,) = texts.say(request, [70], child=1)
     assert [(answer.index, answer.token_ids) for answer in output.outputs] == [(0, []), (1, [70])]
 
 
 def test_a_stop_string_ends_the_request_here_and_tells_the_engine(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer)
-    request = front.add(stop="fox", logprobs=0)
+    texts = Texts(tokenizer)
+    request = texts.add(stop="fox", logprobs=0)
     ids = tokenizer.encode("a fox and more", add_special_tokens=False)
     end = next(n for n in range(len(ids) + 1) if "fox" in tokenizer.decode(ids[:n]))
-    step = front.processor.process(
+    step = texts.processor.process(
         [EngineCoreOutput(request.children[0].request_id, ids, new_logprobs=fake_logprobs(ids, 0, 1000))]
     )
     ((_, output),) = step.outputs
@@ -112,14 +112,14 @@ def test_a_stop_string_ends_the_request_here_and_tells_the_engine(tokenizer: Tok
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("a ", "stop", "fox")
     assert answer.token_ids == ids[:end] and len(answer.logprobs or []) == end, "tokens after the stop string were kept"
     assert answer.cumulative_logprob == pytest.approx(-0.5 * end)
-    assert front.say(request, [70]) == [], "late output came through"
+    assert texts.say(request, [70]) == [], "late output came through"
 
 
 def test_a_stop_string_at_the_last_token_is_the_reason_and_needs_no_abort(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer)
-    request = front.add(stop="fox")
+    texts = Texts(tokenizer)
+    request = texts.add(stop="fox")
     ids = tokenizer.encode("fox", add_special_tokens=False)
-    step = front.processor.process([EngineCoreOutput(request.children[0].request_id, ids, FinishReason.LENGTH)])
+    step = texts.processor.process([EngineCoreOutput(request.children[0].request_id, ids, FinishReason.LENGTH)])
     assert step.engine_ids_to_abort == []
     assert (step.outputs[0][1].outputs[0].finish_reason, step.outputs[0][1].outputs[0].stop_reason) == ("stop", "fox")
 
@@ -127,9 +127,9 @@ def test_a_stop_string_at_the_last_token_is_the_reason_and_needs_no_abort(tokeni
 def test_a_stop_token_has_its_id_but_no_text(tokenizer: Tokenizer) -> None:
     fox = tokenizer.encode("fox", add_special_tokens=False)
     for include, text in ((False, ""), (True, "fox")):
-        front = Front(tokenizer)
-        request = front.add(include_stop_str_in_output=include)
-        (output,) = front.say(request, fox, FinishReason.STOP, stop_reason=fox[-1])
+        texts = Texts(tokenizer)
+        request = texts.add(include_stop_str_in_output=include)
+        (output,) = texts.say(request, fox, FinishReason.STOP, stop_reason=fox[-1])
         answer = output.outputs[0]
         assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == (fox, "stop", fox[-1])
         assert answer.text == (text if len(fox) == 1 or include else tokenizer.decode(fox[:-1]))
@@ -137,70 +137,70 @@ def test_a_stop_token_has_its_id_but_no_text(tokenizer: Tokenizer) -> None:
 
 def test_prompt_logprobs_begin_with_none(tokenizer: Tokenizer) -> None:
     for kind in (CUMULATIVE, DELTA):
-        front = Front(tokenizer)
-        request = front.add(prompt=[5, 6, 7], prompt_logprobs=1, output_kind=kind)
-        (first,) = front.say(request, [70], new_prompt_logprobs=fake_logprobs([6, 7], 1, 1000))
-        (second,) = front.say(request, [71], FinishReason.LENGTH)
+        texts = Texts(tokenizer)
+        request = texts.add(prompt=[5, 6, 7], prompt_logprobs=1, output_kind=kind)
+        (first,) = texts.say(request, [70], new_prompt_logprobs=fake_logprobs([6, 7], 1, 1000))
+        (second,) = texts.say(request, [71], FinishReason.LENGTH)
         assert first.prompt_logprobs is not None and first.prompt_logprobs[0] is None
         assert [list(row or {}) for row in first.prompt_logprobs] == [[], [6, 7], [7, 8]]
         assert second.prompt_logprobs == (None if kind is DELTA else first.prompt_logprobs)
 
 
 def test_prompt_logprobs_of_several_answers_are_handed_on_once(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer)
-    request = front.add(prompt=[5, 6, 7], prompt_logprobs=1, output_kind=DELTA, n=2)
-    found = [front.say(request, [70], child=n, new_prompt_logprobs=fake_logprobs([6, 7], 1, 1000))[0] for n in (1, 0)]
+    texts = Texts(tokenizer)
+    request = texts.add(prompt=[5, 6, 7], prompt_logprobs=1, output_kind=DELTA, n=2)
+    found = [texts.say(request, [70], child=n, new_prompt_logprobs=fake_logprobs([6, 7], 1, 1000))[0] for n in (1, 0)]
     assert found[0].prompt_logprobs is not None and found[1].prompt_logprobs is None
 
 
 @pytest.mark.parametrize(("engine", "own", "interval"), [(1, None, 1), (1, 4, 4), (3, 2, 3), (2, 5, 5)])
 def test_a_stream_interval_can_only_be_raised(tokenizer: Tokenizer, engine: int, own: int | None, interval: int) -> None:
-    front = Front(tokenizer, stream_interval=engine)
-    request = front.add(output_kind=DELTA, stream_interval=own)
+    texts = Texts(tokenizer, stream_interval=engine)
+    request = texts.add(output_kind=DELTA, stream_interval=own)
     sizes = []
     for place in range(12):
-        for output in front.say(request, [70 + place], FinishReason.LENGTH if place == 11 else None):
+        for output in texts.say(request, [70 + place], FinishReason.LENGTH if place == 11 else None):
             sizes.append(len(output.outputs[0].token_ids))
     assert sizes[0] == 1 and sum(sizes) == 12 and all(size == interval for size in sizes[1:-1])
 
 
 def test_aborting_gives_what_there_is(tokenizer: Tokenizer) -> None:
     for kind, ids in ((CUMULATIVE, [70, 71]), (DELTA, []), (FINAL_ONLY, [70, 71])):
-        front = Front(tokenizer)
-        request = front.add(output_kind=kind)
-        front.say(request, [70])
-        front.say(request, [71])
-        step = front.processor.abort(["r"])
+        texts = Texts(tokenizer)
+        request = texts.add(output_kind=kind)
+        texts.say(request, [70])
+        texts.say(request, [71])
+        step = texts.processor.abort(["r"])
         ((_, output),) = step.outputs
         assert output.finished and output.outputs[0].finish_reason == "abort" and output.outputs[0].token_ids == ids
         assert step.engine_ids_to_abort == [request.children[0].request_id]
-        assert front.processor.abort(["r"]).outputs == [] and front.say(request, [72]) == [] and len(front.processor) == 0
+        assert texts.processor.abort(["r"]).outputs == [] and texts.say(request, [72]) == [] and len(texts.processor) == 0
 
 
 def test_aborting_a_prompt_aborts_its_unfinished_answers(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer)
-    request = front.add(n=3, output_kind=FINAL_ONLY)
-    front.say(request, [70], FinishReason.LENGTH, child=1)
-    step = front.processor.abort(["r"])
+    texts = Texts(tokenizer)
+    request = texts.add(n=3, output_kind=FINAL_ONLY)
+    texts.say(request, [70], FinishReason.LENGTH, child=1)
+    step = texts.processor.abort(["r"])
     assert step.engine_ids_to_abort == [request.children[0].request_id, request.children[2].request_id]
     assert [answer.finish_reason for answer in step.outputs[0][1].outputs] == ["abort", "length", "abort"]
 
 
 def test_one_id_may_stand_for_several_requests(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer)
-    first, second = front.add(), front.add()
-    front.add(request_id="other")
-    assert front.say(second, [70])[0].outputs[0].token_ids == [70]
-    assert len(front.processor.abort([first.internal_id], internal=True).outputs) == 1
-    assert len(front.processor.abort(["r"]).outputs) == 1 and len(front.processor) == 1
+    texts = Texts(tokenizer)
+    first, second = texts.add(), texts.add()
+    texts.add(request_id="other")
+    assert texts.say(second, [70])[0].outputs[0].token_ids == [70]
+    assert len(texts.processor.abort([first.internal_id], internal=True).outputs) == 1
+    assert len(texts.processor.abort(["r"]).outputs) == 1 and len(texts.processor) == 1
 
 
 def test_times_and_counts_are_noted(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer)
-    request = front.add()
-    (output,) = front.say(request, [70], num_cached_tokens=2)
+    texts = Texts(tokenizer)
+    request = texts.add()
+    (output,) = texts.say(request, [70], num_cached_tokens=2)
     assert output.num_cached_tokens == 2 and output.metrics is not None and output.metrics.finished_time is None
-    (output,) = front.say(request, [71], FinishReason.LENGTH, num_preemptions=3)
+    (output,) = texts.say(request, [71], FinishReason.LENGTH, num_preemptions=3)
     metrics = output.metrics
     assert metrics is not None and metrics.first_token_time is not None and metrics.finished_time is not None
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
@@ -208,17 +208,17 @@ def test_times_and_counts_are_noted(tokenizer: Tokenizer) -> None:
 
 
 def test_full_blocks_of_the_prompt_that_were_not_cached_are_counted(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer, cached_block_tokens=4)
+    texts = Texts(tokenizer, cached_block_tokens=4)
     for num_prompt, num_cached, num_created in ((11, 0, 8), (11, 4, 4), (12, 8, 4), (3, 0, 0)):
-        (output,) = front.say(front.add(list(range(num_prompt))), [70], FinishReason.LENGTH, num_cached_tokens=num_cached)
+        (output,) = texts.say(texts.add(list(range(num_prompt))), [70], FinishReason.LENGTH, num_cached_tokens=num_cached)
         assert output.num_cache_creation_tokens == num_created
-    (output,) = Front(tokenizer).say(front.add(list(range(11))), [70]) or [None]  # another process's request is ignored
+    (output,) = Texts(tokenizer).say(texts.add(list(range(11))), [70]) or [None]  # another process's request is ignored
     assert output is None
 
 
 def test_without_a_tokenizer_outputs_have_ids_only() -> None:
-    front = Front(None)
-    (output,) = front.say(front.add(logprobs=1), [70], FinishReason.LENGTH, new_logprobs=fake_logprobs([70], 1, 1000))
+    texts = Texts(None)
+    (output,) = texts.say(texts.add(logprobs=1), [70], FinishReason.LENGTH, new_logprobs=fake_logprobs([70], 1, 1000))
     answer = output.outputs[0]
     assert answer.text == "" and answer.token_ids == [70] and answer.logprobs is not None
     assert answer.logprobs[0][70].decoded_token is None
@@ -227,19 +227,19 @@ def test_without_a_tokenizer_outputs_have_ids_only() -> None:
 def test_flat_logprobs_equal_the_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
     found = []
     for flat in (False, True):
-        front = Front(tokenizer)
-        request = front.add(logprobs=2, flat_logprobs=flat)
-        (output,) = front.say(request, [70, 71], FinishReason.LENGTH, new_logprobs=fake_logprobs([70, 71], 2, 1000))
+        texts = Texts(tokenizer)
+        request = texts.add(logprobs=2, flat_logprobs=flat)
+        (output,) = texts.say(request, [70, 71], FinishReason.LENGTH, new_logprobs=fake_logprobs([70, 71], 2, 1000))
         found.append(output.outputs[0].logprobs)
     assert found[1] == found[0] and type(found[1]).__name__ == "FlatLogprobs"
 
 
 def test_an_error_in_the_output_of_one_request_ends_it_alone(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer)
-    bad, good = front.add(request_id="bad", output_kind=DELTA), front.add(request_id="good", output_kind=DELTA)
+    texts = Texts(tokenizer)
+    bad, good = texts.add(request_id="bad", output_kind=DELTA), texts.add(request_id="good", output_kind=DELTA)
     ids = tokenizer.encode("one two", add_special_tokens=False)
-    front.processor._answers[bad.children[0].request_id][1].detokenizer.push = lambda token_id: 1 / 0  # type: ignore[method-assign]
-    step = front.processor.process([EngineCoreOutput(each.children[0].request_id, ids[:1]) for each in (bad, good)])
+    texts.processor._answers[bad.children[0].request_id][1].detokenizer.push = lambda token_id: 1 / 0  # type: ignore[method-assign]
+    step = texts.processor.process([EngineCoreOutput(each.children[0].request_id, ids[:1]) for each in (bad, good)])
     outputs = {output.request_id: output for _, output in step.outputs}
     assert outputs["bad"].finished and outputs["bad"].outputs[0].finish_reason == "error"
     assert outputs["bad"].outputs[0].error_kind == "internal" and "ZeroDivisionError" in str(
@@ -247,35 +247,35 @@ def test_an_error_in_the_output_of_one_request_ends_it_alone(tokenizer: Tokenize
     )
     assert outputs["good"].outputs[0].token_ids == ids[:1] and not outputs["good"].finished
     assert step.engine_ids_to_abort == [bad.children[0].request_id]
-    assert front.say(bad, ids[1:]) == []
-    assert front.say(good, ids[1:], FinishReason.LENGTH)[0].finished and len(front.processor) == 0
+    assert texts.say(bad, ids[1:]) == []
+    assert texts.say(good, ids[1:], FinishReason.LENGTH)[0].finished and len(texts.processor) == 0
 
 
 def test_an_error_in_one_of_several_answers_leaves_the_others(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer)
-    request = front.add(n=2, logprobs=1, output_kind=FINAL_ONLY)
+    texts = Texts(tokenizer)
+    request = texts.add(n=2, logprobs=1, output_kind=FINAL_ONLY)
     ids = tokenizer.encode("one two", add_special_tokens=False)
-    assert front.say(request, ids, new_logprobs="not logprobs") == []
-    (output,) = front.say(request, ids, FinishReason.LENGTH, child=1, new_logprobs=fake_logprobs(ids, 1, 1000))
+    assert texts.say(request, ids, new_logprobs="not logprobs") == []
+    (output,) = texts.say(request, ids, FinishReason.LENGTH, child=1, new_logprobs=fake_logprobs(ids, 1, 1000))
     assert [answer.finish_reason for answer in output.outputs] == ["error", "length"]
-    assert output.outputs[1].text == "one two" and output.finished and len(front.processor) == 0
+    assert output.outputs[1].text == "one two" and output.finished and len(texts.processor) == 0
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 def test_an_output_that_cannot_be_put_together_ends_the_request(tokenizer: Tokenizer, kind: RequestOutputKind) -> None:
-    front = Front(tokenizer)
-    request = front.add(n=2, output_kind=kind)
+    texts = Texts(tokenizer)
+    request = texts.add(n=2, output_kind=kind)
     ids = tokenizer.encode("one two", add_special_tokens=False)
-    front.processor._answers[request.children[0].request_id][1].completion = lambda **kwargs: 1 / 0  # type: ignore[method-assign]
-    outputs = front.say(request, ids, FinishReason.LENGTH) + front.say(request, ids, FinishReason.LENGTH, child=1)
-    assert len(outputs) == 1 and outputs[0].finished and len(front.processor) == 0
+    texts.processor._answers[request.children[0].request_id][1].completion = lambda **kwargs: 1 / 0  # type: ignore[method-assign]
+    outputs = texts.say(request, ids, FinishReason.LENGTH) + texts.say(request, ids, FinishReason.LENGTH, child=1)
+    assert len(outputs) == 1 and outputs[0].finished and len(texts.processor) == 0
     assert [answer.finish_reason for answer in outputs[0].outputs] == ["error", "error"]
 
 
 def test_an_error_of_the_core_reaches_the_caller_with_its_kind(tokenizer: Tokenizer) -> None:
-    front = Front(tokenizer)
-    request = front.add()
+    texts = Texts(tokenizer)
+    request = texts.add()
     fields = {"stop_reason": "too late", "error_kind": ErrorKind.TIMEOUT}
-    (output,) = front.say(request, [], FinishReason.ERROR, **fields)
+    (output,) = texts.say(request, [], FinishReason.ERROR, **fields)
     answer = output.outputs[0]
     assert (answer.finish_reason, answer.stop_reason, answer.error_kind) == ("error", "too late", ErrorKind.TIMEOUT)

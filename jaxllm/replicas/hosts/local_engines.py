@@ -9,7 +9,7 @@ import zmq
 
 from jaxllm.engine import messages
 from jaxllm.engine.messages import Bye, Fault
-from jaxllm.engine.messages import Hello as FrontHello
+from jaxllm.engine.messages import Hello as ClientHello
 from jaxllm.engine.messages import Refused as RequestRefused
 from jaxllm.engine.sockets import ENGINE_SOCKET, MAX_QUEUED_MESSAGES, is_client_name, socket_address
 from jaxllm.hosts.framing import WireError
@@ -73,10 +73,10 @@ class _Engine:
         """Listen under an API server's name, and have the engine answer there."""
         if client not in self._inboxes:
             if not is_client_name(client):
-                raise WireError("it sent an impossible name of a front")
+                raise WireError("it sent an impossible name of an API server")
             self._inboxes[client] = Inbox(self._context, self._directory, client)
             self._tasks[client] = asyncio.create_task(self._carry(client, self._inboxes[client]))
-        self._put(messages.encode(FrontHello(client, os.getpid())))  # this process ends with the connection
+        self._put(messages.encode(ClientHello(client, os.getpid())))  # this process ends with the connection
 
     def send(self, client: str, frame: bytes) -> None:
         """Give the engine a message of an API server."""

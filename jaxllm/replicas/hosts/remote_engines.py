@@ -16,7 +16,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Dead, MessageError
-from jaxllm.engine.messages import Hello as FrontHello
+from jaxllm.engine.messages import Hello as ClientHello
 from jaxllm.engine.sockets import ENGINE_SOCKET, Outbox, is_client_name
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.hosts.framing import WireError
@@ -272,20 +272,20 @@ class _RemoteEngine:
         link: Link | None = self._link()
         try:
             head = _head.decode(frame)
-            hello = messages.decode_front_message(frame) if head.tag == "hello" else None
+            hello = messages.decode_client_message(frame) if head.tag == "hello" else None
         except (msgspec.MsgspecError, MessageError) as error:
             logger.warning("a message of an API server was refused: %s", error)
             return
         if link is None:  # a client that is new says Hello again; the others were notified
             return
-        if isinstance(hello, FrontHello):
+        if isinstance(hello, ClientHello):
             self._greet(hello, link)
         elif head.tag == "bye":
             self._forget(head.client)
         elif head.client in self._outbox.clients:
             link.send(Frame(self._rank, head.client, frame))
 
-    def _greet(self, hello: FrontHello, link: Link) -> None:
+    def _greet(self, hello: ClientHello, link: Link) -> None:
         client = hello.client
         if not is_client_name(client):
             logger.warning("an API server with an impossible name was refused")

@@ -19,7 +19,7 @@ from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.vllm_flags import as_options
 from tests.helpers.fake_engine_core import WIDTH, FakeEngineCore
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 
 
 def core_of(directory: Path, *, generates: bool = True, pooling: PoolingConfig | None = None) -> FakeEngineCore:

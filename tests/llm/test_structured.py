@@ -9,7 +9,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.llm import LLM
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
 SLOW = {"json": {"allOf": [{"type": "string", "pattern": f"^.*a{i}.*b"} for i in range(40)]}}

@@ -1,4 +1,4 @@
-"""EngineFront: the text side of an engine. Turns prompts into requests to a core and the core's outputs into RequestOutputs."""
+"""RequestProcessor: the text side of an engine. Turns prompts into requests to a core and the core's outputs into RequestOutputs."""
 
 import contextlib
 import threading
@@ -19,7 +19,7 @@ from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.start_times import StartTimes
 from jaxllm.text.generation_config import GenerationConfig, load_generation_config
-from jaxllm.text.input_processor import FrontRequest, InputProcessor
+from jaxllm.text.input_processor import InputProcessor, ParentRequest
 from jaxllm.text.model_files import text_files
 from jaxllm.text.output_processor import OutputProcessor, ProcessedStep
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +54,7 @@ def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
     return Texts(generation_config, tokenizer, template)
 
 
-class EngineFront:
+class RequestProcessor:
     """Text processing of an engine core, and the requests that this process has sent to it. All runs in one thread or event loop.
 
     If several processes share a core, each has a `namespace` for the ids of its requests.
@@ -96,7 +96,7 @@ class EngineFront:
 
     # Requests
 
-    def add(self, request: FrontRequest) -> None:
+    def add(self, request: ParentRequest) -> None:
         """Queue a request that the input processor made. If the core rejects one of its answers, none is queued."""
         added: list[str] = []
         try:

@@ -22,10 +22,10 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.launch import read_first_message
 from jaxllm.engine.process_core import ProcessCore
-from jaxllm.engine_front import load_texts
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.log import logger
 from jaxllm.replicas.core import Replicas
+from jaxllm.request_processor import load_texts
 from server.browser_access import BrowserAccess
 from server.gate import Gate
 from server.options import ServerOptions
@@ -40,7 +40,7 @@ READY = "ready "
 MAX_OPEN_FILES = 1 << 16
 
 
-class FrontStart(msgspec.Struct):
+class ApiServerStart(msgspec.Struct):
     """The configuration of an API server. `socket_fd` listens; the API server writes READY or its error to `report_fd`."""
 
     index: int
@@ -66,10 +66,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-class Front:
+class ApiServer:
     """Runs one API server."""
 
-    def __init__(self, start: FrontStart):
+    def __init__(self, start: ApiServerStart):
         self._start = start
         self._options = start.options
         self._stop = asyncio.Event()
@@ -97,7 +97,7 @@ class Front:
             self._connect,
             pids,
             policy=parallel.data_parallel_routing,
-            num_fronts=self._options.network.api_server_count,
+            num_api_servers=self._options.network.api_server_count,
             retries=self._options.processes.retry_on_engine_death,
         )
 
@@ -188,7 +188,7 @@ class Front:
         await _until_idle(num_running, LAST_WORDS_SECONDS)
 
     def _parent_is_gone(self) -> None:
-        logger.warning("the server's main process is gone; this front ends")
+        logger.warning("the server's main process is gone; this API server ends")
         for directory, _ in self._start.engines:  # no other process removes those of replicas on other hosts
             shutil.rmtree(directory, ignore_errors=True)
             with contextlib.suppress(OSError):
@@ -224,17 +224,17 @@ def _offers(engine: AsyncLLM) -> str:
 
 
 def main() -> int:
-    """Entry point of `python -m server.front`: reads a FrontStart from stdin; end of input means the supervisor has ended."""
+    """Entry point of `python -m server.api_server`: reads a ApiServerStart from stdin; end of input means the supervisor has ended."""
     import uvloop
 
-    start = msgspec.msgpack.decode(read_first_message(sys.stdin.fileno()), type=FrontStart)
+    start = msgspec.msgpack.decode(read_first_message(sys.stdin.fileno()), type=ApiServerStart)
     clock.follow(start.epoch)
     log.set_up(start.log_level, format=start.options.logging.log_format)
     log.adopt("uvicorn", level=start.options.logging.uvicorn_log_level)
     _allow_many_connections()
 
     async def run() -> None:
-        await Front(start).run()
+        await ApiServer(start).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -9,7 +9,7 @@ from jaxllm.errors import ConfigError, EngineDeadError, EngineError, InvalidRequ
 from jaxllm.llm_engine import LLMEngine
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 
 DEMO = Path(jaxllm.__file__).parent / "data" / "demo"
 LONG = SamplingParams(max_tokens=50)

@@ -12,7 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import AdapterError, AdapterNotFoundError, ConfigError, InvalidRequestError
 from jaxllm.llm_engine import LLMEngine
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 
 SHORT = SamplingParams(max_tokens=2)
 

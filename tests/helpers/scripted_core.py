@@ -1,4 +1,4 @@
-"""Fronts over a fake engine core whose requests say a given text."""
+"""Fake engine cores whose requests say a given text."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -12,7 +12,7 @@ from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import echo, fake_core
+from tests.helpers.scripted_core import echo, fake_core
 
 LONG = SamplingParams(max_tokens=50)
 

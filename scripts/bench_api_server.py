@@ -3,8 +3,8 @@
 Three processes: a fake engine that gives every stream a token at each step, an API server (uvicorn, guard, routes,
 detokenizing, messages from the engine), and this one, whose sockets read the streams. Only the API server's CPU time counts.
 
-    python scripts/bench_front.py --streams 64 --seconds 10
-    python scripts/bench_front.py --endpoint completions --step-ms 20 --json
+    python scripts/bench_api_server.py --streams 64 --seconds 10
+    python scripts/bench_api_server.py --endpoint completions --step-ms 20 --json
 """
 
 import argparse
@@ -53,7 +53,7 @@ def head(endpoint: str, body: bytes) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-async def run_streams(port: int, front: int, endpoint: str, num_streams: int, seconds: float) -> dict[str, float]:
+async def run_streams(port: int, api_server: int, endpoint: str, num_streams: int, seconds: float) -> dict[str, float]:
     """CPU of the API server while streams run; tokens are counted as events that carry text."""
     num_events = 0
     marker = b'"delta":{"content":' if endpoint == "chat" else b'"text":'
@@ -69,21 +69,21 @@ async def run_streams(port: int, front: int, endpoint: str, num_streams: int, se
     for _, writer in connections:
         writer.write(head(endpoint, body))
     await asyncio.sleep(1.5)
-    before, num_before, began = cpu_seconds(front), num_events, time.perf_counter()
+    before, num_before, began = cpu_seconds(api_server), num_events, time.perf_counter()
     await asyncio.sleep(seconds)
-    used, count, took = cpu_seconds(front) - before, num_events - num_before, time.perf_counter() - began
+    used, count, took = cpu_seconds(api_server) - before, num_events - num_before, time.perf_counter() - began
     for _, writer in connections:
         writer.transport.abort()
     await asyncio.gather(*tasks, return_exceptions=True)
     return {
         "streams": num_streams,
         "events_per_second": round(count / took, 1),
-        "front_cpu_share": round(used / took, 3),
+        "api_server_cpu_share": round(used / took, 3),
         "microseconds_per_event": round(1e6 * used / max(1, count), 2),
     }
 
 
-async def run_requests(port: int, front: int, endpoint: str, count: int) -> dict[str, float]:
+async def run_requests(port: int, api_server: int, endpoint: str, count: int) -> dict[str, float]:
     """CPU of the API server for requests of one token, one after another on a few connections."""
     body = body_of(endpoint, False)
     data = head(endpoint, body)
@@ -99,13 +99,13 @@ async def run_requests(port: int, front: int, endpoint: str, count: int) -> dict
         writer.close()
 
     await worker(20)
-    before, began = cpu_seconds(front), time.perf_counter()
+    before, began = cpu_seconds(api_server), time.perf_counter()
     await asyncio.gather(*(worker(count // 8) for _ in range(8)))
-    used, took = cpu_seconds(front) - before, time.perf_counter() - began
+    used, took = cpu_seconds(api_server) - before, time.perf_counter() - began
     return {"requests_per_second": round(count / took, 1), "microseconds_per_request": round(1e6 * used / count, 1)}
 
 
-def serve_front(directory: str, engine_pid: int, port: int, profile: str | None) -> None:
+def serve_api_server(directory: str, engine_pid: int, port: int, profile: str | None) -> None:
     """The API server: serves until it is ended."""
     import uvicorn
 
@@ -143,7 +143,7 @@ async def wait_for(port: int) -> None:
             continue
         writer.close()
         return
-    raise TimeoutError("the front did not start")
+    raise TimeoutError("the API server did not start")
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -156,28 +156,36 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with socket_directory() as directory:
         config = EngineConfig.from_options(model=arguments.model)
         engine = start_engine(EngineStart(config, str(directory), core_factory=FACTORY))
-        command = [sys.executable, __file__, "--front", str(directory), str(engine.pid), str(port), arguments.profile or "-"]
-        front = subprocess.Popen(command)
+        command = [
+            sys.executable,
+            __file__,
+            "--api-server",
+            str(directory),
+            str(engine.pid),
+            str(port),
+            arguments.profile or "-",
+        ]
+        api_server = subprocess.Popen(command)
         try:
 
             async def main() -> dict[str, Any]:
                 await wait_for(port)
                 found: dict[str, Any] = {"endpoint": arguments.endpoint, "step_ms": arguments.step_ms}
-                found |= await run_requests(port, front.pid, arguments.endpoint, arguments.requests)
-                return found | await run_streams(port, front.pid, arguments.endpoint, arguments.streams, arguments.seconds)
+                found |= await run_requests(port, api_server.pid, arguments.endpoint, arguments.requests)
+                return found | await run_streams(port, api_server.pid, arguments.endpoint, arguments.streams, arguments.seconds)
 
             return asyncio.run(main())
         finally:
-            front.terminate()
-            front.wait()
+            api_server.terminate()
+            api_server.wait()
             engine.kill()
             engine.wait()
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--front"]:
+    if sys.argv[1:2] == ["--api-server"]:
         directory, pid, port, profile = sys.argv[2:]
-        serve_front(directory, int(pid), int(port), None if profile == "-" else profile)
+        serve_api_server(directory, int(pid), int(port), None if profile == "-" else profile)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--endpoint", choices=PATHS, default="chat")
@@ -186,7 +194,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=400, help="short requests before the streams")
     parser.add_argument("--step-ms", type=float, default=20.0, help="time between two tokens of a stream")
     parser.add_argument("--model", default="demo", help="whose tokenizer and chat template are used")
-    parser.add_argument("--profile", help="file for a profile of the front (which slows it down)")
+    parser.add_argument("--profile", help="file for a profile of the API server (which slows it down)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     found = measure(arguments)

@@ -17,7 +17,7 @@ from jaxllm.metrics.metric import Histogram
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import fake_core
+from tests.helpers.scripted_core import fake_core
 
 DELTA = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA)
 ENDLESS = SamplingParams(max_tokens=10_000, output_kind=RequestOutputKind.DELTA, ignore_eos=True)

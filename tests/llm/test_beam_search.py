@@ -19,7 +19,7 @@ from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
 from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
-from tests.helpers.fake_front import fake_core, guessing_core
+from tests.helpers.scripted_core import fake_core, guessing_core
 
 VOCAB, EOS = 4, 3
 
