@@ -81,8 +81,9 @@ class Connection:
                 raise ClosedError(f"nothing was heard for {self._seconds:g} s")
         raise ClosedError("no whole message came in time")
 
-    def detach(self) -> socket.socket:
-        """The socket, between two messages, for another object to use in place of this one."""
+    @property
+    def stream(self) -> socket.socket:
+        """The socket. Between two messages another object may take it over."""
         return self._socket
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class Incoming:
         """May change between two messages: no byte of the next is read before."""
         self._found = bytearray()
         self._size: int | None = None
-        """Of the message that arrives, once its length is there."""
+        """Bytes of the message that arrives; None until its length is there."""
 
     @property
     def num_wanted(self) -> int:

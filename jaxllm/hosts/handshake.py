@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -90,7 +91,7 @@ def is_proven(found: bytes, of: str, nonce: bytes) -> bool:
 
 
 def introduction_of(hello: Hello) -> Introduction:
-    """What a host says of itself in this version of the protocol. Raises WireError."""
+    """The Introduction in a Hello of this version of the protocol. Raises WireError."""
     found: Introduction = decoded(_introduction, hello.introduction)
     if not found.name.isprintable():
         raise WireError("its name is not printable")
@@ -103,6 +104,17 @@ def hello(rank: int, identity: Mapping[str, str], nonce: bytes, challenge: Chall
     return Hello(PROTOCOL, msgspec.Raw(msgspec.msgpack.encode(found)))
 
 
+def _open(options: ParallelOptions) -> tuple[Connection, Any]:
+    """A connection to host 0, and its first message. Raises OSError or WireError."""
+    stream = socket.create_connection((options.master_addr, options.master_port), timeout=FIRST_SECONDS)
+    try:
+        connection = Connection(stream, FROM_HOST_0)
+        return connection, connection.receive(FIRST_SECONDS)
+    except WireError:
+        stream.close()
+        raise
+
+
 def connect(options: ParallelOptions, identity: Mapping[str, str]) -> Connection:
     """Connect to host 0, which welcomes this host. Raises ConfigError if it is not there in time, or refuses it."""
     where = f"{options.master_addr}, port {options.master_port}"
@@ -110,9 +122,7 @@ def connect(options: ParallelOptions, identity: Mapping[str, str]) -> Connection
     logger.info("host %d of %d connects to host 0 at %s", options.node_rank, options.nnodes, where)
     while True:
         try:
-            stream = socket.create_connection((options.master_addr, options.master_port), timeout=FIRST_SECONDS)
-            connection = Connection(stream, FROM_HOST_0)
-            challenge = connection.receive(FIRST_SECONDS)
+            connection, challenge = _open(options)
             break
         except (OSError, ClosedError) as error:  # host 0 may be ending, to be started again
             if time.monotonic() > deadline:

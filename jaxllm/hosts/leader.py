@@ -279,23 +279,22 @@ def _gather(config: EngineConfig, found: Mapping[str, str], started: "Started | 
     take part."""
     arrivals: queue.SimpleQueue[Arrival | ConfigError] = queue.SimpleQueue()
     reception = Reception(config.parallel, found, arrivals.put, started)
-    hosts: list[_Host] = []
     try:
         reception.open()
-        while len(hosts) + 1 < config.parallel.nnodes:
-            reception.has_all()
+        while not reception.has_all():
             with contextlib.suppress(queue.Empty):
-                arrival = arrivals.get(timeout=POLL_SECONDS)
-                if isinstance(arrival, ConfigError):
+                if isinstance(arrival := arrivals.get(timeout=POLL_SECONDS), ConfigError):
                     raise arrival
-                arrival.connection.accept(wire.FROM_FOLLOWER)
-                hosts.append(_Host(arrival))
                 logger.info("%s is there", arrival)
     except BaseException as error:
-        for host in hosts:
-            _try_to_send(host, End(str(error)))
-            host.connection.close()
-        raise
-    finally:
         reception.close()
-    return sorted(hosts, key=lambda host: host.arrival.rank), reception.address
+        for arrival in reception.present.values():
+            with contextlib.suppress(WireError):
+                arrival.connection.send(End(str(error)))
+            arrival.connection.close()
+        raise
+    reception.close()
+    hosts = [_Host(arrival) for _, arrival in sorted(reception.present.items())]
+    for host in hosts:
+        host.connection.accept(wire.FROM_FOLLOWER)
+    return hosts, reception.address

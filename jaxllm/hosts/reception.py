@@ -66,7 +66,8 @@ class Reception:
         self.address = str(self._listening.getsockname()[0])
         self._strangers: dict[socket.socket, None] = {}
         """Connections that have not said hello yet, the oldest first."""
-        self._present: dict[int, Arrival] = {}
+        self.present: dict[int, Arrival] = {}
+        """Hosts that were welcomed and have not left, by rank."""
         self._refused = ""
         """Why a host without the token was refused last."""
         self._lock = threading.Lock()
@@ -87,7 +88,7 @@ class Reception:
     def has_all(self) -> bool:
         """Whether all hosts are there. Raises ConfigError if one does not come in time, or failed before."""
         options = self._options
-        if not (missing := [rank for rank in range(1, options.nnodes) if rank not in self._present]):
+        if not (missing := [rank for rank in range(1, options.nnodes) if rank not in self.present]):
             return True
         if self._started is not None and (fault := self._started.fault()) is not None:
             raise ConfigError(fault)
@@ -106,7 +107,7 @@ class Reception:
     def leave(self, rank: int) -> None:
         """A host was lost: another may take its rank."""
         with self._lock:
-            self._present.pop(rank, None)
+            self.present.pop(rank, None)
 
     def close(self) -> None:
         """Stop to listen. Connections of hosts that were taken stay open. May be called again."""
@@ -132,9 +133,8 @@ class Reception:
                 continue
             with self._lock:
                 self._strangers[stream] = None
-                oldest = next(iter(self._strangers)) if len(self._strangers) > self._options.nnodes + MAX_STRANGERS else None
-            if oldest is not None:
-                _shut_down(oldest)
+                if len(self._strangers) > self._options.nnodes + MAX_STRANGERS:
+                    _shut_down(next(iter(self._strangers)))
             threading.Thread(target=self._greet, args=(stream, str(address[0])), name="greet-host", daemon=True).start()
 
     def _greet(self, stream: socket.socket, peer: str) -> None:
@@ -170,8 +170,9 @@ class Reception:
             if self._is_closed:
                 return connection.close()
             if (reason := self._fault(arrival, found.identity)) is None:
+                self._strangers.pop(connection.stream, None)  # `close` and `_accept` shut down strangers
                 connection.send(Welcome(handshake.proof("host 0", found.nonce)))
-                self._present[arrival.rank] = arrival
+                self.present[arrival.rank] = arrival
                 return self._take(arrival)
         return self._refuse(connection, reason, is_proven=True)
 
@@ -182,7 +183,7 @@ class Reception:
             return f"{arrival} differs from host 0: {differs}; start all hosts with the same versions, options and model"
         if not 1 <= arrival.rank < num_hosts:
             return f"{arrival} has node_rank {arrival.rank}, there are 1 to {num_hosts - 1}"
-        if (other := self._present.get(arrival.rank)) is not None:
+        if (other := self.present.get(arrival.rank)) is not None:
             return f"two hosts have node_rank {arrival.rank}: {other} and {arrival}; give each its own"
         return None
 

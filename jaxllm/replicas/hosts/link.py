@@ -18,8 +18,11 @@ class Link:
 
     @classmethod
     async def of(cls, connection: Connection, accepted: Accepted) -> "Link":
-        """Use a connection in this event loop, between two messages."""
-        return cls(*await asyncio.open_connection(sock=connection.detach()), accepted)
+        """Use a connection in this event loop, between two messages. Raises WireError if it is closed."""
+        try:
+            return cls(*await asyncio.open_connection(sock=connection.stream), accepted)
+        except OSError as error:
+            raise ClosedError(f"the connection is closed ({error})") from error
 
     def send(self, message: Message) -> None:
         """Send a message, soon. Nothing happens if the other end has closed: `receive` raises."""

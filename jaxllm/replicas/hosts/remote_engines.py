@@ -176,7 +176,12 @@ class RemoteEngines:
         """Carry the messages of a host until it ends."""
         share = self._options.num_replicas // self._options.nnodes
         replicas = range(arrival.rank * share, (arrival.rank + 1) * share)
-        link = await Link.of(arrival.connection, wire.FROM_OTHER)
+        try:
+            link = await Link.of(arrival.connection, wire.FROM_OTHER)
+        except WireError as error:
+            self._reception.leave(arrival.rank)
+            self._fail_start(f"{arrival} is lost: {error}")
+            return
         host = self._hosts[arrival.rank] = _Host(arrival, link, replicas)
         logger.info("%s is there, with %s", host, names_of(replicas))
         try:
