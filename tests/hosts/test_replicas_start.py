@@ -279,6 +279,8 @@ def test_a_client_that_fetches_nothing_is_dropped_and_holds_nobody_up(tmp_path, 
         port = free_port()
         async with host_0(tmp_path, monkeypatch, master_port=port) as remote:
             link = await connect(config(1, master_port=port), FOUND)
+            while not remote.has_hosts:
+                await asyncio.sleep(0.01)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             name, directory = f"client-0-{'0' * 16}", remote.directories[1]
             client, to_engine = context.socket(zmq.PULL), context.socket(zmq.PUSH)
