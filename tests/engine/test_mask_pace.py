@@ -27,7 +27,7 @@ class AnyToken:
 class Device:
     """Runs steps one after the other, in milliseconds of a simulated clock; the host learns of a finished step 1 ms later."""
 
-    forward, sample, news, dispatching = 8.0, 0.05, 1.0, 0.1
+    forward, sample, delay, dispatching = 8.0, 0.05, 1.0, 0.1
 
     def __init__(self) -> None:
         self.now = self.free_at = 0.0
@@ -56,7 +56,7 @@ class Step:
 
     def result(self) -> ModelRunnerOutput:
         assert self.end is not None
-        self.device.now = max(self.device.now, self.end + self.device.news)
+        self.device.now = max(self.device.now, self.end + self.device.delay)
         return ModelRunnerOutput(self.sampled)
 
 
@@ -90,7 +90,7 @@ def run(monkeypatch: pytest.MonkeyPatch, mask_time: float, forward_passes: int) 
 def test_masks_that_are_late_hold_up_requests_with_a_grammar_alone(
     monkeypatch: pytest.MonkeyPatch, mask_time: float, plain: float, masked: float
 ) -> None:
-    """Waiting for all masks would give (device.news + mask_time) / forward: 0.61 tokens at 12 ms, 0.38 at 20 ms."""
+    """Waiting for all masks would give (device.delay + mask_time) / forward: 0.61 tokens at 12 ms, 0.38 at 20 ms."""
     found = run(monkeypatch, mask_time, 1000)
     assert plain <= found[0] <= 1.01 and masked <= found[1] <= 1.01
 
