@@ -1,6 +1,7 @@
 """The start of several hosts: who is refused, and what is said of hosts that do not come. No JAX devices are used."""
 
 import contextlib
+import os
 import queue
 import socket
 import threading
@@ -13,11 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxllm import env
 from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.core import EngineCore
+from jaxllm.engine.launch import environment_without_secrets
 from jaxllm.errors import ConfigError, EngineDeadError, ModelLoadError
-from jaxllm.hosts import framing, handshake, identity, process_group, reception, wire
+from jaxllm.hosts import framing, handshake, identity, process_group, reception, wire, with_ray
 from jaxllm.hosts.connection import Connection
 from jaxllm.hosts.follower import Member
 from jaxllm.hosts.framing import WireError
@@ -164,6 +167,26 @@ def test_a_host_of_another_version_is_refused_whatever_else_it_says(introduction
         fault = f"version 4 of the hosts' protocol, host 0 version {handshake.PROTOCOL}; install the same jaxllm"
         assert fault in host.receive(10).reason
         assert fault in str(arrivals.get(timeout=10))
+
+
+def test_a_host_without_the_token_is_refused_and_the_start_goes_on(monkeypatch):
+    monkeypatch.setenv(env.HOSTS_TOKEN, "secret")
+    arrivals: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with open_reception(arrivals.put) as port:
+        with socket.create_connection(("127.0.0.1", port)) as stream:
+            stranger = Connection(stream, handshake.FROM_HOST_0)
+            stranger.receive(10)
+            stranger.send(handshake.hello(1, FOUND, b"nonce", handshake.Challenge(b"of another connection")))
+            assert "has another token than host 0" in stranger.receive(10).reason
+        host = handshake.connect(config(1, port).parallel, FOUND)
+        assert isinstance(arrivals.get(timeout=10), reception.Arrival)
+        host.close()
+
+
+def test_the_token_reaches_engine_processes_and_no_actor_of_ray(monkeypatch):
+    monkeypatch.setenv(env.HOSTS_TOKEN, "secret")
+    assert environment_without_secrets(os.environ)[env.HOSTS_TOKEN] == "secret"
+    assert env.HOSTS_TOKEN not in with_ray._environment()
 
 
 def test_facts_that_differ_and_errors_of_a_host_reach_all(together):
