@@ -34,7 +34,7 @@ class LoadPrompt:
 
 
 class Tokenizer(Protocol):
-    """What datasets need of a tokenizer; those of `transformers` have it."""
+    """The methods of a tokenizer that datasets call; those of `transformers` have them."""
 
     def __len__(self) -> int: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
