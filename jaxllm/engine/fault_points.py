@@ -59,12 +59,10 @@ PLACES = {
     "step": Place("core", "jaxllm.runner.batch", "BatchBuilder.build"),
     "row": Place("core", "jaxllm.runner.rows", "Rows.add", lambda self, data: data.request_id),
     "launch": Place("core", "jaxllm.runner.runner", "ModelRunner.prepare"),
-    "draw": Place("core", "jaxllm.runner.features.sampling", "Sampling.launch"),
-    "admit": Place("core", "jaxllm.runner.features.sampling", "Sampling.pack_admission", lambda self, row: row.data.request_id),
+    "draw": Place("core", "jaxllm.runner.sampling", "Sampling.launch"),
+    "admit": Place("core", "jaxllm.runner.sampling", "Sampling.pack_admission", lambda self, row: row.data.request_id),
     "result": Place("core", "jaxllm.runner.pending", "StepInFlight.read"),
-    "sampler": Place(
-        "core", "jaxllm.runner.features.sampling", "PendingTokens.scores_of", lambda self, row, index: row.data.request_id
-    ),
+    "sampler": Place("core", "jaxllm.runner.sampling", "PendingTokens.scores_of", lambda self, row, index: row.data.request_id),
     "stop": Place("core", "jaxllm.request", "Request.append_output", lambda self, token_id: self.request_id),
     "caches": Place("core", "jaxllm.runner.runner", "ModelRunner.start_over"),
     "detokenizer": Place("client", "jaxllm.text.output_processor", "_Answer.update", lambda self, output: self.engine_id),

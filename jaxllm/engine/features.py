@@ -33,6 +33,8 @@ ADAPTERS: str | None = "jaxllm.lora:make_adapters"
 EXPERT_LOAD: str | None = "jaxllm.expert_load:make_expert_load"
 """Makes what adds up the tokens of experts and moves experts; None: this build does neither."""
 
+_NO_DRAFTERS = "speculative_config is set, but this build has no drafters; leave it out"
+
 HOSTS: str | None = "jaxllm.hosts:open_hosts"
 """Connects the hosts of an engine; None: this build has one host. A host above 0 runs `FOLLOW`."""
 FOLLOW = "jaxllm.hosts.follower:follow_until_told"
@@ -41,7 +43,7 @@ FOLLOW = "jaxllm.hosts.follower:follow_until_told"
 def check_speculative_config(config: EngineConfig) -> None:
     """Raise ConfigError for a speculative_config that is wrong in itself or that other options exclude. Does not import JAX."""
     if config.speculative.speculative_config is not None:
-        module, _ = _maker(DRAFTERS, "speculative_config is set, but this build has no drafters; leave it out")
+        module, _ = _maker(DRAFTERS, _NO_DRAFTERS)
         module.of_engine(config)
 
 
@@ -163,13 +165,15 @@ class Features:
         adapters: Adapters | None = None
         expert_load: ExpertLoad | None = None
         if config.speculative.speculative_config is not None:
-            module, name = _maker(DRAFTERS, "speculative_config is set, but this build has no drafters; leave it out")
+            module, name = _maker(DRAFTERS, _NO_DRAFTERS, "drafts")
             speculation = getattr(module, name)(config, model_config)
         if config.lora.enable_lora:
-            module, name = _maker(ADAPTERS, "enable_lora is set, but this build has no adapters; leave it out")
+            module, name = _maker(ADAPTERS, "enable_lora is set, but this build has no adapters; leave it out", "adapters")
             adapters = getattr(module, name)(config, model_config, model, mesh)
         if config.observe.expert_load:
-            module, name = _maker(EXPERT_LOAD, "expert_load or enable_eplb is set, but this build has neither; leave it out")
+            missing = "expert_load or enable_eplb is set, but this build has neither; leave it out"
+            in_steps = ("expert_counts", "expert_slots") if config.parallel.enable_eplb else ("expert_counts",)
+            module, name = _maker(EXPERT_LOAD, missing, *in_steps)
             expert_load = getattr(module, name)(config, model_config)
         return cls(speculation, adapters, expert_load)
 
@@ -191,9 +195,18 @@ class Features:
 NO_FEATURES = Features()
 
 
-def _maker(registered: str | None, missing: str) -> tuple[ModuleType, str]:
-    """The package of a feature, and the name of the function that makes it. Raises ConfigError if there is none."""
-    if registered is None:
+def _maker(registered: str | None, missing: str, *in_steps: str) -> tuple[ModuleType, str]:
+    """The package of a feature, and the name of the function that makes it. Raises ConfigError if there is none.
+
+    in_steps: the parts of `jaxllm.runner.features` that it needs. To look for them imports JAX.
+    """
+    if registered is None or (in_steps and not _are_in_steps(in_steps)):
         raise ConfigError(missing)
     module, _, name = registered.partition(":")
     return importlib.import_module(module), name
+
+
+def _are_in_steps(names: tuple[str, ...]) -> bool:
+    from jaxllm.runner.features import FEATURES
+
+    return set(names) <= set(FEATURES)

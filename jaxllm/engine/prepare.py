@@ -40,9 +40,8 @@ from jaxllm.parallel.across_hosts import has_other_hosts
 from jaxllm.parallel.axes import num_parts
 from jaxllm.parallel.mesh import DATA, TENSOR, meshes_of
 from jaxllm.parallel.topology import Topology
-from jaxllm.runner.drafter import Drafter
+from jaxllm.runner.drafter import Drafter, kept_logits
 from jaxllm.runner.expert_placement import moving_bytes
-from jaxllm.runner.features.drafts.rows import kept_logits
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_pool import use_persistent_cache

@@ -20,8 +20,6 @@ from jaxllm.parallel.arrays import delete
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.runner.all_programs import AllPrograms
-from jaxllm.runner.features.drafts.step import Drafts
-from jaxllm.runner.features.sampling import PendingTokens
 from jaxllm.runner.heads import Hidden, PendingPart
 from jaxllm.runner.layout import StepLayout
 from jaxllm.runner.ops import PlanRunner, op_runners, run_by
@@ -32,6 +30,7 @@ from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.row_arrays import Caches, Params, RowArrays, Scores
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind
 from jaxllm.runner.runner import work_bytes
+from jaxllm.runner.sampling import PendingTokens
 from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.warm_up import WARM_UP_RUNS
 from jaxllm.runner.weights import Weights, WeightsSource
@@ -213,7 +212,7 @@ class LanesRunner(WeightsHolder, PlanRunner):
             num_rows = self.buckets.fit_decode(max(len(batch.sampled) for batch in batches))
             variant = max(batch.variant for batch in batches)
             wanted.append(ProgramKey("decode", num_rows, variant, width=step.batch.next_width))
-        if self.shapes.functions.find(Drafts) is not None:
+        if "propose" in self.shapes.kinds:
             wanted.append(self._propose_key(step))
         self.joint.start(wanted)
         for lane, part, work in zip(self.lanes, step.parts, work_of_each, strict=True):

@@ -35,12 +35,15 @@ class Body:
     max_rows: int
     kernels: Kernels
     features: tuple[StepFeature, ...] = ()
-    latest: LatestTokens = LatestTokens()
-    """How rows keep their latest tokens, and how steps continue from them."""
     exchange: LaneExchange | None = None
     """Between data-parallel ranks, which share experts; None: there is one rank, or the program has no mixture."""
     share_layers: bool = False
     """Whether layers that are alike are traced as calls of one function: see `SharedLayers`."""
+
+    @property
+    def latest(self) -> LatestTokens:
+        """How rows keep their latest tokens, and how steps continue from them."""
+        return self.find(LatestTokens) or LatestTokens()
 
     def run(
         self,
@@ -81,7 +84,7 @@ class Body:
             share_layers=self.share_layers,
         )
         run = StepRun(params, rows, kept, shards, columns_RC, places, token_ids_T, step)
-        features = [feature for feature in (self.latest, *self.features) if has_optional or not feature.is_optional]
+        features = [feature for feature in self.features if has_optional or not feature.is_optional]
         for feature in features:
             feature.before(run)
         run.hidden_TD = self.merge(params)(run.step)
@@ -91,7 +94,7 @@ class Body:
 
     def find(self, kind: type[F]) -> F | None:
         """The feature of this type; None: there is none."""
-        return next((feature for feature in (self.latest, *self.features) if isinstance(feature, kind)), None)
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def get(self, kind: type[F]) -> F:
         """The feature of this type, which is there."""

@@ -16,6 +16,7 @@ from jaxllm.layers.step import Step
 from jaxllm.model_parts import Layer
 from jaxllm.parallel.shards import Shards
 from jaxllm.progress import Progress
+from jaxllm.sampling.rejection import KEPT_DTYPE
 
 NO_DRAFT = -4
 """In place of a draft: there is none. No drawn token equals it."""
@@ -127,3 +128,11 @@ class Drafter(Protocol):
 
         model: with values. Rows that drew nothing may get anything.
         """
+
+
+def kept_logits(drafter: Drafter, num_rows: int, vocab_size: int) -> jax.ShapeDtypeStruct | None:
+    """[rows, drafts, V]: the logits that each draft was drawn from, which rows keep until it is verified; None where no distribution is
+    needed. num_rows: with that of padding."""
+    if not (drafter.accepts_by_ratio and drafter.is_drawn):
+        return None
+    return jax.ShapeDtypeStruct((num_rows, drafter.num_drafts, vocab_size), KEPT_DTYPE)

@@ -28,11 +28,8 @@ from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.expert_placement import Tables
 from jaxllm.runner.features import make_features
-from jaxllm.runner.features.drafts.step import Drafts
-from jaxllm.runner.features.sampling import PendingTokens, Sampling
 from jaxllm.runner.heads import Head, Hidden, PendingPart
 from jaxllm.runner.kernels import Kernels
-from jaxllm.runner.latest_tokens import LatestTokens
 from jaxllm.runner.layout import StepLayout, padded
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.ops import PlanRunner, op_runners, run_by
@@ -45,10 +42,11 @@ from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.write_blocks import UPDATES_PER_WRITE
 from jaxllm.runner.row_arrays import Caches, RowArrays, Scores
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Rows
+from jaxllm.runner.sampling import PendingTokens, Sampling
 from jaxllm.runner.shared_layers import traces_alike_once
 from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step import StepFunctions
-from jaxllm.runner.step_feature import FeatureParts
+from jaxllm.runner.step_feature import FeatureParts, WeightsPart
 from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.runner.token_split import TokenSplit
 from jaxllm.runner.weights import Weights, WeightsSource
@@ -182,7 +180,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
     ) -> StepFunctions:
         """The functions that the programs of steps compute."""
         source, merges = self._source, self.weights.merges
-        config, model_config, drafter, last_part = source.config, source.model_config, source.drafter, self.weights.parts[-1]
+        config, model_config = source.config, source.model_config
         max_rows, vocab_size, max_logprobs = config.scheduler.max_num_seqs, model_config.vocab_size, config.model.max_logprobs
         assert max_rows is not None
         parts = FeatureParts(
@@ -190,14 +188,13 @@ class ModelRunner(WeightsHolder, PlanRunner):
             model_config,
             source.model,
             kernels,
-            merges[-1],
-            last_part,
-            source.adaptation,
-            has_tables=source.tables is not None,
+            policy,
+            weights=dict(zip(source.named_models, map(WeightsPart, merges, self.weights.parts), strict=True)),
+            max_len=-(-plan.max_model_len // plan.block_size) * plan.block_size,
+            drafter=source.drafter,
+            adaptation=source.adaptation,
             token_split=token_split,
         )
-        max_len = -(-plan.max_model_len // plan.block_size) * plan.block_size
-        of_drafter = (policy, merges[1:2], model_config.num_layers, max_len, model_config.padded_vocab_size)
         return StepFunctions(
             merge=merges[0],
             shards=make_shards(source.mesh, policy),
@@ -208,7 +205,6 @@ class ModelRunner(WeightsHolder, PlanRunner):
             logprobs_mode=config.model.logprobs_mode,
             processors=processors,
             features=make_features(parts),
-            latest=LatestTokens() if drafter is None else Drafts(drafter, *of_drafter),
             share_layers=traces_alike_once(config, on_gpu=jax.default_backend() != "cpu"),
         )
 

@@ -1,17 +1,19 @@
 """The interface between the body of a step and its features: what an engine adds to a step that others may do without."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from jaxllm.config import EngineConfig
+from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.adaptation import Adaptation
+from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.heads import Device, Head
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.ops import OpRunner
@@ -83,6 +85,16 @@ class StepFeature:
 
 
 @dataclass(frozen=True)
+class WeightsPart:
+    """The weights of one of an engine's models."""
+
+    merge: Callable[[Params], Any]
+    """All weights -> the model."""
+    part: slice
+    """Where its arrays are among all weights."""
+
+
+@dataclass(frozen=True)
 class FeatureParts:
     """Parts that features are made from: the options and parts of an engine, or of a stage of a pipeline."""
 
@@ -90,13 +102,13 @@ class FeatureParts:
     model_config: ModelConfig
     model: CausalLM
     kernels: Kernels
-    merge_last: Callable[[Params], Any]
-    """All weights -> the last of their models (`WeightsSource.models`)."""
-    last_part: slice
-    """Where its arrays are among all weights."""
+    policy: KernelPolicy
+    weights: Mapping[str, WeightsPart]
+    """Those of `WeightsSource.named_models`."""
+    max_len: int
+    """Positions that the blocks of a request hold."""
+    drafter: Drafter | None = None
     adaptation: Adaptation | None = None
-    has_tables: bool = False
-    """Whether the last of the models is the tables of experts that move."""
     token_split: TokenSplit | None = None
 
     @property

@@ -107,8 +107,7 @@ class StepPrograms:
         if self.is_last:
             sampled = [ForwardRows(), Decode(), Sample(), NewState(), Admit()] if self.model.generates else []
             layers = [Forward(), *sampled]
-        features = (self.functions.latest, *self.functions.features)
-        own = [kind for feature in features for kind in feature.programs()]
+        own = [kind for feature in self.functions.features for kind in feature.programs()]
         return {kind.name: kind for kind in (*layers, *own, WriteBlocks(), NewCaches())}
 
     def kind_of(self, key: ProgramKey) -> ProgramKind:
@@ -282,7 +281,7 @@ class StepPrograms:
         num_rows = self.buckets.max_rows + 1
         table = self.ints(num_rows, len(self.cache.groups) * self.max_blocks)
         parts: dict[str, Any] = {}
-        for feature in (self.functions.latest, *self.functions.features):
+        for feature in self.functions.features:
             parts |= feature.row_arrays(num_rows)
         parts = jax.tree.map(lambda x: self.shape(x.shape, x.dtype), parts)
         return RowArrays(self.ints(num_rows), table, **parts)  # type: ignore[arg-type]

@@ -102,10 +102,16 @@ class WeightsSource:
     """Tables of experts that move."""
 
     @property
-    def models(self) -> list[nnx.Module]:
+    def named_models(self) -> dict[str, nnx.Module]:
         """All that has weights, in the order of `read`."""
-        beside = (part.model for part in (self.drafter, self.adaptation) if part is not None)
-        return [model for model in (self.model, *beside, self.tables) if model is not None]
+        drafter, adaptation = (None if part is None else part.model for part in (self.drafter, self.adaptation))
+        found = {"model": self.model, "drafter": drafter, "adaptation": adaptation, "tables": self.tables}
+        return {name: model for name, model in found.items() if model is not None}
+
+    @property
+    def models(self) -> list[nnx.Module]:
+        """See `named_models`."""
+        return list(self.named_models.values())
 
     def read(self, model_dir: Path, progress: Progress) -> list[nnx.State]:
         """The weights of each model, on the devices. Raises ModelLoadError."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxllm.runner.features import FEATURES
 from tests.helpers import goldens
 
 ROOT = Path(__file__).parent.parent.parent
@@ -56,36 +57,59 @@ def test_conditions_of_all_forms_are_found() -> None:
     assert len(found) == len(lines) and all(map(NAMES.search, found))
 
 
+def test_features_are_named_only_where_they_are_registered() -> None:
+    folder = RUNNER / "features"
+    for path in sorted((ROOT / "jaxllm").rglob("*.py")):
+        found = set(re.findall(r"runner\.features\.(\w+)", path.read_text(encoding="utf-8")))
+        own = {path.relative_to(folder).parts[0].removesuffix(".py")} if path.is_relative_to(folder) else set()
+        assert found <= own, f"{path.relative_to(ROOT)} names {found - own}"
+    modules = {path.stem for path in folder.iterdir() if not path.name.startswith("__")}
+    assert modules == set(FEATURES)
+
+
 PROGRAM = """
 import importlib, pkgutil, jaxllm.runner
 from jaxllm.runner.features import FEATURES
-assert not {"pooling", "prompt_logprobs"} & set(FEATURES)
+assert not set(DELETED) & set(FEATURES)
 for module in pkgutil.walk_packages(jaxllm.runner.__path__, "jaxllm.runner."):
     importlib.import_module(module.name)
 from jaxllm import LLM, SamplingParams
-llm = LLM(MODEL, dtype="float32", max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16, warmup="lazy", skip_tokenizer_init=True)
+from jaxllm.errors import ConfigError
+options = dict(dtype="float32", max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16, warmup="lazy", skip_tokenizer_init=True)
+for refused in ({"enable_lora": True}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}):
+    try:
+        LLM(MODEL, **options, **refused)
+    except ConfigError as error:
+        print(error)
+llm = LLM(MODEL, **options)
 print(*llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(temperature=0.0, max_tokens=4))[0].outputs[0].token_ids)
 """
+DELETED = ("drafts", "adapters", "prompt_logprobs", "pooling")
 
 
 @pytest.mark.slow
-def test_two_features_can_be_deleted_with_their_lines(tmp_path: Path) -> None:
+def test_features_can_be_deleted_with_their_lines(tmp_path: Path) -> None:
     for package in ("jaxllm", "pallas_kernels"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     features = tmp_path / "jaxllm" / "runner" / "features"
-    shutil.rmtree(features / "pooling")
-    (features / "prompt_logprobs.py").unlink()
+    for name in DELETED:
+        shutil.rmtree(features / name) if (features / name).is_dir() else (features / f"{name}.py").unlink()
     registry = features / "__init__.py"
     lines = registry.read_text(encoding="utf-8").splitlines(keepends=True)
-    left = [line for line in lines if line.strip() not in ('"pooling",', '"prompt_logprobs",')]
-    assert len(left) == len(lines) - 2
+    left = [line for line in lines if line.strip().strip('",') not in DELETED]
+    assert len(left) == len(lines) - len(DELETED)
     registry.write_text("".join(left), encoding="utf-8")
     golden = goldens.golden("qwen2")
     result = golden.results[0]
-    program = f"MODEL, PROMPT = {str(golden.directory)!r}, {list(result.prompt)!r}\n{PROGRAM}"
+    program = f"MODEL, PROMPT, DELETED = {str(golden.directory)!r}, {list(result.prompt)!r}, {DELETED!r}\n{PROGRAM}"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert list(map(int, done.stdout.split()[-4:])) == list(result.tokens[:4])
+    *refusals, tokens = done.stdout.splitlines()[-3:]
+    assert refusals == [
+        "enable_lora is set, but this build has no adapters; leave it out",
+        "speculative_config is set, but this build has no drafters; leave it out",
+    ]
+    assert list(map(int, tokens.split())) == list(result.tokens[:4])

@@ -16,9 +16,9 @@ from jaxllm.errors import RequestFailedError
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.shards import PEERS_LOST
 from jaxllm.runner import peers as peers_module
-from jaxllm.runner.features.sampling import PendingTokens
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.row_arrays import Scores
+from jaxllm.runner.sampling import PendingTokens
 from jaxllm.scheduler_output import ModelRunnerOutput
 from pallas_kernels import collectives
 from pallas_kernels.collectives.exchange import FAILED, SILENT, WAITING

@@ -17,7 +17,6 @@ from jaxllm.runner.features.drafts.step import Drafts
 from jaxllm.runner.features.pooling import PoolingFeature
 from jaxllm.runner.features.prompt_logprobs import PromptLogprobsFeature
 from jaxllm.runner.kernels import Kernels
-from jaxllm.runner.latest_tokens import LatestTokens
 from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs.decode import Decode
@@ -63,6 +62,7 @@ def engine_programs(
         EngineConfig.from_options(max_num_seqs=max_rows, max_num_batched_tokens=512), on_gpu=True
     )
     drafter = SimpleNamespace(num_drafts=num_drafts, num_lookahead=num_lookahead, needs_history=True)
+    drafts = (Drafts(drafter, GPU, None, 1, 0, 0),) if num_drafts else ()
     adapters = Adapters(SimpleNamespace(changes_logits=True), None, slice(0), Kernels())
     model = SimpleNamespace(generates=True, pooling=SimpleNamespace(pooling_type="mean"), num_layers=1)
     programs = object.__new__(StepPrograms)
@@ -72,8 +72,7 @@ def engine_programs(
         cache=SimpleNamespace(groups=[None] * num_groups, block_size=4),
         max_rows=max_rows,
         kernels=Kernels(),
-        features=((adapters,) if has_adapters else ()) + (PromptLogprobsFeature(), PoolingFeature(model)),
-        latest=Drafts(drafter, GPU, (), 1, 0, 0) if num_drafts else LatestTokens(),
+        features=(*drafts, *((adapters,) if has_adapters else ()), PromptLogprobsFeature(), PoolingFeature(model)),
         num_logprobs=1,
         logprobs_mode="raw_logprobs",
     )

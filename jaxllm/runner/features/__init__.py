@@ -5,6 +5,7 @@ import importlib
 from jaxllm.runner.step_feature import FeatureParts, StepFeature
 
 FEATURES = (
+    "drafts",
     "token_split",
     "adapters",
     "expert_slots",

@@ -146,4 +146,5 @@ def make(parts: FeatureParts) -> StepFeature | None:
     """For engines with adapters, where these change something."""
     if parts.adaptation is None:
         return None
-    return Adapters(parts.adaptation, parts.merge_last, parts.last_part, parts.kernels)
+    weights = parts.weights["adaptation"]
+    return Adapters(parts.adaptation, weights.merge, weights.part, parts.kernels)

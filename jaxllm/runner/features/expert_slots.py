@@ -174,4 +174,5 @@ def slots_of(table_EC: jax.Array, expert_Tk: jax.Array, start: int | jax.Array) 
 
 def make(parts: FeatureParts) -> StepFeature | None:
     """For engines whose experts move."""
-    return ExpertSlots.of(parts.model_config, parts.model, parts.last_part, parts.merge_last) if parts.has_tables else None
+    tables = parts.weights.get("tables")
+    return None if tables is None else ExpertSlots.of(parts.model_config, parts.model, tables.part, tables.merge)

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllm.runner.drafter import NO_DRAFT, Drafter
+from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.runner.layout import FROM_ROW, Column
 from jaxllm.runner.places import Places
-from jaxllm.sampling.rejection import KEPT_DTYPE
 
 
 class DraftRows(NamedTuple):
@@ -25,13 +24,6 @@ class DraftRows(NamedTuple):
     """The drafter's own arrays."""
     logits_NKV: jax.Array | None = None
     """Logits that each draft was sampled from, as of `rejection.as_kept`; whole on every device. See `kept_logits`."""
-
-
-def kept_logits(drafter: Drafter, num_rows: int, vocab_size: int) -> jax.ShapeDtypeStruct | None:
-    """The array of `DraftRows.logits_NKV`; None where no distribution is needed. num_rows: with that of padding."""
-    if not (drafter.accepts_by_ratio and drafter.is_drawn):
-        return None
-    return jax.ShapeDtypeStruct((num_rows, drafter.num_drafts, vocab_size), KEPT_DTYPE)
 
 
 def drafts_of_draws(drafts: DraftRows, columns_RC: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.layers.step import Step
 from jaxllm.parallel.exchange import LaneExchange
 from jaxllm.parallel.shards import Shards
-from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting
+from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting, kept_logits
 from jaxllm.runner.features.drafts.host import DraftsOnHost
 from jaxllm.runner.features.drafts.programs import CopyDrafts, Propose, Show
 from jaxllm.runner.features.drafts.rows import (
@@ -22,7 +22,6 @@ from jaxllm.runner.features.drafts.rows import (
     continues,
     drafts_of_draws,
     forget_drafts,
-    kept_logits,
     latest_and_drafts,
     note_computed,
     resolve_starts,
@@ -73,11 +72,12 @@ class Drafts(LatestTokens):
 
     drafter: Drafter
     policy: KernelPolicy
-    merges: Sequence[Callable[[Any], Any]]
-    """Weights -> the drafter's model; empty for one without weights."""
+    merge: Callable[[Params], Any] | None
+    """Weights -> the drafter's model; None for one without weights."""
     num_target_layers: int
 
-    max_model_len: int
+    max_len: int
+    """Positions of a row."""
     vocab_size: int
     """Number of logits."""
 
@@ -101,7 +101,7 @@ class Drafts(LatestTokens):
         def ints(*shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-        state = jax.eval_shape(partial(self.drafter.new_state, num_rows, self.max_model_len))
+        state = jax.eval_shape(partial(self.drafter.new_state, num_rows, self.max_len))
         logits = kept_logits(self.drafter, num_rows, self.vocab_size)
         numbers = ints(num_rows), ints(num_rows, self.drafter.num_drafts), ints(num_rows, self.width)
         return {"drafts": DraftRows(*numbers, state, logits)}  # type: ignore[arg-type]
@@ -272,7 +272,7 @@ class Drafts(LatestTokens):
             num_wanted=width - 1,
             draw=draw,
         )
-        model, kept = (self.merges[0](params) if self.merges else None), rows.drafts
+        model, kept = None if self.merge is None else self.merge(params), rows.drafts
         if width == 1:
             state, draft_RK = self.drafter.follow(model, kept.state, drafting), jnp.zeros((len(row_R), 0), jnp.int32)
         else:
