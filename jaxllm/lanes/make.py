@@ -16,7 +16,7 @@ def lanes_runner(parts: RunnerParts) -> LanesRunner:
     """The lanes of a mesh of both axes, each with a cache as the plan of the one stage says. Other hosts may have some of them."""
     (stage,), (mesh,) = parts.stages, parts.meshes
     tables = Tables.of(parts.config.parallel, parts.model_config, stage.model.layers)
-    source = WeightsSource(parts.config, parts.model_config, stage.model, mesh, parts.drafter, tables=tables)
+    source = WeightsSource(parts.config, parts.model_config, stage.model, mesh, {"drafter": parts.drafter, "tables": tables})
     joint = Weights(source.models, mesh)
     store = parts.store_of(stage, mesh)
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.linear import Linear
-from jaxllm.layers.parameters import axes_of, parameters
+from jaxllm.layers.parameters import axes_of, parameters, zeros
 from jaxllm.lora import embedding, experts
 from jaxllm.lora.embedding import EmbeddingTarget
 from jaxllm.lora.experts import ExpertsTarget
@@ -23,6 +23,7 @@ from jaxllm.lora.targets import Read, ScoresTarget, Slots, Target, adaptable, na
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.shards import Shards
+from jaxllm.progress import Progress
 from jaxllm.runner.kernels import Kernels
 from pallas_kernels import lora
 
@@ -87,6 +88,10 @@ class DeviceSlots:
         sizes = [packed_size(target, tensor_size(self.mesh)) for target in self.model.targets]
         ends = np.cumsum(sizes).tolist()
         return {name: slice(end - size, end) for name, size, end in zip(self.names, sizes, ends, strict=True)}
+
+    def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
+        """See Adaptation."""
+        return zeros(self.model, mesh)
 
     def adapt(self, model: Slots, slot_T: Array, shards: Shards, kernels: Kernels) -> "Products":
         """See Adaptation."""

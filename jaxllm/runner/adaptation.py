@@ -6,9 +6,11 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxllm.layers.step import Adapt
 from jaxllm.parallel.shards import Shards
+from jaxllm.progress import Progress
 from jaxllm.runner.kernels import Kernels
 from pallas_kernels.lora import Parts
 
@@ -19,7 +21,10 @@ class Adaptation(Protocol):
 
     @property
     def model(self) -> nnx.Module:
-        """The arrays of all slots, as shapes with logical axes. All zeros at the start."""
+        """The arrays of all slots, as shapes with logical axes."""
+
+    def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
+        """Empty slots, on the devices."""
 
     @property
     def changes_logits(self) -> bool:

@@ -18,6 +18,7 @@ from jaxllm.model_parts import MoE
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.topology import Topology
+from jaxllm.progress import Progress
 
 ROUNDS = 4
 """Rounds of moves in one run of the program: see `ExpertSlots.move`."""
@@ -56,7 +57,12 @@ class Tables(nnx.Module):
         mixtures = [part for i in layers if isinstance(part := config.layers[i].mlp, MoE)]
         return cls(mixtures, most_copies(mixtures, Topology.of(options).expert))
 
-    def at_the_start(self, mesh: Mesh) -> nnx.State:
+    @property
+    def model(self) -> "Tables":
+        """See `WithWeights`."""
+        return self
+
+    def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
         """The tables of weights as they are loaded."""
         arrays = [table_of(part.slots, part.routing.num_experts, self.num_copies) for part in self.parts]
         found = zip(parameters(self), arrays, strict=True)

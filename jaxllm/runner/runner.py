@@ -94,7 +94,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
         assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
         tables = Tables.of(config.parallel, model_config, model.layers)
-        source = WeightsSource(config, model_config, model, mesh, drafter, adaptation, tables)
+        beside = {"drafter": drafter, "adaptation": adaptation, "tables": tables}
+        source = WeightsSource(config, model_config, model, mesh, beside)
         # Programs need shapes only, so they compile while the weights load.
         super().__init__(weights or Weights(source.models, mesh), source, times or StartTimes())
         functions = self._new_functions(plan, kernels, policy, processors, token_split)
@@ -124,7 +125,9 @@ class ModelRunner(WeightsHolder, PlanRunner):
             in_pieces=bool(config.compile.share_layers),
         )
         self._starts_with_few = (
-            config.compile.warmup == "background" and drafter is None and Topology.of(config.parallel).num_devices == 1
+            config.compile.warmup == "background"
+            and functions.latest.width == 1
+            and Topology.of(config.parallel).num_devices == 1
         )
         """Whether a start waits for few programs, which stand in for the others. Several devices or hosts must choose alike, whatever each
         has compiled, and the programs of drafters come in pairs."""
@@ -191,8 +194,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             policy,
             weights=dict(zip(source.named_models, map(WeightsPart, merges, self.weights.parts), strict=True)),
             max_len=-(-plan.max_model_len // plan.block_size) * plan.block_size,
-            drafter=source.drafter,
-            adaptation=source.adaptation,
+            beside=source.beside,
             token_split=token_split,
         )
         return StepFunctions(

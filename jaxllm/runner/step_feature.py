@@ -12,8 +12,6 @@ from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import Shards
-from jaxllm.runner.adaptation import Adaptation
-from jaxllm.runner.drafter import Drafter
 from jaxllm.runner.heads import Device, Head
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.ops import OpRunner
@@ -107,8 +105,8 @@ class FeatureParts:
     """Those of `WeightsSource.named_models`."""
     max_len: int
     """Positions that the blocks of a request hold."""
-    drafter: Drafter | None = None
-    adaptation: Adaptation | None = None
+    beside: Mapping[str, Any]
+    """`WeightsSource.beside`."""
     token_split: TokenSplit | None = None
 
     @property

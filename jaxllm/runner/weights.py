@@ -1,10 +1,10 @@
 """The weights of an engine's models, as the flat tuple of arrays that programs take."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -13,13 +13,10 @@ from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.layers.parameters import abstract_state, zeros
+from jaxllm.layers.parameters import abstract_state
 from jaxllm.loaders.load import load_weights
 from jaxllm.model_config import ModelConfig
 from jaxllm.progress import Progress, bytes_loaded
-from jaxllm.runner.adaptation import Adaptation
-from jaxllm.runner.drafter import Drafter
-from jaxllm.runner.expert_placement import Tables
 from jaxllm.runner.row_arrays import Params
 
 
@@ -88,25 +85,33 @@ def _corner(index: tuple[slice, ...]) -> tuple[int, ...]:
     return tuple(part.start or 0 for part in index)
 
 
+class WithWeights(Protocol):
+    """What has weights beside the model: a drafter, adapters, tables of experts that move."""
+
+    @property
+    def model(self) -> nnx.Module | None:
+        """Its weights, as shapes with logical axes; None without."""
+
+    def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
+        """The values of `model`, on the devices. Raises ModelLoadError."""
+
+
 @dataclass(frozen=True)
 class WeightsSource:
-    """Where an engine's weights come from: the checkpoints of the model and of its drafter; slots of adapters begin empty."""
+    """Where an engine's weights come from."""
 
     config: EngineConfig
     model_config: ModelConfig
     model: CausalLM
     mesh: Mesh
-    drafter: Drafter | None = None
-    adaptation: Adaptation | None = None
-    tables: Tables | None = None
-    """Tables of experts that move."""
+    beside: Mapping[str, WithWeights | None]
+    """What else has weights, by name; None where the engine has none of it."""
 
     @property
     def named_models(self) -> dict[str, nnx.Module]:
-        """All that has weights, in the order of `read`."""
-        drafter, adaptation = (None if part is None else part.model for part in (self.drafter, self.adaptation))
-        found = {"model": self.model, "drafter": drafter, "adaptation": adaptation, "tables": self.tables}
-        return {name: model for name, model in found.items() if model is not None}
+        """All that has weights, in the order of `read`: "model", and `beside`."""
+        beside = ((name, part.model) for name, part in self.beside.items() if part is not None)
+        return {"model": self.model, **{name: model for name, model in beside if model is not None}}
 
     @property
     def models(self) -> list[nnx.Module]:
@@ -125,13 +130,8 @@ class WeightsSource:
             seed=options.seed or 0,
             progress=bytes_loaded(progress),
         )
-        weights = [model]
-        if self.drafter is not None and self.drafter.model is not None:
-            weights.append(self.drafter.load(self.mesh, progress))
-        if self.adaptation is not None:
-            weights.append(zeros(self.adaptation.model, self.mesh))
-        if self.tables is not None:
-            weights.append(self.tables.at_the_start(self.mesh))
+        beside = (part for part in self.beside.values() if part is not None and part.model is not None)
+        weights = [model, *(part.load(self.mesh, progress) for part in beside)]
         jax.block_until_ready(weights)
         progress.finish()
         return weights

@@ -10,12 +10,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.device_ops import DropStaged, WriteAdapter
-from jaxllm.layers.parameters import zeros
 from jaxllm.layers.step import Adapt
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.arrays import delete
 from jaxllm.parallel.mesh import TENSOR, tensor_size
 from jaxllm.parallel.shards import Shards
+from jaxllm.progress import SILENT
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column
@@ -134,7 +134,7 @@ class AdapterSlots(OpRunner):
         if not any(array.is_deleted() for array in runner.params[part]):
             return
         delete(runner.params[part])
-        empty = jax.tree.leaves(zeros(self._adapters.adaptation.model, runner.shapes.mesh))
+        empty = jax.tree.leaves(self._adapters.adaptation.load(runner.shapes.mesh, SILENT))
         runner.params = (*runner.params[: part.start], *empty)
 
     def delete_arrays(self) -> None:
@@ -144,7 +144,8 @@ class AdapterSlots(OpRunner):
 
 def make(parts: FeatureParts) -> StepFeature | None:
     """For engines with adapters, where these change something."""
-    if parts.adaptation is None:
+    adaptation: Adaptation | None = parts.beside["adaptation"]
+    if adaptation is None:
         return None
     weights = parts.weights["adaptation"]
-    return Adapters(parts.adaptation, weights.merge, weights.part, parts.kernels)
+    return Adapters(adaptation, weights.merge, weights.part, parts.kernels)
