@@ -95,6 +95,11 @@ class Step:
     """[T, D] each: the sum of embedding and earlier layers that enters a layer, before any norm, whole on every device."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
 
+    @property
+    def tells_layers_apart(self) -> bool:
+        """Whether what layers compute depends on their names."""
+        return self.adapt is not None or self.chosen is not None or self.slots is not None
+
     def over(self, context: Any) -> "Step":
         """This step in a separate trace, with another context: what `attend`, `attend_to_latents` and `states` are parts of."""
         parts = {"attend": context, "attend_to_latents": context.attend_to_latents, "states": context}

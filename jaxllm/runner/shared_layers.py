@@ -54,8 +54,8 @@ class SharedLayers:
     _functions: "dict[Hashable, _Traced]" = field(default_factory=dict)
 
     def __call__(self, block: DecoderBlock, next_norm: AnyNorm, runs: Sequence[Run], step: Step) -> list[Run]:
-        if step.adapt is not None or step.chosen is not None or step.slots is not None:
-            return block(runs, next_norm, step)  # these look at the names of layers
+        if step.tells_layers_apart:
+            return block(runs, next_norm, step)
         graph, state = nnx.split((block, next_norm))
         weights, structure = jax.tree.flatten(state)
         place = self.context.places[block.attention.layer]

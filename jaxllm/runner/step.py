@@ -79,7 +79,7 @@ class StepFunctions(Body):
         variant: Variant,
         kind: LogprobsKind,
         width: int,
-        adapted: bool,
+        has_optional: bool,
         params: Params,
         rows: RowArrays,
         hidden_NWD: jax.Array,
@@ -90,8 +90,8 @@ class StepFunctions(Body):
         workspace: jax.Array | None,
     ) -> tuple[RowArrays, jax.Array, SamplingState | None, Scores]:
         """Sample the first `num_rows` rows after `forward`, up to `width` tokens each. Full sampling takes and returns its state,
-        NAMED takes the named ids, MASKED and above a mask for each token. Tokens may be NO_TOKEN or NOT_FINITE. adapted: whether
-        the rows' adapters change the logits.
+        NAMED takes the named ids, MASKED and above a mask for each token. Tokens may be NO_TOKEN or NOT_FINITE. has_optional:
+        whether the optional features change the logits of the rows.
 
         Tokens are those of `LatestTokens.stored`; scores have `width` for each row, and are of the logits
         after the mask.
@@ -101,7 +101,7 @@ class StepFunctions(Body):
         columns_TC = each_draw(columns_RC, width)
         if width > 1:  # a row with named ids has the same for each of its tokens
             named_ids_RI = None if named_ids_RI is None else jnp.repeat(named_ids_RI, width, axis=0)
-        adapts = self.adapts(params, columns_TC[:, Column.ADAPTER]) if adapted else ()
+        adapts = self.adapts(params, columns_TC[:, Column.ADAPTER]) if has_optional else ()
         logits_TV = self.logits(params, hidden_TD, self.shards, adapts)
         peers = self.shards.through(workspace)
         if variant < Variant.FULL and kind == LogprobsKind.NONE:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.kernel_policy import KernelPolicy
@@ -16,6 +17,7 @@ from jaxllm.runner.heads import Device, Head
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.places import Places
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Params, RowArrays
 from jaxllm.runner.token_split import TokenSplit
@@ -58,6 +60,10 @@ class StepFeature:
     def programs(self) -> Sequence[ProgramKind]:
         """Its own kinds of programs."""
         return ()
+
+    def compiler_options(self, mesh: Mesh, key: ProgramKey) -> dict[str, str | bool]:
+        """XLA's options for a program of the engine, its own or another's, on a GPU."""
+        return {}
 
     def head(self, device: Device) -> Head | None:
         """The head that runs programs on the step's hidden states, after the step's own."""

@@ -138,7 +138,7 @@ class StepPrograms:
     def keys_of(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> list[ProgramKey]:
         """The rare programs that the steps of such a request may run, small ones first."""
         wanted = Wanted.of(params, pooling, is_masked=is_masked, full_logprobs=self.full_logprobs)
-        found = () if wanted is None else (key for key in self.rare_keys() if self.kind_of(key).is_needed(key, wanted))
+        found = (key for key in self.rare_keys() if self.kind_of(key).is_needed(key, wanted))
         return sorted(found, key=lambda key: key.size)
 
     def common_keys(self) -> list[ProgramKey]:
@@ -203,8 +203,6 @@ class StepPrograms:
         no faster.
         Products of the same input are not merged: XLA would copy the weights of both side by side in every step. Nor must those be
         that are multiplied while others are added up (`Shards.num_runs`).
-        What adapters change does not depend on the product that it is added to: on one device, nodes of a CUDA graph that do not
-        depend on each other run concurrently.
         """
         if self.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
             return {}
@@ -214,8 +212,8 @@ class StepPrograms:
         if spans_hosts(self.mesh):
             # Hosts that share this work wait for each other, and may compile different programs at a time.
             options["xla_gpu_shard_autotuning"] = False
-        if key.adapted and self.mesh.size == 1:
-            options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+        for feature in self.functions.features:
+            options |= feature.compiler_options(self.mesh, key)
         return options | self.kind_of(key).compiler_options(self, key)
 
     def lower(self, key: ProgramKey) -> Lowered:

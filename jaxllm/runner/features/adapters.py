@@ -45,6 +45,11 @@ class Adapters(StepFeature):
     def programs(self) -> Sequence[ProgramKind]:
         return [WriteProgram(self)]
 
+    def compiler_options(self, mesh: Mesh, key: ProgramKey) -> dict[str, str | bool]:
+        """What adapters change does not depend on the product that it is added to: on one device, nodes of a CUDA graph that do not depend
+        on each other run concurrently."""
+        return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if key.adapted and mesh.size == 1 else {}
+
     def op_runner(self, device: Any) -> "AdapterSlots":
         return AdapterSlots(device, self)
 

@@ -166,7 +166,7 @@ class ScorePrompt(ProgramKind):
         return 2
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
-        return wanted.prompt_logprobs
+        return wanted.params.prompt_logprobs is not None
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         hidden_TD = programs.shape((key.size, programs.model.hidden_size), programs.model.dtype)

@@ -8,7 +8,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, sampled_by
 from jaxllm.runner.split_program import CompiledProgram, Lowered
-from jaxllm.sampling.variants import Variant, needs_state
+from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,30 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Needs of a request's steps in addition to common programs."""
+    """What a request's steps may need in addition to common programs."""
 
-    variant: Variant = Variant.GREEDY
-    logprobs: LogprobsKind = LogprobsKind.NONE
-    is_sampled_apart: bool = False
-    """Whether another program samples its decodes."""
-    is_masked: bool = False
-    has_state: bool = False
-    """Whether full sampling keeps state of it."""
-    prompt_logprobs: bool = False
-    vectors: bool = False
+    params: SamplingParams
+    pooling: PoolingParams | None
+    variant: Variant
+    logprobs: LogprobsKind
+    is_masked: bool
 
     @classmethod
-    def of(
-        cls, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool, full_logprobs: bool
-    ) -> "Wanted | None":
-        """The needs of a request; None: nothing."""
-        if pooling is not None:
-            return cls(vectors=True)
-        variant, logprobs = sampled_by(params, full_logprobs=full_logprobs, is_masked=is_masked)
-        is_apart = variant >= NO_DECODE or logprobs != LogprobsKind.NONE
-        if not is_apart and params.prompt_logprobs is None:
-            return None
-        return cls(variant, logprobs, is_apart, is_masked, needs_state(params), params.prompt_logprobs is not None)
+    def of(cls, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool, full_logprobs: bool) -> "Wanted":
+        """Of a request."""
+        return cls(params, pooling, *sampled_by(params, full_logprobs=full_logprobs, is_masked=is_masked), is_masked)
+
+    @property
+    def is_sampled_apart(self) -> bool:
+        """Whether another program samples its decodes."""
+        return self.variant >= NO_DECODE or self.logprobs != LogprobsKind.NONE
 
 
 class ProgramKind:

@@ -10,6 +10,7 @@ from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind, Wanted
 from jaxllm.runner.split_program import Lowered
 from jaxllm.sampling.state import admit
+from jaxllm.sampling.variants import needs_state
 
 if TYPE_CHECKING:
     from jaxllm.runner.step_programs import StepPrograms
@@ -20,7 +21,7 @@ class _StateProgram(ProgramKind):
         return [ProgramKey(self.name)]
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
-        return wanted.has_state
+        return needs_state(wanted.params)
 
     def is_storable(self, programs: "StepPrograms", key: ProgramKey) -> bool:
         """Not if a custom logits processor shapes the state."""

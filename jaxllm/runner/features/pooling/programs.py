@@ -31,7 +31,7 @@ class _PoolingProgram(ProgramKind):
         return [ProgramKey(self.name, size) for size in self.sizes(programs)]
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
-        return wanted.vectors
+        return wanted.pooling is not None
 
 
 class AddUp(_PoolingProgram):
