@@ -300,7 +300,7 @@ class LoRAManager:
         for slot, content in enumerate(self._slots):
             assert content is None or content.slot == slot and content in known, "a slot is held by nobody"
         assert self._staging is None or self._slots[self._staging.slot] is None, (
-            "the slot of an adapter that is staged has another"
+            "a slot that is kept for an adapter has another"
         )
         in_slots = [adapter for adapter in known if adapter.slot != NO_ADAPTER]
         assert all(self._slots[adapter.slot] is adapter for adapter in in_slots), "an adapter is not in its slot"

@@ -224,6 +224,16 @@ def test_slots_that_were_lost_are_filled_again():
     assert engine.stats.num_adapter_loads == 4
 
 
+def test_what_requests_wait_for_is_read_while_many_adapters_are_added():
+    engine = make(2, "a", max_host=30)
+    engine.adapters._host.clear()
+    for index in range(20):
+        engine.start_adding(f"b{index}", "5")
+    asked_at, request = engine.clock.now, engine.ask("a")
+    engine.run()
+    assert engine.admitted_at[request] - asked_at < 0.2
+
+
 # Names
 
 
