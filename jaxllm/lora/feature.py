@@ -24,21 +24,6 @@ class LoRA:
     config: EngineConfig
     adaptation: DeviceSlots
 
-    @classmethod
-    def of(cls, config: EngineConfig, model_config: ModelConfig, model: CausalLM, mesh: Mesh) -> "LoRA":
-        """Raises ConfigError if no layer can be adapted."""
-        options = config.lora
-        dtype = model_config.dtype if options.lora_dtype == "auto" else options.lora_dtype
-        names = options.lora_target_modules
-        slots = DeviceSlots(model, mesh, num_slots=options.max_loras, rank=options.padded_rank, dtype=dtype, names=names)
-        if names is not None and (unknown := set(names) - {last_name(name) for name in slots.targets}):
-            known = sorted({last_name(name) for name in (*slots.targets, *slots.left_out)})
-            raise ConfigError(
-                f"lora_target_modules has {sorted(unknown)[0]!r}, no module of {model_config.architecture} that adapters can change; "
-                f"there are {', '.join(known)}"
-            )
-        return cls(config, slots)
-
     @property
     def described(self) -> Mapping[str, Any]:
         """See Adapters."""
@@ -58,3 +43,18 @@ class LoRA:
             model=self.config.model.model,
         )
         return LoRAManager(slots, executor, ops, reader, max_host=options.max_cpu_loras)
+
+
+def make_adapters(config: EngineConfig, model_config: ModelConfig, model: CausalLM, mesh: Mesh) -> LoRA:
+    """For an engine with enable_lora. Raises ConfigError if adapters cannot change what the options name."""
+    options = config.lora
+    dtype = model_config.dtype if options.lora_dtype == "auto" else options.lora_dtype
+    names = options.lora_target_modules
+    slots = DeviceSlots(model, mesh, num_slots=options.max_loras, rank=options.padded_rank, dtype=dtype, names=names)
+    if names is not None and (unknown := set(names) - {last_name(name) for name in slots.targets}):
+        known = sorted({last_name(name) for name in (*slots.targets, *slots.left_out)})
+        raise ConfigError(
+            f"lora_target_modules has {sorted(unknown)[0]!r}, no module of {model_config.architecture} that adapters can change; "
+            f"there are {', '.join(known)}"
+        )
+    return LoRA(config, slots)
