@@ -16,7 +16,7 @@ from jaxllm.engine import fault_points
 from jaxllm.engine.background_programs import BackgroundPrograms
 from jaxllm.engine.executor import Executor
 from jaxllm.engine.failures import FailurePolicy
-from jaxllm.engine.features import AdapterManager
+from jaxllm.engine.features import AdapterManager, check_request
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
 from jaxllm.engine.op_queue import OpQueue
@@ -156,6 +156,7 @@ class EngineCore:
             raise InvalidRequestError(
                 f"adapter {request.options.adapter!r} is named, but the engine has none: start it with enable_lora", "adapter"
             )
+        check_request(request.sampling_params, request.pooling_params)
         for preparation in self.preparations:
             preparation.bind(admitted)
         self.scheduler.add_request(admitted)

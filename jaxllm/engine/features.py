@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.preparations import Preparation
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.kernel_policy import KernelPolicy
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -200,13 +202,21 @@ def _maker(registered: str | None, missing: str, *in_steps: str) -> tuple[Module
 
     in_steps: the parts of `jaxllm.runner.features` that it needs. To look for them imports JAX.
     """
-    if registered is None or (in_steps and not _are_in_steps(in_steps)):
+    if registered is None or (in_steps and not _are_in_steps(*in_steps)):
         raise ConfigError(missing)
     module, _, name = registered.partition(":")
     return importlib.import_module(module), name
 
 
-def _are_in_steps(names: tuple[str, ...]) -> bool:
+def check_request(params: SamplingParams, pooling: PoolingParams | None) -> None:
+    """Raise InvalidRequestError for what the steps of this build cannot compute."""
+    if params.prompt_logprobs is not None and not _are_in_steps("prompt_logprobs"):
+        raise InvalidRequestError("prompt_logprobs is set, but this build has none; leave it out", "prompt_logprobs")
+    if pooling is not None and not _are_in_steps("pooling"):
+        raise InvalidRequestError("the request asks for vectors, but this build does not pool; use one that does")
+
+
+def _are_in_steps(*names: str) -> bool:
     from jaxllm.runner.features import FEATURES
 
     return set(names) <= set(FEATURES)

@@ -74,7 +74,7 @@ assert not set(DELETED) & set(FEATURES)
 for module in pkgutil.walk_packages(jaxllm.runner.__path__, "jaxllm.runner."):
     importlib.import_module(module.name)
 from jaxllm import LLM, SamplingParams
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, InvalidRequestError
 options = dict(dtype="float32", max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16, warmup="lazy", skip_tokenizer_init=True)
 for refused in ({"enable_lora": True}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}):
     try:
@@ -82,7 +82,13 @@ for refused in ({"enable_lora": True}, {"speculative_config": {"method": "ngram"
     except ConfigError as error:
         print(error)
 llm = LLM(MODEL, **options)
-print(*llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(temperature=0.0, max_tokens=4))[0].outputs[0].token_ids)
+prompt = {"prompt_token_ids": PROMPT}
+for refused in (lambda: llm.generate(prompt, SamplingParams(prompt_logprobs=1)), lambda: llm.embed(prompt)):
+    try:
+        refused()
+    except InvalidRequestError as error:
+        print(error)
+print(*llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=4))[0].outputs[0].token_ids)
 """
 DELETED = ("drafts", "adapters", "prompt_logprobs", "pooling")
 
@@ -107,9 +113,11 @@ def test_features_can_be_deleted_with_their_lines(tmp_path: Path) -> None:
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    *refusals, tokens = done.stdout.splitlines()[-3:]
+    *refusals, tokens = done.stdout.splitlines()[-5:]
     assert refusals == [
         "enable_lora is set, but this build has no adapters; leave it out",
         "speculative_config is set, but this build has no drafters; leave it out",
+        "prompt_logprobs is set, but this build has none; leave it out",
+        "the request asks for vectors, but this build does not pool; use one that does",
     ]
     assert list(map(int, tokens.split())) == list(result.tokens[:4])
