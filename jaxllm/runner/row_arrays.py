@@ -14,10 +14,12 @@ class RowArrays(NamedTuple):
     last_token_N: jax.Array
     block_table_NB: jax.Array
     """The block tables of all groups of layers, side by side."""
-    drafts: Any = None
-    """Arrays of the feature `Drafts`; as the next, None without the feature."""
-    expert_tokens_LE: Any = None
-    """Counts of the feature `ExpertCounts`. Not by row, but changed in every step too."""
+    of_features: dict[str, Any]
+    """Further arrays by name: see `StepFeature.row_arrays`."""
+
+    def replaced(self, **parts: Any) -> "RowArrays":
+        """With other arrays of features."""
+        return self._replace(of_features={**self.of_features, **parts})
 
 
 class Logprobs(NamedTuple):

@@ -74,7 +74,8 @@ class StepFeature:
         return None
 
     def row_arrays(self, num_rows: int) -> dict[str, Any]:
-        """Its parts of `RowArrays` by name, as trees of shapes. num_rows: with that of padding."""
+        """Arrays that it keeps on the device between steps, most of them by row, for `RowArrays.of_features`: trees of shapes by name.
+        num_rows: with that of padding."""
         return {}
 
     def before(self, run: StepRun) -> None:

@@ -282,7 +282,7 @@ class StepPrograms:
         for feature in self.functions.features:
             parts |= feature.row_arrays(num_rows)
         parts = jax.tree.map(lambda x: self.shape(x.shape, x.dtype), parts)
-        return RowArrays(self.ints(num_rows), table, **parts)  # type: ignore[arg-type]
+        return RowArrays(self.ints(num_rows), table, parts)  # type: ignore[arg-type]
 
     def _buffer(self, layout: StepLayout) -> jax.ShapeDtypeStruct:
         """A step's buffer; of devices that exchange through their memory the first has it, and gives it to the others."""

@@ -83,5 +83,5 @@ def test_nothing_is_counted_unless_devices_have_whole_experts() -> None:
     prepared = prepare.Prepared.of(options, goldens.golden("mixtral").directory, (), StartTimes())
     runner: Any = prepared.runner
     assert prepared.config.observe.expert_load is False and prepared.features.expert_load is None
-    assert runner.row_arrays.expert_tokens_LE is None and "take_expert_tokens" not in runner.shapes.kinds
+    assert not runner.row_arrays.of_features and "take_expert_tokens" not in runner.shapes.kinds
     runner.close()

@@ -103,7 +103,7 @@ def test_a_layer_for_multi_token_prediction_shares_its_experts_between_lanes(tmp
     def compare(step, answers):
         nonlocal num_compared
         for lane in core.runner.lanes:
-            found = np.asarray(lane.row_arrays.drafts.draft_NK)
+            found = np.asarray(lane.row_arrays.of_features["drafts"].draft_NK)
             for name, row in lane.rows.by_request.items():
                 tokens, drafts = results[int(name)].prompt + answers[name].tokens, found[row.index].tolist()
                 has_drafts = answers[name].tokens and answers[name].finish_reason is None and drafts[0] != NO_DRAFT

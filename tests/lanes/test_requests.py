@@ -154,7 +154,7 @@ def test_tokens_of_experts_are_counted_in_all_lanes(core, one_device):
         tables.append(np.array(each.expert_load()["tokens"]) - before)
     np.testing.assert_array_equal(*tables)
     assert tables[0].sum() and 0 < core.stats().expert_balance <= 1
-    assert len(core.runner.lanes[0].row_arrays.expert_tokens_LE) == 2
+    assert len(core.runner.lanes[0].row_arrays.of_features["expert_tokens_LE"]) == 2
 
 
 def test_devices_share_the_experts_and_have_the_rest_each(core, one_device):

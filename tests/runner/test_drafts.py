@@ -130,7 +130,7 @@ def test_ids_that_the_host_does_not_know_are_the_last_drawn_and_the_drafts():
         *range(60, 66),
         0,
     ]
-    rows = RowArrays(last_N, None)
+    rows = RowArrays(last_N, None, {})
     assert LatestTokens().token_ids(rows, known_T, places).tolist()[3:5] == [4, 50]
 
 

@@ -34,7 +34,7 @@ class Touch:
 
 
 def compiled() -> jax.stages.Compiled:
-    rows = RowArrays(jnp.arange(4), jnp.ones((4, 2)))
+    rows = RowArrays(jnp.arange(4), jnp.ones((4, 2)), {})
     return (
         jax.jit(lambda rows, x: (rows._replace(last_token_N=rows.last_token_N + x), None), donate_argnums=0)
         .lower(rows, 1)
@@ -51,7 +51,7 @@ def artifact(directory, fingerprint=None) -> ProgramStore:
 
 def test_a_program_comes_back_with_its_trees_and_donations(tmp_path):
     program = artifact(tmp_path / "a").load(KEY)
-    rows = jax.device_put(RowArrays(jnp.arange(4), jnp.ones((4, 2))), DEVICES[0])
+    rows = jax.device_put(RowArrays(jnp.arange(4), jnp.ones((4, 2)), {}), DEVICES[0])
     (new, nothing) = program(rows, jnp.asarray(3))
     assert isinstance(new, RowArrays) and nothing is None
     assert new.last_token_N.tolist() == [3, 4, 5, 6]
@@ -59,7 +59,7 @@ def test_a_program_comes_back_with_its_trees_and_donations(tmp_path):
 
 
 def test_a_program_in_pieces_comes_back(tmp_path):
-    rows = RowArrays(jnp.arange(4), jnp.ones((4, 2)))
+    rows = RowArrays(jnp.arange(4), jnp.ones((4, 2)), {})
     place = jax.sharding.SingleDeviceSharding(DEVICES[0])
 
     def decoder_layer(x):

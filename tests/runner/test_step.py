@@ -50,7 +50,7 @@ def sample(functions: StepFunctions, variant: Variant) -> tuple[np.ndarray, Any]
         bits[row, allowed] = 1
     mask = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
     state = SamplingState.zeros(R + 1, V) if variant == Variant.FULL else None
-    rows = RowArrays(np.zeros(R + 1, np.int32), np.zeros((R + 1, 1), np.int32))  # type: ignore[arg-type]
+    rows = RowArrays(np.zeros(R + 1, np.int32), np.zeros((R + 1, 1), np.int32), {})  # type: ignore[arg-type]
     program = jax.jit(partial(functions.sample, R, variant, LogprobsKind.NAMED, 1, False, ()))
     named = np.tile(np.int32(NAMED), (R, 1))
     _, token_R, _, scores = jax.device_get(program(rows, LOGITS[:, None], columns, state, named, mask, None))

@@ -78,12 +78,13 @@ class ExpertCounts(StepFeature):
     def after(self, run: StepRun) -> None:
         chosen = run.step.chosen
         assert chosen is not None
-        counts_LE = run.count(lambda counts_LE: self.add(counts_LE, chosen), run.rows.expert_tokens_LE)
-        run.rows = run.rows._replace(expert_tokens_LE=counts_LE)
+        counts_LE = run.count(lambda counts_LE: self.add(counts_LE, chosen), run.rows.of_features["expert_tokens_LE"])
+        run.rows = run.rows.replaced(expert_tokens_LE=counts_LE)
 
     def take(self, rows: RowArrays) -> tuple[RowArrays, jax.Array]:
         """The rows' arrays with no tokens of experts, and those counted so far."""
-        return rows._replace(expert_tokens_LE=jnp.zeros_like(rows.expert_tokens_LE)), rows.expert_tokens_LE
+        counts_LE = rows.of_features["expert_tokens_LE"]
+        return rows.replaced(expert_tokens_LE=jnp.zeros_like(counts_LE)), counts_LE
 
 
 class TakeExpertTokens(ProgramKind):

@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxllm.runner.batch import Batch
 from jaxllm.runner.features.drafts.programs import TOKENS_PER_SHOW
+from jaxllm.runner.features.drafts.rows import drafts_of
 from jaxllm.runner.heads import Device, Hidden
 from jaxllm.runner.latest_tokens import TokensOnHost
 from jaxllm.runner.programs.key import ProgramKey
@@ -46,7 +47,7 @@ class DraftsOnHost(TokensOnHost):
     def read(self, step: "StepInFlight") -> None:
         """Start to copy the drafts that a step with masked requests will compute."""
         if self._is_read(step):
-            drafts = self._device.row_arrays.drafts
+            drafts = drafts_of(self._device.row_arrays)
             step.draft_NK = draft_NK = self._device.program(ProgramKey("drafts"))(drafts.draft_NK)
             draft_NK.copy_to_host_async()
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.runner.features.drafts.rows import drafts_of
 from jaxllm.runner.layout import NUM_ROW_COLUMNS
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind, Wanted
@@ -89,4 +90,4 @@ class CopyDrafts(ProgramKind):
         return wanted.is_masked
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
-        return jax.jit(jnp.copy, out_shardings=programs.replicated).lower(programs.rows.drafts.draft_NK)
+        return jax.jit(jnp.copy, out_shardings=programs.replicated).lower(drafts_of(programs.rows).draft_NK)

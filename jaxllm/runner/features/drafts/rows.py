@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.runner.layout import FROM_ROW, Column
 from jaxllm.runner.places import Places
+from jaxllm.runner.row_arrays import RowArrays
 
 
 class DraftRows(NamedTuple):
@@ -24,6 +25,11 @@ class DraftRows(NamedTuple):
     """The drafter's own arrays."""
     logits_NKV: jax.Array | None = None
     """Logits that each draft was sampled from, as of `rejection.as_kept`; whole on every device. See `kept_logits`."""
+
+
+def drafts_of(rows: RowArrays) -> DraftRows:
+    """The arrays of drafts among those of rows."""
+    return rows.of_features["drafts"]  # type: ignore[no-any-return]
 
 
 def drafts_of_draws(drafts: DraftRows, columns_RC: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:

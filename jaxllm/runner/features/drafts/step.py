@@ -20,6 +20,7 @@ from jaxllm.runner.features.drafts.rows import (
     DraftRows,
     accept,
     continues,
+    drafts_of,
     drafts_of_draws,
     forget_drafts,
     latest_and_drafts,
@@ -107,16 +108,16 @@ class Drafts(LatestTokens):
         return {"drafts": DraftRows(*numbers, state, logits)}  # type: ignore[arg-type]
 
     def resolved(self, rows: RowArrays, columns_RC: jax.Array) -> jax.Array:
-        return resolve_starts(rows.drafts, columns_RC)
+        return resolve_starts(drafts_of(rows), columns_RC)
 
     def token_ids(self, rows: RowArrays, known_T: jax.Array, places: Places) -> jax.Array:
-        return latest_or_known(latest_and_drafts(rows.drafts, rows.last_token_N, places), known_T)
+        return latest_or_known(latest_and_drafts(drafts_of(rows), rows.last_token_N, places), known_T)
 
     def before(self, run: StepRun) -> None:
         run.step.wanted_features = self.drafter.feature_layers
 
     def noted(self, rows: RowArrays, columns_RC: jax.Array) -> RowArrays:
-        return rows._replace(drafts=note_computed(rows.drafts, columns_RC))
+        return rows.replaced(drafts=note_computed(drafts_of(rows), columns_RC))
 
     def shown(self, run: StepRun) -> tuple[Any, ...]:
         """The arguments of `propose` from the step."""
@@ -139,8 +140,8 @@ class Drafts(LatestTokens):
         if not self.drafter.accepts_by_ratio or width == 1 or variant != Variant.RANDOM:
             return draw(variant, logits_TV, columns_TC, shards, mask_TW)
         logits_tV = shards.to_rows(logits_TV)
-        columns_tC, draft_t, index_t = shards.own_rows((columns_TC, *drafts_of_draws(rows.drafts, columns_RC, width)))
-        kept_NKV, sampling = rows.drafts.logits_NKV, unpack_columns(columns_tC[:, Column.SAMPLING :])
+        columns_tC, draft_t, index_t = shards.own_rows((columns_TC, *drafts_of_draws(drafts_of(rows), columns_RC, width)))
+        kept_NKV, sampling = drafts_of(rows).logits_NKV, unpack_columns(columns_tC[:, Column.SAMPLING :])
         kept_tV = None if kept_NKV is None else kept_NKV.reshape(-1, kept_NKV.shape[-1])[index_t]
         token_t = sample_verified(logits_tV, sampling, next_position(columns_tC), draft_t, kept_tV)
         return shards.from_rows(mark_not_finite(token_t, logit_of(token_t, logits_tV)), len(columns_TC))
@@ -148,18 +149,18 @@ class Drafts(LatestTokens):
     def continues(
         self, rows: RowArrays, columns_RC: jax.Array, index: int, token_R: jax.Array, is_alive_R: jax.Array | None
     ) -> jax.Array:
-        return continues(rows.drafts, columns_RC, index, token_R, is_alive_R)
+        return continues(drafts_of(rows), columns_RC, index, token_R, is_alive_R)
 
     def stored(self, rows: RowArrays, columns_RC: jax.Array, token_T: jax.Array, width: int) -> tuple[RowArrays, jax.Array]:
         """Keep the drawn tokens up to the first that a draft did not foresee. The host reads what `accept` says."""
         token_RW, rates = token_T.reshape(-1, width), self.drafter.synthetic_rates
-        drafts, last_R, drawn_RX = accept(rows.drafts, columns_RC, token_RW, rates)
-        return with_latest(rows._replace(drafts=drafts), columns_RC, last_R), drawn_RX
+        drafts, last_R, drawn_RX = accept(drafts_of(rows), columns_RC, token_RW, rates)
+        return with_latest(rows.replaced(drafts=drafts), columns_RC, last_R), drawn_RX
 
     def follow(self, functions: Any, variant: Variant, width: int, run: StepRun) -> None:
         """Show the step to the drafter, which proposes drafts for the next one if width > 1."""
         if self.is_idle(len(run.columns_RC)):
-            run.rows = run.rows._replace(drafts=forget_drafts(run.rows.drafts, run.columns_RC))
+            run.rows = run.rows.replaced(drafts=forget_drafts(drafts_of(run.rows), run.columns_RC))
             return
         run.rows, caches = self.propose(
             functions, variant, width, run.params, tuple(run.caches), run.rows, run.columns_RC, run.places, run.token_ids_T,
@@ -205,8 +206,8 @@ class Drafts(LatestTokens):
     def show(self, rows: Any, row_and_position: jax.Array, token_ids_C: jax.Array) -> Any:
         """Show tokens that no step computes to the drafter."""
         row, position = row_and_position
-        state = self.drafter.show(rows.drafts.state, row, position, token_ids_C)
-        return rows._replace(drafts=rows.drafts._replace(state=state))
+        state = self.drafter.show(drafts_of(rows).state, row, position, token_ids_C)
+        return rows.replaced(drafts=drafts_of(rows)._replace(state=state))
 
     def propose(
         self,
@@ -232,10 +233,10 @@ class Drafts(LatestTokens):
         row_R, start_R = columns_RC[:, Column.TOKEN_ROW], columns_RC[:, Column.START]
         count_R, limit_R = columns_RC[:, Column.NUM_TOKENS], columns_RC[:, Column.LIMIT]
         first_R = count_R - 1 - columns_RC[:, Column.NUM_DRAFTS]
-        drawn_RW = rows.drafts.drawn_NW[row_R]
+        drawn_RW = drafts_of(rows).drawn_NW[row_R]
         num_drawn_R = jnp.maximum(jnp.sum(drawn_RW != NO_DRAFT, axis=1), 1)
         samples_R = row_R != engine.max_rows
-        num_kept, logits_NKV = 0, rows.drafts.logits_NKV
+        num_kept, logits_NKV = 0, drafts_of(rows).logits_NKV
 
         def drafters_step(ids: jax.Array, at: Places) -> Step:
             return make_step(shared, ids, at, layers, engine.kernels, shards, exchange=engine.exchange)
@@ -272,7 +273,7 @@ class Drafts(LatestTokens):
             num_wanted=width - 1,
             draw=draw,
         )
-        model, kept = None if self.merge is None else self.merge(params), rows.drafts
+        model, kept = None if self.merge is None else self.merge(params), drafts_of(rows)
         if width == 1:
             state, draft_RK = self.drafter.follow(model, kept.state, drafting), jnp.zeros((len(row_R), 0), jnp.int32)
         else:
@@ -281,7 +282,7 @@ class Drafts(LatestTokens):
         draft_RK = jnp.pad(draft_RK, missing, constant_values=NO_DRAFT)
         assert num_kept in (0, width - 1), "a drafter that draws must draw each of its drafts"
         kept = kept._replace(state=state, draft_NK=kept.draft_NK.at[row_R].set(draft_RK), logits_NKV=logits_NKV)
-        return rows._replace(drafts=kept), tuple(shared)
+        return rows.replaced(drafts=kept), tuple(shared)
 
 
 def _next_ids(
