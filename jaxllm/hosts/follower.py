@@ -30,7 +30,7 @@ from jaxllm.hosts.wire import (
     Beat,
     Connection,
     Dispatch,
-    DispatchLanes,
+    DispatchRanks,
     Do,
     Done,
     Draw,
@@ -43,9 +43,9 @@ from jaxllm.hosts.wire import (
     Refused,
     Welcome,
 )
-from jaxllm.hosts_options import has_lanes_on_hosts
-from jaxllm.lanes_plan import LanesPlan
+from jaxllm.hosts_options import has_ranks_on_hosts
 from jaxllm.log import logger
+from jaxllm.ranks_plan import RanksPlan
 from jaxllm.scheduler_output import SchedulerOutput
 
 CALLS = ("start_over", "memory")
@@ -186,8 +186,8 @@ class Follower:
     def __init__(self, executor: Executor, member: Member):
         self._executor, self._member = executor, member
         options = member.config.parallel
-        has_lanes = has_lanes_on_hosts(options.nnodes, options.num_lanes)
-        self._results = SentResults(member.send, member.calls.put) if has_lanes else None
+        has_ranks = has_ranks_on_hosts(options.nnodes, options.num_ranks)
+        self._results = SentResults(member.send, member.calls.put) if has_ranks else None
         self._in_flight: deque[PendingStep | Future[None]] = deque()
         """Steps that were drawn, or what sends their results."""
         self._most_in_flight = _MAX_IN_FLIGHT + options.pipeline_parallel_size
@@ -211,8 +211,8 @@ class Follower:
             raise message
         if isinstance(message, Dispatch):
             self._dispatch(message.plan)
-        elif isinstance(message, DispatchLanes):
-            self._dispatch(replace(LanesPlan.of(message.lanes, message.step_id), ops=message.ops))
+        elif isinstance(message, DispatchRanks):
+            self._dispatch(replace(RanksPlan.of(message.ranks, message.step_id), ops=message.ops))
         elif isinstance(message, Draw):
             self._draw(message)
         elif isinstance(message, Drawn):

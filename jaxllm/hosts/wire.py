@@ -98,10 +98,10 @@ class Dispatch(_Message, tag="dispatch"):
     plan: SchedulerOutput
 
 
-class DispatchLanes(_Message, tag="dispatch_lanes"):
+class DispatchRanks(_Message, tag="dispatch_ranks"):
     """Run a step that has these parts, one for each data-parallel rank. Answered by Result once it is drawn."""
 
-    lanes: list[SchedulerOutput]
+    ranks: list[SchedulerOutput]
     step_id: int
     ops: tuple[AnyDeviceOp, ...]
 
@@ -151,7 +151,7 @@ class Beat(_Message, tag="beat"):
 
 
 FromFollower = Hello | Facts | Done | Result | Failed | Beat
-_Call = Dispatch | DispatchLanes | Draw | Drawn | Piece | Do
+_Call = Dispatch | DispatchRanks | Draw | Drawn | Piece | Do
 FromHost0 = Welcome | Refused | AllFacts | _Call | End | Beat
 
 of_follower: Any = msgspec.msgpack.Decoder(FromFollower)  # type: ignore[arg-type]

@@ -1,10 +1,11 @@
 """`write_blocks`: block tables of long cached prefixes, which do not fit into a step's buffer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import jax
+import numpy as np
 
+from jaxllm.runner.layout import padded
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.split_program import Lowered
@@ -16,6 +17,11 @@ UPDATES_PER_WRITE = 1024
 """Block-table entries that one run sets."""
 
 
+def updates(index: Sequence[int] | np.ndarray = (), block: Sequence[int] | np.ndarray = ()) -> np.ndarray:
+    """What the program takes: flat indices into the block table, and the blocks there."""
+    return padded(index, block, UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
+
+
 class WriteBlocks(ProgramKind):
     """See `Body.write_blocks`."""
 
@@ -25,5 +31,5 @@ class WriteBlocks(ProgramKind):
         return [ProgramKey(self.name)]
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
-        program = jax.jit(programs.functions.write_blocks, donate_argnums=0, out_shardings=programs.replicated)
-        return program.lower(programs.rows, programs.ints(2, UPDATES_PER_WRITE))
+        arguments = (programs.rows, programs.ints(2, UPDATES_PER_WRITE))
+        return programs.lower_on_ranks(programs.functions.write_blocks, arguments, donate=(0,))

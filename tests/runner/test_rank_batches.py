@@ -4,10 +4,10 @@ import numpy as np
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.kernel_policy import CPU
-from jaxllm.lanes.batches import alike
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.layout import FROM_ROW, Column
+from jaxllm.runner.rank_batches import alike
 from jaxllm.runner.rows import Rows
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
@@ -15,7 +15,7 @@ from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
 MAX_ROWS = 4
 
 
-def new_lane():
+def new_rank():
     """Up to three drafts, two groups of layers."""
     config = EngineConfig.from_options(
         max_num_seqs=MAX_ROWS, max_num_batched_tokens=64, decode_buckets=(1, 2), token_buckets=(8,)
@@ -28,20 +28,20 @@ def plan(*rows, new=(), num_drafts=3):
     return SchedulerOutput(list(new), list(rows), sum(row.num_tokens for row in rows), [], [], num_drafts=num_drafts)
 
 
-def admit(lane, name, num_tokens):
+def admit(rank, name, num_tokens):
     data = NewRequestData(name, [*range(1, 1 + num_tokens)], num_tokens, SamplingParams(temperature=0.0), (), [1, 2], 0, 0)
-    return lane.build(plan(RowStep(name, 0, num_tokens, 0, []), new=[data]))
+    return rank.build(plan(RowStep(name, 0, num_tokens, 0, []), new=[data]))
 
 
 def test_decodes_with_drafts_beside_a_prompt_have_their_tokens_one_after_the_other():
-    lanes = [new_lane(), new_lane(), new_lane()]
+    ranks = [new_rank(), new_rank(), new_rank()]
     for name in "ab":
-        admit(lanes[0], name, 2)
+        admit(ranks[0], name, 2)
     blocks = [*range(10, 34)]
-    decodes = lanes[0].build(plan(RowStep("a", 2, 3, 2, blocks), RowStep("b", 2, 2, 1, blocks)))
+    decodes = ranks[0].build(plan(RowStep("a", 2, 3, 2, blocks), RowStep("b", 2, 2, 1, blocks)))
     assert decodes.is_decode and decodes.width == 4 and decodes.extra_updates is None
     wanted = decodes.layout.views(decodes.buffer)
-    first, second, third = alike([decodes, admit(lanes[1], "c", 3), lanes[2].build(plan())], lanes)
+    first, second, third = alike([decodes, admit(ranks[1], "c", 3), ranks[2].build(plan())], ranks)
     assert first.layout == second.layout == third.layout
     assert (first.layout.num_tokens, first.width, first.next_width, first.is_decode) == (8, 4, 4, False)
     assert (second.width, second.next_width, third.width, third.next_width) == (4, 4, 4, 4)
@@ -58,11 +58,11 @@ def test_decodes_with_drafts_beside_a_prompt_have_their_tokens_one_after_the_oth
 
 
 def test_decodes_alone_have_the_rows_of_the_most():
-    lanes = [new_lane(), new_lane()]
+    ranks = [new_rank(), new_rank()]
     for name in "ab":
-        admit(lanes[0], name, 2)
-    most = lanes[0].build(plan(RowStep("a", 2, 3, 2, []), RowStep("b", 2, 1, 0, [])))
-    first, second = alike([most, lanes[1].build(plan())], lanes)
+        admit(ranks[0], name, 2)
+    most = ranks[0].build(plan(RowStep("a", 2, 3, 2, []), RowStep("b", 2, 1, 0, [])))
+    first, second = alike([most, ranks[1].build(plan())], ranks)
     assert first is not second and first.layout == second.layout == most.layout and first.layout.num_rows == 2
     assert second.is_decode and (second.width, second.next_width) == (4, 4)
     np.testing.assert_array_equal(first.buffer, most.buffer)

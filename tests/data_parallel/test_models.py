@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("name", "num_lanes", "size", "options"),
+    ("name", "num_ranks", "size", "options"),
     [
         ("qwen3_moe", 2, 2, {"num_gpu_blocks_override": 9}),
         ("mixtral", 5, 1, {}),  # an expert on each device
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.slow
         ("qwen3_next", 2, 2, {}),  # states by row
     ],
 )
-def test_lanes(name, num_lanes, size, options):
+def test_ranks(name, num_ranks, size, options):
     core = engines.make_core(
-        name, data_parallel_size=num_lanes, tensor_parallel_size=size, enable_expert_parallel=True, **options
+        name, data_parallel_size=num_ranks, tensor_parallel_size=size, enable_expert_parallel=True, **options
     )
     check(name, core)
     assert "num_gpu_blocks_override" not in options or core.stats().num_preemptions > 0
@@ -38,7 +38,7 @@ def test_lanes(name, num_lanes, size, options):
 )
 def test_tokens_that_are_sent(monkeypatch, capacity, options):
     """Steps of prompts send their tokens, and compute them in rounds; where there is little room, most gather after all."""
-    monkeypatch.setattr(exchange.LaneExchange, "capacity", lambda self, num_tokens, k: capacity if num_tokens > 32 else None)
+    monkeypatch.setattr(exchange.RankExchange, "capacity", lambda self, num_tokens, k: capacity if num_tokens > 32 else None)
     policy = replace(CPU, max_tokens_at_once=50)
     core = engines.make_core("qwen3_moe", kernel_policy=policy, data_parallel_size=4, enable_expert_parallel=True, **options)
     check("qwen3_moe", core)
