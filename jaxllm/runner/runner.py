@@ -273,7 +273,11 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def work_bytes(self) -> int:
         """Temporary and output bytes per device of the largest step, read from its compiled program."""
         largest = ProgramKey("forward", self.buckets.tokens[-1], adapted=self.shapes.has_adapters)
-        return work_bytes(self.programs, largest)
+        self.programs.compile_all([largest], SILENT)
+        sizes = self.programs.get(largest).memory_analysis()
+        if sizes is None:  # the backend does not report them
+            return 0
+        return int(sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
 
     def stage(self, handle: int, data: np.ndarray) -> None:
         """See Executor."""
@@ -292,12 +296,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
                 self.peers = Peers(self.shapes.mesh)
             self.caches = program()
             jax.block_until_ready(self.caches)  # raises if a device cannot allocate its part
-            self.keep_small_places()
-
-    def keep_small_places(self) -> None:
-        """Reserve places for steps' inputs and results on a GPU, once the caches are there."""
-        if self._on_gpu and not self._spacers:
-            self._spacers = self._small_places()
+            if self._on_gpu and not self._spacers:
+                self._spacers = self._small_places()
 
     def _small_places(self) -> list[jax.Array]:
         """Reserve free places of SMALL_PLACE_BYTES between small arrays. Returns these arrays; the caller must keep them.
@@ -339,10 +339,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """Free all rows and the arrays that steps change: the KV cache, the rows' arrays, the state of full sampling."""
         self.batches.clear()
         delete((self.caches, self.row_arrays))
-        self._delete_heads_arrays()
         self.caches = ()
-
-    def _delete_heads_arrays(self) -> None:
         self.sampling.delete_arrays()
         for head in self.heads:
             head.delete_arrays()
@@ -413,17 +410,17 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """
         step = StepInFlight(self.batches.apply(plan))
         if plan.masked_request_ids:
-            step.mask_TW, step.start_draw = self.sampling.new_mask(step.batches), partial(self.start_launch, self.sample)
-            self.start_launch(self._forward, step)
+            step.mask_TW, step.start_draw = self.sampling.new_mask(step.batches), partial(self._start_launch, self._sample)
+            self._start_launch(self._forward, step)
         else:
-            self.start_launch(self._forward_and_sample if step.batch.samples_apart else self._decode, step)
+            self._start_launch(self._forward_and_sample if step.batch.samples_apart else self._decode, step)
         return step
 
     def launch_in_thread(self) -> None:
         """Have the thread launch every step from now on: a launch may wait for other hosts."""
         self._launcher, self._max_thread_rows = self._launcher or WorkerThread("launch"), self.buckets.max_rows
 
-    def start_launch(self, launch: Callable[[StepInFlight], None], step: StepInFlight) -> None:
+    def _start_launch(self, launch: Callable[[StepInFlight], None], step: StepInFlight) -> None:
         """Launch a step, or a part of it, after all earlier launches: in the thread or in this one."""
         if self._launcher is None:
             self._launch(launch, step)
@@ -459,15 +456,15 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def _decode(self, step: StepInFlight) -> None:
         batch = step.batch
         step.errors = self.prepare(step.batches)
-        key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=self.is_adapted(batch))
+        key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=self._is_adapted(batch))
         program = self.program(key)
-        (drawn,) = self.run_step(program, batch.layout, _buffers(step.batches), self.enter(batch))
+        (drawn,) = self._run_step(program, batch.layout, _buffers(step.batches), self.enter(batch))
         self.on_drawn(self.row_arrays.last_token_N)
-        parts = [part for head, work in self.select(step.batches) for part in head.launch(work, None)]
+        parts = [part for head, work in self._select(step.batches) for part in head.launch(work, None)]
         tokens = self.sampling.pending(step.batches, drawn, Scores(None, None))
         step.done, step.parts = [part.drawn for part in tokens], [*tokens, *parts]
 
-    def run_step(
+    def _run_step(
         self, program: CompiledProgram, layout: StepLayout, buffers: Sequence[np.ndarray], entering: tuple[jax.Array, ...]
     ) -> list[Any]:
         """Start a program forward or decode with the buffers of a step. Returns its results behind caches and rows.
@@ -482,14 +479,14 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def run_empty(self, program: CompiledProgram, layout: StepLayout) -> None:
         """Start a program that computes layers on a step without requests."""
         entering = self.put(tuple(np.zeros(x.shape, x.dtype) for x in self.shapes.entering(layout)))
-        self.run_step(program, layout, self.batches.empty(layout), entering)
+        self._run_step(program, layout, self.batches.empty(layout), entering)
 
     def run_on_rows(self, program: CompiledProgram, *arguments: Any) -> list[Any]:
         """Start a program that changes caches and rows. Returns its results behind them."""
         self.caches, self.row_arrays, *results = program(self.params, self.caches, self.row_arrays, *arguments, self.workspace)
         return results
 
-    def is_adapted(self, batch: Batch) -> bool:
+    def _is_adapted(self, batch: Batch) -> bool:
         """Whether a step's adapters change what is computed here."""
         return batch.adapted and self.shapes.has_adapters
 
@@ -497,8 +494,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """Start a step on a stage that others follow. Returns what enters the next stage, on the devices of this one."""
         kind, size = ("decode", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
         self._write_blocks([batch])
-        program = self.program(ProgramKey(kind, size, adapted=self.is_adapted(batch)))
-        (leaving_TD,) = self.run_step(program, batch.layout, [batch.buffer], entering)
+        program = self.program(ProgramKey(kind, size, adapted=self._is_adapted(batch)))
+        (leaving_TD,) = self._run_step(program, batch.layout, [batch.buffer], entering)
         return leaving_TD  # type: ignore[no-any-return]
 
     def take_tokens(self, last_token_N: jax.Array) -> None:
@@ -507,43 +504,43 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
     def _forward_and_sample(self, step: StepInFlight) -> None:
         self._forward(step)
-        self.sample(step)
+        self._sample(step)
 
     def _forward(self, step: StepInFlight) -> None:
         batch = step.batch
-        work = self.select(step.batches)
+        work = self._select(step.batches)
         forward_key = self._forward_key(batch)
-        needed, likely = [forward_key, *self.keys_after(batch, work)], []
+        needed, likely = [forward_key, *self._keys_after(batch, work)], []
         if any(row.needs_state for each in step.batches for row in each.admitted):
             needed += [ProgramKey("new_state"), ProgramKey("admit")]
         if batch.sample_rows and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
             num_rows, width = self.buckets.fit_decode(max(len(each.sampled) for each in step.batches)), batch.next_width
-            likely.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self.is_adapted(batch)))
+            likely.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self._is_adapted(batch)))
         needed += self.tokens.keys(step)
         self.programs.expect(needed, likely)
         self.tokens.read(step)
         step.errors = self.prepare(step.batches)
         forward = self.program(forward_key)
-        step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, _buffers(step.batches), self.enter(batch)))
+        step.hidden = hidden = Hidden(*self._run_step(forward, batch.layout, _buffers(step.batches), self.enter(batch)))
         step.parts = [part for head, of_ranks in work for part in head.launch(of_ranks, hidden)]
 
     def _forward_key(self, batch: Batch) -> ProgramKey:
         """The program that computes the hidden states of a step."""
         kind, size = ("forward_rows", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
-        return ProgramKey(kind, size, adapted=self.is_adapted(batch))
+        return ProgramKey(kind, size, adapted=self._is_adapted(batch))
 
-    def select(self, batches: Sequence[Batch]) -> list[tuple[Head, list[Any]]]:
+    def _select(self, batches: Sequence[Batch]) -> list[tuple[Head, list[Any]]]:
         """The heads that have work in a step, with that of each rank."""
         work = ((head, [head.select(batch.chunks) for batch in batches]) for head in self.heads)
         return [(head, of_ranks) for head, of_ranks in work if any(of_ranks)]
 
-    def keys_after(self, batch: Batch, work: Sequence[tuple[Head, list[Any]]]) -> list[ProgramKey]:
+    def _keys_after(self, batch: Batch, work: Sequence[tuple[Head, list[Any]]]) -> list[ProgramKey]:
         """The programs that take the hidden states of a step that `forward` computes."""
         sampled = [self.sampling.key(batch)] if batch.sample_rows else []
         return [*sampled, *(key for head, part in work for key in head.keys(part, batch.layout.num_tokens))]
 
-    def sample(self, step: StepInFlight) -> None:
+    def _sample(self, step: StepInFlight) -> None:
         """Start all that takes the hidden states of a step, but for heads."""
         batch, hidden = step.batch, step.take_hidden()
         tokens: list[PendingTokens] = []
@@ -585,12 +582,3 @@ def _writes(batch: Batch) -> Iterator[tuple[np.ndarray]]:
     for first in range(0, len(index), UPDATES_PER_WRITE):
         part = slice(first, first + UPDATES_PER_WRITE)
         yield (updates(index[part], block[part]),)
-
-
-def work_bytes(programs: ProgramPool[ProgramKey], key: ProgramKey) -> int:
-    """Temporary and output bytes of a program on each device; 0 if the backend does not report them."""
-    programs.compile_all([key], SILENT)
-    sizes = programs.get(key).memory_analysis()
-    if sizes is None:
-        return 0
-    return int(sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jaxllm.kernel_policy import CPU
@@ -43,3 +44,24 @@ def test_tokens_that_are_sent(monkeypatch, capacity, options):
     core = engines.make_core("qwen3_moe", kernel_policy=policy, data_parallel_size=4, enable_expert_parallel=True, **options)
     check("qwen3_moe", core)
     core.shutdown()
+
+
+def test_means_of_prompts_and_vectors_of_tokens():
+    """Prompts in several steps, more of them in one rank than in the other."""
+    options = {
+        "runner": "pooling",
+        "pooler_config": {"pooling_type": "mean"},
+        "max_num_batched_tokens": 24,
+        "token_buckets": (24,),
+    }
+    found = []
+    for ranks in ({}, {"data_parallel_size": 2, "enable_expert_parallel": True}):
+        core = engines.make_core("qwen3_moe", **options, **ranks)
+        prompts = [[(i + 3 * j) % 90 for j in range(length)] for i, length in enumerate((1, 30, 9, 60, 25))]
+        requests = [engines.pooling_request(str(i), prompt, skip_reading_prefix_cache=True) for i, prompt in enumerate(prompts)]
+        requests.append(engines.pooling_request("tokens", prompts[3], task="token_embed", skip_reading_prefix_cache=True))
+        found.append({name: answer.pooled for name, answer in engines.run(core, requests).items()})
+        core.shutdown()
+    of_one, of_ranks = found
+    for name, expected in of_one.items():
+        np.testing.assert_allclose(of_ranks[name], expected, atol=2e-5, err_msg=name)
