@@ -61,10 +61,8 @@ class PromptLogprobs:
 
     def keys(self, work: Sequence[Sequence[Targets]], num_tokens: int) -> list[ProgramKey]:
         """The programs that `launch` calls."""
-        scored = [targets for of_rank in work for targets in of_rank if targets.token_ids]
-        return [
-            ProgramKey("prompt_logprobs", num_tokens, adapted=each) for each in {self._slot(it) != NO_ADAPTER for it in scored}
-        ]
+        adapted = {self._slot(targets) != NO_ADAPTER for of_rank in work for targets in of_rank if targets.token_ids}
+        return [ProgramKey("prompt_logprobs", num_tokens, adapted=each) for each in adapted]
 
     def _slot(self, targets: Targets) -> int:
         """The slot of the adapter that changes the logits, if any does."""
