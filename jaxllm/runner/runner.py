@@ -308,8 +308,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """
         places, spacers = [], []
         for _ in range(NUM_SMALL_PLACES):
-            places.append(self.put(np.zeros(SMALL_PLACE_BYTES // 4, np.int32)))
-            spacers.append(self.put(np.zeros(1, np.int32)))
+            places.append(self.put(self.ranks.repeated(np.zeros(SMALL_PLACE_BYTES // 4, np.int32))))
+            spacers.append(self.put(self.ranks.repeated(np.zeros(1, np.int32))))
         jax.block_until_ready((places, spacers))
         delete(places)
         return spacers
