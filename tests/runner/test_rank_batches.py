@@ -8,7 +8,8 @@ from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.layout import FROM_ROW, Column
 from jaxllm.runner.rank_batches import alike
-from jaxllm.runner.rows import Rows
+from jaxllm.runner.rows import LogprobsKind, Rows
+from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
 
@@ -28,8 +29,11 @@ def plan(*rows, new=(), num_drafts=3):
     return SchedulerOutput(list(new), list(rows), sum(row.num_tokens for row in rows), [], [], num_drafts=num_drafts)
 
 
-def admit(rank, name, num_tokens):
-    data = NewRequestData(name, [*range(1, 1 + num_tokens)], num_tokens, SamplingParams(temperature=0.0), (), [1, 2], 0, 0)
+def admit(rank, name, num_tokens, *, num_known=None, **params):
+    """num_known: of the prompt, of which so many tokens are computed."""
+    params = {"temperature": 0.0, "seed": 0, **params}
+    prompt = [*range(1, 1 + (num_known or num_tokens))]
+    data = NewRequestData(name, prompt, len(prompt), SamplingParams(**params), (), [1, 2], 0, 0)
     return rank.build(plan(RowStep(name, 0, num_tokens, 0, []), new=[data]))
 
 
@@ -67,3 +71,24 @@ def test_decodes_alone_have_the_rows_of_the_most():
     assert second.is_decode and (second.width, second.next_width) == (4, 4)
     np.testing.assert_array_equal(first.buffer, most.buffer)
     assert (second.layout.views(second.buffer).columns_RC[:, Column.NUM_TOKENS] == 0).all()
+
+
+def test_what_one_rank_samples_all_do():
+    """Beside a greedy decode, one rank samples with logprobs, one has a part of a prompt, and one has nothing."""
+    ranks = [new_rank() for _ in range(4)]
+    admit(ranks[0], "a", 2)
+    decode = ranks[0].build(plan(RowStep("a", 2, 1, 0, []), num_drafts=0))
+    random = admit(ranks[1], "b", 3, temperature=1.0, logprobs=2)
+    part = admit(ranks[2], "c", 3, num_known=5)
+    assert decode.is_decode and not part.sampled
+    batches = alike([decode, random, part, ranks[3].build(plan())], ranks)
+    for batch in batches:
+        assert (batch.variant, batch.logprobs, batch.sample_rows) == (Variant.RANDOM, LogprobsKind.TOP, MAX_ROWS)
+        assert batch.samples_apart and not batch.is_decode
+    assert [len(batch.sampled) for batch in batches] == [1, 1, 0, 0]
+
+
+def test_parts_of_prompts_alone_sample_nothing():
+    ranks = [new_rank(), new_rank()]
+    batches = alike([admit(ranks[0], "a", 3, num_known=5), ranks[1].build(plan())], ranks)
+    assert [batch.sample_rows for batch in batches] == [0, 0]
