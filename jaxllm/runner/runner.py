@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,11 +43,12 @@ from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.program_pool import ProgramPool
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.runner.programs.write_blocks import UPDATES_PER_WRITE, updates
+from jaxllm.runner.programs.write_blocks import NO_UPDATE, updates_of
 from jaxllm.runner.rank_batches import RankBatches
 from jaxllm.runner.row_arrays import Caches, RowArrays, Scores
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Rows
 from jaxllm.runner.shared_layers import traces_alike_once
+from jaxllm.runner.small_places import reserve_small_places
 from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step import StepFunctions
 from jaxllm.runner.step_feature import FeatureParts
@@ -59,10 +60,6 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
 from jaxllm.worker_thread import WorkerThread
-
-NUM_SMALL_PLACES, SMALL_PLACE_BYTES = 48, 128 << 10
-"""Number and size of the places kept free for steps' inputs and results: more than all steps in flight need, each as large as
-the buffer of any decode."""
 
 MAX_THREAD_ROWS = 64
 """A thread launches steps of at most this many requests: a launch takes the host longer than planning and reading such a step,
@@ -159,7 +156,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
         self._spacers: list[jax.Array] = []
-        """Small arrays between free places: see `_small_places`."""
+        """Small arrays between free places: see `small_places`."""
         self.peers: Peers | None = None
         """Devices that exchange through each other's memory."""
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
@@ -297,22 +294,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             self.caches = program()
             jax.block_until_ready(self.caches)  # raises if a device cannot allocate its part
             if self._on_gpu and not self._spacers:
-                self._spacers = self._small_places()
-
-    def _small_places(self) -> list[jax.Array]:
-        """Reserve free places of SMALL_PLACE_BYTES between small arrays. Returns these arrays; the caller must keep them.
-
-        JAX's pool then places each step's input and result there, and the step's temporary arrays at the beginning of the
-        large free region: at the same addresses in every step. Before relaunching a CUDA graph, XLA writes changed addresses
-        into its nodes, and nine of ten nodes of a decode read or write temporary arrays.
-        """
-        places, spacers = [], []
-        for _ in range(NUM_SMALL_PLACES):
-            places.append(self.put(self.ranks.repeated(np.zeros(SMALL_PLACE_BYTES // 4, np.int32))))
-            spacers.append(self.put(self.ranks.repeated(np.zeros(1, np.int32))))
-        jax.block_until_ready((places, spacers))
-        delete(places)
-        return spacers
+                self._spacers = reserve_small_places(partial(put, place=self.shapes.everywhere))
 
     def start_over(self) -> None:
         """Free all rows and reallocate all arrays that steps change, after a failure that may have lost any of them.
@@ -557,7 +539,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         if all(batch.extra_updates is None for batch in batches):
             return
         program = self.program(ProgramKey("write_blocks"))
-        for (update_2U,) in self.ranks.rounds([_writes(batch) for batch in batches], (updates(),)):
+        for (update_2U,) in self.ranks.rounds(list(map(updates_of, batches)), (NO_UPDATE,)):
             self.row_arrays = program(self.row_arrays, self.put(update_2U))
 
     def send(self, layout: StepLayout, buffer: np.ndarray) -> Any:
@@ -574,11 +556,3 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
 def _buffers(batches: Sequence[Batch]) -> list[np.ndarray]:
     return [batch.buffer for batch in batches]
-
-
-def _writes(batch: Batch) -> Iterator[tuple[np.ndarray]]:
-    """The new blocks that a batch's buffer has no room for, as `write_blocks` takes them."""
-    index, block = batch.extra_updates or ((), ())
-    for first in range(0, len(index), UPDATES_PER_WRITE):
-        part = slice(first, first + UPDATES_PER_WRITE)
-        yield (updates(index[part], block[part]),)

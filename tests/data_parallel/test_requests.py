@@ -167,7 +167,5 @@ def test_devices_share_the_experts_and_have_the_rest_each(core, one_device):
         assert all(part.size * (2 if is_split else 1) == array.size for part in parts) and array.shape in whole
     split = [array for array in runner.params if not array.sharding.is_fully_replicated]
     assert len(split) == 4  # gate and up, and down, of two layers
-    spacers = runner._small_places()  # which only GPUs have
-    assert {shard.data.shape for spacer in spacers for shard in spacer.addressable_shards} == {(1,)}
     for cache in runner.caches:
         assert [shard.data.shape[0] for shard in cache.addressable_shards] == [core.memory_plan.num_blocks] * 2

@@ -1,10 +1,11 @@
 """`write_blocks`: block tables of long cached prefixes, which do not fit into a step's buffer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxllm.runner.batch import Batch
 from jaxllm.runner.layout import padded
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind
@@ -17,9 +18,15 @@ UPDATES_PER_WRITE = 1024
 """Block-table entries that one run sets."""
 
 
-def updates(index: Sequence[int] | np.ndarray = (), block: Sequence[int] | np.ndarray = ()) -> np.ndarray:
-    """What the program takes: flat indices into the block table, and the blocks there."""
-    return padded(index, block, UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
+NO_UPDATE = padded((), (), UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
+
+
+def updates_of(batch: Batch) -> Iterator[tuple[np.ndarray]]:
+    """The new blocks that the buffer of a batch has no room for, as the program takes them."""
+    index, block = batch.extra_updates or ((), ())
+    for first in range(0, len(index), UPDATES_PER_WRITE):
+        part = slice(first, first + UPDATES_PER_WRITE)
+        yield (padded(index[part], block[part], UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max),)
 
 
 class WriteBlocks(ProgramKind):
