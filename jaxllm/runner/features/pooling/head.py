@@ -72,26 +72,23 @@ class Pooling:
 
     def keys(self, work: Sequence[Sequence[Chunk]], num_tokens: int) -> list[ProgramKey]:
         """The programs that `launch` calls."""
-        whole = [_whole(of_rank) for of_rank in work]
-        num_finished = max(len(_finished(of_rank)) for of_rank in whole)
-        keys = [ProgramKey("add_up", num_tokens)] if any(whole) and self._is_mean else []
+        num_finished = max(len(_finished(of_rank)) for of_rank in work)
+        keys = [ProgramKey("add_up", num_tokens)] if any(map(_whole, work)) and self._is_mean else []
         return [*keys, ProgramKey("pool", self._buckets.fit_sample(num_finished))] if num_finished else keys
 
     def launch(self, work: Sequence[Sequence[Chunk]], hidden: Hidden | None) -> list[PendingVectors]:
         """Start what these chunks need of a step's hidden states: of all its tokens, and of the last token of each of its rows."""
         assert hidden is not None, "pooling requests never decode"
-        ranks, hidden_TD = self._device.ranks, hidden.hidden_TD
+        ranks, source = self._device.ranks, hidden.hidden_NWD
+        whole, finished = [*map(_whole, work)], [*map(_finished, work)]
         by_token = [[chunk for chunk in of_rank if _is_by_token(chunk)] for of_rank in work]
-        whole = [_whole(of_rank) for of_rank in work]
-        finished = [_finished(of_rank) for of_rank in whole]
-        source = hidden.hidden_NWD
         if self._is_mean and any(whole):
-            source = self._add_up(whole, hidden_TD)
+            source = self._add_up(whole, hidden.hidden_TD)
         vectors_RD = self._pool(finished, source) if any(finished) else None
-        found = ranks.split((vectors_RD, hidden_TD if any(by_token) else None))
+        results = ranks.split((vectors_RD, hidden.hidden_TD if any(by_token) else None))
         return [
-            PendingVectors(finished[rank], vectors_RD, by_token[rank], hidden_TD)
-            for rank, (vectors_RD, hidden_TD) in zip(ranks.own, found, strict=True)
+            PendingVectors(finished[rank], vectors, by_token[rank], of_tokens)
+            for rank, (vectors, of_tokens) in zip(ranks.own, results, strict=True)
         ]
 
     def _add_up(self, chunks: Sequence[Sequence[Chunk]], hidden_TD: jax.Array) -> jax.Array:
@@ -143,8 +140,9 @@ def _whole(work: Sequence[Chunk]) -> list[Chunk]:
     return [chunk for chunk in work if not _is_by_token(chunk)]
 
 
-def _finished(whole: Sequence[Chunk]) -> list[Chunk]:
-    return [chunk for chunk in whole if chunk.is_last]
+def _finished(work: Sequence[Chunk]) -> list[Chunk]:
+    """The last of them."""
+    return [chunk for chunk in _whole(work) if chunk.is_last]
 
 
 def _is_by_token(chunk: Chunk) -> bool:
