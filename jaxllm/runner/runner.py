@@ -99,7 +99,6 @@ class ModelRunner(WeightsHolder, PlanRunner):
         # Programs need shapes only, so they compile while the weights load.
         super().__init__(Weights(source.models, mesh), source, times or StartTimes())
         functions = self._new_functions(plan, kernels, policy, processors, token_split)
-        self.layers = model.layers
         # Only full sampling knows the distribution that was sampled from.
         full_logprobs = config.model.logprobs_mode.startswith("processed")
         self.buckets = Buckets.choose(config, policy, num_drafts=functions.latest.width - 1)
