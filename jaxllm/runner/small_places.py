@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jaxllm.loaders.layout import delete
+from jaxllm.parallel.arrays import delete
 
 NUM_SMALL_PLACES, SMALL_PLACE_BYTES = 48, 128 << 10
 """Number and size of the places kept free: more than all steps in flight need, each as large as the buffer of any decode."""
