@@ -248,8 +248,8 @@ class ParallelOptions:
     distributed_timeout_seconds: Annotated[int, "seconds that hosts wait for each other at the start"] = 600
 
     @property
-    def num_lanes(self) -> int:
-        """Groups of devices of one engine that share the experts of a mixture, each with its own requests."""
+    def num_ranks(self) -> int:
+        """Data-parallel ranks: groups of devices of one engine that share the experts of a mixture, each with its own requests."""
         return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property

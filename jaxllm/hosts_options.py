@@ -25,7 +25,7 @@ def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
         faults.append(f"node_rank is {rank}, must be below nnodes, {num_hosts}: hosts count from 0")
     if num_hosts > 1 and num_replicas > 1:
         if num_replicas % num_hosts:
-            parts = "lanes" if flat["enable_expert_parallel"] else "replicas"
+            parts = "ranks" if flat["enable_expert_parallel"] else "replicas"
             faults.append(
                 f"data_parallel_size is {num_replicas}, which {num_hosts} hosts (nnodes) cannot share equally, and {parts} lie whole on a "
                 f"host; choose a multiple of {num_hosts}"
@@ -49,9 +49,9 @@ def has_stages_on_hosts(num_hosts: int, num_stages: int) -> bool:
     return num_hosts > 1 and num_stages > 1
 
 
-def has_lanes_on_hosts(num_hosts: int, num_lanes: int) -> bool:
+def has_ranks_on_hosts(num_hosts: int, num_ranks: int) -> bool:
     """Whether an engine's data-parallel ranks are on several hosts, each with some of them."""
-    return num_hosts > 1 and num_lanes > 1
+    return num_hosts > 1 and num_ranks > 1
 
 
 def _stages_faults(flat: Mapping[str, Any]) -> list[str]:

@@ -66,7 +66,7 @@ def compare(engine: LLMEngine, num_rows: int, args: argparse.Namespace) -> None:
 
 def choose(engine: LLMEngine, variant: Variant) -> None:
     """Have decodes take the programs of a variant."""
-    batches = engine.core.runner.batches  # type: ignore[attr-defined]
+    (batches,) = engine.core.runner.batches.builders  # type: ignore[attr-defined]
     batches.choice = ProgramChoice(
         batches.buckets, is_there=lambda key: key.kind != "decode" or key.variant == variant, reach=None
     )

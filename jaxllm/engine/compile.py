@@ -33,10 +33,10 @@ def compile_artifact(config: EngineConfig, model_dir: Path, output: Path, progre
             f"pipeline_parallel_size is {config.parallel.pipeline_parallel_size}, but an artifact has the programs of one stage; leave it "
             "out: an engine with stages keeps its programs on this machine by itself"
         )
-    if config.parallel.num_lanes > 1:
+    if config.parallel.num_ranks > 1:
         raise ConfigError(
-            f"data_parallel_size is {config.parallel.num_lanes} and enable_expert_parallel is set, but an artifact has the programs of "
-            "one lane; leave one of them out: an engine with lanes keeps its programs on this machine by itself"
+            f"data_parallel_size is {config.parallel.num_ranks} and enable_expert_parallel is set, but an artifact has the programs of "
+            "one data-parallel rank; leave one of them out: an engine with several keeps its programs on this machine by itself"
         )
     times = StartTimes()
     if config.model.logits_processors:

@@ -44,10 +44,9 @@ BACKENDS = {
         stages="jaxllm.pipeline.plan:plan_stages",
         runner="jaxllm.pipeline.plan:pipeline_runner",
     ),
-    "lanes": ParallelBackend(
-        "jaxllm.lanes.options:check_lanes",
-        runner="jaxllm.lanes.make:lanes_runner",
-        scheduler="jaxllm.lanes.scheduler:lanes_scheduler",
+    "ranks": ParallelBackend(
+        "jaxllm.data_parallel.options:check_ranks",
+        scheduler="jaxllm.data_parallel.scheduler:ranks_scheduler",
     ),
     "context": ParallelBackend(
         "jaxllm.context.refused:check_model",
@@ -56,7 +55,7 @@ BACKENDS = {
 }
 OPTIONS = {
     "stages": "pipeline_parallel_size",
-    "lanes": "data_parallel_size with enable_expert_parallel",
+    "ranks": "data_parallel_size with enable_expert_parallel",
     "context": "prefill_context_parallel_size",
 }
 
@@ -85,10 +84,8 @@ def make_runner(parts: "RunnerParts") -> "DeviceRunner":
     parallel = parts.config.parallel
     if (make := _part(parallel, "runner")) is not None:
         return make(parts)  # type: ignore[no-any-return]
-    from jaxllm.runner.runner import ModelRunner
-
     (stage,), (mesh,) = parts.stages, parts.meshes
-    return parts.make(ModelRunner, stage, mesh, token_split=_token_split(parts, mesh))
+    return parts.make(stage, mesh, _token_split(parts, mesh))
 
 
 def make_scheduler(parallel: ParallelOptions, new_scheduler: "Callable[[], Scheduler]") -> "AnyScheduler":
@@ -112,7 +109,7 @@ def _requested(parallel: ParallelOptions) -> list[ParallelBackend]:
     """The parallel backends that an engine's options request. More than one pass no check."""
     requested = {
         "stages": parallel.pipeline_parallel_size > 1 or parallel.pipeline_parallel_layers is not None,
-        "lanes": parallel.num_lanes > 1,
+        "ranks": parallel.num_ranks > 1,
         "context": parallel.prefill_context_parallel_size > 1,
     }
     if missing := [name for name, is_requested in requested.items() if is_requested and name not in BACKENDS]:

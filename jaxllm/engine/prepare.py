@@ -189,8 +189,8 @@ def _fingerprint(
     features: Features,
 ) -> dict[str, object]:
     found = {**fingerprint(config, model_config, stage.model, mesh, stage.plan, kernels, policy), **features.described}
-    if config.parallel.num_lanes > 1:
-        found["lanes"] = config.parallel.num_lanes
+    if config.parallel.num_ranks > 1:
+        found["ranks"] = config.parallel.num_ranks
     is_whole = len(stage.layers) == model_config.num_layers
     return found if is_whole else {**found, "layers of the stage": [stage.layers.start, stage.layers.stop]}
 
@@ -300,9 +300,9 @@ def _store(config: EngineConfig, made_of: Callable[[], Fingerprint], mesh: Mesh)
     return None
 
 
-def weight_bytes(model: nnx.Module, num_devices: int, num_lanes: int = 1) -> int:
-    """Bytes of the weights on each device of `num_lanes` data-parallel ranks with `num_devices` devices each."""
-    sizes = {TENSOR: num_devices, DATA: num_lanes}
+def weight_bytes(model: nnx.Module, num_devices: int, num_ranks: int = 1) -> int:
+    """Bytes of the weights on each device of `num_ranks` data-parallel ranks with `num_devices` devices each."""
+    sizes = {TENSOR: num_devices, DATA: num_ranks}
     return sum(
         math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize // num_parts(axes_of(variable), sizes)
         for _, variable in parameters(model)

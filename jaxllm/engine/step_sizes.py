@@ -22,7 +22,7 @@ def with_prefill_limit(config: EngineConfig, model: ModelConfig, *, asked: Engin
     usual, wanted_len = scheduler.max_num_batched_tokens, config.model.max_model_len
     assert usual is not None
     kept = config.replace(max_num_prefill_tokens=usual)
-    sizes = (parallel.pipeline_parallel_size, parallel.num_lanes, parallel.prefill_context_parallel_size, parallel.nnodes)
+    sizes = (parallel.pipeline_parallel_size, parallel.num_ranks, parallel.prefill_context_parallel_size, parallel.nnodes)
     is_open = asked.scheduler.max_num_batched_tokens is None and scheduler.enable_chunked_prefill
     if not is_open or device_bytes < BIG_DEVICE_BYTES or max(sizes) > 1:
         return kept

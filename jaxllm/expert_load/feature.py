@@ -28,4 +28,4 @@ def make_expert_load(config: EngineConfig, model_config: ModelConfig) -> ExpertL
     """The feature of a model with mixtures."""
     parallel = config.parallel
     eplb = EplbConfig.of(parallel.eplb_config) if parallel.enable_eplb else None
-    return ExpertLoad(Layout.of(model_config, num_devices=parallel.num_lanes * parallel.tensor_parallel_size), eplb)
+    return ExpertLoad(Layout.of(model_config, num_devices=parallel.num_ranks * parallel.tensor_parallel_size), eplb)

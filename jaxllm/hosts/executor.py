@@ -11,10 +11,10 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.hosts import results
 from jaxllm.hosts.leader import Leader
 from jaxllm.hosts.sent_tokens import SentTokens
-from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, DispatchLanes, Do, Piece, Sample
-from jaxllm.hosts_options import has_lanes_on_hosts, has_stages_on_hosts
-from jaxllm.lanes_plan import LanesPlan
+from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, DispatchRanks, Do, Piece, Sample
+from jaxllm.hosts_options import has_ranks_on_hosts, has_stages_on_hosts
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.ranks_plan import RanksPlan
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.worker_thread import WorkerThread
@@ -29,7 +29,7 @@ class HostsExecutor:
         self._own, self._leader = own, leader
         options = leader.config.parallel
         self._tokens = SentTokens(leader) if has_stages_on_hosts(options.nnodes, options.pipeline_parallel_size) else None
-        self._has_remote_lanes = has_lanes_on_hosts(options.nnodes, options.num_lanes)
+        self._has_remote_ranks = has_ranks_on_hosts(options.nnodes, options.num_ranks)
         self._reader = WorkerThread("read-step")
         """Waits for devices, so that this thread can give up when a host is lost."""
 
@@ -66,7 +66,7 @@ class HostsExecutor:
 
     def expect_others(self) -> "list[Future[bytes]]":
         """Results of other hosts' data-parallel ranks, of the call that follows; empty if there are none."""
-        return self._leader.expect_results() if self._has_remote_lanes else []
+        return self._leader.expect_results() if self._has_remote_ranks else []
 
     def read(self, result: Callable[[], T]) -> "Future[T]":
         """Start to wait for this host's part of a step."""
@@ -134,8 +134,8 @@ class HostsExecutor:
             self._own.close()
 
 
-def _message_of(plan: SchedulerOutput) -> Dispatch | DispatchLanes:
-    return DispatchLanes([*plan.lanes], plan.step_id, plan.ops) if isinstance(plan, LanesPlan) else Dispatch(plan)
+def _message_of(plan: SchedulerOutput) -> Dispatch | DispatchRanks:
+    return DispatchRanks([*plan.ranks], plan.step_id, plan.ops) if isinstance(plan, RanksPlan) else Dispatch(plan)
 
 
 class _Step:

@@ -27,7 +27,7 @@ from jaxllm.hosts.wire import (
     AllFacts,
     Begin,
     Dispatch,
-    DispatchLanes,
+    DispatchRanks,
     Do,
     Done,
     End,
@@ -37,9 +37,9 @@ from jaxllm.hosts.wire import (
     Sample,
     SampledTokens,
 )
-from jaxllm.hosts_options import has_lanes_on_hosts
-from jaxllm.lanes_plan import LanesPlan
+from jaxllm.hosts_options import has_ranks_on_hosts
 from jaxllm.log import logger
+from jaxllm.ranks_plan import RanksPlan
 from jaxllm.scheduler_output import SchedulerOutput
 
 CALLS = ("start_over", "memory")
@@ -152,8 +152,8 @@ class Follower:
     def __init__(self, executor: Executor, member: Member):
         self._executor, self._member = executor, member
         options = member.config.parallel
-        has_lanes = has_lanes_on_hosts(options.nnodes, options.num_lanes)
-        self._results = SentResults(member.send, member.calls.put) if has_lanes else None
+        has_ranks = has_ranks_on_hosts(options.nnodes, options.num_ranks)
+        self._results = SentResults(member.send, member.calls.put) if has_ranks else None
         self._in_flight: deque[PendingStep | Future[None]] = deque()
         """Steps that were sampled, or what sends their results."""
         self._most_in_flight = _MAX_IN_FLIGHT + options.pipeline_parallel_size
@@ -177,8 +177,8 @@ class Follower:
             raise message
         if isinstance(message, Dispatch):
             self._dispatch(message.plan)
-        elif isinstance(message, DispatchLanes):
-            self._dispatch(replace(LanesPlan.of(message.lanes, message.step_id), ops=message.ops))
+        elif isinstance(message, DispatchRanks):
+            self._dispatch(replace(RanksPlan.of(message.ranks, message.step_id), ops=message.ops))
         elif isinstance(message, Sample):
             self._sample(message)
         elif isinstance(message, SampledTokens):

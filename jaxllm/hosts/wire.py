@@ -69,10 +69,10 @@ class Dispatch(_Message, tag="dispatch"):
     plan: SchedulerOutput
 
 
-class DispatchLanes(_Message, tag="dispatch_lanes"):
+class DispatchRanks(_Message, tag="dispatch_ranks"):
     """Run a step that has these parts, one for each data-parallel rank. Answered by Result once it is sampled."""
 
-    lanes: list[SchedulerOutput]
+    ranks: list[SchedulerOutput]
     step_id: int
     ops: tuple[AnyDeviceOp, ...]
 
@@ -116,5 +116,5 @@ class End(_Message, tag="end"):
 
 FROM_FOLLOWER = Accepted(Facts | Done | Result | Failed | Beat, MAX_MESSAGE_BYTES)
 FROM_HOST_0 = Accepted(
-    Begin | AllFacts | Dispatch | DispatchLanes | Sample | SampledTokens | Piece | Do | End | Beat, MAX_MESSAGE_BYTES
+    Begin | AllFacts | Dispatch | DispatchRanks | Sample | SampledTokens | Piece | Do | End | Beat, MAX_MESSAGE_BYTES
 )

@@ -12,7 +12,7 @@ from jaxllm.layers.attend import Attend, AttendToLatents
 from jaxllm.layers.rope import rope_angles
 from jaxllm.layers.row_states import RowStates
 from jaxllm.model_parts import Rope
-from jaxllm.parallel.exchange import LaneExchange
+from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from pallas_kernels import expert_choice
 from pallas_kernels import gated_delta as gated_delta_rule
@@ -76,7 +76,7 @@ class Step:
     """None: no token has an adapter."""
     entering_TD: Array | None = None
     """In a later stage of a pipeline: the sum of embedding and layers that the stage before leaves, whole on every device."""
-    exchange: LaneExchange | None = None
+    exchange: RankExchange | None = None
     """Between data-parallel ranks, which share the experts of a mixture; None: experts are distributed over `shards` alone."""
     chosen: list[tuple[str, Array]] | None = None
     """Collects the experts that tokens chose, int32 [T, k], -1 for padding, with the name of their mixture: one for each run of the step's
@@ -124,7 +124,7 @@ class Step:
         if self.slots is None:
             return expert_Tk
         # Tokens take copies in turn. Each data-parallel rank begins with another one: in a decode it may have a single token.
-        return self.slots(name, expert_Tk, start if self.exchange is None else start + self.exchange.lane)
+        return self.slots(name, expert_Tk, start if self.exchange is None else start + self.exchange.rank)
 
     def experts_of(self, name: str, start: int, *, are_whole: bool) -> Callable[..., Array]:
         """The function that computes the chosen experts of a mixture for the tokens from `start` on, as `experts` does. are_whole:
@@ -137,7 +137,7 @@ class Step:
     @property
     def expert_rank(self) -> Array | int:
         """The place of this device among those that whole experts are distributed to."""
-        return self.shards.index if self.exchange is None else self.exchange.rank
+        return self.shards.index if self.exchange is None else self.exchange.device
 
     def angles(self, rope: Rope | None, head_dim: int) -> tuple[Array, Array]:
         """Cosine and sine, float32 [T, H/2], of every token that attention takes; layers with equal ropes share them."""
@@ -149,7 +149,7 @@ class Step:
 
 
 def _exchanged(
-    exchange: LaneExchange,
+    exchange: RankExchange,
     experts: Callable[..., Array],
     x_TD: Array,
     expert_Tk: Array,

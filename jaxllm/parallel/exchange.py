@@ -1,9 +1,9 @@
 """Exchanges between data-parallel ranks: a mixture's tokens go to the devices that hold their experts, and the experts' sums come back.
 
-A lane's devices have the same tokens, so each sends what concerns its own column of the mesh: device (d, t) exchanges with the devices
-(0, t) to (N - 1, t) of the other lanes alone. The sum over a lane's devices, which every layer ends in, adds up the columns.
+A rank's devices have the same tokens, so each sends what concerns its own column of the mesh: device (d, t) exchanges with the devices
+(0, t) to (N - 1, t) of the other ranks alone. The sum over a rank's devices, which every layer ends in, adds up the columns.
 
-Dimension letters besides those of the package: k choices of a token, E experts of a device, n lanes, C capacity.
+Dimension letters besides those of the package: k choices of a token, E experts of a device, n ranks, C capacity.
 """
 
 from collections.abc import Callable
@@ -27,23 +27,23 @@ SLACK = 2.0
 
 
 @dataclass(frozen=True)
-class LaneExchange:
+class RankExchange:
     """The data-parallel ranks of a mesh, as seen by one of its devices inside a shard_map over both axes."""
 
-    num_lanes: int
+    num_ranks: int
     num_columns: int
     """Devices of a rank."""
     policy: KernelPolicy
 
     @property
-    def lane(self) -> Array:
+    def rank(self) -> Array:
         """The number of this device's rank."""
         return jax.lax.axis_index(DATA)
 
     @property
-    def rank(self) -> Array:
-        """The place of this device among all that experts are distributed to."""
-        return self.lane * self.num_columns + jax.lax.axis_index(TENSOR)
+    def device(self) -> Array:
+        """The number of this device among all that experts are distributed to."""
+        return self.rank * self.num_columns + jax.lax.axis_index(TENSOR)
 
     def run(self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array, num_experts: int) -> Array:
         """The sums [T, D] of this rank's tokens over all experts of this column. Exact whatever is chosen; no token is dropped.
@@ -57,7 +57,7 @@ class LaneExchange:
 
     def capacity(self, num_tokens: int, num_choices: int) -> int | None:
         """Tokens that a rank may send to a device; None: gathering all of them is no more work for the links."""
-        expected = num_tokens * num_choices / (self.num_lanes * self.num_columns)
+        expected = num_tokens * num_choices / (self.num_ranks * self.num_columns)
         capacity = 8 * -(-int(SLACK * expected) // 8)
         return capacity if self.policy.sends_tokens(num_tokens) and 2 * capacity <= num_tokens else None
 
@@ -69,7 +69,7 @@ class LaneExchange:
             sum_TD = experts(every(x_TD), *_unpacked(every(packed_T2k)))
             return jax.lax.psum_scatter(sum_TD, DATA, tiled=True)
 
-        return _in_rounds(some, self.policy.max_tokens_at_once // self.num_lanes, x_TD, _packed(expert_Tk, weight_Tk))
+        return _in_rounds(some, self.policy.max_tokens_at_once // self.num_ranks, x_TD, _packed(expert_Tk, weight_Tk))
 
     def send(self, experts: Experts, x_TD: Array, expert_Tk: Array, weight_Tk: Array, num_experts: int, capacity: int) -> Array:
         """Each token goes once to each device that holds an expert of its choice. Where more than `capacity` tokens of a rank chose one
@@ -77,17 +77,17 @@ class LaneExchange:
         num_tokens, num_choices = expert_Tk.shape
         device_Tk = expert_Tk // num_experts  # -1 for no expert
         is_mine_Tk = (expert_Tk >= 0) & (device_Tk % self.num_columns == jax.lax.axis_index(TENSOR))
-        lane_Tk = jnp.where(is_mine_Tk, device_Tk // self.num_columns, self.num_lanes)
-        is_sent_nT = (lane_Tk == jnp.arange(self.num_lanes)[:, None, None]).any(axis=2)
+        rank_Tk = jnp.where(is_mine_Tk, device_Tk // self.num_columns, self.num_ranks)
+        is_sent_nT = (rank_Tk == jnp.arange(self.num_ranks)[:, None, None]).any(axis=2)
         slot_nT = jnp.cumsum(is_sent_nT, axis=1, dtype=jnp.int32) - 1
         overflows = (slot_nT[:, -1] >= capacity).any()
         # The same on every device: all must take the same branch, because the branches exchange.
         overflows = jax.lax.pmax(overflows.astype(jnp.int32), (DATA, TENSOR)) > 0
 
         def send() -> Array:
-            token_nC = jnp.full((self.num_lanes, capacity), num_tokens, jnp.int32)
+            token_nC = jnp.full((self.num_ranks, capacity), num_tokens, jnp.int32)
             target_nT = jnp.where(is_sent_nT, slot_nT, capacity)
-            token_nC = token_nC.at[jnp.arange(self.num_lanes)[:, None], target_nT].set(jnp.arange(num_tokens), mode="drop")
+            token_nC = token_nC.at[jnp.arange(self.num_ranks)[:, None], target_nT].set(jnp.arange(num_tokens), mode="drop")
             to = partial(jax.lax.all_to_all, axis_name=DATA, split_axis=0, concat_axis=0, tiled=True)
             sent_nCD = to(x_TD.at[token_nC].get(mode="fill", fill_value=0))
             nothing_1k = jnp.full((1, num_choices), -1), jnp.zeros((1, num_choices))
@@ -100,8 +100,8 @@ class LaneExchange:
             )
             back_PD = to(sum_PD.reshape(sent_nCD.shape)).reshape(sum_PD.shape)
             # Each device's sum once, in the order of choices: what other tokens chose does not matter.
-            is_first_Tk = ~jnp.tril(lane_Tk[:, :, None] == lane_Tk[:, None, :], -1).any(axis=2)
-            place_Tk = lane_Tk * capacity + jnp.take_along_axis(slot_nT.T, jnp.minimum(lane_Tk, self.num_lanes - 1), axis=1)
+            is_first_Tk = ~jnp.tril(rank_Tk[:, :, None] == rank_Tk[:, None, :], -1).any(axis=2)
+            place_Tk = rank_Tk * capacity + jnp.take_along_axis(slot_nT.T, jnp.minimum(rank_Tk, self.num_ranks - 1), axis=1)
             place_Tk = jnp.where(is_mine_Tk & is_first_Tk, place_Tk, len(back_PD))
             sum_TkD = back_PD.at[place_Tk].get(mode="fill", fill_value=0)
             return jnp.sum(sum_TkD, axis=1, dtype=jnp.float32).astype(x_TD.dtype)
@@ -127,6 +127,6 @@ def _unpacked(packed_T2k: Array) -> tuple[Array, Array]:
     return expert_Tk, jax.lax.bitcast_convert_type(bits_Tk, jnp.float32)
 
 
-def make_exchange(mesh: Mesh, policy: KernelPolicy) -> LaneExchange:
-    """The exchange between the data-parallel ranks of a mesh of both axes."""
-    return LaneExchange(mesh.shape[DATA], tensor_size(mesh), policy)
+def make_exchange(mesh: Mesh, policy: KernelPolicy) -> RankExchange | None:
+    """The exchange between the data-parallel ranks of a mesh; None if there is one."""
+    return RankExchange(mesh.shape[DATA], tensor_size(mesh), policy) if DATA in mesh.shape else None

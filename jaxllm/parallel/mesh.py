@@ -67,11 +67,6 @@ def context_size(mesh: Mesh) -> int:
     return mesh.shape.get(CONTEXT, 1)
 
 
-def lane_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
-    """The devices of each data-parallel rank of a mesh of both axes."""
-    return tuple(Mesh(row, (TENSOR,), axis_types=(AxisType.Auto,)) for row in mesh.devices)
-
-
 def on_cpu(mesh: Mesh) -> bool:
     """Whether the mesh's memory is the host's."""
     device: jax.Device = mesh.devices.flat[0]

@@ -20,7 +20,7 @@ class Topology:
     context: int = 1
     """Devices, or groups of `tensor` devices, with the same weights that split tokens and the KV cache by tokens."""
     data: int = 1
-    """Lanes: groups of `tensor` devices with requests of their own, which share the experts of a mixture."""
+    """Data-parallel ranks: groups of `tensor` devices with requests of their own, which share the experts of a mixture."""
     hosts: int = 1
     """Hosts that the devices are spread over, as many on each."""
 
@@ -32,7 +32,7 @@ class Topology:
             options.pipeline_parallel_size,
             options.enable_expert_parallel,
             options.prefill_context_parallel_size,
-            options.num_lanes,
+            options.num_ranks,
             options.nnodes,
         )
 

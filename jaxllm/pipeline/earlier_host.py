@@ -27,7 +27,7 @@ class EarlierHost(Stages):
         *earlier, last = stages
         super().__init__(earlier, last, [leave] if entry is None else [entry, leave], num_stages)
         self._entry, self._leave = entry, leave
-        self._tokens = TokensThroughHosts(last.rows.trash + 1) if entry is None else None
+        self._tokens = TokensThroughHosts(last.buckets.max_rows + 1) if entry is None else None
         self._waiting: deque[tuple[int, Callable[[], object]]] = deque()
         """Launches of steps and operations, each with the number of steps whose tokens must be known."""
 
@@ -39,8 +39,8 @@ class EarlierHost(Stages):
         if not plan.rows:
             self._launch_known()
             return OpsInFlight(())
-        batch = self.last.batch_of(plan)
-        step = StepInFlight(batch)
+        step = StepInFlight(self.last.batches.apply(plan))
+        batch = step.batch
         self._waiting.append((0 if self._tokens is None else self._tokens.note(batch), partial(self._launch, step)))
         self._launch_known()
         return step
@@ -67,7 +67,7 @@ class EarlierHost(Stages):
             self._tokens.write(batch)
         entering = () if self._entry is None else (self._entry.receive(batch.layout.num_tokens),)
         leaving_TD = self.last.pass_on(batch, self.run_earlier(batch, entering))
-        step.done = self._leave.send(leaving_TD)
+        step.done = [self._leave.send(leaving_TD)]
 
     def forget_tokens(self) -> None:
         """See Stages."""

@@ -29,8 +29,8 @@ class LostPeers:
     def keys(self, work: Any, num_tokens: int) -> list[ProgramKey]:
         return []
 
-    def launch(self, work: Any, hidden: Hidden | None) -> "LostPeers":
-        return self
+    def launch(self, work: Any, hidden: Hidden | None) -> list["LostPeers"]:
+        return [self]
 
     def collect(self, output: ModelRunnerOutput) -> None:
         """Raises RuntimeError if numbers that are not finite come from a failed exchange."""

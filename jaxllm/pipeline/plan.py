@@ -38,9 +38,9 @@ def pipeline_runner(parts: RunnerParts) -> ModelRunner | PipelineRunner | Earlie
     """Make the runner of the stages of this process, each on its mesh; other hosts may have stages before and behind them."""
     stages, meshes = parts.stages, parts.meshes
     if len(stages) == 1:
-        return parts.make(ModelRunner, stages[0], meshes[0])
+        return parts.make(stages[0], meshes[0])
     own = [number for number, mesh in enumerate(meshes) if mesh.local_devices]
-    runners = [parts.make(ModelRunner, stages[number], meshes[number]) for number in own]
+    runners = [parts.make(stages[number], meshes[number]) for number in own]
     has_last = own[-1] == len(stages) - 1
 
     def transfer_to(number: int) -> Transfer:

@@ -139,7 +139,7 @@ class Stages(PlanRunner):
         return tuple(array for stage in self.stages for array in stage.params)
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> tuple[Rows, ...]:
         return self.last.rows
 
     @property

@@ -20,7 +20,7 @@ class TokensOnDevices:
     def __init__(self, first: ModelRunner, num_stages: int):
         self._first, self._num_stages = first, num_stages
         self._num_launched = 0
-        self._trash = first.rows.trash
+        self._trash = first.buckets.max_rows
         self._sampled_in_N = np.full(self._trash + 1, -1)
         """The latest launch that sampled a token of each row, by row; -1: the host knows its last token."""
         self._sent_back: deque[tuple[int, jax.Array]] = deque()

@@ -7,9 +7,9 @@ from jaxllm.runner.program_pool import ProgramPool
 
 
 class AllPrograms:
-    """Stages, ranks and what joins them have programs of their own, with keys of their own."""
+    """Stages and the crossings between hosts have programs of their own, with keys of their own."""
 
-    def __init__(self, parts: "Sequence[ProgramPool[Any] | AllPrograms]"):
+    def __init__(self, parts: Sequence[ProgramPool[Any]]):
         self._parts = parts
 
     def __len__(self) -> int:

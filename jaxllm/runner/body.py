@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
-from jaxllm.parallel.exchange import LaneExchange
+from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import LatestTokens
@@ -35,7 +35,7 @@ class Body:
     max_rows: int
     kernels: Kernels
     features: tuple[StepFeature, ...] = ()
-    exchange: LaneExchange | None = None
+    exchange: RankExchange | None = None
     """Between data-parallel ranks, which share experts; None: there is one rank, or the program has no mixture."""
     share_layers: bool = False
     """Whether layers that are alike are traced as calls of one function: see `SharedLayers`."""

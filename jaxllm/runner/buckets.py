@@ -37,8 +37,8 @@ class Buckets:
         if num_drafts:
             decode = (*decode, policy.max_draft_rows)  # larger steps have no program with drafts
         tokens = config.compile.token_buckets or policy.tokens
-        # Lanes and hosts must choose alike, whatever programs each has; drafts are proposed of mixed steps.
-        samples_apart = bool(policy.rows_apart) and not num_drafts and config.parallel.num_lanes == config.parallel.nnodes == 1
+        # Ranks and hosts must choose alike, whatever programs each has; drafts are proposed of mixed steps.
+        samples_apart = bool(policy.rows_apart) and not num_drafts and config.parallel.num_ranks == config.parallel.nnodes == 1
         return cls(
             policy,
             decode_rows=_up_to(decode, max_rows),

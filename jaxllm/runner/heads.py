@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jaxllm.parallel.ranks import Ranks
 from jaxllm.runner.batch import Chunk, request_failed
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.programs.key import ProgramKey
@@ -18,7 +19,7 @@ from jaxllm.scheduler_output import ModelRunnerOutput, TokenLogprobs
 
 @dataclass(frozen=True)
 class Hidden:
-    """Results of a step's forward pass, on the device."""
+    """Results of a step's forward pass, on the devices: joint arrays of all data-parallel ranks."""
 
     hidden_TD: jax.Array
     """Hidden states of all tokens."""
@@ -34,6 +35,8 @@ class Device(Protocol):
     """The part of the runner that heads use."""
 
     buckets: Buckets
+    ranks: Ranks
+    """The data-parallel ranks. Programs take and return joint arrays."""
 
     params: tuple[jax.Array, ...]
     row_arrays: RowArrays
@@ -56,7 +59,7 @@ class Device(Protocol):
 
 
 class PendingPart(Protocol):
-    """A head's results of a step in flight."""
+    """A head's results of a step in flight, of one data-parallel rank."""
 
     @property
     def arrays(self) -> Any:
@@ -70,13 +73,14 @@ class Head(Protocol):
     """Computes something from hidden states in addition to sampling. `launch` is called for steps of which `select` takes some chunks."""
 
     def select(self, chunks: Sequence[Chunk]) -> Sequence[Any]:
-        """The work in a step with these parts of prompts; empty for none."""
+        """The work in a rank's step with these parts of prompts; empty for none."""
 
-    def keys(self, work: Any, num_tokens: int) -> list[ProgramKey]:
-        """The programs that `launch` calls in a step of so many tokens."""
+    def keys(self, work: Sequence[Any], num_tokens: int) -> list[ProgramKey]:
+        """The programs that `launch` calls in a step of so many tokens. work: of each rank."""
 
-    def launch(self, work: Any, hidden: Hidden | None) -> PendingPart:
-        """Start the work. hidden: None in a step of the decode program, which computes only the last tokens of prompts."""
+    def launch(self, work: Sequence[Any], hidden: Hidden | None) -> Sequence[PendingPart]:
+        """Start the work of all ranks. Returns what the host reads, of the ranks of this process. hidden: None in a step of the decode
+        program, which computes only the last tokens of prompts."""
 
     def delete_arrays(self) -> None:
         """Release the device memory of what is kept between steps."""

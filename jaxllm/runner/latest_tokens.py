@@ -1,5 +1,6 @@
 """How the rows of a step go on from the tokens that were sampled before it, and keep those that it samples."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -12,7 +13,6 @@ from jaxllm.runner.layout import Column
 from jaxllm.runner.places import Places, latest_or_known
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.row_arrays import RowArrays
-from jaxllm.runner.rows import Row
 from jaxllm.runner.step_feature import StepFeature, StepRun
 from jaxllm.sampling.variants import Variant
 
@@ -31,8 +31,8 @@ class Draw(Protocol):
 class TokensOnHost:
     """Programs for the tokens of rows that a host starts in addition to those of the step. Here there are none."""
 
-    def admit(self, row: Row) -> None:
-        """Called with each new request before the first step that computes tokens of it."""
+    def admit(self, batches: Sequence[Batch]) -> None:
+        """Called with the batches of all ranks before a step that admits requests."""
 
     def keys(self, step: "StepInFlight") -> list[ProgramKey]:
         """The programs of a step that `forward` computes."""

@@ -62,7 +62,7 @@ class MemoryPlan:
     """Rows of the states that layers keep by row: that of padding included."""
     num_queries: int = 1
     """Most tokens of a row in a decode: 1, and its drafts."""
-    num_lanes: int = 1
+    num_ranks: int = 1
     """Data-parallel ranks: groups of `num_devices` devices, each with its own cache."""
     is_cut: bool = False
     """Whether the cache is smaller by default than the requests that may run at once can use."""
@@ -94,9 +94,9 @@ class MemoryPlan:
     def describe(self) -> str:
         """The plan in a few lines for people."""
         beside = f", {_size(self.collective_bytes)} beside it for collectives" if self.collective_bytes else ""
-        num_devices = self.num_devices * self.num_lanes
+        num_devices = self.num_devices * self.num_ranks
         each = f", the same on each of {num_devices} devices" if num_devices > 1 else ""
-        lanes = f" in each of {self.num_lanes} lanes" if self.num_lanes > 1 else ""
+        ranks = f" in each of {self.num_ranks} data-parallel ranks" if self.num_ranks > 1 else ""
         more = "; --kv-cache-memory-bytes makes it larger" if self.is_cut else ""
         states = f"  states    {_size(self.state_bytes)} ({self.num_rows} rows)"
         return "\n".join(
@@ -107,7 +107,7 @@ class MemoryPlan:
                 *([states] if self.state_bytes else []),
                 f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
                 f"{self.num_cache_tokens} tokens, {self.num_cache_tokens / self.max_model_len:.1f} requests "
-                f"of {self.max_model_len} tokens at once{lanes}{more}",
+                f"of {self.max_model_len} tokens at once{ranks}{more}",
             ]
         )
 
@@ -167,7 +167,7 @@ class MemoryPlan:
         return f", the states of {self.num_rows} rows {_size(self.state_bytes)}" if self.state_bytes else ""
 
     def _on_each(self) -> str:
-        num_devices = self.num_devices * self.num_lanes
+        num_devices = self.num_devices * self.num_ranks
         return f" on each of {num_devices} devices" if num_devices > 1 else ""
 
     def _ways_out(self) -> str:

@@ -20,8 +20,6 @@ class OpRunner:
 
     ops: tuple[type[DeviceOp], ...]
     """Their kinds."""
-    is_joint = False
-    """Whether data-parallel ranks that share experts run them together."""
 
     def run(self, op: Any) -> PendingPart | None:
         """Start an operation. Returns what the host reads of it, if anything."""
@@ -96,7 +94,7 @@ class PlanRunner:
 
 
 def op_runners(features: Iterable["StepFeature"], device: Any) -> tuple[OpRunner, ...]:
-    """The runners of the operations of features on a `ModelRunner` or `LanesRunner`."""
+    """The runners of the operations of features on a `ModelRunner`."""
     return tuple(runner for feature in features if (runner := feature.op_runner(device)) is not None)
 
 

@@ -1,6 +1,6 @@
 """A step in flight: what the engine's loop holds between dispatching a step and reading its results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -23,7 +23,8 @@ class StepInFlight:
     A step with masked requests has two launches: `dispatch` starts the forward pass, `sample` samples under `mask_TW`.
     """
 
-    batch: Batch
+    batches: Sequence[Batch]
+    """Of each data-parallel rank, all of one layout. With several hosts each has the batches of all ranks and the results of its own."""
     launches: "list[Future[None]]" = field(default_factory=list)
     """Launches in the thread, in order."""
     hidden: Hidden | None = None
@@ -33,22 +34,27 @@ class StepInFlight:
     """Pending results of the plan's operations."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that failed alone, with the reason."""
-    done: jax.Array | None = None
-    """A small result to wait for, once all is launched."""
+    done: Sequence[jax.Array] = ()
+    """Small results to wait for, of each rank of this process, once all is launched."""
     mask_TW: np.ndarray | None = None
     """With masked requests: what request i of `sampled_ids` may get behind its last token is in row i * width, and behind its d-th
     draft in row i * width + d, with the width of the batch: bit b of word w allows token 32 w + b. Allows every token at first."""
-    draft_NK: jax.Array | None = None
-    """With masked requests and drafts: `DraftRows.draft_NK` before the step."""
+    draft_NK: Mapping[int, jax.Array] = field(default_factory=dict)
+    """With masked requests and drafts: `DraftRows.draft_NK` before the step, by the ranks of this process."""
     start_sampling: "Callable[[StepInFlight], None] | None" = None
     """With masked requests, until `sample` is called."""
     was_sampled_late: bool = False
     """Whether the forward pass was over before `sample`, so that the device had nothing to do."""
 
     @property
+    def batch(self) -> Batch:
+        """The batch of one rank. What chooses programs is the same in all."""
+        return self.batches[0]
+
+    @property
     def sampled_ids(self) -> list[str]:
-        """The requests that get a token."""
-        return [row.data.request_id for row in self.batch.sampled]
+        """The requests that get a token, rank by rank."""
+        return [row.data.request_id for batch in self.batches for row in batch.sampled]
 
     @property
     def width(self) -> int:
@@ -56,16 +62,21 @@ class StepInFlight:
         return self.batch.width
 
     def drafts(self) -> list[list[int]]:
-        """The drafts that each request of `sampled_ids` computes in this step, if any is masked. Waits until they are proposed."""
-        rows = self.batch.sampled
-        if self.batch.width == 1:
-            return [[]] * len(rows)
+        """The drafts that each request of `sampled_ids` computes in this step, if any is masked. Waits until they are proposed. Masked
+        requests of ranks on other hosts have none."""
+        if self.width == 1:
+            return [[]] * len(self.sampled_ids)
         for launched in self.launches:
             launched.result()
-        assert self.draft_NK is not None, "a step without masked requests"
-        draft_NK = np.asarray(self.draft_NK)
-        num_drafts_R = self.batch.layout.views(self.batch.buffer).columns_RC[:, Column.NUM_DRAFTS]
-        found = (draft_NK[row.index, :count].tolist() for row, count in zip(rows, num_drafts_R, strict=False))
+        return [drafts for rank in range(len(self.batches)) for drafts in self._drafts_of(rank)]
+
+    def _drafts_of(self, rank: int) -> list[list[int]]:
+        batch = self.batches[rank]
+        if rank not in self.draft_NK:
+            return [[]] * len(batch.sampled)
+        draft_NK = np.asarray(self.draft_NK[rank])
+        num_drafts_R = batch.layout.views(batch.buffer).columns_RC[:, Column.NUM_DRAFTS]
+        found = (draft_NK[row.index, :count].tolist() for row, count in zip(batch.sampled, num_drafts_R, strict=False))
         return [[*takewhile(NO_DRAFT.__ne__, tokens)] for tokens in found]
 
     def sample(self) -> None:
@@ -83,7 +94,7 @@ class StepInFlight:
 
     def start_copies(self) -> None:
         """Start copying the results to the host; each copy runs as soon as its result is ready."""
-        for array in jax.tree.leaves([self.done, *(part.arrays for part in self.parts)]):
+        for array in jax.tree.leaves([*self.done, *(part.arrays for part in self.parts)]):
             array.copy_to_host_async()
 
     def tokens(self) -> list[int]:
@@ -91,7 +102,7 @@ class StepInFlight:
         errors; the step must have been sampled."""
         for launched in self.launches:
             launched.result()
-        return np.asarray(self.done)[: len(self.batch.sampled)].tolist() if self.batch.sampled else []
+        return np.asarray(self.done[0])[: len(self.batch.sampled)].tolist() if self.batch.sampled else []
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the launches and the device, and return the results of the step.
@@ -104,9 +115,10 @@ class StepInFlight:
 
     def read(self) -> ModelRunnerOutput:
         """Wait for the device and return the results of the step, whose launches are over. Raises RuntimeError before `sample`."""
-        if self.done is None:
+        if not self.done:
             raise RuntimeError("the step was never sampled")
-        np.asarray(self.done)
+        for result in self.done:
+            np.asarray(result)
         output = ModelRunnerOutput({}, errors=self.errors)
         for part in (*self.parts, *self.op_parts):
             part.collect(output)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxllm.cache_spec import CacheLayout, LayerPlace
 from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.step import Step, call_layer, choose_experts, compute_experts, gated_delta
-from jaxllm.parallel.exchange import LaneExchange
+from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import FROM_ROW, Column
@@ -155,7 +155,7 @@ def make_step(
     kernels: Kernels,
     shards: Shards,
     entering_TD: jax.Array | None = None,
-    exchange: LaneExchange | None = None,
+    exchange: RankExchange | None = None,
     share_layers: bool = False,
 ) -> Step:
     """The `Step` that a model with these layers runs on. It replaces the arrays in `caches`.

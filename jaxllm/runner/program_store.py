@@ -56,12 +56,6 @@ class ProgramStore:
         self._strict = strict
         self._pieces = Pieces()
 
-    def part(self, name: str, devices: Sequence[jax.Device]) -> "ProgramStore":
-        """A store in a directory of this one, for arrays on other devices."""
-        directory = self.directory / name
-        directory.mkdir(mode=0o700, exist_ok=True)
-        return ProgramStore(directory, devices, writable=self._writable, strict=self._strict)
-
     def load(self, key: ProgramKey) -> CompiledProgram | None:
         """The program, or None if it is not stored."""
         path = self._path(key)

@@ -17,6 +17,7 @@ from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put, spans_hosts
 from jaxllm.parallel.arrays import delete
+from jaxllm.parallel.exchange import make_exchange
 from jaxllm.parallel.shards import make_shards
 from jaxllm.parallel.topology import Topology
 from jaxllm.pooling_params import PoolingParams
@@ -30,7 +31,7 @@ from jaxllm.runner.expert_placement import Tables
 from jaxllm.runner.features import make_features
 from jaxllm.runner.heads import Head, Hidden, PendingPart
 from jaxllm.runner.kernels import Kernels
-from jaxllm.runner.layout import StepLayout, padded
+from jaxllm.runner.layout import StepLayout
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.ops import PlanRunner, op_runners, run_by
 from jaxllm.runner.peers import Peers
@@ -39,11 +40,13 @@ from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.program_pool import ProgramPool
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.runner.programs.write_blocks import UPDATES_PER_WRITE
+from jaxllm.runner.programs.write_blocks import NO_UPDATE, updates_of
+from jaxllm.runner.rank_batches import RankBatches
 from jaxllm.runner.row_arrays import Caches, RowArrays, Scores
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Rows
 from jaxllm.runner.sampling import PendingTokens, Sampling
 from jaxllm.runner.shared_layers import traces_alike_once
+from jaxllm.runner.small_places import reserve_small_places
 from jaxllm.runner.split_program import CompiledProgram
 from jaxllm.runner.step import StepFunctions
 from jaxllm.runner.step_feature import FeatureParts, WeightsPart
@@ -56,19 +59,17 @@ from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
 from jaxllm.worker_thread import WorkerThread
 
-NUM_SMALL_PLACES, SMALL_PLACE_BYTES = 48, 128 << 10
-"""Number and size of the places kept free for steps' inputs and results: more than all steps in flight need, each as large as
-the buffer of any decode."""
-
 MAX_THREAD_ROWS = 64
 """A thread launches steps of at most this many requests: a launch takes the host longer than planning and reading such a step,
 and on a small model longer than the device. With more requests, the two threads would contend for the interpreter."""
 
 
 class ModelRunner(WeightsHolder, PlanRunner):
-    """Runs `SchedulerOutput`s on the device, in the order given."""
+    """Runs `SchedulerOutput`s on the device, in the order given.
 
-    programs_type: type[StepPrograms] = StepPrograms
+    With data-parallel ranks (`Ranks`) each program is one of all of them, and a step has a batch of each: one in which a rank has a prompt
+    is a `forward` for all, and a rank without requests computes padding.
+    """
 
     def __init__(
         self,
@@ -85,11 +86,9 @@ class ModelRunner(WeightsHolder, PlanRunner):
         adaptation: Adaptation | None = None,
         store: ProgramStore | None = None,
         times: StartTimes | None = None,
-        weights: Weights | None = None,
         token_split: TokenSplit | None = None,
     ):
-        """weights: the shapes of all weights, if they are not those that the models have on the mesh. token_split: the devices of the mesh
-        that split tokens."""
+        """token_split: the devices of the mesh that split tokens."""
         on_gpu = jax.default_backend() != "cpu"
         max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
         assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
@@ -97,9 +96,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         beside = {"drafter": drafter, "adaptation": adaptation, "tables": tables}
         source = WeightsSource(config, model_config, model, mesh, beside)
         # Programs need shapes only, so they compile while the weights load.
-        super().__init__(weights or Weights(source.models, mesh), source, times or StartTimes())
+        super().__init__(Weights(source.models, mesh), source, times or StartTimes())
         functions = self._new_functions(plan, kernels, policy, processors, token_split)
-        self.layers = model.layers
         # Only full sampling knows the distribution that was sampled from.
         full_logprobs = config.model.logprobs_mode.startswith("processed")
         self.buckets = Buckets.choose(config, policy, num_drafts=functions.latest.width - 1)
@@ -110,8 +108,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             vocab_size=model_config.padded_vocab_size,
             processors=processors,
         )
-        self.rows = Rows(max_rows, full_logprobs=full_logprobs)
-        self.shapes = self.programs_type(
+        self.shapes = StepPrograms(
             functions=functions,
             buckets=self.buckets,
             model=model_config,
@@ -124,6 +121,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             full_logprobs=full_logprobs,
             in_pieces=bool(config.compile.share_layers),
         )
+        self.ranks = self.shapes.ranks
         self._starts_with_few = (
             config.compile.warmup == "background"
             and functions.latest.width == 1
@@ -131,15 +129,16 @@ class ModelRunner(WeightsHolder, PlanRunner):
         )
         """Whether a start waits for few programs, which stand in for the others. Several devices or hosts must choose alike, whatever each
         has compiled, and the programs of drafters come in pairs."""
-        self.batches = BatchBuilder(
-            self.rows,
-            self.buckets,
+        new_builder = partial(
+            BatchBuilder,
+            buckets=self.buckets,
             block_size=plan.block_size,
             max_blocks=max_blocks,
             num_groups=len(plan.cache.groups),
             num_updates=self.shapes.num_updates,
             choice=self._new_choice(config),
         )
+        self.batches = RankBatches([new_builder(Rows(max_rows, full_logprobs=full_logprobs)) for _ in range(self.ranks.num)])
         self.store = store
         self.programs = ProgramPool(
             self.shapes.lower,
@@ -157,7 +156,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         self.caches: Caches = ()
         self.row_arrays = self._new_row_arrays()
         self._spacers: list[jax.Array] = []
-        """Small arrays between free places: see `_small_places`."""
+        """Small arrays between free places: see `small_places`."""
         self.peers: Peers | None = None
         """Devices that exchange through each other's memory."""
         self._on_gpu, self._on_one_gpu = on_gpu, on_gpu and mesh.size == 1
@@ -207,12 +206,15 @@ class ModelRunner(WeightsHolder, PlanRunner):
             logprobs_mode=config.model.logprobs_mode,
             processors=processors,
             features=make_features(parts),
+            exchange=make_exchange(source.mesh, policy),
             share_layers=traces_alike_once(config, on_gpu=jax.default_backend() != "cpu"),
         )
 
-    def _new_choice(self, config: EngineConfig) -> ProgramChoice:
+    def _new_choice(self, config: EngineConfig) -> ProgramChoice | None:
         """Choice of the programs of steps. Where none is compiled ahead, one that shares layers may stand in for the next smaller, which
-        is then compiled when nothing runs."""
+        is then compiled when nothing runs. None with data-parallel ranks: the largest batch chooses, whatever is there."""
+        if self.ranks.num > 1:
+            return None
         compile_ = config.compile
         is_ahead = compile_.warmup in ("all", "background")
 
@@ -265,7 +267,11 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def work_bytes(self) -> int:
         """Temporary and output bytes per device of the largest step, read from its compiled program."""
         largest = ProgramKey("forward", self.buckets.tokens[-1], adapted=self.shapes.has_adapters)
-        return work_bytes(self.programs, largest)
+        self.programs.compile_all([largest], SILENT)
+        sizes = self.programs.get(largest).memory_analysis()
+        if sizes is None:  # the backend does not report them
+            return 0
+        return int(sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
 
     def stage(self, handle: int, data: np.ndarray) -> None:
         """See Executor."""
@@ -284,27 +290,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
                 self.peers = Peers(self.shapes.mesh)
             self.caches = program()
             jax.block_until_ready(self.caches)  # raises if a device cannot allocate its part
-            self.keep_small_places()
-
-    def keep_small_places(self) -> None:
-        """Reserve places for steps' inputs and results on a GPU, once the caches are there."""
-        if self._on_gpu and not self._spacers:
-            self._spacers = self._small_places()
-
-    def _small_places(self) -> list[jax.Array]:
-        """Reserve free places of SMALL_PLACE_BYTES between small arrays. Returns these arrays; the caller must keep them.
-
-        JAX's pool then places each step's input and result there, and the step's temporary arrays at the beginning of the
-        large free region: at the same addresses in every step. Before relaunching a CUDA graph, XLA writes changed addresses
-        into its nodes, and nine of ten nodes of a decode read or write temporary arrays.
-        """
-        places, spacers = [], []
-        for _ in range(NUM_SMALL_PLACES):
-            places.append(self.put(np.zeros(SMALL_PLACE_BYTES // 4, np.int32)))
-            spacers.append(self.put(np.zeros(1, np.int32)))
-        jax.block_until_ready((places, spacers))
-        delete(places)
-        return spacers
+            if self._on_gpu and not self._spacers:
+                self._spacers = reserve_small_places(partial(put, place=self.shapes.everywhere))
 
     def start_over(self) -> None:
         """Free all rows and reallocate all arrays that steps change, after a failure that may have lost any of them.
@@ -325,16 +312,13 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
     def check_idle(self, finished_ids: Iterable[str]) -> None:
         """Raise AssertionError if any request other than `finished_ids`, whose rows the next step frees, holds a row."""
-        self.rows.check_idle(finished_ids)
+        self.batches.check_idle(finished_ids)
 
     def drop_caches(self) -> None:
         """Free all rows and the arrays that steps change: the KV cache, the rows' arrays, the state of full sampling."""
-        self.rows.clear()
+        self.batches.clear()
         delete((self.caches, self.row_arrays))
-        self._delete_heads_arrays()
         self.caches = ()
-
-    def _delete_heads_arrays(self) -> None:
         self.sampling.delete_arrays()
         for head in self.heads:
             head.delete_arrays()
@@ -393,29 +377,29 @@ class ModelRunner(WeightsHolder, PlanRunner):
             self.peers.delete_arrays()
             self.peers = None
 
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        """The rows of each rank."""
+        return self.batches.rows
+
     def start_step(self, plan: SchedulerOutput) -> StepInFlight:
         """Start a step and return at once. The device runs dispatched steps in order.
 
         A plan with masked requests needs the step's `sample`, before the next dispatch, to sample its tokens.
         """
-        batch = self.batch_of(plan)
-        step = StepInFlight(batch)
+        step = StepInFlight(self.batches.apply(plan))
         if plan.masked_request_ids:
-            step.mask_TW, step.start_sampling = self.sampling.new_mask(batch), partial(self.start_launch, self.sample)
-            self.start_launch(self._forward, step)
+            step.mask_TW, step.start_sampling = self.sampling.new_mask(step.batches), partial(self._start_launch, self._sample)
+            self._start_launch(self._forward, step)
         else:
-            self.start_launch(self._forward_and_sample if batch.samples_apart else self._decode, step)
+            self._start_launch(self._forward_and_sample if step.batch.samples_apart else self._decode, step)
         return step
-
-    def batch_of(self, plan: SchedulerOutput) -> Batch:
-        """The batch of a step, after rows were freed and given as it says."""
-        return self.batches.apply(plan)
 
     def launch_in_thread(self) -> None:
         """Have the thread launch every step from now on: a launch may wait for other hosts."""
         self._launcher, self._max_thread_rows = self._launcher or WorkerThread("launch"), self.buckets.max_rows
 
-    def start_launch(self, launch: Callable[[StepInFlight], None], step: StepInFlight) -> None:
+    def _start_launch(self, launch: Callable[[StepInFlight], None], step: StepInFlight) -> None:
         """Launch a step, or a part of it, after all earlier launches: in the thread or in this one."""
         if self._launcher is None:
             self._launch(launch, step)
@@ -428,7 +412,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def _launch(self, launch: Callable[[StepInFlight], None], step: StepInFlight) -> None:
         start = time.perf_counter()
         launch(step)
-        if self._on_gpu and step.done is not None:  # a CPU's results are on the host already
+        if self._on_gpu and step.done:  # a CPU's results are on the host already
             step.start_copies()
         self.launch_seconds += time.perf_counter() - start
 
@@ -442,31 +426,30 @@ class ModelRunner(WeightsHolder, PlanRunner):
         if self._launcher is not None:
             self._launcher.drain()
 
-    def prepare(self, batch: Batch) -> dict[str, str]:
+    def prepare(self, batches: Sequence[Batch]) -> dict[str, str]:
         """Send the state that the step's program relies on. Returns the requests that failed alone, with the reason."""
-        if batch.extra_updates is not None:
-            self._write_blocks(*batch.extra_updates)
-        for row in batch.admitted:
-            self.tokens.admit(row)
-        return dict(batch.errors)
+        self._write_blocks(batches)
+        self.tokens.admit(batches)
+        return {request_id: reason for batch in batches for request_id, reason in batch.errors.items()}
 
     def _decode(self, step: StepInFlight) -> None:
         batch = step.batch
-        step.errors = self.prepare(batch)
-        key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=self.is_adapted(batch))
+        step.errors = self.prepare(step.batches)
+        key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=self._is_adapted(batch))
         program = self.program(key)
-        (drawn,) = self.run_step(program, batch.layout, batch.buffer, self.enter(batch))
+        (drawn,) = self._run_step(program, batch.layout, _buffers(step.batches), self.enter(batch))
         self.on_sampled(self.row_arrays.last_token_N)
-        parts = [head.launch(work, None) for head, work in self.select(batch)]
-        step.done, step.parts = drawn, [PendingTokens(batch.sampled, drawn, Scores(None, None)), *parts]
+        parts = [part for head, work in self._select(step.batches) for part in head.launch(work, None)]
+        tokens = self.sampling.pending(step.batches, drawn, Scores(None, None))
+        step.done, step.parts = [part.drawn for part in tokens], [*tokens, *parts]
 
-    def run_step(
-        self, program: CompiledProgram, layout: StepLayout, buffer: np.ndarray, entering: tuple[jax.Array, ...]
+    def _run_step(
+        self, program: CompiledProgram, layout: StepLayout, buffers: Sequence[np.ndarray], entering: tuple[jax.Array, ...]
     ) -> list[Any]:
-        """Start a program forward or decode with a step's buffer. Returns its results behind caches and rows.
+        """Start a program forward or decode with the buffers of a step. Returns its results behind caches and rows.
 
         entering: what an earlier stage of a pipeline has computed; nothing without stages."""
-        sent = self.send(layout, buffer)
+        sent = self.send(layout, self.ranks.joined(buffers))
         self.caches, self.row_arrays, *results = program(
             self.params, self.caches, self.row_arrays, sent, self.workspace, *entering
         )
@@ -475,24 +458,23 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def run_empty(self, program: CompiledProgram, layout: StepLayout) -> None:
         """Start a program that computes layers on a step without requests."""
         entering = self.put(tuple(np.zeros(x.shape, x.dtype) for x in self.shapes.entering(layout)))
-        self.run_step(program, layout, self.batches.empty(layout), entering)
+        self._run_step(program, layout, self.batches.empty(layout), entering)
 
     def run_on_rows(self, program: CompiledProgram, *arguments: Any) -> list[Any]:
         """Start a program that changes caches and rows. Returns its results behind them."""
         self.caches, self.row_arrays, *results = program(self.params, self.caches, self.row_arrays, *arguments, self.workspace)
         return results
 
-    def is_adapted(self, batch: Batch) -> bool:
+    def _is_adapted(self, batch: Batch) -> bool:
         """Whether a step's adapters change what is computed here."""
         return batch.adapted and self.shapes.has_adapters
 
     def pass_on(self, batch: Batch, entering: tuple[jax.Array, ...]) -> jax.Array:
         """Start a step on a stage that others follow. Returns what enters the next stage, on the devices of this one."""
         kind, size = ("decode", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
-        if batch.extra_updates is not None:
-            self._write_blocks(*batch.extra_updates)
-        program = self.program(ProgramKey(kind, size, adapted=self.is_adapted(batch)))
-        (leaving_TD,) = self.run_step(program, batch.layout, batch.buffer, entering)
+        self._write_blocks([batch])
+        program = self.program(ProgramKey(kind, size, adapted=self._is_adapted(batch)))
+        (leaving_TD,) = self._run_step(program, batch.layout, [batch.buffer], entering)
         return leaving_TD  # type: ignore[no-any-return]
 
     def take_tokens(self, last_token_N: jax.Array) -> None:
@@ -501,65 +483,66 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
     def _forward_and_sample(self, step: StepInFlight) -> None:
         self._forward(step)
-        self.sample(step)
+        self._sample(step)
 
     def _forward(self, step: StepInFlight) -> None:
         batch = step.batch
-        work = self.select(batch)
+        work = self._select(step.batches)
         forward_key = self._forward_key(batch)
-        needed, likely = [forward_key, *self.keys_after(batch, work)], []
-        if any(row.needs_state for row in batch.admitted):
+        needed, likely = [forward_key, *self._keys_after(batch, work)], []
+        if any(row.needs_state for each in step.batches for row in each.admitted):
             needed += [ProgramKey("new_state"), ProgramKey("admit")]
-        if batch.sampled and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
+        if batch.sample_rows and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
-            num_rows, width = self.buckets.fit_decode(len(batch.sampled)), batch.next_width
-            likely.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self.is_adapted(batch)))
+            num_rows, width = self.buckets.fit_decode(max(len(each.sampled) for each in step.batches)), batch.next_width
+            likely.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self._is_adapted(batch)))
         needed += self.tokens.keys(step)
         self.programs.expect(needed, likely)
         self.tokens.read(step)
-        step.errors = self.prepare(batch)
+        step.errors = self.prepare(step.batches)
         forward = self.program(forward_key)
-        step.hidden = hidden = Hidden(*self.run_step(forward, batch.layout, batch.buffer, self.enter(batch)))
-        step.parts = [head.launch(part, hidden) for head, part in work]
+        step.hidden = hidden = Hidden(*self._run_step(forward, batch.layout, _buffers(step.batches), self.enter(batch)))
+        step.parts = [part for head, of_ranks in work for part in head.launch(of_ranks, hidden)]
 
     def _forward_key(self, batch: Batch) -> ProgramKey:
         """The program that computes the hidden states of a step."""
         kind, size = ("forward_rows", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
-        return ProgramKey(kind, size, adapted=self.is_adapted(batch))
+        return ProgramKey(kind, size, adapted=self._is_adapted(batch))
 
-    def select(self, batch: Batch) -> list[tuple[Head, Any]]:
-        """The heads that have work in a step, with it."""
-        return [(head, work) for head in self.heads if (work := head.select(batch.chunks))]
+    def _select(self, batches: Sequence[Batch]) -> list[tuple[Head, list[Any]]]:
+        """The heads that have work in a step, with that of each rank."""
+        work = ((head, [head.select(batch.chunks) for batch in batches]) for head in self.heads)
+        return [(head, of_ranks) for head, of_ranks in work if any(of_ranks)]
 
-    def keys_after(self, batch: Batch, work: Sequence[tuple[Head, Any]]) -> list[ProgramKey]:
+    def _keys_after(self, batch: Batch, work: Sequence[tuple[Head, list[Any]]]) -> list[ProgramKey]:
         """The programs that take the hidden states of a step that `forward` computes."""
-        sampled = [self.sampling.key(batch)] if batch.sampled else []
+        sampled = [self.sampling.key(batch)] if batch.sample_rows else []
         return [*sampled, *(key for head, part in work for key in head.keys(part, batch.layout.num_tokens))]
 
-    def sample(self, step: StepInFlight) -> None:
+    def _sample(self, step: StepInFlight) -> None:
         """Start all that takes the hidden states of a step, but for heads."""
         batch, hidden = step.batch, step.take_hidden()
         tokens: list[PendingTokens] = []
-        for row in batch.admitted:
-            if row.needs_state:  # sent while the device computes the forward pass
-                self.sampling.admit(row, step.errors)
-        if batch.sampled:
-            tokens.append(self.sampling.launch(batch, hidden, step.mask_TW))
+        self.sampling.admit(step.batches, step.errors)  # while the device computes the forward pass
+        if batch.sample_rows:
+            tokens = self.sampling.launch(step.batches, hidden, step.mask_TW)
             self.on_sampled(self.row_arrays.last_token_N)
         self.tokens.follow(batch, hidden)
-        step.done, step.parts = tokens[0].drawn if tokens else hidden.columns_NC, [*tokens, *step.parts]
+        step.done = [part.drawn for part in tokens] or self.ranks.split(hidden.columns_NC)
+        step.parts = [*tokens, *step.parts]
 
-    def _write_blocks(self, index: np.ndarray, block: np.ndarray) -> None:
+    def _write_blocks(self, batches: Sequence[Batch]) -> None:
+        """Write the new blocks that the buffers have no room for."""
+        if all(batch.extra_updates is None for batch in batches):
+            return
         program = self.program(ProgramKey("write_blocks"))
-        for first in range(0, len(index), UPDATES_PER_WRITE):
-            part = slice(first, first + UPDATES_PER_WRITE)
-            arrays = padded(index[part], block[part], UPDATES_PER_WRITE, padding=np.iinfo(np.int32).max)
-            self.row_arrays = program(self.row_arrays, self.put(arrays))
+        for (update_2U,) in self.ranks.rounds(list(map(updates_of, batches)), (NO_UPDATE,)):
+            self.row_arrays = program(self.row_arrays, self.put(update_2U))
 
     def send(self, layout: StepLayout, buffer: np.ndarray) -> Any:
         """A step's buffer in the form that its program takes."""
         if self.peers is not None:
-            return self.peers.send(layout, buffer, self.batches.empty)
+            return self.peers.send(layout, buffer, self.batches.builders[0].empty)
         # A program for one GPU that is called with a host array sends it in half the time of a device_put. A program for a CPU
         # would keep the array until after its results are ready, and abort a process that exits meanwhile.
         return buffer if self._on_one_gpu else self.put(buffer)
@@ -568,10 +551,5 @@ class ModelRunner(WeightsHolder, PlanRunner):
         return jax.tree.map(self._put, arrays) if self._spans_hosts else jax.device_put(arrays, self.shapes.replicated)
 
 
-def work_bytes(programs: ProgramPool[ProgramKey], key: ProgramKey) -> int:
-    """Temporary and output bytes of a program on each device; 0 if the backend does not report them."""
-    programs.compile_all([key], SILENT)
-    sizes = programs.get(key).memory_analysis()
-    if sizes is None:
-        return 0
-    return int(sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
+def _buffers(batches: Sequence[Batch]) -> list[np.ndarray]:
+    return [batch.buffer for batch in batches]

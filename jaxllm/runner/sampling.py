@@ -1,7 +1,7 @@
 """Samples a token for each row of a step that has computed all its tokens, with the logprobs that requests ask for."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxllm.runner.row_arrays import Scores
 from jaxllm.runner.rows import LogprobsKind, Row
 from jaxllm.sampling.mask import num_words
 from jaxllm.sampling.state import SamplingState, pack_admission
+from jaxllm.sampling.state import num_words as state_words
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from jaxllm.scheduler_output import NOT_FINITE, ModelRunnerOutput, TokenLogprobs
@@ -25,7 +26,7 @@ from jaxllm.scheduler_output import NOT_FINITE, ModelRunnerOutput, TokenLogprobs
 
 @dataclass(frozen=True)
 class PendingTokens:
-    """Sampled tokens of a step in flight."""
+    """Sampled tokens of a step in flight, of one data-parallel rank."""
 
     rows: Sequence[Row]
     drawn: jax.Array
@@ -88,59 +89,88 @@ class Sampling:
         self._processors = processors
         self._state: SamplingState | None = None
         self._open_masks: dict[int, jax.Array] = {}
-        """Masks that allow every token, by number of draws."""
+        """Masks that allow every token, by number of draws in each rank."""
 
     def key(self, batch: Batch) -> ProgramKey:
-        """The program that samples for a batch."""
+        """The program that samples for a batch, the same for those of all ranks."""
         adapted = batch.adapted and self._device.adapts_logits
         return ProgramKey("sample", batch.sample_rows, batch.variant, batch.logprobs, batch.width, adapted)
 
-    def launch(self, batch: Batch, hidden: Hidden, mask_TW: np.ndarray | None) -> PendingTokens:
-        """Start to sample. mask_TW: what each draw of each row may give; None: any token."""
-        device, key = self._device, self.key(batch)
+    def launch(self, batches: Sequence[Batch], hidden: Hidden, mask_TW: np.ndarray | None) -> list[PendingTokens]:
+        """Start to sample for the batches of all ranks. mask_TW: what each draw of each request may give, as of `StepInFlight`; None: any
+        token."""
+        device, key = self._device, self.key(batches[0])
         program = device.program(key)
-        state = self.state() if batch.variant == Variant.FULL else None
-        named_ids = self._named_ids(batch.sampled, key.size) if batch.logprobs == LogprobsKind.NAMED else None
-        mask = None if mask_TW is None else device.put(mask_TW)
-        if mask is None and batch.variant >= Variant.MASKED:
-            mask = self._open_mask(key.size * key.width)
+        state = self.state() if key.variant == Variant.FULL else None
+        named_ids = self._named_ids(batches, key.size) if key.logprobs == LogprobsKind.NAMED else None
+        mask = None if mask_TW is None else device.put(self._by_rank(mask_TW, batches))
+        if mask is None and key.variant >= Variant.MASKED:
+            mask = self._open_mask(batches)
         device.row_arrays, drawn, state, scores = program(
             device.params, device.row_arrays, hidden.hidden_NWD, hidden.columns_NC, state, named_ids, mask, device.workspace
         )
         if state is not None:
             self._state = state
-        return PendingTokens(batch.sampled, drawn, scores)
+        return self.pending(batches, drawn, scores)
 
-    def new_mask(self, batch: Batch) -> np.ndarray:
+    def pending(self, batches: Sequence[Batch], drawn: jax.Array, scores: Scores) -> list[PendingTokens]:
+        """What a program has drawn for the batches of all ranks, of the ranks of this process."""
+        ranks = self._device.ranks
+        return [
+            PendingTokens(batches[i].sampled, *found) for i, found in zip(ranks.own, ranks.split((drawn, scores)), strict=True)
+        ]
+
+    def new_mask(self, batches: Sequence[Batch]) -> np.ndarray:
         """A mask on the host that allows every token."""
-        return self._all_allowed(batch.sample_rows * batch.width)
-
-    def _open_mask(self, num_draws: int) -> jax.Array:
-        """A mask on the device that allows every token, for full sampling of rows without a grammar."""
-        if num_draws not in self._open_masks:
-            self._open_masks[num_draws] = self._device.put(self._all_allowed(num_draws))
-        return self._open_masks[num_draws]
-
-    def _all_allowed(self, num_draws: int) -> np.ndarray:
+        num_draws = sum(batch.sample_rows * batch.width for batch in batches)
         return np.full((num_draws, num_words(self._vocab_size)), -1, np.int32)
 
-    def _named_ids(self, sampled: Sequence[Row], num_rows: int) -> jax.Array:
-        ids = np.full((num_rows, MAX_LOGPROB_TOKEN_IDS), -1, np.int32)
-        for i, row in enumerate(sampled):
-            ids[i, : len(row.named_ids or ())] = row.named_ids or ()
-        return self._device.put(ids)  # type: ignore[no-any-return]
+    def _by_rank(self, mask_TW: np.ndarray, batches: Sequence[Batch]) -> np.ndarray:
+        """The joint mask: the draws of each rank's requests are followed by its padding."""
+        if len(batches) == 1:
+            return mask_TW
+        joint, first = self.new_mask(batches), 0
+        for part, batch in zip(np.split(joint, len(batches)), batches, strict=True):
+            count = batch.width * len(batch.sampled)
+            part[:count] = mask_TW[first : first + count]
+            first += count
+        return joint
+
+    def _open_mask(self, batches: Sequence[Batch]) -> jax.Array:
+        """A mask on the devices that allows every token, for full sampling of rows without a grammar."""
+        num_draws = batches[0].sample_rows * batches[0].width
+        if num_draws not in self._open_masks:
+            self._open_masks[num_draws] = self._device.put(self.new_mask(batches))
+        return self._open_masks[num_draws]
+
+    def _named_ids(self, batches: Sequence[Batch], num_rows: int) -> jax.Array:
+        found = [np.full((num_rows, MAX_LOGPROB_TOKEN_IDS), -1, np.int32) for _ in batches]
+        for ids, batch in zip(found, batches, strict=True):
+            for i, row in enumerate(batch.sampled):
+                ids[i, : len(row.named_ids or ())] = row.named_ids or ()
+        return self._device.put(self._device.ranks.joined(found))  # type: ignore[no-any-return]
 
     # State of full sampling
 
-    def admit(self, row: Row, errors: dict[str, str]) -> None:
-        """Send one request's part of the state. On failure, adds the reason to `errors`."""
-        try:
-            packed = self.pack_admission(row)
-        except Exception as error:
-            errors[row.data.request_id] = request_failed(row.data.request_id, error)
+    def admit(self, batches: Sequence[Batch], errors: dict[str, str]) -> None:
+        """Send the part of the state of each new request that needs one. Adds the reasons of those that fail to `errors`."""
+        if not any(row.needs_state for batch in batches for row in batch.admitted):
             return
-        program, put = self._device.program(ProgramKey("admit")), self._device.put
-        self._state = program(self.state(), put(np.int32(row.index)), put(packed))
+        device, program = self._device, self._device.program(ProgramKey("admit"))
+        nothing = np.int32(self._num_rows - 1), np.zeros(state_words(self.state()), np.int32)
+        for row, packed in device.ranks.rounds([self._packed(batch.admitted, errors) for batch in batches], nothing):
+            self._state = program(self.state(), device.put(row), device.put(packed))
+
+    def _packed(self, admitted: Sequence[Row], errors: dict[str, str]) -> Iterator[tuple[np.int32, Any]]:
+        """The rows of one rank that need state, with their parts of it."""
+        for row in admitted:
+            if row.needs_state:
+                try:
+                    packed = self.pack_admission(row)
+                except Exception as error:
+                    errors[row.data.request_id] = request_failed(row.data.request_id, error)
+                else:
+                    yield np.int32(row.index), packed
 
     def pack_admission(self, row: Row) -> Any:
         """A request's part of the state, on the host."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -16,9 +16,8 @@ from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.runner import ModelRunner
+from jaxllm.runner.token_split import TokenSplit
 from jaxllm.start_times import StartTimes
-
-R = TypeVar("R", bound=ModelRunner)
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,20 @@ class RunnerParts:
     adaptation: Adaptation | None = None
     """The adaptation of the whole model."""
 
-    def make(self, kind: type[R], stage: Stage, mesh: Mesh, **more: Any) -> R:
-        """The runner of a stage. more: arguments of this kind of runner."""
-        if "store" not in more:
-            more["store"] = self.store_of(stage, mesh)
-        made_of = (self.config, self.model_config, stage.model, mesh, stage.plan, self.kernels, self.policy, self.processors)
-        adaptation = None if self.adaptation is None else self.adaptation.of_stage(stage.model)
-        return kind(*made_of, drafter=self.drafter, adaptation=adaptation, times=self.times, **more)
+    def make(self, stage: Stage, mesh: Mesh, token_split: TokenSplit | None = None) -> ModelRunner:
+        """The runner of a stage. token_split: the devices of the mesh that split tokens."""
+        return ModelRunner(
+            self.config,
+            self.model_config,
+            stage.model,
+            mesh,
+            stage.plan,
+            self.kernels,
+            self.policy,
+            self.processors,
+            drafter=self.drafter,
+            adaptation=None if self.adaptation is None else self.adaptation.of_stage(stage.model),
+            store=self.store_of(stage, mesh),
+            times=self.times,
+            token_split=token_split,
+        )

@@ -70,7 +70,7 @@ class StepFeature:
         return None
 
     def op_runner(self, device: Any) -> OpRunner | None:
-        """The runner of its operations of plans, on the devices of a `ModelRunner` or `LanesRunner`."""
+        """The runner of its operations of plans, on the devices of a `ModelRunner`."""
         return None
 
     def row_arrays(self, num_rows: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from jaxllm.cache_spec import CacheArray, CacheLayout, StateArray
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import spans_hosts
 from jaxllm.parallel.mesh import CONTEXT, TENSOR, context_size, tensor_size
+from jaxllm.parallel.ranks import Ranks
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout
@@ -40,7 +41,11 @@ from pallas_kernels.cache_write.bits import bits_type
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """Traces programs for arrays of these shapes."""
+    """Traces programs for arrays of these shapes.
+
+    With data-parallel ranks each program is one of all ranks, which takes and returns joint arrays (`Ranks`): a step takes as long as
+    its slowest rank in any case.
+    """
 
     functions: StepFunctions
     buckets: Buckets
@@ -80,25 +85,31 @@ class StepPrograms:
         """Whether no stage follows: tokens are sampled here, and vectors pooled."""
         return self.layers.stop == self.model.num_layers
 
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The data-parallel ranks of the mesh."""
+        return Ranks(self.mesh)
+
     @property
     def replicated(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
+        """The same on all devices of a rank."""
+        return NamedSharding(self.mesh, PartitionSpec() if self.ranks.axis is None else PartitionSpec(self.ranks.axis))
 
     @property
     def everywhere(self) -> NamedSharding:
-        """Replicated on all devices, including those of several data-parallel ranks."""
+        """The same on all devices of all ranks."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def by_heads(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(None, TENSOR))
+        return NamedSharding(self.mesh, PartitionSpec(self.ranks.axis, TENSOR))
 
     @property
     def by_heads_and_slots(self) -> NamedSharding:
         """Sharding of arrays [blocks, heads, slots of a block, width]: devices that split tokens have some slots of each block."""
         if context_size(self.mesh) == 1:
             return self.by_heads
-        return NamedSharding(self.mesh, PartitionSpec(None, TENSOR, CONTEXT))
+        return NamedSharding(self.mesh, PartitionSpec(self.ranks.axis, TENSOR, CONTEXT))
 
     @cached_property
     def kinds(self) -> dict[str, ProgramKind]:
@@ -180,15 +191,12 @@ class StepPrograms:
         return self.workspace is not None and self.kind_of(key).uses_peers(key)
 
     def nothing_to_sample(self) -> tuple[np.ndarray, np.ndarray]:
-        """hidden_NWD and columns_NC of a step without requests."""
+        """hidden_NWD and columns_NC of a step without requests, of all ranks."""
         columns_NC = np.zeros((self.buckets.max_rows, NUM_ROW_COLUMNS), np.int32)
         columns_NC[:, [Column.ROW, Column.TOKEN_ROW]] = self.buckets.max_rows
         columns_NC[:, Column.ADAPTER] = NO_ADAPTER
-        return np.zeros(self.sampled_shape, jnp.dtype(self.model.dtype)), columns_NC
-
-    def joined_arrays(self, arrays: Any) -> Any:
-        """Arrays of one data-parallel rank as those of all that a program has."""
-        return arrays
+        hidden_NWD = np.zeros(self.sampled_shape, jnp.dtype(self.model.dtype))
+        return self.ranks.repeated(hidden_NWD), self.ranks.repeated(columns_NC)
 
     @property
     def sampled_shape(self) -> tuple[int, int, int]:
@@ -235,6 +243,14 @@ class StepPrograms:
                 return in_pieces
         return traced.lower()
 
+    def lower_on_ranks(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], *, donate: tuple[int, ...] = ()
+    ) -> Lowered:
+        """Trace a function that needs no mesh: all devices of a rank compute the same."""
+        if self.ranks.num > 1:
+            return self.lower_on_each(function, arguments, self.replicated, donate=donate)
+        return jax.jit(function, donate_argnums=donate, out_shardings=self.replicated).lower(*arguments)
+
     def step_arguments(self, layout: StepLayout) -> tuple[Any, ...]:
         """Arguments of the programs forward and decode, except for those that enter a later stage of a pipeline."""
         return self.params, self.caches, self.rows, self._buffer(layout), self.workspace
@@ -260,12 +276,12 @@ class StepPrograms:
         as_bits = self.mesh.devices.flat[0].platform == "cpu" and not self.functions.kernels.interpret
 
         def blocks(array: CacheArray) -> jax.ShapeDtypeStruct:
-            shape = (self.num_blocks, array.num_heads, self.cache.block_size, array.width)
+            shape = self.ranks.shape((self.num_blocks, array.num_heads, self.cache.block_size, array.width))
             dtype = jnp.dtype(array.dtype)
             return jax.ShapeDtypeStruct(shape, bits_type(dtype) if as_bits else dtype, sharding=self.by_heads_and_slots)
 
         def rows(array: StateArray) -> jax.ShapeDtypeStruct:
-            shape = (self.buckets.max_rows + 1, array.num_heads, *array.shape)
+            shape = self.ranks.shape((self.buckets.max_rows + 1, array.num_heads, *array.shape))
             return jax.ShapeDtypeStruct(shape, jnp.dtype(array.dtype), sharding=self.by_heads)
 
         return (*map(blocks, self.cache.arrays), *map(rows, self.cache.states))
@@ -294,4 +310,5 @@ class StepPrograms:
         return self.shape(shape, jnp.int32)
 
     def shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+        """A joint array that has this shape in each rank."""
+        return jax.ShapeDtypeStruct(self.ranks.shape(shape), dtype, sharding=self.replicated)

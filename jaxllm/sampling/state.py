@@ -112,8 +112,13 @@ def pack_admission(
     return packed
 
 
+def num_words(state: SamplingState) -> int:
+    """The length of a packed request. The arrays of the state may be shapes."""
+    return sum(math.prod(array.shape[1:]) for array in jax.tree.leaves(state))
+
+
 def admit(state: SamplingState, row: jax.Array, packed: jax.Array) -> SamplingState:
-    """Overwrite one row (int32 scalar) with a packed request; donate the state."""
+    """Overwrite one row (int32, a scalar or [1]) with a packed request; donate the state."""
     fields = [field.name for field in dataclasses.fields(state)]
     sizes = [getattr(state, name)[0].size for name in fields]
     assert packed.shape == (sum(sizes),), f"packed for other sizes: {packed.shape}, the state's rows have {sum(sizes)} words"

@@ -64,7 +64,7 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
             "leave speculative_config out"
         )
     try:
-        are_elsewhere = config.parallel.num_lanes > 1 and config.parallel.nnodes > 1
+        are_elsewhere = config.parallel.num_ranks > 1 and config.parallel.nnodes > 1
         return Drafters(options, _drafter(options, config, target), are_elsewhere)
     except ConfigError as error:
         raise ConfigError(f"speculative_config: {error}") from error

@@ -20,8 +20,8 @@ import jax
 from scripts.gpu_checks import Outcome
 from scripts.gpu_checks.tensor_parallel_traffic import guarded
 from scripts.gpu_checks.topologies import (
-    DRAFTING_LANES,
-    MOVING_LANES,
+    DRAFTING_RANKS,
+    MOVING_RANKS,
     PRECISION,
     Layout,
     Tokens,
@@ -36,16 +36,16 @@ LAYOUTS = (
     Layout("2 hosts, each layer on both", 2, {"tensor_parallel_size": 2}),
     Layout("2 hosts, a stage on each", 2, {"pipeline_parallel_size": 2}),
     Layout("2 hosts, whole experts", 2, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, needs_experts=True),
-    Layout("2 hosts, a lane on each", 2, {"data_parallel_size": 2, "enable_expert_parallel": True}, needs_experts=True),
-    Layout("2 hosts, a lane on each, whose experts move", 2, MOVING_LANES, needs_experts=True),
-    Layout("2 hosts, a lane on each, with drafts", 2, DRAFTING_LANES, needs_experts=True),
+    Layout("2 hosts, a rank on each", 2, {"data_parallel_size": 2, "enable_expert_parallel": True}, needs_experts=True),
+    Layout("2 hosts, a rank on each, whose experts move", 2, MOVING_RANKS, needs_experts=True),
+    Layout("2 hosts, a rank on each, with drafts", 2, DRAFTING_RANKS, needs_experts=True),
     Layout("2 hosts, tokens split", 2, {"prefill_context_parallel_size": 2}),
     Layout("4 hosts, 2 stages on two each", 4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     Layout("4 hosts, each layer on all", 4, {"tensor_parallel_size": 4}),
     Layout("4 hosts, tokens split", 4, {"prefill_context_parallel_size": 4}),
     Layout("4 hosts, layers and tokens split", 4, {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2}),
     Layout("4 hosts, whole experts", 4, {"tensor_parallel_size": 4, "enable_expert_parallel": True}, needs_experts=True),
-    Layout("4 hosts, a lane on each", 4, {"data_parallel_size": 4, "enable_expert_parallel": True}, needs_experts=True),
+    Layout("4 hosts, a rank on each", 4, {"data_parallel_size": 4, "enable_expert_parallel": True}, needs_experts=True),
 )
 MARK = "tokens: "
 MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"

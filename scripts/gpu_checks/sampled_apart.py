@@ -16,7 +16,7 @@ def sampling_apart(core: Any, is_apart: bool = True) -> Iterator[set[int]]:
     An engine chooses by which programs are ready; here a missing one is waited for.
     """
     runner = getattr(core.runner, "last", core.runner)  # of stages, the one that samples
-    batches, programs, sizes = runner.batches, runner.programs, set[int]()
+    (batches,), programs, sizes = runner.batches.builders, runner.programs, set[int]()
     buckets = batches.buckets
 
     def make(key: ProgramKey) -> bool:

@@ -30,13 +30,13 @@ class Layout:
     needs_experts: bool = False
 
 
-MOVING_LANES = {
+MOVING_RANKS = {
     "data_parallel_size": 2,
     "enable_expert_parallel": True,
     "enable_eplb": True,
     "eplb_config": {"step_interval": 2, "num_redundant_experts": 2},
 }
-DRAFTING_LANES = {
+DRAFTING_RANKS = {
     "data_parallel_size": 2,
     "enable_expert_parallel": True,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
@@ -47,9 +47,9 @@ LAYOUTS = (
     Layout("2 stages", 2, {"pipeline_parallel_size": 2}),
     Layout("whole experts on 2 devices", 2, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, needs_experts=True),
     Layout("tokens split over 2 devices", 2, {"prefill_context_parallel_size": 2}),
-    Layout("2 lanes", 2, {"data_parallel_size": 2, "enable_expert_parallel": True}, needs_experts=True),
-    Layout("2 lanes whose experts move", 2, MOVING_LANES, needs_experts=True),
-    Layout("2 lanes with drafts", 2, DRAFTING_LANES, needs_experts=True),
+    Layout("2 ranks", 2, {"data_parallel_size": 2, "enable_expert_parallel": True}, needs_experts=True),
+    Layout("2 ranks whose experts move", 2, MOVING_RANKS, needs_experts=True),
+    Layout("2 ranks with drafts", 2, DRAFTING_RANKS, needs_experts=True),
     Layout("2 replicas of 2 devices", 4, {"data_parallel_size": 2, "tensor_parallel_size": 2}),
     Layout("2 stages of 2 devices", 4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     Layout("tokens split over 4 devices", 4, {"prefill_context_parallel_size": 4}),
@@ -57,7 +57,7 @@ LAYOUTS = (
     Layout("4 stages", 4, {"pipeline_parallel_size": 4}),
     Layout("whole experts on 4 devices", 4, {"tensor_parallel_size": 4, "enable_expert_parallel": True}, needs_experts=True),
     Layout(
-        "2 lanes of 2 devices",
+        "2 ranks of 2 devices",
         4,
         {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True},
         needs_experts=True,

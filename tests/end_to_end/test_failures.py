@@ -134,7 +134,7 @@ def test_llm_raises_and_then_fails_fast(core, monkeypatch):
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_abort_of_running_and_waiting_requests(first, async_scheduling):
     core = engines.reschedule(first, async_scheduling=async_scheduling)
-    scheduler, rows = core.scheduler, core.runner.rows
+    scheduler, (rows,) = core.scheduler, core.runner.rows
 
     def abort(step: int, answers: dict[str, engines.Answer]) -> None:
         if step == 6:
@@ -169,7 +169,7 @@ def test_abort_of_everything_with_steps_in_flight(first):
         assert core.step() == []
     answer = engines.run(core, [engines.request("next", PROMPTS[5], max_tokens=20)])["next"]
     assert answer.tokens == RESULTS[5].tokens[:20]
-    assert set(core.runner.rows.by_request) == {"next"}
+    assert set(core.runner.rows[0].by_request) == {"next"}
 
 
 def test_reset_of_the_prefix_cache_under_running_requests(first):

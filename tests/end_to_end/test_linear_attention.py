@@ -89,7 +89,7 @@ def test_what_is_not_finite_stays_in_its_row(core):
     def poison(step: int, answers: dict[str, engines.Answer]) -> None:
         nonlocal poisoned
         if not poisoned and len(answers["0"].tokens) == 2:
-            row = core.runner.rows.by_request["0"].index
+            row = core.runner.rows[0].by_request["0"].index
             caches, poisoned = list(core.runner.caches), True
             state = np.array(caches[-1])
             state[row] = np.nan

@@ -179,7 +179,7 @@ def steps_that_saw_the_end(core, busy, num_rounds) -> list[bool]:
             if plan.num_tokens:
                 steps.append((plan, runner.dispatch(plan)))
     assert len(steps) == 6
-    ready = [pending.done.is_ready() for _, pending in steps]
+    ready = [pending.done[0].is_ready() for _, pending in steps]
 
     tokens = []
     for plan, pending in steps:

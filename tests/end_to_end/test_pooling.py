@@ -148,10 +148,10 @@ def test_vectors_that_are_not_numbers_fail_their_request_alone(core, monkeypatch
     launch = pooling.launch
 
     def with_nan(work, hidden):
-        pending = launch(work, hidden)
+        (pending,) = launch(work, hidden)
         places = [i for i, chunk in enumerate(pending.finished) if chunk.row.data.request_id == "broken"]
         vectors_RD = pending.vectors_RD if not places else pending.vectors_RD.at[places[0]].set(np.nan)
-        return type(pending)(pending.finished, vectors_RD, pending.by_token, pending.hidden_TD)
+        return [type(pending)(pending.finished, vectors_RD, pending.by_token, pending.hidden_TD)]
 
     monkeypatch.setattr(pooling, "launch", with_nan)
     answers = engines.run(core, [engines.pooling_request("broken", long), engines.pooling_request("short", short)])

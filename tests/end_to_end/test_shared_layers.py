@@ -57,7 +57,7 @@ def nothing(core, key):
     """A step without requests."""
     shapes = core.runner.shapes
     layout = shapes.kind_of(key).layout(shapes, key)
-    return core.runner.send(layout, core.runner.batches.empty(layout)), core.runner.workspace
+    return core.runner.send(layout, *core.runner.batches.empty(layout)), core.runner.workspace
 
 
 def test_programs_for_several_devices_are_refused():

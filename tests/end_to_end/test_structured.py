@@ -285,7 +285,7 @@ def test_others_go_on_while_a_grammar_is_compiled(core, structured, monkeypatch)
 
 def test_a_step_that_fails_before_its_draw_is_computed_again(core, structured, alone, monkeypatch):
     broken = engines.twin(core)
-    sample, faults = ModelRunner.sample, [3]
+    sample, faults = ModelRunner._sample, [3]
 
     def fail_once(runner, step):
         faults[0] -= 1
@@ -293,7 +293,7 @@ def test_a_step_that_fails_before_its_draw_is_computed_again(core, structured, a
             raise RuntimeError("RESOURCE_EXHAUSTED: no memory, says the test")
         return sample(runner, step)
 
-    monkeypatch.setattr(ModelRunner, "sample", fail_once)
+    monkeypatch.setattr(ModelRunner, "_sample", fail_once)
     answers = engines.run(broken, [structured("json 0", JSON), structured("json 1", JSON, seed=4, prompt=PROMPT[:3])])
     broken.shutdown()
     assert faults[0] < 0

@@ -10,7 +10,7 @@ from jaxllm.errors import ConfigError
 
 REQUESTED = {
     "stages": {"pipeline_parallel_size": 2},
-    "lanes": {"data_parallel_size": 2, "enable_expert_parallel": True},
+    "ranks": {"data_parallel_size": 2, "enable_expert_parallel": True},
     "context": {"prefill_context_parallel_size": 2},
 }
 

@@ -16,7 +16,7 @@ def two_devices() -> Iterator[EngineCore]:
 
 
 @pytest.fixture(scope="package")
-def two_lanes() -> Iterator[EngineCore]:
+def two_ranks() -> Iterator[EngineCore]:
     core = new_core("deepseek_v3", 1, 2, data_parallel_size=2)
     yield core
     core.shutdown()

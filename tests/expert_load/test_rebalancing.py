@@ -37,7 +37,7 @@ def expected(two_devices: EngineCore) -> list[list[int]]:
     return found
 
 
-@pytest.fixture(params=slow_except([], ["two_devices", "two_lanes"]))
+@pytest.fixture(params=slow_except([], ["two_devices", "two_ranks"]))
 def core(request: pytest.FixtureRequest) -> EngineCore:
     """Their experts lie on two devices, of one data-parallel rank or of two."""
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
@@ -79,8 +79,6 @@ def test_moves_are_exact_to_the_bit(core: EngineCore) -> None:
         found.slots[mixture] = after_P
         for i in split:
             np.testing.assert_array_equal(np.asarray(runner.params[i]), [experts[i, expert] for expert in after_P.tolist()])
-            for number, lane in enumerate(getattr(runner, "lanes", ())):
-                np.testing.assert_array_equal(np.asarray(lane.params[i]), np.split(np.asarray(runner.params[i]), 2)[number])
         num_arrays = num_arrays or len(jax.live_arrays())
         assert len(jax.live_arrays()) == num_arrays, "what experts have left stays in memory"
     assert len(split) == 2
@@ -169,7 +167,7 @@ def test_the_memory_of_a_move_is_counted_with_the_weights(core: EngineCore) -> N
     runner = core.runner
     bytes_of = [array.nbytes // 2 for array in (runner.params[i] for i in runner.shapes.functions.get(ExpertSlots).leaves[2])]
     parallel = core.config.parallel
-    weights = prepare.weight_bytes(runner._source.model, parallel.tensor_parallel_size, parallel.num_lanes)
+    weights = prepare.weight_bytes(runner._source.model, parallel.tensor_parallel_size, parallel.num_ranks)
     assert core.memory_plan.weight_bytes - weights == sum(2 * n + 2 * 2 * n // 5 for n in bytes_of)
 
 

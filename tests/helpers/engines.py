@@ -51,7 +51,7 @@ def make_core(
         largest = [ProgramKey("forward", buckets.tokens[-1])]
         if core.model_config.generates and core.scheduler.drafts is None:  # with drafts, steps have as many widths as tests use
             largest.append(ProgramKey("decode", buckets.decode_rows[-1]))
-        getattr(runner, "joint", runner.programs).compile_all(largest, Progress())  # at the same time
+        runner.programs.compile_all(largest, Progress())  # at the same time
     return core
 
 
@@ -86,8 +86,8 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
 
 
 def all_rows(core: EngineCore) -> list[Rows]:
-    """Rows of the runner, or of each data-parallel rank."""
-    return [runner.rows for runner in getattr(core.runner, "lanes", (core.runner,))]
+    """Rows of each data-parallel rank of the runner."""
+    return list(core.runner.rows)
 
 
 def renew(core: EngineCore) -> EngineCore:

@@ -15,24 +15,24 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.hosts import executor, follower, results
 from jaxllm.hosts.executor import HostsExecutor
 from jaxllm.hosts.follower import Follower
-from jaxllm.lanes_plan import LanesPlan
+from jaxllm.ranks_plan import RanksPlan
 from jaxllm.scheduler_output import ModelRunnerOutput, RowStep, SchedulerOutput, TokenLogprobs
 from tests.hosts.conftest import FOUND
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-LANES = {"data_parallel_size": 2, "enable_expert_parallel": True, "tensor_parallel_size": 1}
+RANKS = {"data_parallel_size": 2, "enable_expert_parallel": True, "tensor_parallel_size": 1}
 
 
-def plan_of(step_id: int, *, masked: tuple[str, ...] = ()) -> LanesPlan:
+def plan_of(step_id: int, *, masked: tuple[str, ...] = ()) -> RanksPlan:
     """A request in each data-parallel rank, of which the second has logprobs and more."""
-    lanes = [SchedulerOutput([], [RowStep(name, step_id, 1, 0, [])], 1, [], [], masked_request_ids=masked) for name in "ab"]
-    return LanesPlan.of(lanes, step_id)
+    ranks = [SchedulerOutput([], [RowStep(name, step_id, 1, 0, [])], 1, [], [], masked_request_ids=masked) for name in "ab"]
+    return RanksPlan.of(ranks, step_id)
 
 
-def result_of(plan: SchedulerOutput, lane: int) -> ModelRunnerOutput:
+def result_of(plan: SchedulerOutput, rank: int) -> ModelRunnerOutput:
     """Every kind of result."""
-    assert isinstance(plan, LanesPlan)
-    (row,) = plan.lanes[lane].rows
+    assert isinstance(plan, RanksPlan)
+    (row,) = plan.ranks[rank].rows
     name, size = row.request_id, row.start
     scores = TokenLogprobs(
         *(np.arange(size * 3, dtype=kind).reshape(size, 3) for kind in (np.int32, np.float32)), np.ones(size)
@@ -45,8 +45,8 @@ def result_of(plan: SchedulerOutput, lane: int) -> ModelRunnerOutput:
 class FakeStep:
     """A step of both data-parallel ranks, as the host of one has it."""
 
-    plan: LanesPlan
-    lane: int
+    plan: RanksPlan
+    rank: int
     mask_TW: np.ndarray | None
     fails: bool
     is_sampled: bool = False
@@ -62,15 +62,15 @@ class FakeStep:
 
     def result(self) -> ModelRunnerOutput:
         assert self.mask_TW is None or self.is_sampled
-        time.sleep(0.01 * (self.plan.step_id % 2) * self.lane)
+        time.sleep(0.01 * (self.plan.step_id % 2) * self.rank)
         if self.fails:
             raise RuntimeError("the device is broken")
-        found = result_of(self.plan, self.lane)
+        found = result_of(self.plan, self.rank)
         found.add(self.op_results())
         return found
 
     def op_results(self) -> ModelRunnerOutput:
-        counts = {2: np.full(3, 1 + 9 * self.lane, np.int32)} if TakeCounts() in self.plan.ops else {}
+        counts = {2: np.full(3, 1 + 9 * self.rank, np.int32)} if TakeCounts() in self.plan.ops else {}
         return ModelRunnerOutput({}, expert_counts=counts)
 
 
@@ -78,16 +78,16 @@ class FakeStep:
 class FakeExecutor:
     """The executor of a host with one data-parallel rank."""
 
-    lane: int
+    rank: int
     failing_step: int = -1
     steps: list[FakeStep] = field(default_factory=list)
     num_started_over: int = 0
     staged: dict[int, bytes] = field(default_factory=dict)
 
     def dispatch(self, plan: SchedulerOutput) -> FakeStep:
-        assert isinstance(plan, LanesPlan)
+        assert isinstance(plan, RanksPlan)
         mask_TW = np.full((len(plan.rows), 4), -1, np.int32) if plan.masked_request_ids else None
-        step = FakeStep(plan, self.lane, mask_TW, plan.step_id == self.failing_step)
+        step = FakeStep(plan, self.rank, mask_TW, plan.step_id == self.failing_step)
         self.steps.append(step)
         return step
 
@@ -109,7 +109,7 @@ def on_two_hosts(together, monkeypatch) -> Iterator[Callable[[FakeExecutor], Hos
     made: list[HostsExecutor] = []
 
     def make(other: FakeExecutor) -> HostsExecutor:
-        leader, member = (future.result(10) for future in together((1, FOUND), **LANES))
+        leader, member = (future.result(10) for future in together((1, FOUND), **RANKS))
         threading.Thread(target=Follower(other, member).run, daemon=True).start()  # type: ignore[arg-type]
         made.append(HostsExecutor(FakeExecutor(0), leader))  # type: ignore[arg-type]
         return made[0]
@@ -118,7 +118,7 @@ def on_two_hosts(together, monkeypatch) -> Iterator[Callable[[FakeExecutor], Hos
     made[0].close()
 
 
-def check(step: PendingStep, plan: LanesPlan) -> None:
+def check(step: PendingStep, plan: RanksPlan) -> None:
     """The step has the results of both data-parallel ranks."""
     wanted = result_of(plan, 0)
     wanted.add(result_of(plan, 1))
@@ -135,7 +135,7 @@ def _plain(value: Any) -> Any:
     return (value.dtype, value.tolist()) if isinstance(value, np.ndarray) else value
 
 
-def test_steps_in_flight_have_the_results_of_all_lanes(on_two_hosts):
+def test_steps_in_flight_have_the_results_of_all_ranks(on_two_hosts):
     core = on_two_hosts(FakeExecutor(1))
     plans = [plan_of(number) for number in range(1, 9)]
     steps = [core.dispatch(plan) for plan in plans[:3]]
@@ -145,7 +145,7 @@ def test_steps_in_flight_have_the_results_of_all_lanes(on_two_hosts):
             steps.append(core.dispatch(plans[number + 3]))
 
 
-def test_masks_reach_all_lanes_and_counts_are_added_up(on_two_hosts):
+def test_masks_reach_all_ranks_and_counts_are_added_up(on_two_hosts):
     other = FakeExecutor(1)
     core = on_two_hosts(other)
     first, masked = core.dispatch(replace(plan_of(1), ops=(TakeCounts(),))), core.dispatch(plan_of(2, masked=("b",)))

@@ -293,7 +293,7 @@ def test_a_host_above_0_has_no_engine_core():
         ({"compiled_artifact": "a"}, "programs for several hosts cannot be stored"),
         (
             {"data_parallel_size": 2, "enable_expert_parallel": True, "nnodes": 4},
-            "data_parallel_size is 2, which 4 hosts .* and lanes lie whole on a host; choose a multiple of 4",
+            "data_parallel_size is 2, which 4 hosts .* and ranks lie whole on a host; choose a multiple of 4",
         ),
         (
             {"pipeline_parallel_size": 3},

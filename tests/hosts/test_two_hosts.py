@@ -17,7 +17,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
-from tests.helpers import goldens, host_scenario, lane_scenario, stage_scenario
+from tests.helpers import goldens, host_scenario, rank_scenario, stage_scenario
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -122,23 +122,23 @@ def test_stages_on_two_hosts_compute_what_one_device_does(directory):
 
 @pytest.fixture(scope="module")
 def of_one_device(directory):
-    core = EngineCore(EngineConfig.from_options(**lane_scenario.options(directory)))
-    yield lane_scenario.expected(core)
+    core = EngineCore(EngineConfig.from_options(**rank_scenario.options(directory)))
+    yield rank_scenario.expected(core)
     core.shutdown()
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "num_lanes", "size", "more"),
+    ("num_devices", "num_ranks", "size", "more"),
     [
         (2, 4, 1, {"enable_eplb": True, "eplb_config": {"window_size": 8, "step_interval": 8, "num_redundant_experts": 4}}),
-        (1, 2, 1, {"speculative_config": lane_scenario.ITSELF}),
+        (1, 2, 1, {"speculative_config": rank_scenario.ITSELF}),
     ],
-    ids=["two lanes each", "a lane each, with drafts"],
+    ids=["two ranks each", "a rank each, with drafts"],
 )
-def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_device, num_devices, num_lanes, size, more):
+def test_ranks_on_two_hosts_compute_what_one_device_does(directory, of_one_device, num_devices, num_ranks, size, more):
     """Requests of every kind, with preemptions, cached prefixes, sleep, a step that cannot be planned, and in one layout moving experts."""
-    layout = {"data_parallel_size": num_lanes, "tensor_parallel_size": size, "enable_expert_parallel": True}
-    with two_hosts(lane_scenario, directory, num_devices=num_devices, **layout, **more) as hosts:
+    layout = {"data_parallel_size": num_ranks, "tensor_parallel_size": size, "enable_expert_parallel": True}
+    with two_hosts(rank_scenario, directory, num_devices=num_devices, **layout, **more) as hosts:
         for found in json.loads(line_of(hosts[0], directory / "host0")):
             assert found.keys() == of_one_device.keys()
             for name, numbers in of_one_device.items():
@@ -152,9 +152,9 @@ def test_lanes_on_two_hosts_compute_what_one_device_does(directory, of_one_devic
         (0, host_scenario.NAME, {"tensor_parallel_size": 4}),
         (1, host_scenario.NAME, {"tensor_parallel_size": 4}),
         (1, host_scenario.NAME, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background"}),
-        (1, lane_scenario.NAME, {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        (1, rank_scenario.NAME, {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
-    ids=["host 0 of one mesh", "host 1 of one mesh", "of two stages", "of two lanes of two"],
+    ids=["host 0 of one mesh", "host 1 of one mesh", "of two stages", "of two ranks of two"],
 )
 def test_a_host_that_dies_ends_all_requests_and_the_other_host(directory, killed, name, layout):
     model = goldens.golden(name)

@@ -10,6 +10,7 @@ from jaxllm.kernel_policy import CPU
 from jaxllm.pipeline.earlier_host import EarlierHost
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.rank_batches import RankBatches
 from jaxllm.runner.rows import Rows
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NOT_FINITE, NewRequestData, RowStep, SchedulerOutput
@@ -22,14 +23,11 @@ class FakeStage:
 
     peers = programs = None
     shapes = SimpleNamespace(has_adapters=True)
+    buckets = BUCKETS
 
     def __init__(self):
-        self.rows = Rows(4)
         self.tokens: list[list[int] | str] = []
-        self._builder = BatchBuilder(self.rows, BUCKETS, block_size=16, max_blocks=8)
-
-    def batch_of(self, plan):
-        return self._builder.build(plan)
+        self.batches = RankBatches([BatchBuilder(Rows(4), BUCKETS, block_size=16, max_blocks=8)])
 
     def pass_on(self, batch, entering):
         assert not entering
@@ -64,7 +62,7 @@ def test_a_step_waits_for_its_own_tokens_alone():
     first, second = new("a", 5, 6, 7), new("b", 8, 9)
     steps = [earlier.dispatch(plan) for plan in (first, second, decode(a=3))]
     assert stage.tokens == [[5, 6, 7], [8, 9]]
-    assert [step.done is not None for step in steps] == [True, True, False]
+    assert [bool(step.done) for step in steps] == [True, True, False]
     earlier.take_tokens([11])
     assert stage.tokens[2:] == [[11]]  # while the tokens of the second step are not known
     earlier.dispatch(decode(b=2))
@@ -100,7 +98,7 @@ def test_tokens_of_before_are_forgotten_with_the_steps():
     earlier, stage = host()
     earlier.dispatch(new("a", 5))
     earlier.forget_tokens()
-    stage.rows.clear()
+    stage.batches.clear()
     earlier.dispatch(new("b", 6, 7))
     earlier.dispatch(decode(b=2))
     earlier.take_tokens([12])

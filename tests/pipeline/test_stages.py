@@ -87,4 +87,4 @@ def test_numbers_that_an_earlier_stage_lost_are_no_fault_of_the_model(not_finite
     assert consumer.select([]) == stages[1:] and not LostPeers(stages[:1]).select([])
     output = ModelRunnerOutput({"a": [NOT_FINITE if not_finite else 3]}, not_finite={"a"} if not_finite else set())
     with pytest.raises(RuntimeError, match="results are lost") if is_lost else contextlib.nullcontext():
-        consumer.launch(stages[1:], None).collect(output)
+        consumer.collect(output)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from jaxllm.kernel_policy import CPU
+from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.ranks import Ranks
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.features.prompt_logprobs import PromptLogprobs, Targets
 from jaxllm.runner.row_arrays import Logprobs
@@ -22,7 +24,7 @@ class Device:
     params, adapts_logits, put = (), True, staticmethod(lambda arrays: arrays)
 
     def __init__(self, buckets):
-        self.buckets, self.calls = buckets, []
+        self.buckets, self.ranks, self.calls = buckets, Ranks(make_mesh()), []
 
     def program(self, key):
         def score(params, hidden_TD, chunk_2C, adapter_slot):
@@ -56,7 +58,8 @@ def test_positions_of_many_prompts_are_scored_together(max_rows, size, num_calls
     adapted = row("adapted", slot=2)
     work.insert(5, Targets(adapted, 900, [7, 8], is_last=False))
     output = ModelRunnerOutput({})
-    consumer.launch(work, HIDDEN).collect(output)
+    (pending,) = consumer.launch([work], HIDDEN)
+    pending.collect(output)
     assert device.calls == [(size, False, None)] * (num_calls) + [(size, True, 2)]
     assert output.prompt_logprobs.keys() == {f"{i}" for i in range(44)}
     for i, length in enumerate(lengths):
@@ -64,5 +67,6 @@ def test_positions_of_many_prompts_are_scored_together(max_rows, size, num_calls
         assert found.token_ids.shape == (length, 1 + i % 2)
         assert found.token_ids[:, 0].tolist() == [100 * i + place for place in range(length)]
         assert found.logprobs[:, 0].tolist() == found.ranks.tolist() == [16 * i + place for place in range(length)]
-    consumer.launch([Targets(adapted, 3, [9], is_last=True)], HIDDEN).collect(output)
+    (pending,) = consumer.launch([[Targets(adapted, 3, [9], is_last=True)]], HIDDEN)
+    pending.collect(output)
     assert output.prompt_logprobs["adapted"].logprobs[:, 0].tolist() == [900, 901, 3]

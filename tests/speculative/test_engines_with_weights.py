@@ -79,7 +79,7 @@ def compare_drafts(core: EngineCore, drafts_of: Callable[[list[int]], list[int]]
     def compare(step: int, answers: dict[str, engines.Answer]) -> None:
         nonlocal num_compared
         found = np.asarray(core.runner.row_arrays.of_features["drafts"].draft_NK)
-        for name, row in core.runner.rows.by_request.items():
+        for name, row in core.runner.rows[0].by_request.items():
             drafts, answer = found[row.index].tolist(), answers[name]
             tokens = PROMPTS[int(name)] + answer.tokens
             if answer.tokens and answer.finish_reason is None and drafts[0] != NO_DRAFT and len(tokens) < MAX_LENGTH - 4:

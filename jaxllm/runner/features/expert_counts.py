@@ -99,8 +99,7 @@ class TakeExpertTokens(ProgramKind):
         return [ProgramKey(self.name)]
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
-        program = jax.jit(self.counts.take, donate_argnums=0, out_shardings=programs.replicated)
-        return program.lower(programs.rows)
+        return programs.lower_on_ranks(self.counts.take, (programs.rows,), donate=(0,))
 
     def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
         runner.row_arrays, _ = program(runner.row_arrays)
@@ -117,19 +116,22 @@ class CountReader(OpRunner):
     def run(self, op: TakeCounts) -> "CountsInFlight":
         runner = self._runner
         runner.row_arrays, counts_LE = runner.program(ProgramKey(TakeExpertTokens.name))(runner.row_arrays)
-        return CountsInFlight(self._counts.layers, counts_LE)
+        return CountsInFlight(self._counts.layers, runner.ranks.split(counts_LE))
 
 
 class CountsInFlight:
     """A PendingPart: counts being copied to the host."""
 
-    def __init__(self, layers: Sequence[int], counts_LE: jax.Array):
-        self.arrays, self._layers = counts_LE, layers
-        counts_LE.copy_to_host_async()
+    def __init__(self, layers: Sequence[int], counts: Sequence[jax.Array]):
+        """counts: [L, E] of each rank of this process."""
+        self.arrays, self._layers = counts, layers
+        for counts_LE in counts:
+            counts_LE.copy_to_host_async()
 
     def collect(self, output: ModelRunnerOutput) -> None:
         """See PendingPart. Raises the error of a step before."""
-        output.add_counts(dict(zip(self._layers, np.asarray(self.arrays), strict=True)))
+        for counts_LE in self.arrays:
+            output.add_counts(dict(zip(self._layers, np.asarray(counts_LE), strict=True)))
 
 
 def make(parts: FeatureParts) -> StepFeature | None:

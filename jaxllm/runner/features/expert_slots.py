@@ -102,7 +102,6 @@ class MoveProgram(ProgramKind):
     """See `ExpertSlots.move`."""
 
     name = "move_experts"
-    is_joint = True
 
     def __init__(self, slots: ExpertSlots):
         self.slots = slots
@@ -152,7 +151,6 @@ class ExpertMover(OpRunner):
     """Moves experts. Layers of other stages of a pipeline are left to these."""
 
     ops = (MoveExperts,)
-    is_joint = True
 
     def __init__(self, runner: Any, slots: ExpertSlots):
         self._runner, self._slots, self._program = runner, slots, MoveProgram(slots)

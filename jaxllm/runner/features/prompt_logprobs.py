@@ -1,8 +1,9 @@
 """Logprobs of prompts: scored in the steps that compute them, collected in the row, and returned once they are complete."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -58,33 +59,48 @@ class PromptLogprobs:
             and chunk.start < chunk.row.data.num_prompt_tokens == chunk.row.num_known
         ]
 
-    def keys(self, work: Sequence[Targets], num_tokens: int) -> list[ProgramKey]:
+    def keys(self, work: Sequence[Sequence[Targets]], num_tokens: int) -> list[ProgramKey]:
         """The programs that `launch` calls."""
-        adapted = {self._device.adapts_logits and each.row.data.adapter_slot != NO_ADAPTER for each in work if each.token_ids}
+        adapted = {self._slot(targets) != NO_ADAPTER for of_rank in work for targets in of_rank if targets.token_ids}
         return [ProgramKey("prompt_logprobs", num_tokens, adapted=each) for each in adapted]
 
-    def launch(self, work: Sequence[Targets], hidden: Hidden | None) -> "PendingPromptLogprobs":
-        """Start to score. Without hidden states there is nothing to score, only prompts that end."""
-        by_slot: dict[int, list[Targets]] = {}
-        for targets in work:
-            slot = targets.row.data.adapter_slot if self._device.adapts_logits else NO_ADAPTER
-            by_slot.setdefault(slot, []).append(targets)
-        return PendingPromptLogprobs([(alike, self._score(alike, slot, hidden)) for slot, alike in by_slot.items()])
+    def _slot(self, targets: Targets) -> int:
+        """The slot of the adapter that changes the logits, if any does."""
+        return targets.row.data.adapter_slot if self._device.adapts_logits else NO_ADAPTER
 
-    def _score(self, work: Sequence[Targets], slot: int, hidden: Hidden | None) -> list[Logprobs]:
-        """Scores of positions of several requests, one after the other."""
-        token_ids = [token for targets in work for token in targets.token_ids]
-        if not token_ids:
+    def launch(self, work: Sequence[Sequence[Targets]], hidden: Hidden | None) -> list["PendingPromptLogprobs"]:
+        """Start to score. Without hidden states there is nothing to score, only prompts that end."""
+        ranks = self._device.ranks
+        pending = [PendingPromptLogprobs([]) for _ in ranks.own]
+        for slot in dict.fromkeys(self._slot(targets) for of_rank in work for targets in of_rank):
+            alike = [[targets for targets in of_rank if self._slot(targets) == slot] for of_rank in work]
+            scores = self._score(alike, slot, hidden)
+            for rank, part, found in zip(ranks.own, pending, ranks.split(scores), strict=True):
+                part.groups.append((alike[rank], found))
+        return pending
+
+    def _score(self, work: Sequence[Sequence[Targets]], slot: int, hidden: Hidden | None) -> list[Logprobs]:
+        """Scores of positions of several requests of each rank, one after the other."""
+        if not any(targets.token_ids for of_rank in work for targets in of_rank):
             return []
         assert hidden is not None, "a decode step with prompt tokens to score"
-        index = np.concatenate([targets.first_token + np.arange(len(targets.token_ids)) for targets in work])
+        device = self._device
+        nothing = (padded((), (), self._buckets.scored_positions, padding=0),)
+        chunks = device.put([chunk_2C for (chunk_2C,) in device.ranks.rounds(list(map(self._chunks, work)), nothing)])
+        adapter_slot = None if slot == NO_ADAPTER else device.put(np.int32(slot))
+        num_tokens = len(hidden.hidden_TD) // device.ranks.num
+        program = device.program(ProgramKey("prompt_logprobs", num_tokens, adapted=adapter_slot is not None))
+        return [program(device.params, hidden.hidden_TD, chunk_2C, adapter_slot) for chunk_2C in chunks]
+
+    def _chunks(self, work: Sequence[Targets]) -> Iterator[tuple[np.ndarray]]:
+        """The positions of one rank in arrays of one size, as `score` takes them."""
+        token_ids = [token for targets in work for token in targets.token_ids]
+        spans = (range(targets.first_token, targets.first_token + len(targets.token_ids)) for targets in work)
+        index = list(chain.from_iterable(spans))
         size = self._buckets.scored_positions
-        parts = [slice(first, first + size) for first in range(0, len(token_ids), size)]
-        chunks = self._device.put([padded(index[part], token_ids[part], size, padding=0) for part in parts])
-        adapter_slot = None if slot == NO_ADAPTER else self._device.put(np.int32(slot))
-        key = ProgramKey("prompt_logprobs", len(hidden.hidden_TD), adapted=adapter_slot is not None)
-        program = self._device.program(key)
-        return [program(self._device.params, hidden.hidden_TD, chunk_2C, adapter_slot) for chunk_2C in chunks]
+        for first in range(0, len(token_ids), size):
+            part = slice(first, first + size)
+            yield (padded(index[part], token_ids[part], size, padding=0),)
 
     def delete_arrays(self) -> None:
         """Nothing is kept."""
@@ -92,9 +108,9 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class PendingPromptLogprobs:
-    """Scores of prompt tokens, in flight from the device."""
+    """Scores of prompt tokens of one data-parallel rank, in flight from the device."""
 
-    groups: Sequence[tuple[Sequence[Targets], list[Logprobs]]]
+    groups: list[tuple[Sequence[Targets], list[Logprobs]]]
     """With the scores of a group's positions, one request after the other, in arrays of one size; the last one is padded."""
 
     @property

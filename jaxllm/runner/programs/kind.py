@@ -42,8 +42,6 @@ class ProgramKind:
     name: str
     draws = False
     """Whether it draws tokens by its key's variant: one with random draws can then do the work of a greedy one."""
-    is_joint = False
-    """Whether data-parallel ranks that share experts run it together."""
     is_hurried = False
     """Whether a missing one is made next when a step asks for it, even if no others are made ahead."""
 
@@ -88,7 +86,7 @@ class ProgramKind:
         raise NotImplementedError
 
     def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
-        """Run a common program on an empty step, which writes nothing but trash. runner: a `ModelRunner` or `LanesRunner`."""
+        """Run a common program on an empty step, which writes nothing but trash. runner: a `ModelRunner`."""
 
 
 def fit(sizes: tuple[int, ...], wanted: int) -> int:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 class LayersProgram(ProgramKind):
     """Takes a step's buffer, weights, caches and the rows' arrays; in a later stage of a pipeline also what enters it."""
 
-    is_joint = True
-
     def layout(self, programs: "StepPrograms", key: ProgramKey) -> StepLayout:
         """The step's buffer."""
         raise NotImplementedError

@@ -19,7 +19,6 @@ class NewCaches(ProgramKind):
     """Allocates what layers keep."""
 
     name = "new_caches"
-    is_joint = True
 
     def at_start(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         return [ProgramKey(self.name)]

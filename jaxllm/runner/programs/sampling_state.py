@@ -1,15 +1,12 @@
 """`new_state` and `admit`: what full sampling keeps of requests, zeroed, and one request's part of it."""
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
-
-import jax
 
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind, Wanted
 from jaxllm.runner.split_program import Lowered
-from jaxllm.sampling.state import admit
+from jaxllm.sampling.state import admit, num_words
 from jaxllm.sampling.variants import needs_state
 
 if TYPE_CHECKING:
@@ -34,7 +31,7 @@ class NewState(_StateProgram):
     name = "new_state"
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
-        return jax.jit(programs.make_state, out_shardings=programs.replicated).lower()
+        return programs.lower_on_ranks(programs.make_state, ())
 
 
 class Admit(_StateProgram):
@@ -44,6 +41,5 @@ class Admit(_StateProgram):
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         state = programs.sampling_state
-        num_words = sum(math.prod(array.shape[1:]) for array in jax.tree.leaves(state))
-        program = jax.jit(admit, donate_argnums=0, out_shardings=programs.replicated)
-        return program.lower(state, programs.ints(), programs.ints(num_words))
+        arguments = (state, programs.ints(), programs.ints(num_words(state)))
+        return programs.lower_on_ranks(admit, arguments, donate=(0,))

@@ -1,5 +1,6 @@
 """Starts the programs of drafts from the host, in addition to those of the step itself."""
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,17 +24,16 @@ class DraftsOnHost(TokensOnHost):
     def __init__(self, device: Device, *, needs_history: bool):
         self._device, self._needs_history = device, needs_history
 
-    def admit(self, row: Row) -> None:
-        """Show the cached prefix of a request to the drafter."""
-        if not self._needs_history or not row.data.num_computed_tokens:
+    def admit(self, batches: Sequence[Batch]) -> None:
+        """Show the cached prefixes of requests to the drafter."""
+        if not self._needs_history:
             return
-        device, token_ids = self._device, row.data.token_ids
-        program = device.program(ProgramKey("show"))
-        for first in range(0, row.data.num_computed_tokens, TOKENS_PER_SHOW):
-            part = token_ids[first : min(first + TOKENS_PER_SHOW, row.data.num_computed_tokens)]
-            tokens = np.full(TOKENS_PER_SHOW, -1, np.int32)
-            tokens[: len(part)] = part
-            device.row_arrays = program(device.row_arrays, *device.put((np.array([row.index, first], np.int32), tokens)))
+        device = self._device
+        shown = [[part for row in batch.admitted for part in _cached_parts(row)] for batch in batches]
+        nothing = _padded(0, 0, ())
+        for row_and_position, tokens in device.ranks.rounds(shown, nothing):
+            program = device.program(ProgramKey("show"))
+            device.row_arrays = program(device.row_arrays, *device.put((row_and_position, tokens)))
 
     def keys(self, step: "StepInFlight") -> list[ProgramKey]:
         copies = [ProgramKey("drafts")] if self._is_read(step) else []
@@ -48,14 +48,27 @@ class DraftsOnHost(TokensOnHost):
         """Start to copy the drafts that a step with masked requests will compute."""
         if self._is_read(step):
             drafts = drafts_of(self._device.row_arrays)
-            step.draft_NK = draft_NK = self._device.program(ProgramKey("drafts"))(drafts.draft_NK)
-            draft_NK.copy_to_host_async()
+            copied = self._device.ranks.split(self._device.program(ProgramKey("drafts"))(drafts.draft_NK))
+            step.draft_NK = dict(zip(self._device.ranks.own, copied, strict=True))
+            for draft_NK in copied:
+                draft_NK.copy_to_host_async()
 
     def _is_read(self, step: "StepInFlight") -> bool:
         return step.mask_TW is not None and step.batch.width > 1
 
     def follow(self, batch: Batch, hidden: Hidden) -> None:
-        """Show a step to the drafter, unless a program of all data-parallel ranks does."""
-        if hidden.shown is not None:
-            program = self._device.program(self.propose_key(batch))
-            self._device.run_on_rows(program, hidden.hidden_TD, hidden.columns_NC, *hidden.shown)
+        """Show a step to the drafter."""
+        program = self._device.program(self.propose_key(batch))
+        self._device.run_on_rows(program, hidden.hidden_TD, hidden.columns_NC, *hidden.shown)
+
+
+def _cached_parts(row: Row) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The cached prefix of a request as `show` takes it."""
+    for first in range(0, row.data.num_computed_tokens, TOKENS_PER_SHOW):
+        yield _padded(row.index, first, row.data.token_ids[first : min(first + TOKENS_PER_SHOW, row.data.num_computed_tokens)])
+
+
+def _padded(row: int, first: int, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.full(TOKENS_PER_SHOW, -1, np.int32)
+    tokens[: len(token_ids)] = token_ids
+    return np.array([row, first], np.int32), tokens

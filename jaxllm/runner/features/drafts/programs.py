@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,7 +26,6 @@ class Propose(ProgramKind):
     """See `Drafts.propose_apart`."""
 
     name = "propose"
-    is_joint = True
 
     def __init__(self, drafts: "Drafts"):
         self.drafts = drafts
@@ -53,13 +51,14 @@ class Propose(ProgramKind):
         return programs.lower_on_each(function, arguments, (programs.cache_shardings, programs.replicated), donate=(1, 2))
 
     def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
-        runner.run_on_rows(program, *runner.put(runner.shapes.joined_arrays(self._nothing(runner.shapes, key))))
+        runner.run_on_rows(program, *runner.put(self._nothing(runner.shapes, key)))
 
     def _nothing(self, programs: "StepPrograms", key: ProgramKey) -> tuple[Any, ...]:
         """The arguments of the program for a step without requests."""
         hidden_TD = np.zeros((key.size, programs.model.hidden_size), jnp.dtype(programs.model.dtype))
+        hidden_TD, token_ids_T = map(programs.ranks.repeated, (hidden_TD, np.zeros(key.size, np.int32)))
         features = (hidden_TD,) * len(self.drafts.drafter.feature_layers)
-        return hidden_TD, programs.nothing_to_sample()[1], np.zeros(key.size, np.int32), features
+        return hidden_TD, programs.nothing_to_sample()[1], token_ids_T, features
 
 
 class Show(ProgramKind):
@@ -74,8 +73,8 @@ class Show(ProgramKind):
         return [ProgramKey(self.name)]
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
-        program = jax.jit(self.drafts.show, donate_argnums=0, out_shardings=programs.replicated)
-        return program.lower(programs.rows, programs.ints(2), programs.ints(TOKENS_PER_SHOW))
+        arguments = (programs.rows, programs.ints(2), programs.ints(TOKENS_PER_SHOW))
+        return programs.lower_on_ranks(self.drafts.show, arguments, donate=(0,))
 
 
 class CopyDrafts(ProgramKind):
@@ -90,4 +89,4 @@ class CopyDrafts(ProgramKind):
         return wanted.is_masked
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
-        return jax.jit(jnp.copy, out_shardings=programs.replicated).lower(drafts_of(programs.rows).draft_NK)
+        return programs.lower_on_ranks(jnp.copy, (drafts_of(programs.rows).draft_NK,))

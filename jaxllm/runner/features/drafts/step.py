@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxllm.cache_spec import CacheLayout
 from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.layers.step import Step
-from jaxllm.parallel.exchange import LaneExchange
+from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting, kept_logits
 from jaxllm.runner.features.drafts.host import DraftsOnHost
@@ -57,7 +57,7 @@ class Engine(Protocol):
     def max_rows(self) -> int: ...
 
     @property
-    def exchange(self) -> LaneExchange | None: ...
+    def exchange(self) -> RankExchange | None: ...
 
     @property
     def shards(self) -> Shards: ...

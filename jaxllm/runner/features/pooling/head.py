@@ -20,7 +20,7 @@ _SHORTEST = np.float32(1e-12)
 
 @dataclass(frozen=True)
 class PendingVectors:
-    """Vectors of a step in flight: of whole prompts, and of each token of a chunk."""
+    """Vectors of a step in flight, of one data-parallel rank: of whole prompts, and of each token of a chunk."""
 
     finished: Sequence[Chunk]
     vectors_RD: jax.Array | None
@@ -70,56 +70,79 @@ class Pooling:
         """The chunks of pooling requests."""
         return [chunk for chunk in chunks if chunk.row.pooling is not None]
 
-    def keys(self, work: Sequence[Chunk], num_tokens: int) -> list[ProgramKey]:
+    def keys(self, work: Sequence[Sequence[Chunk]], num_tokens: int) -> list[ProgramKey]:
         """The programs that `launch` calls."""
-        whole = [chunk for chunk in work if not _is_by_token(chunk)]
-        num_finished = sum(chunk.is_last for chunk in whole)
-        keys = [ProgramKey("add_up", num_tokens)] if whole and self._is_mean else []
+        num_finished = max(len(_finished(of_rank)) for of_rank in work)
+        keys = [ProgramKey("add_up", num_tokens)] if any(map(_whole, work)) and self._is_mean else []
         return [*keys, ProgramKey("pool", self._buckets.fit_sample(num_finished))] if num_finished else keys
 
-    def launch(self, work: Sequence[Chunk], hidden: Hidden | None) -> PendingVectors:
+    def launch(self, work: Sequence[Sequence[Chunk]], hidden: Hidden | None) -> list[PendingVectors]:
         """Start what these chunks need of a step's hidden states: of all its tokens, and of the last token of each of its rows."""
         assert hidden is not None, "pooling requests never decode"
-        hidden_TD = hidden.hidden_TD
-        by_token = [chunk for chunk in work if _is_by_token(chunk)]
-        whole = [chunk for chunk in work if not _is_by_token(chunk)]
-        finished = [chunk for chunk in whole if chunk.is_last]
-        source = hidden.hidden_NWD
-        if self._is_mean and whole:
-            source = self._add_up(whole, hidden_TD)
-        vectors_RD = self._pool(finished, source) if finished else None
-        return PendingVectors(finished, vectors_RD, by_token, hidden_TD if by_token else None)
+        ranks, source = self._device.ranks, hidden.hidden_NWD
+        whole, finished = [*map(_whole, work)], [*map(_finished, work)]
+        by_token = [[chunk for chunk in of_rank if _is_by_token(chunk)] for of_rank in work]
+        if self._is_mean and any(whole):
+            source = self._add_up(whole, hidden.hidden_TD)
+        vectors_RD = self._pool(finished, source) if any(finished) else None
+        results = ranks.split((vectors_RD, hidden.hidden_TD if any(by_token) else None))
+        return [
+            PendingVectors(finished[rank], vectors, by_token[rank], of_tokens)
+            for rank, (vectors, of_tokens) in zip(ranks.own, results, strict=True)
+        ]
 
-    def _add_up(self, chunks: Sequence[Chunk], hidden_TD: jax.Array) -> jax.Array:
-        num_tokens, num_rows = hidden_TD.shape[0], self._buckets.max_rows
+    def _add_up(self, chunks: Sequence[Sequence[Chunk]], hidden_TD: jax.Array) -> jax.Array:
+        ranks, num_rows = self._device.ranks, self._buckets.max_rows
+        num_tokens = hidden_TD.shape[0] // ranks.num
         if self._sums_ND is None:
-            self._sums_ND = self._device.put(np.zeros((num_rows, self._width), np.float32))
+            self._sums_ND = self._device.put(ranks.repeated(np.zeros((num_rows, self._width), np.float32)))
+        packed = ranks.joined([self._owners(of_rank, num_tokens) for of_rank in chunks])
+        self._sums_ND = self._device.program(ProgramKey("add_up", num_tokens))(
+            self._sums_ND, hidden_TD, self._device.put(packed)
+        )
+        return self._sums_ND
+
+    def _owners(self, chunks: Sequence[Chunk], num_tokens: int) -> np.ndarray:
+        """What `add_up` takes of the chunks of one rank."""
+        num_rows = self._buckets.max_rows
         packed = np.zeros(num_tokens + num_rows, np.int32)
         owner_T, first_N = packed[:num_tokens], packed[num_tokens:]
         owner_T[:] = num_rows
         for chunk in chunks:
             owner_T[chunk.first_token : chunk.first_token + chunk.count] = chunk.row.index
             first_N[chunk.row.index] = chunk.start == 0
-        self._sums_ND = self._device.program(ProgramKey("add_up", num_tokens))(
-            self._sums_ND, hidden_TD, self._device.put(packed)
-        )
-        return self._sums_ND
+        return packed
 
-    def _pool(self, finished: Sequence[Chunk], source_XD: jax.Array) -> jax.Array:
-        size = self._buckets.fit_sample(len(finished))
+    def _pool(self, finished: Sequence[Sequence[Chunk]], source_XD: jax.Array) -> jax.Array:
+        size = self._buckets.fit_sample(max(map(len, finished)))
+        requests = self._device.ranks.joined([self._requests(of_rank, size) for of_rank in finished])
+        return self._device.program(ProgramKey("pool", size))(source_XD, self._device.put(requests))
+
+    def _requests(self, finished: Sequence[Chunk], size: int) -> np.ndarray:
+        """What `pool` takes of the requests of one rank."""
         requests = np.zeros((size, POOL_COLUMNS), np.int32)
         for i, chunk in enumerate(finished):
             row, params = chunk.row, chunk.row.pooling
             assert params is not None
             index, divisor = (row.index, row.num_known) if self._is_mean else (chunk.place, 1)
             requests[i] = index, divisor, params.dimensions or self._width, bool(params.use_activation)
-        return self._device.program(ProgramKey("pool", size))(source_XD, self._device.put(requests))
+        return requests
 
     def delete_arrays(self) -> None:
         """Release the memory of the sums. They are allocated again on next use."""
         if self._sums_ND is not None and not self._sums_ND.is_deleted():
             self._sums_ND.delete()
         self._sums_ND = None
+
+
+def _whole(work: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks of requests for one vector of the whole prompt."""
+    return [chunk for chunk in work if not _is_by_token(chunk)]
+
+
+def _finished(work: Sequence[Chunk]) -> list[Chunk]:
+    """The last of them."""
+    return [chunk for chunk in _whole(work) if chunk.is_last]
 
 
 def _is_by_token(chunk: Chunk) -> bool:

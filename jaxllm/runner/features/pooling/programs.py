@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
 from jaxllm.runner.features.pooling.step import POOL_COLUMNS, add_up, pool
@@ -46,8 +45,7 @@ class AddUp(_PoolingProgram):
         num_rows, width = programs.buckets.max_rows, programs.model.hidden_size
         sums_ND = programs.shape((num_rows, width), jnp.float32)
         hidden_TD = programs.shape((key.size, width), programs.model.dtype)
-        program = jax.jit(add_up, donate_argnums=0, out_shardings=programs.replicated)
-        return program.lower(sums_ND, hidden_TD, programs.ints(key.size + num_rows))
+        return programs.lower_on_ranks(add_up, (sums_ND, hidden_TD, programs.ints(key.size + num_rows)), donate=(0,))
 
 
 class Pool(_PoolingProgram):
@@ -64,4 +62,4 @@ class Pool(_PoolingProgram):
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         sums = programs.shape((programs.buckets.max_rows, programs.model.hidden_size), jnp.float32)
         source = sums if self.is_mean else programs.shape(programs.sampled_shape, programs.model.dtype)
-        return jax.jit(pool, out_shardings=programs.replicated).lower(source, programs.ints(key.size, POOL_COLUMNS))
+        return programs.lower_on_ranks(pool, (source, programs.ints(key.size, POOL_COLUMNS)))

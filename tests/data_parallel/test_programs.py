@@ -9,14 +9,14 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.engine import prepare
 from jaxllm.engine.prepare import Prepared
-from jaxllm.lanes.runner import LanesRunner
 from jaxllm.progress import Progress
 from jaxllm.request import Grammar
 from jaxllm.request_options import RequestOptions
+from jaxllm.runner.runner import ModelRunner
 from jaxllm.start_times import StartTimes
+from tests.data_parallel.conftest import NAME
 from tests.helpers import engines, goldens
 from tests.helpers.tiny_tokenizers import write_tokenizer
-from tests.lanes.conftest import NAME
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +107,7 @@ def test_a_smaller_cache_after_compiling_keeps_the_weights(monkeypatch):
     first.runner.load_weights(directory, Progress())
     weights = first.runner.params
     needed = first.plan.work_bytes + 1
-    monkeypatch.setattr(LanesRunner, "work_bytes", lambda self: needed)
+    monkeypatch.setattr(ModelRunner, "work_bytes", lambda self: needed)
     real = prepare.memory_plan
 
     def on_a_small_device(*args, work_bytes=None, **options):
@@ -115,10 +115,9 @@ def test_a_smaller_cache_after_compiling_keeps_the_weights(monkeypatch):
         return plan if work_bytes is None else replace(plan, num_blocks=plan.num_blocks - 5)
 
     monkeypatch.setattr(prepare, "memory_plan", on_a_small_device)
-    monkeypatch.setattr(LanesRunner, "start_programs", lambda self, *, rare_later: None)
+    monkeypatch.setattr(ModelRunner, "start_programs", lambda self, *, rare_later: None)
     second = first.settled(rare_later=True)
     assert second.runner is not first.runner and second.runner.params is weights and not first.runner.params
-    assert all(lane.params for lane in second.runner.lanes) and not any(lane.params for lane in first.runner.lanes)
     second.runner.allocate_caches()
     assert {cache.shape[0] for cache in second.runner.caches} == {2 * second.plan.num_blocks}
     second.runner.close()
@@ -129,8 +128,8 @@ def test_the_same_from_a_script():
     prompts = [{"prompt_token_ids": [3 + (7 * row + 5 * place) % 90 for place in range(9 + 5 * row)]} for row in range(8)]
     params = [SamplingParams(max_tokens=9, ignore_eos=True, temperature=row % 2, seed=row, n=1 + row % 2) for row in range(8)]
     found = []
-    for lanes in ({}, {"data_parallel_size": 2, "enable_expert_parallel": True}):
-        llm = LLM(**{**engines.SMALL, "model": str(goldens.golden(NAME).directory), **lanes})
+    for ranks in ({}, {"data_parallel_size": 2, "enable_expert_parallel": True}):
+        llm = LLM(**{**engines.SMALL, "model": str(goldens.golden(NAME).directory), **ranks})
         outputs = llm.generate(prompts, params, use_tqdm=False)
         found.append([[answer.token_ids for answer in output.outputs] for output in outputs])
         llm.check_integrity()

@@ -10,9 +10,9 @@ from jaxllm.engine.fault_points import injected
 from jaxllm.errors import InvalidRequestError
 from jaxllm.request import FinishReason
 from jaxllm.request_options import RequestOptions
+from tests.data_parallel.conftest import NAME
 from tests.helpers import engines, every_kind, goldens
 from tests.helpers.every_kind import check
-from tests.lanes.conftest import NAME
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +26,8 @@ def requests():
     return [*found, replace(grammar, request_id="grammar 2", prompt_token_ids=PROMPTS[2])]
 
 
-def pinned(request, lane):
-    return replace(request, options=RequestOptions(data_parallel_rank=lane))
+def pinned(request, rank):
+    return replace(request, options=RequestOptions(data_parallel_rank=rank))
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +37,11 @@ def expected(one_device):
 
 
 @pytest.fixture
-def core(two_lanes):
-    engines.renew(two_lanes)
-    yield two_lanes
-    two_lanes._dead = None
-    two_lanes.wake_up()
+def core(two_ranks):
+    engines.renew(two_ranks)
+    yield two_ranks
+    two_ranks._dead = None
+    two_ranks.wake_up()
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_requests_of_every_kind_have_the_answers_of_one_device(core, expected, o
     every_kind.check_twice(core, requests, expected, **options)
 
 
-@pytest.mark.parametrize("lane", [0, 1])
-def test_one_lane_computes_while_the_other_has_nothing(core, expected, lane):
-    check(engines.run(core, [pinned(request, lane) for request in requests()]), expected)
-    idle = core.scheduler.lanes[1 - lane]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_computes_while_the_other_has_nothing(core, expected, rank):
+    check(engines.run(core, [pinned(request, rank) for request in requests()]), expected)
+    idle = core.scheduler.ranks[1 - rank]
     assert idle.stats().num_step_tokens == 0 and not idle.requests
 
 
@@ -91,14 +91,14 @@ def test_any_order_of_arrivals_and_ends_leaves_the_others_as_they_are(core, expe
 
 
 def test_a_request_goes_where_its_prompt_is_cached_else_where_less_is_queued(core):
-    lanes = core.scheduler.lanes
+    ranks = core.scheduler.ranks
     long = PROMPTS[4] * 3
     engines.run(core, [pinned(engines.request("first", long, max_tokens=2), 1)])
     again = engines.run(core, [engines.request("again", [*long, 1, 2], max_tokens=2)])["again"]
     assert again.num_cached_tokens > 0
     for i in range(4):
         core.add_request(engines.request(str(i), [i + 1] * 40, max_tokens=4))
-    assert [len(lane.requests) for lane in lanes] == [2, 2]
+    assert [len(rank.requests) for rank in ranks] == [2, 2]
     with pytest.raises(InvalidRequestError, match="data_parallel_rank is 2"):
         core.add_request(pinned(engines.request("nowhere", [1], max_tokens=1), 2))
     with pytest.raises(InvalidRequestError, match="in use"):
@@ -114,7 +114,7 @@ def test_after_failed_steps_every_request_has_the_tokens_it_would_have_had(core,
     every_kind.check_after_failed_steps(core, requests, expected, faults)
 
 
-def test_an_error_ends_the_step_of_all_lanes(core, expected):
+def test_an_error_ends_the_step_of_all_ranks(core, expected):
     with injected("launch:4:error"):
         found = engines.run(core, requests())
     failed = {name for name, answer in found.items() if answer.finish_reason is FinishReason.ERROR}
@@ -124,11 +124,11 @@ def test_an_error_ends_the_step_of_all_lanes(core, expected):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_after_sleep_the_lanes_have_their_weights_and_caches_again(core, expected, level):
+def test_after_sleep_the_ranks_have_their_weights_and_caches_again(core, expected, level):
     every_kind.check_after_sleep(core, requests, expected, level)
 
 
-def test_a_pause_keeps_the_requests_of_all_lanes(core, expected):
+def test_a_pause_keeps_the_requests_of_all_ranks(core, expected):
     for each in requests():
         core.add_request(each)
     answers = {each.request_id: engines.Answer() for each in requests()}
@@ -144,7 +144,7 @@ def test_a_pause_keeps_the_requests_of_all_lanes(core, expected):
     check(answers, expected)
 
 
-def test_tokens_of_experts_are_counted_in_all_lanes(core, one_device):
+def test_tokens_of_experts_are_counted_in_all_ranks(core, one_device):
     tables = []
     for each in (core, one_device):
         engines.renew(each)
@@ -154,7 +154,7 @@ def test_tokens_of_experts_are_counted_in_all_lanes(core, one_device):
         tables.append(np.array(each.expert_load()["tokens"]) - before)
     np.testing.assert_array_equal(*tables)
     assert tables[0].sum() and 0 < core.stats().expert_balance <= 1
-    assert len(core.runner.lanes[0].row_arrays.of_features["expert_tokens_LE"]) == 2
+    assert len(core.runner.row_arrays.of_features["expert_tokens_LE"]) == 2 * 2
 
 
 def test_devices_share_the_experts_and_have_the_rest_each(core, one_device):
@@ -167,9 +167,5 @@ def test_devices_share_the_experts_and_have_the_rest_each(core, one_device):
         assert all(part.size * (2 if is_split else 1) == array.size for part in parts) and array.shape in whole
     split = [array for array in runner.params if not array.sharding.is_fully_replicated]
     assert len(split) == 4  # gate and up, and down, of two layers
-    for lane, (first, second) in zip(runner.lanes, [(0, 4), (4, 8)], strict=True):
-        for joint, part in zip(runner.params, lane.params, strict=True):
-            wanted = np.asarray(joint)[first:second] if not joint.sharding.is_fully_replicated else np.asarray(joint)
-            np.testing.assert_array_equal(np.asarray(part), wanted)
     for cache in runner.caches:
         assert [shard.data.shape[0] for shard in cache.addressable_shards] == [core.memory_plan.num_blocks] * 2

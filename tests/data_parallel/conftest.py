@@ -22,7 +22,7 @@ def one_device(new_core: Callable[..., EngineCore]) -> Iterator[EngineCore]:
 
 
 @pytest.fixture(scope="package")
-def two_lanes(new_core: Callable[..., EngineCore]) -> Iterator[EngineCore]:
+def two_ranks(new_core: Callable[..., EngineCore]) -> Iterator[EngineCore]:
     core = new_core(data_parallel_size=2, enable_expert_parallel=True)
     yield core
     core.shutdown()

@@ -1,24 +1,72 @@
-"""Brings the batches of lanes to one layout, because all lanes run the same program in a step."""
+"""Makes the batches of a step, one of each data-parallel rank, in one layout, because all ranks run the same programs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from jaxllm.ranks_plan import RanksPlan
 from jaxllm.runner.batch import Batch, BatchBuilder
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, mixed_layout
+from jaxllm.runner.rows import Rows
+from jaxllm.scheduler_output import SchedulerOutput
+
+
+class RankBatches:
+    """The builders of all ranks, also of those that other hosts have: the largest batch decides which programs run."""
+
+    def __init__(self, builders: Sequence[BatchBuilder]):
+        """builders: of each rank, alike but for their rows."""
+        self.builders = tuple(builders)
+
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        """The rows of each rank."""
+        return tuple(builder.rows for builder in self.builders)
+
+    def apply(self, plan: SchedulerOutput) -> list[Batch]:
+        """The batch of each rank, after rows were freed and given as the plan says."""
+        if len(self.builders) == 1:
+            return [self.builders[0].apply(plan)]
+        assert isinstance(plan, RanksPlan), "a plan of one data-parallel rank"
+        batches = [builder.apply(part) for builder, part in zip(self.builders, plan.ranks, strict=True)]
+        return alike(batches, self.builders)
+
+    def empty(self, layout: StepLayout) -> list[np.ndarray]:
+        """The buffers of a step without requests."""
+        return [builder.empty(layout) for builder in self.builders]
+
+    def check_idle(self, finished_ids: Iterable[str]) -> None:
+        """Raise AssertionError if any request other than `finished_ids`, whose rows the next step frees, holds a row."""
+        finished_ids = list(finished_ids)
+        for rows in self.rows:
+            rows.check_idle(finished_ids)
+
+    def clear(self) -> None:
+        """Free all rows."""
+        for rows in self.rows:
+            rows.clear()
 
 
 def alike(batches: Sequence[Batch], builders: Sequence[BatchBuilder]) -> list[Batch]:
-    """The same steps with the layout and the widths of the largest: of `decode` if that can run all of them, else of `forward`."""
+    """The same steps for the programs of the largest: for `decode` if that can run all of them, else for `forward` and what follows."""
     is_decode = all(batch.is_decode for batch in batches)
     if is_decode:
         layout = max((batch.layout for batch in batches), key=lambda layout: layout.num_rows)
     else:
         layout = _mixed(max(map(_num_tokens, batches)), builders[0])
-    width, next_width = max(batch.width for batch in batches), max(batch.next_width for batch in batches)
-    relaid = (_relaid(batch, builder, layout, is_decode) for batch, builder in zip(batches, builders, strict=True))
-    return [replace(batch, width=width, next_width=next_width) for batch in relaid]
+    relaid = [_relaid(batch, builder, layout, is_decode) for batch, builder in zip(batches, builders, strict=True)]
+    return [
+        replace(
+            batch,
+            width=max(each.width for each in relaid),
+            next_width=max(each.next_width for each in relaid),
+            variant=max(each.variant for each in relaid),
+            logprobs=max(each.logprobs for each in relaid),
+            sample_rows=max(each.sample_rows for each in relaid),
+        )
+        for batch in relaid
+    ]
 
 
 def _num_tokens(batch: Batch) -> int:
@@ -38,7 +86,8 @@ def _mixed(num_tokens: int, builder: BatchBuilder) -> StepLayout:
 def _relaid(batch: Batch, builder: BatchBuilder, layout: StepLayout, is_decode: bool) -> Batch:
     """The same step in a layout that has room for it."""
     if batch.is_decode and not is_decode:
-        batch = replace(_with_drafts_in_place(batch), sample_rows=builder.buckets.fit_sample(len(batch.sampled)))
+        sample_rows = builder.buckets.fit_sample(len(batch.sampled)) if batch.sampled else 0
+        batch = replace(_with_drafts_in_place(batch), samples_apart=True, sample_rows=sample_rows)
     elif batch.layout == layout:
         return batch
     buffer = builder.empty(layout)

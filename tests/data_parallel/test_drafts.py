@@ -1,4 +1,4 @@
-"""Lanes with drafts answer as one device does without, whatever proposes them; enough drafts are right to notice if they were not used."""
+"""Ranks with drafts answer as one device does without, whatever proposes them; enough drafts are right to notice if they were not used."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,12 @@ import pytest
 from jaxllm.parallel.mesh import DATA
 from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.speculative import control
+from tests.data_parallel.conftest import NAME
+from tests.data_parallel.test_programs import NGRAM
+from tests.data_parallel.test_requests import PROMPTS, pinned, requests
 from tests.helpers import draft_workout, engines, every_kind, goldens
 from tests.helpers.every_kind import check
-from tests.helpers.lane_scenario import ITSELF
-from tests.lanes.conftest import NAME
-from tests.lanes.test_programs import NGRAM
-from tests.lanes.test_requests import PROMPTS, pinned, requests
+from tests.helpers.rank_scenario import ITSELF
 from tests.speculative.by_hand import MAX_LENGTH, target_hidden_states
 from tests.speculative.checkpoints import (
     CONFIG_3,
@@ -22,7 +22,7 @@ from tests.speculative.checkpoints import (
     write_with_next_token_layer,
 )
 
-LANES = {"data_parallel_size": 2, "enable_expert_parallel": True}
+RANKS = {"data_parallel_size": 2, "enable_expert_parallel": True}
 
 
 @pytest.fixture(autouse=True)
@@ -38,26 +38,26 @@ def expected(one_device):
 
 
 @pytest.fixture(scope="module")
-def two_lanes(new_core):
+def two_ranks(new_core):
     """A model that drafts for itself. As draft, each data-parallel rank has all its experts; as target, they share them."""
-    core = new_core(**LANES, speculative_config=ITSELF)
+    core = new_core(**RANKS, speculative_config=ITSELF)
     yield core
     core.shutdown()
 
 
 @pytest.fixture
-def core(two_lanes):
-    return engines.renew(two_lanes)
+def core(two_ranks):
+    return engines.renew(two_ranks)
 
 
 @pytest.mark.slow
-def test_n_grams_while_one_lane_has_nothing_and_from_cached_prefixes(new_core):
-    core = new_core(**LANES, speculative_config=NGRAM)
+def test_n_grams_while_one_rank_has_nothing_and_from_cached_prefixes(new_core):
+    core = new_core(**RANKS, speculative_config=NGRAM)
     results = goldens.golden(NAME).results
-    for lanes in ((0, 1), (1,), (0, 1)):
+    for ranks in ((0, 1), (1,), (0, 1)):
         wanted = [engines.request(str(i), result.prompt, max_tokens=64) for i, result in enumerate(results)]
         before = core.stats()
-        found = engines.run(core, [pinned(request, lanes[i % len(lanes)]) for i, request in enumerate(wanted)])
+        found = engines.run(core, [pinned(request, ranks[i % len(ranks)]) for i, request in enumerate(wanted)])
         assert [answer.tokens for answer in found.values()] == [result.tokens for result in results]
         after = core.stats()
         num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
@@ -74,12 +74,12 @@ def test_requests_of_every_kind(core, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lane", [0, 1])
-def test_one_lane_has_drafts_while_the_other_has_nothing(core, expected, lane):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_has_drafts_while_the_other_has_nothing(core, expected, rank):
     before = core.stats()
-    check(engines.run(core, [pinned(request, lane) for request in requests()]), expected)
+    check(engines.run(core, [pinned(request, rank) for request in requests()]), expected)
     assert core.stats().num_accepted_tokens > before.num_accepted_tokens + 50
-    assert core.scheduler.lanes[1 - lane].stats().num_step_tokens == 0
+    assert core.scheduler.ranks[1 - rank].stats().num_step_tokens == 0
 
 
 def hot(prompts, most_drafts):
@@ -89,12 +89,12 @@ def hot(prompts, most_drafts):
 
 
 @pytest.mark.slow
-def test_a_layer_for_multi_token_prediction_shares_its_experts_between_lanes(tmp_path):
+def test_a_layer_for_multi_token_prediction_shares_its_experts_between_ranks(tmp_path):
     """Ranks of two devices. Drafts are those that NumPy proposes while the target's experts move, of which it has no copies."""
     directory = write_with_next_token_layer(tmp_path)
     options = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "tensor_parallel_size": 2}
     options |= {"enable_eplb": True, "eplb_config": {"window_size": 3, "step_interval": 4, "num_redundant_experts": 4}}
-    core = engines.make_core(MTP_TARGET.name, model=str(directory), **LANES, **options)
+    core = engines.make_core(MTP_TARGET.name, model=str(directory), **RANKS, **options)
     engines.reschedule(core, max_in_flight=1)
     results = goldens.golden(MTP_TARGET.name).results
     oracle, states = NextTokenOracle(directory), target_hidden_states(*goldens.load(directory), ())
@@ -102,9 +102,11 @@ def test_a_layer_for_multi_token_prediction_shares_its_experts_between_lanes(tmp
 
     def compare(step, answers):
         nonlocal num_compared
-        for lane in core.runner.lanes:
-            found = np.asarray(lane.row_arrays.of_features["drafts"].draft_NK)
-            for name, row in lane.rows.by_request.items():
+        runner = core.runner
+        drafts = runner.row_arrays.of_features["drafts"]
+        for rows, drafts_NK in zip(runner.rows, runner.ranks.split(drafts.draft_NK), strict=True):
+            found = np.asarray(drafts_NK)
+            for name, row in rows.by_request.items():
                 tokens, drafts = results[int(name)].prompt + answers[name].tokens, found[row.index].tolist()
                 has_drafts = answers[name].tokens and answers[name].finish_reason is None and drafts[0] != NO_DRAFT
                 if has_drafts and len(tokens) < MAX_LENGTH - 4:
@@ -140,11 +142,11 @@ def test_drafts_accepted_by_ratio_are_those_of_one_device(tmp_path):
     head = write(tmp_path / "head", CONFIG_3, head_tensors(is_third=True))
     options = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2, "rejection_sample_method": "standard"}
     found = []
-    for lanes in (LANES, {}):
-        core = engines.make_core(NAME, **lanes, speculative_config=options)
+    for ranks in (RANKS, {}):
+        core = engines.make_core(NAME, **ranks, speculative_config=options)
         engines.reschedule(core, max_in_flight=1)
         found.append([engines.run(core, hot(PROMPTS[:4], None)), core.stats().accepted_per_position])
         core.shutdown()
-    (of_lanes, accepted), (of_one, accepted_by_one) = found
-    check(of_lanes, of_one)
+    (of_ranks, accepted), (of_one, accepted_by_one) = found
+    check(of_ranks, of_one)
     assert accepted == accepted_by_one and sum(accepted) > 10

@@ -1,4 +1,4 @@
-"""Requests for data-parallel ranks, and their host 0 as a process: python -m tests.helpers.lane_scenario DIRECTORY OPTIONS"""
+"""Requests for data-parallel ranks, and their host 0 as a process: python -m tests.helpers.rank_scenario DIRECTORY OPTIONS"""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def expected(core: EngineCore) -> dict[str, list[float]]:
 def answers(core: EngineCore) -> list[dict[str, list[float]]]:
     """Answers to the same requests: wherever they go; all in the last data-parallel rank, which another host has; after sleep in
     the midst of steps; and while the plan of a step with others fails, so that steps in flight are forgotten."""
-    last = core.config.parallel.num_lanes - 1
+    last = core.config.parallel.num_ranks - 1
     in_last = [replace(each, options=RequestOptions(data_parallel_rank=last)) for each in requests()]
     found = [engines.run(core, requests())]
     before = np.sum(core.expert_load()["tokens"])

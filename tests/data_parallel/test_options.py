@@ -6,11 +6,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxllm.config import EngineConfig
+from jaxllm.data_parallel.options import check_ranks
 from jaxllm.engine.compile import compile_artifact
 from jaxllm.engine.features import Features
 from jaxllm.engine.prepare import Prepared, lay_out, resolve_sizes
 from jaxllm.errors import ConfigError
-from jaxllm.lanes.options import check_lanes
 from jaxllm.layers.build import build_model
 from jaxllm.model_parts import MoE
 from jaxllm.parallel.axes import num_parts, partition_spec
@@ -22,12 +22,12 @@ from jaxllm.runner.memory import memory_plan
 from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
 
-LANES = {"data_parallel_size": 2, "enable_expert_parallel": True}
+RANKS = {"data_parallel_size": 2, "enable_expert_parallel": True}
 EPLB = {"enable_eplb": True}
 
 
 def config_of(name, **options):
-    return EngineConfig.from_options(**{**engines.SMALL, "model": str(goldens.golden(name).directory), **LANES, **options})
+    return EngineConfig.from_options(**{**engines.SMALL, "model": str(goldens.golden(name).directory), **RANKS, **options})
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ def config_of(name, **options):
         ("qwen3_moe", {"data_parallel_size": 4, "tensor_parallel_size": 4}, "8 experts cannot be shared equally by 16 devices"),
         ("qwen3", {}, "Qwen3ForCausalLM has no experts"),
         ("qwen3_moe", {"enable_lora": True}, "enable_lora is set, but adapters are not"),
-        ("qwen3_moe", {"pipeline_parallel_size": 2}, "lanes have no stages"),
+        ("qwen3_moe", {"pipeline_parallel_size": 2}, "ranks have no stages"),
         ("qwen3_moe", {"prefill_context_parallel_size": 2}, "devices do not split tokens"),
-        ("qwen3_moe", {"compiled_artifact": "somewhere"}, "an artifact has the programs of one lane"),
+        ("qwen3_moe", {"compiled_artifact": "somewhere"}, "an artifact has the programs of one rank"),
     ],
 )
 def test_refused(name, options, told):
@@ -60,8 +60,8 @@ def test_classes_from_elsewhere_and_artifacts_are_refused(tmp_path):
     config = config_of("qwen3_moe")
     _, model = resolve_sizes(config, goldens.golden("qwen3_moe").directory)
     with pytest.raises(ConfigError, match="is computed by some:Model"):
-        check_lanes(config, replace(model, model_class="some:Model"))
-    with pytest.raises(ConfigError, match="an artifact has the programs of one lane"):
+        check_ranks(config, replace(model, model_class="some:Model"))
+    with pytest.raises(ConfigError, match="an artifact has the programs of one data-parallel rank"):
         compile_artifact(config, goldens.golden("qwen3_moe").directory, tmp_path / "artifact", Progress())
 
 
@@ -70,11 +70,11 @@ def test_too_few_devices_are_refused_with_the_numbers():
         meshes_of(Topology(2, has_expert_parallel=True, data=8))
 
 
-def test_lanes_are_one_engine_and_without_experts_spread_they_are_replicas():
+def test_ranks_are_one_engine_and_without_experts_spread_they_are_replicas():
     parallel = config_of("qwen3_moe").parallel
-    assert (parallel.num_lanes, parallel.num_replicas, len(environments(parallel))) == (2, 1, 1)
+    assert (parallel.num_ranks, parallel.num_replicas, len(environments(parallel))) == (2, 1, 1)
     parallel = replace(parallel, enable_expert_parallel=False)
-    assert (parallel.num_lanes, parallel.num_replicas, len(environments(parallel))) == (1, 2, 2)
+    assert (parallel.num_ranks, parallel.num_replicas, len(environments(parallel))) == (1, 2, 2)
 
 
 def test_experts_are_split_over_both_axes_of_a_mesh_that_has_them():
@@ -87,33 +87,33 @@ def test_experts_are_split_over_both_axes_of_a_mesh_that_has_them():
 
 def test_each_device_is_planned_to_hold_its_experts_and_a_copy_of_the_rest():
     sizes = {}
-    for num_lanes in (1, 2, 4):
+    for num_ranks in (1, 2, 4):
         directory = goldens.golden("qwen3_moe").directory
-        config, model = resolve_sizes(config_of("qwen3_moe", data_parallel_size=num_lanes), directory)
+        config, model = resolve_sizes(config_of("qwen3_moe", data_parallel_size=num_ranks), directory)
         (stage,) = lay_out(config, model, lambda **known: memory_plan(config, model, **known))  # noqa: B023
-        sizes[num_lanes] = stage.plan.weight_bytes
-        assert stage.plan.num_lanes == num_lanes
+        sizes[num_ranks] = stage.plan.weight_bytes
+        assert stage.plan.num_ranks == num_ranks
     experts = 2 * 3 * 8 * model.mixtures[0].width * model.hidden_size * 4  # two layers, gate, up and down, 8 experts
     assert sizes[1] - sizes[2] == experts // 2 and sizes[2] - sizes[4] == experts // 4
 
 
 def test_a_drafters_experts_are_planned_to_be_shared_too():
     sizes, directory = {}, goldens.golden("deepseek_v3").directory
-    for num_lanes in (1, 2):
-        options = {"data_parallel_size": num_lanes, "speculative_config": {"method": "mtp"}}
+    for num_ranks in (1, 2):
+        options = {"data_parallel_size": num_ranks, "speculative_config": {"method": "mtp"}}
         config, model = resolve_sizes(config_of("deepseek_v3", **options), directory)
         features = Features.of(config, model, build_model(model), make_mesh(1))
         (stage,) = lay_out(config, model, lambda **known: memory_plan(config, model, **known), features)  # noqa: B023
-        sizes[num_lanes] = stage.plan.weight_bytes
+        sizes[num_ranks] = stage.plan.weight_bytes
     mixture, num_layers = model.mixtures[0], sum(isinstance(layer.mlp, MoE) for layer in model.layers) + 1
     experts = num_layers * 3 * mixture.routing.num_experts * mixture.width * model.hidden_size * 4
     assert sizes[1] - sizes[2] == experts // 2
 
 
-def test_programs_are_those_of_so_many_lanes():
+def test_programs_are_those_of_so_many_ranks():
     def fingerprint(**options):
         directory = goldens.golden("qwen3_moe").directory
         return Prepared.of(config_of("qwen3_moe", **options), directory, (), StartTimes()).fingerprint()
 
     two, four = fingerprint(), fingerprint(data_parallel_size=4)
-    assert {name for name in two if two[name] != four[name]} == {"lanes"}
+    assert {name for name in two if two[name] != four[name]} == {"ranks"}
