@@ -6,7 +6,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from jaxllm.cache_news import CacheNews
+from jaxllm.cache_events import CacheEvents
 from jaxllm.config import ParallelOptions
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import EngineCoreOutput
@@ -188,14 +188,14 @@ class RanksScheduler:
     def holds_blocks(self) -> bool:
         return any(rank.holds_blocks for rank in self.ranks)
 
-    def publish_cache_news(self) -> None:
-        """Nothing: news tell replicas apart, and an engine with ranks is never one of several."""
+    def publish_cache_events(self) -> None:
+        """Nothing: events tell replicas apart, and an engine with ranks is never one of several."""
 
-    def take_cache_news(self) -> CacheNews | None:
+    def take_cache_events(self) -> CacheEvents | None:
         return None
 
-    def cache_snapshot(self) -> CacheNews:
-        return CacheNews(cleared=True, stored=b"".join(rank.cache_snapshot().stored for rank in self.ranks))
+    def cache_snapshot(self) -> CacheEvents:
+        return CacheEvents(cleared=True, stored=b"".join(rank.cache_snapshot().stored for rank in self.ranks))
 
     def start_over(self) -> None:
         for rank in self.ranks:
