@@ -103,8 +103,8 @@ def test_a_layer_for_multi_token_prediction_shares_its_experts_between_ranks(tmp
     def compare(step, answers):
         nonlocal num_compared
         runner = core.runner
-        drafts = runner.row_arrays.of_features["drafts"]
-        for rows, drafts_NK in zip(runner.rows, runner.ranks.split(drafts.draft_NK), strict=True):
+        drafts = runner.ranks.split(runner.row_arrays.of_features["drafts"].draft_NK)
+        for rows, drafts_NK in zip(runner.rows, drafts, strict=True):
             found = np.asarray(drafts_NK)
             for name, row in rows.by_request.items():
                 tokens, drafts = results[int(name)].prompt + answers[name].tokens, found[row.index].tolist()
