@@ -1,4 +1,4 @@
-"""What depends on the number of tokens or rows of a step: the sizes that are compiled, and what is computed how at which size.
+"""Choices that depend on the number of tokens or rows of a step: the sizes that are compiled, and how each size is computed.
 
 All of it is asked of one `KernelPolicy`, because such a choice changes the order of sums, and so the last bits of results, with what
 else is in the batch. A policy whose thresholds are 0 or `MORE_THAN_ANY` and whose sizes are empty chooses alike for all steps. Kernels

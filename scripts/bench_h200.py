@@ -381,7 +381,7 @@ class Bench:
 
 
 def _details(run: Run) -> dict[str, float]:
-    """What a row says of its fastest run."""
+    """A row's figures of its fastest run."""
     found = {"steps": run.num_steps} | {f"{name}_ms_per_step": ms for name, ms in run.host_ms.items()}
     return found if run.mean_context is None else found | {"context": run.mean_context}
 

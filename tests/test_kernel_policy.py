@@ -26,7 +26,7 @@ ALIKE = KernelPolicy(
 
 
 def choices(policy: KernelPolicy) -> dict[str, list[object]]:
-    """What each method answers for the sizes, by name."""
+    """Answers of each method for the sizes, by name."""
     methods = inspect.getmembers(policy, inspect.ismethod)
     return {name: [method(size) for size in SIZES] for name, method in methods if not name.startswith("_")}
 

@@ -229,7 +229,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _header(arguments: argparse.Namespace, model: str, num_prompts: int) -> dict[str, Any]:
-    """What was asked for, under the names that vLLM's benchmark uses."""
+    """The requested options, under the names of vLLM's benchmark."""
     header = {
         "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": arguments.backend,

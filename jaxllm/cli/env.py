@@ -91,7 +91,7 @@ def _driver() -> str:
 
 
 def _output(*command: str) -> str:
-    """What a program prints. Raises OSError or subprocess.SubprocessError."""
+    """Output of a program. Raises OSError or subprocess.SubprocessError."""
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
 
 

@@ -19,7 +19,7 @@ class ArgumentType:
     """How help names the value."""
     allows: Callable[[Any], bool] = lambda value: True
     fault: str = ""
-    """What is wrong with a value that is not allowed."""
+    """Message about a value that is not allowed."""
 
     def __call__(self, text: str) -> Any:
         try:

@@ -18,7 +18,7 @@ MAX_FAULTS_SHOWN = 10
 
 _KINDS = {"prompt": "text", "prompt_token_ids": "a list of token ids", "messages": "a list of {role, content} objects"}
 _FIELDS = {"prompt": "text", "prompt_token_ids": "token_ids", "messages": "messages"}
-"""What a line's key is called in a Prompt."""
+"""Fields of a Prompt by the keys of a line."""
 
 
 @dataclass(frozen=True)

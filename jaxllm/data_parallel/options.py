@@ -1,4 +1,4 @@
-"""What data-parallel ranks exclude."""
+"""Options and models that data-parallel ranks exclude."""
 
 from jaxllm.config import EngineConfig
 from jaxllm.eplb_options import EplbConfig

@@ -29,7 +29,7 @@ class Requests(Mapping[str, Request]):
     def __init__(self, ranks: Sequence[Scheduler]):
         self._ranks = ranks
         self._rank_of: dict[str, int] = {}
-        """Of requests that may have ended."""
+        """Ids of requests that may have ended."""
 
     def note(self, request_id: str, rank: int) -> None:
         """A request was added to a rank."""
@@ -232,5 +232,5 @@ def _first_to_move(rank: Scheduler, other: Scheduler) -> Request | None:
 
 
 def ranks_scheduler(new_rank: Callable[[], Scheduler], parallel: ParallelOptions) -> RanksScheduler:
-    """The scheduler of an engine with ranks, each with one of its own."""
+    """The scheduler of an engine with ranks: one for each rank."""
     return RanksScheduler(new_rank, parallel.num_ranks, parallel.data_parallel_routing)

@@ -84,7 +84,7 @@ def _mixed(num_tokens: int, builder: BatchBuilder) -> StepLayout:
 
 
 def _relaid(batch: Batch, builder: BatchBuilder, layout: StepLayout, is_decode: bool) -> Batch:
-    """The same step in a layout that has room for it."""
+    """Move a step to a layout that has room for it."""
     if batch.is_decode and not is_decode:
         sample_rows = builder.buckets.fit_sample(len(batch.sampled)) if batch.sampled else 0
         batch = replace(_with_drafts_in_place(batch), samples_apart=True, sample_rows=sample_rows)

@@ -92,12 +92,12 @@ class StepPrograms:
 
     @property
     def replicated(self) -> NamedSharding:
-        """The same on all devices of a rank."""
+        """Replicated on all devices of a rank."""
         return NamedSharding(self.mesh, PartitionSpec() if self.ranks.axis is None else PartitionSpec(self.ranks.axis))
 
     @property
     def everywhere(self) -> NamedSharding:
-        """The same on all devices of all ranks."""
+        """Replicated on all devices of all ranks."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property

@@ -86,7 +86,7 @@ def _corner(index: tuple[slice, ...]) -> tuple[int, ...]:
 
 
 class WithWeights(Protocol):
-    """What has weights beside the model: a drafter, adapters, tables of experts that move."""
+    """A part of an engine that has weights: a drafter, adapters, tables of experts that move."""
 
     @property
     def model(self) -> nnx.Module | None:
@@ -105,7 +105,7 @@ class WeightsSource:
     model: CausalLM
     mesh: Mesh
     beside: Mapping[str, WithWeights | None]
-    """What else has weights, by name; None where the engine has none of it."""
+    """Parts that have weights in addition to the model, by name; None: a part that the engine lacks."""
 
     @property
     def named_models(self) -> dict[str, nnx.Module]:

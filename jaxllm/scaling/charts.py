@@ -10,7 +10,7 @@ from jaxllm.scaling.results import CPU_THUNKS, Results
 from jaxllm.scaling.tables import Line, figures, series
 
 COLOURS = {"products": "#0072b2", "attention": "#56b4e9", "communication": "#d55e00", "other": "#009e73", "gaps": "#999999"}
-"""Of the parts of a step, such that colour-blind readers can distinguish them (Okabe and Ito)."""
+"""Colours of the parts of a step, which colour-blind readers can distinguish (Okabe and Ito)."""
 TIMES, SHARE, RATE, MS = "times as fast", "of the ideal", "tokens/s", "ms"
 """Units of charts."""
 LINES = {

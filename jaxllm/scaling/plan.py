@@ -1,4 +1,4 @@
-"""What the experiment measures at which tensor-parallel size."""
+"""The plan of the experiment: the work that it measures at each tensor-parallel size."""
 
 import random
 from typing import Any

@@ -147,7 +147,7 @@ class Results(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def problems(self) -> list[str]:
-        """What is missing, and why."""
+        """Work that is missing, with the reasons."""
         found = ["the experiment was interrupted"] if self.interrupted else []
         for size in self.sizes:
             where = f"tensor-parallel size {size.tensor_parallel_size}"

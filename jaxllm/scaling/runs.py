@@ -52,9 +52,9 @@ class Run:
     note: str | None = None
     """Other work in it than it should time."""
     contexts: list[int] = field(default_factory=list)
-    """Of decodes: tokens of each request in the cache before the first of these steps."""
+    """Tokens of each request in the cache before the first of these steps; decodes only."""
     step_seconds: list[float] = field(default_factory=list)
-    """Of decodes: from the tokens of one step to those of the next."""
+    """Seconds from the tokens of one step to those of the next; decodes only."""
 
     @property
     def mean_context(self) -> float | None:
@@ -63,7 +63,7 @@ class Run:
 
 
 class Meter:
-    """What the host of an engine core does from now on."""
+    """Host time of an engine core from now on."""
 
     def __init__(self, core: Any):
         self._core = core

@@ -1,4 +1,4 @@
-"""What the scripts' command lines have in common."""
+"""Options that the scripts' command lines have in common."""
 
 import argparse
 import json

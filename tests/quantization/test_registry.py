@@ -1,4 +1,4 @@
-"""What options say of a format, and what its class does."""
+"""Options and classes of formats agree."""
 
 import pytest
 

@@ -52,7 +52,7 @@ def test_only_results_of_the_same_experiment_are_joined() -> None:
 
 
 def options(plan: Plan, *, on_gpu: bool = True, max_position: int = 100_000) -> dict[str, Any]:
-    """Of four GPUs with 100 GiB each."""
+    """A host with four GPUs of 100 GiB each."""
 
     def resolve(given: dict[str, Any]) -> tuple[EngineConfig, ModelConfig]:
         config = resolve_platform_defaults(EngineConfig.from_options(**given), on_gpu=on_gpu, device_bytes=100 << 30)

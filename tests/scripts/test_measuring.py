@@ -1,4 +1,4 @@
-"""What the benchmarks' scripts share: their rows, and what they say of a trace."""
+"""Shared parts of the benchmarks' scripts: rows, and figures of a trace."""
 
 import pytest
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request's steps may need in addition to common programs."""
+    """Needs of a request's steps in addition to common programs."""
 
     params: SamplingParams
     pooling: PoolingParams | None
@@ -27,7 +27,7 @@ class Wanted:
 
     @classmethod
     def of(cls, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool, full_logprobs: bool) -> "Wanted":
-        """Of a request."""
+        """The needs of a request with these parameters."""
         return cls(params, pooling, *sampled_by(params, full_logprobs=full_logprobs, is_masked=is_masked), is_masked)
 
     @property
