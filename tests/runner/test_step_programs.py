@@ -50,7 +50,11 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 def test_what_the_compiler_is_told_of_products_all_reduces_and_adapters(platform, num_devices, rows, adapted, options) -> None:
     devices = np.array([SimpleNamespace(platform=platform)] * num_devices)
     mesh = SimpleNamespace(devices=devices, local_devices=devices, size=num_devices, shape={TENSOR: num_devices})
-    programs = SimpleNamespace(mesh=mesh, buckets=SimpleNamespace(policy=GPU), kind_of=lambda key: ProgramKind())
+    adapters = Adapters(SimpleNamespace(changes_logits=True), None, slice(0), Kernels())
+    functions = SimpleNamespace(features=(adapters, PromptLogprobsFeature()))
+    programs = SimpleNamespace(
+        mesh=mesh, buckets=SimpleNamespace(policy=GPU), functions=functions, kind_of=lambda key: ProgramKind()
+    )
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows, adapted=adapted)) == options
 
 
