@@ -132,6 +132,7 @@ class CausalLM(nnx.Module):
                 part_TD = step.adapt.embedded(ids_T, part_TD, start, shards)
             if self.config.embedding_scale != 1.0:
                 part_TD = part_TD * jnp.asarray(self.config.embedding_scale, part_TD.dtype)
+            part_TD = step.with_given(part_TD, start)
             if self.positions is not None:
                 learned_TD = self.positions(positions_T)
                 part_TD += learned_TD if shards.size == 1 else jnp.where(shards.index == 0, learned_TD, 0)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jaxllm.layers.attend import Attend, AttendToLatents
@@ -76,6 +77,10 @@ class Step:
     """None: no token has an adapter."""
     entering_TD: Array | None = None
     """In a later stage of a pipeline: the sum of embedding and layers that the stage before leaves, whole on every device."""
+    given_TD: Array | None = None
+    """Embeddings that stand in place of those of some tokens, at their full scale and whole on every device; None: no token has one."""
+    is_given_T: Array | None = None
+    """Bool, with `given_TD`: whether a token has its embedding there."""
     exchange: RankExchange | None = None
     """Between data-parallel ranks, which share the experts of a mixture; None: experts are distributed over `shards` alone."""
     chosen: list[tuple[str, Array]] | None = None
@@ -113,6 +118,16 @@ class Step:
     def scores(self, name: str, x_TD: Array, y_TN: Array, start: int = 0) -> Array:
         """Float32 scores y of the tokens x from `start` on, by the module of this name, as their adapters change them."""
         return y_TN if self.adapt is None else self.adapt.scores(name, x_TD, y_TN, start)
+
+    def with_given(self, part_TD: Array, start: int) -> Array:
+        """The embeddings of the tokens from `start` on, with those given in place of theirs; both are this device's part of the sum."""
+        if self.given_TD is None or self.is_given_T is None:
+            return part_TD
+        own = slice(start, start + len(part_TD))
+        given_TD = self.given_TD[own].astype(part_TD.dtype)
+        if self.shards.size > 1:
+            given_TD = jnp.where(self.shards.index == 0, given_TD, 0)
+        return jnp.where(self.is_given_T[own, None], given_TD, part_TD)
 
     def note_choice(self, name: str, expert_Tk: Array) -> None:
         """Called by the mixture of this name with the experts that some of the step's tokens chose."""

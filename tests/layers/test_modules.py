@@ -1,4 +1,5 @@
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -73,3 +74,31 @@ def test_gradients_in_float32_flow_through_a_batch_of_sequences_computed_in_bflo
     for (path, weight), (_, slope) in zip(nnx.to_flat_state(state), nnx.to_flat_state(gradient), strict=True):
         assert slope.dtype == weight.dtype == jnp.float32
         assert np.isfinite(slope[...]).all() and np.any(slope[...] != 0), path
+
+
+def test_given_embeddings_stand_in_place_of_those_of_tokens():
+    config, state = goldens.load(goldens.FOLDER / "gemma3")
+    graph = nnx.graphdef(build_model(config))
+
+    @jax.jit
+    def logits(state, token_ids_T, given_ids_T=None, is_given_T=None):
+        model, step = nnx.merge(graph, state), dense_step(token_ids_T, jnp.arange(len(token_ids_T)))
+        if given_ids_T is not None:
+            step.given_TD, step.is_given_T = model.embedding(given_ids_T) * config.embedding_scale, is_given_T
+        return model.logits(model(step))
+
+    ids, others = np.array([5, 9, 2, 7]), np.array([5, 1, 1, 7])
+    right, other = logits(state, ids), logits(state, others)
+    found = logits(state, others, ids, np.array([False, True, True, False]))
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
+    assert np.abs(np.asarray(right) - other)[1:].max() > 1e-2
+
+
+def test_given_embeddings_of_a_run_are_those_of_its_tokens_and_added_by_one_device():
+    given_TD, is_given_T = jnp.arange(8.0).reshape(4, 2), jnp.array([True, False, False, True])
+    part_TD = jnp.full((2, 2), 9.0)
+    step = dataclasses.replace(dense_step(jnp.zeros(4, int), jnp.arange(4)), given_TD=given_TD, is_given_T=is_given_T)
+    np.testing.assert_array_equal(step.with_given(part_TD, 2), [[9, 9], [6, 7]])
+    for index, row in ((0, [6, 7]), (1, [0, 0])):
+        step.shards = SimpleNamespace(size=2, index=index)
+        np.testing.assert_array_equal(step.with_given(part_TD, 2), [[9, 9], row])
