@@ -12,6 +12,7 @@ from jaxllm.runner.heads import PendingPart
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
+    from jaxllm.runner.batch import Batch
     from jaxllm.runner.step_feature import StepFeature
 
 
@@ -24,6 +25,10 @@ class OpRunner:
     def run(self, op: Any) -> PendingPart | None:
         """Start an operation. Returns what the host reads of it, if anything."""
         raise NotImplementedError
+
+    def before_step(self, batches: Sequence["Batch"]) -> None:
+        """Called before each step, behind the operations of its plan, with the batches of all ranks: their chunks say where in the step
+        the tokens of a request are. May be called in the thread that launches steps, after every launch before."""
 
     def stage(self, handle: int, data: np.ndarray) -> None:
         """Send data to the devices if it is for these operations. Any thread may call it."""

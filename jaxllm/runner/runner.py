@@ -428,7 +428,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
     def prepare(self, batches: Sequence[Batch]) -> dict[str, str]:
         """Send the state that the step's program relies on. Returns the requests that failed alone, with the reason."""
-        self._write_blocks(batches)
+        self._prepare_layers(batches)
         self.tokens.admit(batches)
         return {request_id: reason for batch in batches for request_id, reason in batch.errors.items()}
 
@@ -472,7 +472,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def pass_on(self, batch: Batch, entering: tuple[jax.Array, ...]) -> jax.Array:
         """Start a step on a stage that others follow. Returns what enters the next stage, on the devices of this one."""
         kind, size = ("decode", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
-        self._write_blocks([batch])
+        self._prepare_layers([batch])
         program = self.program(ProgramKey(kind, size, adapted=self._is_adapted(batch)))
         (leaving_TD,) = self._run_step(program, batch.layout, [batch.buffer], entering)
         return leaving_TD  # type: ignore[no-any-return]
@@ -530,6 +530,12 @@ class ModelRunner(WeightsHolder, PlanRunner):
         self.tokens.follow(batch, hidden)
         step.done = [part.drawn for part in tokens] or self.ranks.split(hidden.columns_NC)
         step.parts = [*tokens, *step.parts]
+
+    def _prepare_layers(self, batches: Sequence[Batch]) -> None:
+        """Send the state that the layers of a step rely on."""
+        self._write_blocks(batches)
+        for runner in self.op_runners:
+            runner.before_step(batches)
 
     def _write_blocks(self, batches: Sequence[Batch]) -> None:
         """Write the new blocks that the buffers have no room for."""

@@ -4,7 +4,9 @@ import threading
 
 import pytest
 
+from jaxllm.device_ops import DropStaged
 from jaxllm.request import FinishReason
+from jaxllm.runner.ops import OpRunner
 from jaxllm.worker_thread import WorkerThread
 from tests.helpers import engines, goldens
 
@@ -47,4 +49,26 @@ def test_requests_with_penalties_are_admitted_while_the_device_computes_their_pr
     prompt = goldens.golden("llama_gqa").results[0].prompt
     engines.run(core, [engines.request(name, prompt, max_tokens=2, presence_penalty=0.5) for name in "ab"])
     assert [kind for kind in kinds if kind != "new_state"][:3] == ["forward", "admit", "sample"]
+    core.shutdown()
+
+
+def test_the_runner_of_an_operation_gets_the_batches_of_the_step_behind_it():
+    core, seen = engines.make_core("llama_gqa", max_num_seqs=2), []
+
+    class Noting(OpRunner):
+        ops = (DropStaged,)
+
+        def run(self, op):
+            seen.append(op)
+
+        def before_step(self, batches):
+            seen.append(
+                [(chunk.row.data.request_id, chunk.first_token, chunk.start, chunk.count) for chunk in batches[0].chunks]
+            )
+
+    core.runner.op_runners = (Noting(),)
+    core.ops.add(DropStaged(7))
+    prompts = {"a": [1, 2, 3], "b": [4, 5]}
+    engines.run(core, [engines.request(name, prompt, max_tokens=3) for name, prompt in prompts.items()])
+    assert seen == [DropStaged(7), [("a", 0, 0, 3), ("b", 3, 0, 2)], [], []]
     core.shutdown()
