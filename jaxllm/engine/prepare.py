@@ -41,7 +41,7 @@ from jaxllm.parallel.axes import num_parts
 from jaxllm.parallel.mesh import DATA, TENSOR, meshes_of
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.drafter import Drafter, kept_logits
-from jaxllm.runner.expert_placement import moving_bytes
+from jaxllm.runner.features import memory_bytes
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_pool import use_persistent_cache
@@ -230,8 +230,7 @@ def lay_out(
 
     def plan_of(part: CausalLM, layers: range) -> MemoryPlan:
         num_bytes = weight_bytes(part, size, topology.data) + _adapter_bytes(features, part, size)
-        if config.parallel.enable_eplb:
-            num_bytes += moving_bytes(part, topology.expert)
+        num_bytes += memory_bytes(config, model, part)
         if len(layers) < model.num_layers:
             return make_plan(weight_bytes=num_bytes, layers=layers)
         num_bytes += _drafter_bytes(features.drafter, config, model)

@@ -27,8 +27,7 @@ from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.batch import Batch, BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafter import Drafter
-from jaxllm.runner.expert_placement import Tables
-from jaxllm.runner.features import make_features
+from jaxllm.runner.features import make_features, weights_of_features
 from jaxllm.runner.heads import Head, Hidden, PendingPart
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import StepLayout
@@ -92,8 +91,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         on_gpu = jax.default_backend() != "cpu"
         max_rows, threads = config.scheduler.max_num_seqs, config.compile.compile_threads
         assert max_rows is not None and threads is not None, "platform defaults are resolved before the runner is made"
-        tables = Tables.of(config.parallel, model_config, model.layers)
-        beside = {"drafter": drafter, "adaptation": adaptation, "tables": tables}
+        of_features = weights_of_features(config, model_config, model)
+        beside = {"drafter": drafter, "adaptation": adaptation, **of_features}
         source = WeightsSource(config, model_config, model, mesh, beside)
         # Programs need shapes only, so they compile while the weights load.
         super().__init__(Weights(source.models, mesh), source, times or StartTimes())

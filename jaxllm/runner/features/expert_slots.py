@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxllm.config import EngineConfig
 from jaxllm.device_ops import MoveExperts
+from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import num_parts
-from jaxllm.runner.expert_placement import ROUNDS, Tables
+from jaxllm.parallel.topology import Topology
+from jaxllm.runner.expert_placement import ROUNDS, Tables, moving_bytes
 from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind
@@ -170,7 +173,17 @@ def slots_of(table_EC: jax.Array, expert_Tk: jax.Array, start: int | jax.Array) 
     return jnp.where(expert_Tk < 0, -1, slot_Tk)
 
 
+def weights(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> Tables | None:
+    """The tables of a model's mixtures, if their experts move."""
+    return Tables.of(config.parallel, model_config, model.layers)
+
+
+def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> int:
+    """Of a layer whose experts move."""
+    return moving_bytes(model, Topology.of(config.parallel).expert) if config.parallel.enable_eplb else 0
+
+
 def make(parts: FeatureParts) -> StepFeature | None:
     """For engines whose experts move."""
-    tables = parts.weights.get("tables")
+    tables = parts.weights.get("expert_slots")
     return None if tables is None else ExpertSlots.of(parts.model_config, parts.model, tables.part, tables.merge)
