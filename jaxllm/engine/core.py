@@ -42,6 +42,7 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.sampling.processors import Processor, check_processors, load_processors, read_arguments
+from jaxllm.scheduler.admission import AdmissionRoom
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.start_times import StartTimes
@@ -110,6 +111,7 @@ class EngineCore:
         self.adapters = None if features.adapters is None else features.adapters.new_manager(self.executor, self.ops)
         self._expert_load = None if features.expert_load is None else features.expert_load.new_reader(self.ops)
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
+        self._items = tuple(features.items.values())
         new_scheduler = partial(
             Scheduler,
             self.config.scheduler,
@@ -118,11 +120,10 @@ class EngineCore:
             max_model_len=plan.max_model_len,
             policies=plan.cache.policies,
             drafts=None if features.speculation is None else features.speculation.new_control(prepared.policy),
-            rooms=self.preparations,
             num_stages=self.config.parallel.pipeline_parallel_size,
             block_size=plan.block_size,
         )
-        self.scheduler = make_scheduler(self.config.parallel, new_scheduler)
+        self.scheduler = make_scheduler(self.config.parallel, lambda: new_scheduler(rooms=self.new_rooms()))
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
         self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight, ops=self.ops)
         self._failures = FailurePolicy()
@@ -173,6 +174,10 @@ class EngineCore:
     def preparations(self) -> tuple[Preparation, ...]:
         """Preparations that requests may wait for before they run."""
         return (self.grammars,) if self.adapters is None else (self.grammars, self.adapters)
+
+    def new_rooms(self) -> tuple[AdmissionRoom, ...]:
+        """The rooms of a scheduler: all schedulers share preparations, each has rooms of items of its own."""
+        return (*self.preparations, *(items.new_room() for items in self._items))
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests now; unknown ids are ignored."""

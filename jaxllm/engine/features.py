@@ -1,9 +1,9 @@
 """Registers the features that live in packages of their own. A package and its line here can be deleted together."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
     from jaxllm.runner.adaptation import Adaptation
     from jaxllm.runner.drafter import Drafter
+    from jaxllm.scheduler.admission import ChunkRoom
     from jaxllm.scheduler.draft_control import DraftControl
     from jaxllm.scheduler_stats import SchedulerStats
 
@@ -34,6 +35,9 @@ ADAPTERS: str | None = "jaxllm.lora:make_adapters"
 """Makes the slots and the manager of adapters; None: this build has no adapters."""
 EXPERT_LOAD: str | None = "jaxllm.expert_load:make_expert_load"
 """Makes what adds up the tokens of experts and moves experts; None: this build does neither."""
+
+ITEMS: tuple[str, ...] = ()
+"""Make what computes a kind of items in prompts, as module:function each; it returns None for an engine without such items."""
 
 _NO_DRAFTERS = "speculative_config is set, but this build has no drafters; leave it out"
 
@@ -115,6 +119,17 @@ class LoadReader(Protocol):
         """Set the expert fields of the stats."""
 
 
+class Items(Protocol):
+    """What computes a kind of items in the prompts of an engine, as one of `ITEMS` makes it."""
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        """All that the compiled programs depend on, as JSON values."""
+
+    def new_room(self) -> "ChunkRoom":
+        """Make the room of a scheduler."""
+
+
 class Hosts(Protocol):
     """The other hosts of an engine, as one of them sees them."""
 
@@ -159,6 +174,8 @@ class Features:
     speculation: Speculation | None = None
     adapters: Adapters | None = None
     expert_load: ExpertLoad | None = None
+    items: Mapping[str, Items] = field(default_factory=dict)
+    """By the package that computes them."""
 
     @classmethod
     def of(cls, config: EngineConfig, model_config: "ModelConfig", model: "CausalLM", mesh: "Mesh") -> "Features":
@@ -177,7 +194,8 @@ class Features:
             in_steps = ("expert_counts", "expert_slots") if config.parallel.enable_eplb else ("expert_counts",)
             module, name = _maker(EXPERT_LOAD, missing, *in_steps)
             expert_load = getattr(module, name)(config, model_config)
-        return cls(speculation, adapters, expert_load)
+        items = {entry.partition(":")[0]: _load(entry)(config, model_config) for entry in ITEMS}
+        return cls(speculation, adapters, expert_load, {name: found for name, found in items.items() if found is not None})
 
     @property
     def drafter(self) -> "Drafter | None":
@@ -190,7 +208,7 @@ class Features:
     @property
     def described(self) -> dict[str, Any]:
         """All that the compiled programs depend on, by feature."""
-        found = {"drafter": self.speculation, "adapters": self.adapters}
+        found = {"drafter": self.speculation, "adapters": self.adapters, **self.items}
         return {name: feature.described for name, feature in found.items() if feature is not None}
 
 
@@ -206,6 +224,11 @@ def _maker(registered: str | None, missing: str, *in_steps: str) -> tuple[Module
         raise ConfigError(missing)
     module, _, name = registered.partition(":")
     return importlib.import_module(module), name
+
+
+def _load(registered: str) -> Callable[..., Any]:
+    module, name = _maker(registered, "")
+    return getattr(module, name)  # type: ignore[no-any-return]
 
 
 def check_request(params: SamplingParams, pooling: PoolingParams | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from typing import Protocol, runtime_checkable
 
 from jaxllm.device_ops import AnyDeviceOp
-from jaxllm.request import Request
+from jaxllm.request import PromptItem, Request
 
 
 class Fit(enum.IntEnum):
@@ -46,13 +46,16 @@ class ChunkRoom(AdmissionRoom, Protocol):
     item_kinds: Collection[str]
     """The kinds of items of prompts that it computes."""
 
+    def check(self, item: PromptItem) -> None:
+        """Raise InvalidRequestError for an item of these kinds that it can never compute."""
+
     def begin_step(self) -> None:
         """A step is about to be planned. What `limit` granted before and `ops` did not take is free."""
 
     def limit(self, request: Request, start: int, count: int) -> int:
         """How many of the `count` tokens from position `start` on the step may compute: none, some or all. Asked at most once for a
         request in a step, in the order in which requests may take what is there. With 0 the request waits for a later step, and others
-        may overtake it. A request that is alone must get on: one that never can is refused when it is added.
+        may overtake it. A request that is alone must get on: `check` refuses one that never can.
 
         A request that then finds no blocks is preempted (see `release`), or asks again in a later step.
         """

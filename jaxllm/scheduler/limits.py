@@ -32,15 +32,16 @@ def check_options(options: SchedulerOptions, max_model_len: int) -> None:
 
 
 def check_items(request: Request, rooms: Iterable[ChunkRoom]) -> None:
-    """Raise InvalidRequestError if the prompt has an item of a kind that no room computes."""
-    known = sorted({kind for room in rooms for kind in room.item_kinds})
+    """Raise InvalidRequestError if the prompt has an item that no room computes."""
+    room_of = {kind: room for room in rooms for kind in room.item_kinds}
     for item in request.spec.items:
-        if item.kind not in known:
+        if item.kind not in room_of:
             raise InvalidRequestError(
                 f"prompt has an item of kind {item.kind!r} at position {item.position}; this engine computes "
-                f"{' and '.join(known) or 'text alone'}",
+                f"{' and '.join(sorted(room_of)) or 'text alone'}",
                 "prompt",
             )
+        room_of[item.kind].check(item)
 
 
 def check_servable(request: Request, manager: KVCacheManager, max_model_len: int) -> None:

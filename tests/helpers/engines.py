@@ -75,11 +75,10 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         max_model_len=core.max_model_len,
         policies=core.memory_plan.cache.policies,
         drafts=core.scheduler.drafts,
-        rooms=core.preparations,
         num_stages=core.scheduler.num_stages,
         block_size=core.memory_plan.block_size,
     )
-    core.scheduler = make_scheduler(config.parallel, new_scheduler)
+    core.scheduler = make_scheduler(config.parallel, lambda: new_scheduler(rooms=core.new_rooms()))
     depth = max_in_flight if config.scheduler.async_scheduling else 1
     core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=depth, ops=core.ops)
     return core

@@ -3,11 +3,14 @@
 The embedding of an item's token is a number that depends on the item's content and the token's place in it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jaxllm.config import EngineConfig
 from jaxllm.device_ops import DeviceOp
+from jaxllm.errors import InvalidRequestError
+from jaxllm.model_config import ModelConfig
 from jaxllm.request import PromptItem, Request
 from jaxllm.scheduler.admission import Fit
 
@@ -122,6 +125,10 @@ class Encoder:
                 del users[request.request_id]
                 self._give_back(name)
 
+    def check(self, item: PromptItem) -> None:
+        if item.num_tokens > self.max_step_tokens:
+            raise InvalidRequestError(f"an item has {item.num_tokens} tokens, a step encodes {self.max_step_tokens}", "prompt")
+
     def begin_step(self) -> None:
         self.num_left = self.max_step_tokens
         for name in list(self.planned):
@@ -177,3 +184,17 @@ class Encoder:
 
 def overlapped(request: Request, start: int, count: int) -> list[PromptItem]:
     return [item for item in request.spec.items if item.position < start + count and item.end > start]
+
+
+class Items:
+    """Makes an Encoder for each scheduler of an engine."""
+
+    described: Mapping[str, Any] = {"slots": 2}
+
+    def new_room(self) -> Encoder:
+        return Encoder(max_step_tokens=8, num_slots=2)
+
+
+def make_items(config: EngineConfig, model_config: ModelConfig) -> Items | None:
+    """For engines that cache prefixes."""
+    return Items() if config.cache.enable_prefix_caching else None

@@ -116,6 +116,13 @@ def test_a_kind_that_no_room_computes_is_refused() -> None:
         assert not scheduler.requests
 
 
+def test_an_item_that_its_room_can_never_compute_is_refused() -> None:
+    engine = make_engine(budget=8)
+    with pytest.raises(InvalidRequestError, match="an item has 9 tokens, a step encodes 8"):
+        add(engine, "a", image("dog", 4, 9))
+    assert not engine.scheduler.requests
+
+
 def test_items_need_chunks() -> None:
     with pytest.raises(ConfigError, match="enable_chunked_prefill is off"):
         make_scheduler(rooms=(Encoder(8, 1),), enable_chunked_prefill=False)
