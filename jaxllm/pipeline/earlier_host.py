@@ -27,7 +27,7 @@ class EarlierHost(Stages):
         *earlier, last = stages
         super().__init__(earlier, last, [leave] if entry is None else [entry, leave], num_stages)
         self._entry, self._leave = entry, leave
-        self._tokens = TokensThroughHosts(last.buckets.max_rows + 1) if entry is None else None
+        self._tokens = TokensThroughHosts(last.buckets.num_rows) if entry is None else None
         self._waiting: deque[tuple[int, Callable[[], object]]] = deque()
         """Launches of steps and operations, each with the number of steps whose tokens must be known."""
 

@@ -50,6 +50,16 @@ class Buckets:
         )
 
     @property
+    def num_rows(self) -> int:
+        """Rows of the arrays on the device, with that of padding."""
+        return self.max_rows + 1
+
+    @property
+    def max_tokens(self) -> int:
+        """No step has more tokens, drafts and padding included."""
+        return max(self.tokens[-1], self.decode_rows[-1] * self.widths[-1])
+
+    @property
     def scored_positions(self) -> int:
         """Prompt positions that one program scores: as many as rows are sampled at once, within bounds. On a GPU the product with the
         head takes as long for 256 rows as for 64; a CPU, which has fewer rows, would compute the padding."""

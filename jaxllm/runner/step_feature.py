@@ -13,6 +13,7 @@ from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import Shards
+from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.heads import Device, Head
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.ops import OpRunner
@@ -73,9 +74,8 @@ class StepFeature:
         """The runner of its operations of plans, on the devices of a `ModelRunner`."""
         return None
 
-    def row_arrays(self, num_rows: int) -> dict[str, Any]:
-        """Arrays that it keeps on the device between steps, most of them by row, for `RowArrays.of_features`: trees of shapes by name.
-        num_rows: with that of padding."""
+    def row_arrays(self, buckets: Buckets) -> dict[str, Any]:
+        """Arrays that it keeps on the device between steps, most of them by row, for `RowArrays.of_features`: trees of shapes by name."""
         return {}
 
     def before(self, run: StepRun) -> None:

@@ -281,7 +281,7 @@ class StepPrograms:
             return jax.ShapeDtypeStruct(shape, bits_type(dtype) if as_bits else dtype, sharding=self.by_heads_and_slots)
 
         def rows(array: StateArray) -> jax.ShapeDtypeStruct:
-            shape = self.ranks.shape((self.buckets.max_rows + 1, array.num_heads, *array.shape))
+            shape = self.ranks.shape((self.buckets.num_rows, array.num_heads, *array.shape))
             return jax.ShapeDtypeStruct(shape, jnp.dtype(array.dtype), sharding=self.by_heads)
 
         return (*map(blocks, self.cache.arrays), *map(rows, self.cache.states))
@@ -292,11 +292,11 @@ class StepPrograms:
 
     @property
     def rows(self) -> Any:
-        num_rows = self.buckets.max_rows + 1
+        num_rows = self.buckets.num_rows
         table = self.ints(num_rows, len(self.cache.groups) * self.max_blocks)
         parts: dict[str, Any] = {}
         for feature in self.functions.features:
-            parts |= feature.row_arrays(num_rows)
+            parts |= feature.row_arrays(self.buckets)
         parts = jax.tree.map(lambda x: self.shape(x.shape, x.dtype), parts)
         return RowArrays(self.ints(num_rows), table, parts)  # type: ignore[arg-type]
 

@@ -95,3 +95,9 @@ def test_every_decode_that_may_have_drafts_fits_into_a_size_with_drafts():
     for num_rows in range(1, GPU.max_draft_rows + 1):
         assert buckets.widths_of(buckets.fit_decode(num_rows)) == buckets.widths_of(buckets.fit_sample(num_rows)) == (1, 3, 4)
     assert [buckets.fit_width(num_drafts) for num_drafts in range(4)] == [1, 3, 3, 4]
+
+
+def test_no_step_has_more_tokens_than_the_largest():
+    buckets = choose(max_num_seqs=8, max_num_batched_tokens=48, max_num_prefill_tokens=100)
+    assert (buckets.max_tokens, buckets.num_rows) == (100, 9)
+    assert choose(max_num_seqs=30, max_num_batched_tokens=48, num_drafts=3).max_tokens == 30 * 4

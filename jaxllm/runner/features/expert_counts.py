@@ -11,6 +11,7 @@ import numpy as np
 from jaxllm.device_ops import TakeCounts
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
+from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind
@@ -69,7 +70,7 @@ class ExpertCounts(StepFeature):
     def op_runner(self, device: Any) -> "CountReader":
         return CountReader(device, self)
 
-    def row_arrays(self, num_rows: int) -> dict[str, Any]:
+    def row_arrays(self, buckets: Buckets) -> dict[str, Any]:
         return {"expert_tokens_LE": jax.ShapeDtypeStruct(self.shape, jnp.int32)}
 
     def before(self, run: StepRun) -> None:

@@ -13,6 +13,7 @@ from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.layers.step import Step
 from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import Shards
+from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting, kept_logits
 from jaxllm.runner.features.drafts.host import DraftsOnHost
 from jaxllm.runner.features.drafts.programs import CopyDrafts, Propose, Show
@@ -98,7 +99,9 @@ class Drafts(LatestTokens):
     def on_host(self, device: Device) -> DraftsOnHost:
         return DraftsOnHost(device, needs_history=self.drafter.needs_history)
 
-    def row_arrays(self, num_rows: int) -> dict[str, Any]:
+    def row_arrays(self, buckets: Buckets) -> dict[str, Any]:
+        num_rows = buckets.num_rows
+
         def ints(*shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
