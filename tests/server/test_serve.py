@@ -59,13 +59,19 @@ def num_running(client: httpx.Client) -> int:
     return int(float(line.split()[-1]))
 
 
+def takes_connections(path: str) -> bool:
+    """Whether something listens: a socket has its path a moment before."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
+
+
 def test_a_server_from_its_first_second_to_a_drained_end(tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model")
     with (
         serving(model, tmp_path, core_factory=SLOW_FACTORY, root_path="/below", **OPTIONS) as server,
         server.client() as client,
     ):
-        wait_until(lambda: Path(str(server.uds)).exists(), "the socket does not listen")
+        wait_until(lambda: takes_connections(str(server.uds)), "the socket does not listen")
         assert client.get("/live").status_code == 200
         wait_until(lambda: "25 %" in client.get("/ready").text, "the phase is not told")
         for path in ("/ready", "/health", "/v1/models", "/nowhere"):
