@@ -79,7 +79,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_options(arguments: argparse.Namespace, engine: EngineConfig, flags: Iterable[Flag], **fixed: Any) -> "ServerOptions":
-    """The server's options: these flags, set by command line, environment and file, and `fixed` ones. Validated beside the engine's."""
+    """The server's options: these flags, set by command line, environment and file, and `fixed` ones. Validated with the engine's."""
     from server.adapters import check_adapter_options
     from server.options import ServerOptions
 

@@ -135,4 +135,4 @@ _CALLS: dict[str, tuple[str, dict[str, object], tuple[str, ...], str]] = {
     "token ids": ("completions", {"prompt": [1, 2, 3], "max_tokens": 32}, ("return_token_ids",), "choices[0].token_ids"),
     "embeddings": ("embeddings", {"input": "Hello!"}, (), "data[0].embedding"),
 }
-"""What the server offers to an example: its path, the fields of its body and those that OpenAI has not, and what to print."""
+"""Requests of examples, by name: the path, the fields of the body, those that OpenAI lacks, and the part of the answer to print."""

@@ -61,7 +61,7 @@ class RanksScheduler:
         """new_rank: gives all ranks the same draft control, if any. policy: how the rank of a request is chosen."""
         self.ranks = tuple(new_rank() for _ in range(num_ranks))
         self.drafts = self.ranks[0].drafts
-        """Of all ranks: it learns from each, and all may have as many drafts in a step, because they run the same program."""
+        """Shared by all ranks: it learns from each, and gives all as many drafts in a step, because they run the same program."""
         assert all(rank.drafts is self.drafts for rank in self.ranks), "ranks have draft controls of their own"
         self.requests = Requests(self.ranks)
         self._step_id = 0

@@ -176,7 +176,7 @@ class EngineCore:
         return (self.grammars,) if self.adapters is None else (self.grammars, self.adapters)
 
     def new_rooms(self) -> tuple[AdmissionRoom, ...]:
-        """The rooms of a scheduler: all schedulers share preparations, each has rooms of items of its own."""
+        """Make the rooms of one scheduler: preparations, which all schedulers share, and separate rooms of items."""
         return (*self.preparations, *(items.new_room() for items in self._items))
 
     def abort_requests(self, request_ids: list[str]) -> None:

@@ -120,7 +120,7 @@ class LoadReader(Protocol):
 
 
 class Items(Protocol):
-    """What computes a kind of items in the prompts of an engine, as one of `ITEMS` makes it."""
+    """Computes a kind of items in the prompts of an engine; an entry of `ITEMS` makes it."""
 
     @property
     def described(self) -> Mapping[str, Any]:

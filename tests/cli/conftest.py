@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from jaxllm.llm import LLM
 from jaxllm.request import EngineCoreRequest
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import fake_core
+from tests.helpers.stub_server import Stub, running_stub
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
 
@@ -30,6 +31,13 @@ def words_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     template = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
     directory = tmp_path_factory.mktemp("words")
     return write_tokenizer(directory, "words", chat_template=template, generation_config={"temperature": 0.5})
+
+
+@pytest.fixture(scope="module")
+def shared_stub() -> Iterator[Stub]:
+    """A server for the tests of a module, which each reset it."""
+    with running_stub() as stub:
+        yield stub
 
 
 def backwards(request: EngineCoreRequest) -> Sequence[int]:

@@ -1,27 +1,20 @@
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxllm.cli.main import main
-from tests.helpers.stub_server import Stub, running_stub
+from tests.helpers.stub_server import Stub
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Stub]:
-    with running_stub() as stub:
-        yield stub
-
-
 @pytest.fixture
-def stub(running: Stub, monkeypatch: pytest.MonkeyPatch) -> Stub:
-    running.reset()
+def stub(shared_stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    shared_stub.reset()
     for name in ("JAXLLM_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    return running
+    return shared_stub
 
 
 def bench(stub: Stub, *arguments: str) -> int:

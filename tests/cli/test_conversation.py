@@ -3,26 +3,19 @@ import io
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jaxllm.cli.main import main
 from jaxllm.cli.streaming import printable
-from tests.helpers.stub_server import Stub, running_stub
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Stub]:
-    with running_stub() as stub:
-        yield stub
+from tests.helpers.stub_server import Stub
 
 
 @pytest.fixture
-def stub(running: Stub) -> Stub:
-    running.reset()
-    return running
+def stub(shared_stub: Stub) -> Stub:
+    shared_stub.reset()
+    return shared_stub
 
 
 def chat(stub: Stub, monkeypatch: pytest.MonkeyPatch, text: str, *arguments: str) -> int:

@@ -1,20 +1,17 @@
 """Requests for data-parallel ranks, and their host 0 as a process: python -m tests.helpers.rank_scenario DIRECTORY OPTIONS"""
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.fault_points import injected
 from jaxllm.request import EngineCoreRequest, FinishReason, Grammar
 from jaxllm.request_options import RequestOptions
 from tests.helpers import engines, every_kind, goldens
-from tests.helpers.stage_scenario import numbers
+from tests.helpers.stage_scenario import numbers, print_answers
 
 NAME = "qwen3_moe"
 OPTIONS: dict[str, Any] = {
@@ -74,13 +71,5 @@ def answers(core: EngineCore) -> list[dict[str, list[float]]]:
     return [{name: [*answer.tokens, *numbers(answer)] for name, answer in run.items()} for run in found]
 
 
-def main() -> None:
-    """Print the answers, in a line that begins with "> "."""
-    directory, more = Path(sys.argv[1]), json.loads(sys.argv[2])
-    core = EngineCore(EngineConfig.from_options(**{**options(directory), **more}))
-    print(">", json.dumps(answers(core)), flush=True)
-    core.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    print_answers(options, answers)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,8 @@ def numbers(answer: engines.Answer) -> list[float]:
     return [*(float(x) for array in arrays for x in array), *([] if answer.pooled is None else answer.pooled.ravel().tolist())]
 
 
-def main() -> None:
-    """Print the answers, in a line that begins with "> "."""
+def print_answers(options: Callable[[Path], dict[str, Any]], answers: Callable[[EngineCore], Any]) -> None:
+    """Print the answers of an engine that the command line asks for, in a line that begins with "> "."""
     directory, more = Path(sys.argv[1]), json.loads(sys.argv[2])
     core = EngineCore(EngineConfig.from_options(**{**options(directory), **more}))
     print(">", json.dumps(answers(core)), flush=True)
@@ -81,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    print_answers(options, answers)

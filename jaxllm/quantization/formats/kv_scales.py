@@ -10,7 +10,7 @@ from jaxllm.log import warn_once
 from jaxllm.weight_format import Array, Expected, Files, ParamSpec, Reader, WeightFormat
 
 UNUSED = r"[kvq]_scale|[kvq]_proj\.[kvq]_scale|[kvq]_proj\.output_scale|prob_scale"
-"""A pattern of the ends of their names, and of those of scales beside them that are not read."""
+"""A pattern of the ends of their names, and of the names of other scales of attention, which are not read."""
 _NAMES = ("{0}.{1}_scale", "{0}.attn.{1}_scale", "{0}.{1}_proj.{1}_scale", "{0}.{1}_proj.output_scale")
 _SCALED = {"k": "keys", "v": "values"}
 

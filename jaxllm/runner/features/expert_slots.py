@@ -179,7 +179,7 @@ def weights(config: EngineConfig, model_config: ModelConfig, model: CausalLM) ->
 
 
 def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> int:
-    """Of a layer whose experts move."""
+    """Temporary bytes on each device while the experts of a layer move."""
     return moving_bytes(model, Topology.of(config.parallel).expert) if config.parallel.enable_eplb else 0
 
 
