@@ -121,6 +121,11 @@ class PromptItem(msgspec.Struct, frozen=True):
     num_tokens: int
     payload: bytes = b""
     """Its content, in a form that only what computes it reads."""
+    grid: tuple[int, int, int] | None = None
+    """Of an image or video: how many of its tokens lie behind each other in time, below and beside each other. Models with
+    three-dimensional positions place tokens by it. None: the tokens are a plain sequence."""
+    embedding_runs: tuple[tuple[int, int], ...] = ()
+    """(offset, count) of each run of its tokens that an embedding replaces; the others keep those of their ids. Empty: all are replaced."""
 
     @property
     def end(self) -> int:

@@ -4,6 +4,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 from jaxllm.errors import shortened
+from jaxllm.model_parts.vision import Vision
 from jaxllm.pooling_config import PoolingConfig
 
 GGUF_TYPE = "gguf_type"
@@ -37,6 +38,8 @@ class ServedModel:
     generates: bool = True
     """Whether it has a head and generates text; otherwise it makes vectors only."""
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    vision: Vision | None = None
+    """How it sees images; None: it takes text alone."""
     gguf_type: str | None = field(default=None, compare=False)
     """Quantization named by its GGUF file, e.g. Q4_K_M, or "unknown"; None: not from a GGUF file."""
     digest: str = field(default="", compare=False)

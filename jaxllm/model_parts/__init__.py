@@ -9,6 +9,7 @@ from jaxllm.model_parts.decoder import Head, Layer, Names, Positions
 from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
 from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.rope import Rope, RopeKind
+from jaxllm.model_parts.vision import Vision, VisionFamily
 
 __all__ = [
     "MLP",
@@ -28,4 +29,6 @@ __all__ = [
     "RopeKind",
     "Routing",
     "Scoring",
+    "Vision",
+    "VisionFamily",
 ]
