@@ -126,11 +126,18 @@ class PromptItem(msgspec.Struct, frozen=True):
     three-dimensional positions place tokens by it. None: the tokens are a plain sequence."""
     embedding_runs: tuple[tuple[int, int], ...] = ()
     """(offset, count) of each run of its tokens that an embedding replaces; the others keep those of their ids. Empty: all are replaced."""
+    attends_within: bool = False
+    """Whether each of its tokens attends to all others, later ones too, so that one step must compute them all."""
 
     @property
     def end(self) -> int:
         """The position behind its last token."""
         return self.position + self.num_tokens
+
+    @property
+    def num_embeddings(self) -> int:
+        """How many of its tokens an embedding replaces."""
+        return sum(count for _, count in self.embedding_runs) if self.embedding_runs else self.num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,7 @@ class FakeRunner:
 
     def dispatch(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run operations and a step."""
-        self.device.places.clear()
+        self.device.uses.clear()
         run_ops(plan.ops, self._run_op)
         if plan.ops and not plan.rows:
             return ModelRunnerOutput({})
@@ -250,7 +250,7 @@ class FakeRunner:
         if data.adapter_slot != NO_ADAPTER:
             row.adapter = self.slots[data.adapter_slot]
         self.rows[data.request_id] = row
-        row.item_at = self.device.items_of(data.request_id, row.token_ids)
+        row.item_at = self.device.items_of(data.request_id, data.items, row.token_ids)
 
     def _extend(self, row: _Row, new_ids: list[int]) -> None:
         """Add the new blocks, as many for each group, group by group."""
@@ -269,7 +269,7 @@ class FakeRunner:
         end = row.num_computed + count
         for position in range(row.num_computed, end) if row.item_at else ():
             if position in row.item_at:
-                self.device.check_embedding(row.item_at[position], row.token_ids[position])
+                self.device.check_embedding(row.item_at[position], row.token_ids[position], end)
         for group in range(len(self.policies)):
             for position in range(max(row.num_computed, row.num_cached), end + num_wrong):
                 block, offset = self._slot(row, group, position)

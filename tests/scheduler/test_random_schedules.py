@@ -21,7 +21,7 @@ from jaxllm.scheduler.block_hash import HASH_BYTES
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.scheduling_policies import Turns
 from jaxllm.scheduler_output import SchedulerOutput
-from tests.helpers.fake_items import PLACEHOLDER, Encoder, effective_prompt
+from tests.helpers.fake_items import PLACEHOLDER, effective_prompt, encoder, image
 from tests.helpers.fake_runner import FakeEngine, RandomDrafts, digests, oracle_tokens
 from tests.helpers.fake_tier import FakeTier
 from tests.helpers.scheduling import make_request, make_scheduler
@@ -59,6 +59,8 @@ class _Load:
     num_ended: int = 0
     num_made: int = 0
     max_item_tokens: int = 0
+    max_whole_tokens: int = 0
+    """Of an item that one step must compute."""
     readers: list[_Reader] = field(default_factory=list)
     """Readers from the start; more come later."""
 
@@ -145,8 +147,8 @@ class _Load:
             if start + count > len(prompt):
                 break
             prompt[start : start + count] = [PLACEHOLDER] * count
-            payload = bytes([rng.randrange(3)])
-            found.append(PromptItem("image", payload + bytes([count]), start, count, payload))
+            is_whole = count <= self.max_whole_tokens and rng.random() < 0.5
+            found.append(image(bytes([rng.randrange(3)]), start, count, attends_within=is_whole))
             start += count
         return tuple(found)
 
@@ -272,14 +274,16 @@ def run_load(
     reuse_ids: bool,
     drafts: tuple[int, int, float] | None,
     num_stages: int,
-    encoder: tuple[int, int] | None = None,
+    item_sizes: tuple[int, int, int] | None = None,
+    whole_items: bool = False,
     tiers: tuple[dict[str, Any], ...] = (),
     **options: Any,
 ) -> int:
     """Run a random load to its end. Returns the number of steps.
 
     num_blocks: for each group; 0: as few as possible. drafts: most of a row, how many positions behind them a drafter writes to, and
-    how often one is right. encoder: tokens of items that it encodes in a step, and its slots. tiers: arguments of fake tiers.
+    how often one is right. item_sizes: most embeddings of an item, most that a step encodes, pages. whole_items: some items have to be
+    computed in one step. tiers: arguments of fake tiers.
     """
     max_model_len = 46
     control = None
@@ -292,6 +296,11 @@ def run_load(
     num_blocks = 1 + ((num_blocks - 1) * len(policies) if num_blocks else least)
     tier_rng = random.Random(seed + 2)
     fake_tiers = [FakeTier(tier_rng, **arguments) for arguments in tiers]
+    max_whole_tokens, rooms = 0, ()
+    if item_sizes is not None:
+        max_item_tokens, max_step_embeddings, num_pages = item_sizes
+        max_whole_tokens = min(options["max_num_batched_tokens"], max_item_tokens) if whole_items else 0
+        rooms = (encoder(item=max_item_tokens, step=max_step_embeddings, pages=num_pages, min_chunk=max(1, max_whole_tokens)),)
     scheduler = make_scheduler(
         num_blocks=num_blocks,
         block_size=4,
@@ -302,15 +311,15 @@ def run_load(
         drafts=control,
         num_stages=num_stages,
         tiers=fake_tiers,
-        rooms=() if encoder is None else (Encoder(*encoder),),
+        rooms=rooms,
         **options,
     )
     if options["scheduling_policy"] == "fair":
         scheduler._turns = Turns(patience_seconds=0)
-    watch(scheduler, may_overtake=encoder is not None or bool(tiers))
+    watch(scheduler, may_overtake=item_sizes is not None or bool(tiers))
     engine = FakeEngine(scheduler, vocab_size=VOCAB, depth=depth + num_stages - 1)
     load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
-    load.max_item_tokens = 0 if encoder is None else encoder[0]
+    load.max_item_tokens, load.max_whole_tokens = (item_sizes or (0,))[0], max_whole_tokens
     if seed % 3:
         scheduler.publish_cache_events()
         load.readers.append(_Reader())
@@ -340,7 +349,8 @@ CHOICES: dict[str, list[Any]] = {
     "watermark": [0.0, 0.1],
     "scheduler_reserve_full_isl": [True, False],
     "reuse_ids": [True, False],
-    "encoder": [None, None, (4, 2), (9, 1), (30, 3)],
+    "item_sizes": [None, None, (4, 4, 2), (9, 9, 3), (9, 5, 4), (30, 16, 8), (30, 64, 20)],
+    "whole_items": [False, True],
     "tiers": [(), ({},), ({"max_steps": 8, "share_bad": 0.2},), ({"capacity": 5}, {"max_steps": 0, "share_bad": 0.1})],
 }
 
