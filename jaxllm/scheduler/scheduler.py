@@ -439,6 +439,7 @@ class Scheduler:
                     break
                 prefix = manager.get_computed_blocks(request)
                 if loading is not None and loading.begin(request, prefix.num_cached_tokens, num_reserved):
+                    self._refusal = None  # the load can be ended for the request that was refused
                     skipped.append(self.waiting.pop())
                     continue
                 num_wanted = request.num_tokens - prefix.num_computed_tokens
