@@ -25,9 +25,18 @@ def encoder(*, item: int = 8, step: int = 8, pages: int = 8, **options: Any) -> 
     return EncoderCache(EncoderSizes(1, item, step, pages, PAGE), **options)
 
 
-def image(content: bytes, position: int, num_tokens: int, **fields: Any) -> PromptItem:
-    """An item. Its payload and hash say what it is."""
-    return PromptItem("image", content + bytes([num_tokens]), position, num_tokens, bytes([num_tokens]) + content, **fields)
+def image(content: bytes, position: int, num_tokens: int, *, has_breaks: bool = False, **fields: Any) -> PromptItem:
+    """An item; its payload is the number of its embeddings and the content. has_breaks: every third of its tokens keeps its id."""
+    runs = [(start, min(2, num_tokens - start)) for start in range(0, num_tokens, 3)] if has_breaks else [(0, num_tokens)]
+    payload = bytes([sum(count for _, count in runs)]) + content
+    fields["embedding_runs"] = tuple(runs) if has_breaks else ()
+    return PromptItem("image", bytes([num_tokens]) + payload, position, num_tokens, payload, **fields)
+
+
+def embedded(item: PromptItem) -> list[int]:
+    """The positions of the prompt where an embedding of the item stands."""
+    runs = item.embedding_runs or ((0, item.num_tokens),)
+    return [item.position + start + offset for start, count in runs for offset in range(count)]
 
 
 class ItemToken(NamedTuple):
@@ -35,12 +44,13 @@ class ItemToken(NamedTuple):
     position: int
     """The position of the item."""
     offset: int
+    """Among the item's embeddings."""
     whole_until: int
     """Where a step that computes the token must not end before."""
 
 
 def embeddings(payload: bytes) -> list[int]:
-    """Those of an item's tokens; the first byte of a payload is their number."""
+    """Those of an item."""
     return [1000 + 97 * offset + sum(payload) * 7919 % 1009 for offset in range(payload[0])]
 
 
@@ -48,7 +58,8 @@ def effective_prompt(prompt: Sequence[int], items: Sequence[PromptItem]) -> list
     """The prompt with embeddings in place of placeholder tokens."""
     found = list(prompt)
     for item in items:
-        found[item.position : item.end] = embeddings(item.payload)
+        for position, embedding in zip(embedded(item), embeddings(item.payload), strict=True):
+            found[position] = embedding
     return found
 
 
@@ -93,9 +104,9 @@ class FakeDevice:
         ]
         token_ids[: request.num_prompt_tokens] = effective_prompt(request.spec.prompt_token_ids, own)
         return {
-            position: ItemToken(request_id, item.position, position - item.position, item.end if item.attends_within else 0)
+            position: ItemToken(request_id, item.position, offset, item.end if item.attends_within else 0)
             for item in own
-            for position in range(item.position, item.end)
+            for offset, position in enumerate(embedded(item))
         }
 
     def check_embedding(self, token: ItemToken, right: int, chunk_end: int) -> None:

@@ -143,12 +143,13 @@ class _Load:
         rng, found, start = self.rng, list[PromptItem](), 0
         while self.max_item_tokens and rng.random() < 0.6:
             start += rng.choice([0, 0, 1, 3, 4, 9])
-            count = rng.randint(1, self.max_item_tokens)
+            count = found[0].num_tokens if found and rng.random() < 0.3 else rng.randint(1, self.max_item_tokens)
             if start + count > len(prompt):
                 break
             prompt[start : start + count] = [PLACEHOLDER] * count
             is_whole = count <= self.max_whole_tokens and rng.random() < 0.5
-            found.append(image(bytes([rng.randrange(3)]), start, count, attends_within=is_whole))
+            has_breaks = rng.random() < 0.2
+            found.append(image(bytes([rng.randrange(3)]), start, count, has_breaks=has_breaks, attends_within=is_whole))
             start += count
         return tuple(found)
 
