@@ -23,12 +23,17 @@ class EncoderSizes:
     page_embeddings: int = PAGE_TOKENS
 
     @classmethod
-    def of(cls, vision: Vision, max_item_patches: int) -> "EncoderSizes":
-        """The sizes for a model's encoder and images of at most so many patches. The slab holds what a step encodes, beside as much that
-        requests still compute."""
+    def of(cls, vision: Vision, max_patches: int) -> "EncoderSizes":
+        """The sizes for a model's encoder. max_patches: most patches of an image, where images differ in size. The slab holds what a step
+        encodes, beside as much that requests still compute."""
         per_embedding = vision.merge_size**2
-        most = max(STEP_PATCHES, max_item_patches)
-        return cls(per_embedding, max_item_patches, STEP_PATCHES, 2 * -(-most // (per_embedding * PAGE_TOKENS)))
+        max_item_patches = vision.position_grid**2 if vision.family == "gemma3" else max_patches
+        num_rows = max(STEP_PATCHES, max_item_patches) // per_embedding
+        return cls(per_embedding, max_item_patches, STEP_PATCHES, 2 * -(-num_rows // PAGE_TOKENS))
+
+    @property
+    def max_item_embeddings(self) -> int:
+        return self.max_item_patches // self.patches_per_embedding
 
     @property
     def max_encoded_patches(self) -> int:

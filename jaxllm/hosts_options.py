@@ -11,6 +11,9 @@ OF_ONE_HOST = frozenset({
 })  # fmt: skip
 """Options whose values may differ between the hosts of an engine: paths on each host, and what its programs do not depend on."""
 
+MAX_PLAN_BYTES = 256 << 20
+"""The longest plan of a step that hosts send each other."""
+
 
 def hosts_faults(flat: Mapping[str, Any]) -> list[str]:
     """Describe the options of hosts that contradict each other or other options."""

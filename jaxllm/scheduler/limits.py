@@ -31,17 +31,6 @@ def check_options(options: SchedulerOptions, max_model_len: int) -> None:
         )
 
 
-def check_chunks(options: SchedulerOptions, min_chunk: int, *, has_items: bool) -> None:
-    """Raise ConfigError if prompts with items cannot be cut as their rooms need it."""
-    if has_items and not options.enable_chunked_prefill:
-        raise ConfigError("enable_chunked_prefill is off, but prompts with items are computed in chunks; leave it on")
-    if options.max_num_batched_tokens is not None and options.max_num_batched_tokens < min_chunk:
-        raise ConfigError(
-            f"max_num_batched_tokens is {options.max_num_batched_tokens}, but a step must compute all {min_chunk} tokens of an image; "
-            "raise it"
-        )
-
-
 def check_items(request: Request, rooms: Iterable[ChunkRoom]) -> None:
     """Raise InvalidRequestError if the prompt has an item that no room computes."""
     room_of = {kind: room for room in rooms for kind in room.item_kinds}

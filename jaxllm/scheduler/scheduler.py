@@ -19,7 +19,7 @@ from jaxllm.cache_events import CacheEvents
 from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.device_ops import AnyDeviceOp
-from jaxllm.errors import InvalidRequestError, OverloadedError
+from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.admission import AdmissionRoom, ChunkRoom, Fit, fit_all, limit_all
@@ -32,7 +32,7 @@ from jaxllm.scheduler.errors import PlanError, UpdateError
 from jaxllm.scheduler.fair_queue import FairQueue
 from jaxllm.scheduler.integrity import check_integrity
 from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
-from jaxllm.scheduler.limits import check_chunks, check_items, check_options, check_room, check_servable
+from jaxllm.scheduler.limits import check_items, check_options, check_room, check_servable
 from jaxllm.scheduler.refusal import Refusal
 from jaxllm.scheduler.results import Share, last_output, take_in
 from jaxllm.scheduler.scheduling_policies import Turns, choose_victim, make_waiting_queue
@@ -74,7 +74,9 @@ class Scheduler:
         self.rooms = rooms
         self.chunk_rooms = tuple(room for room in rooms if isinstance(room, ChunkRoom))
         self._min_chunk = max((room.min_chunk for room in self.chunk_rooms), default=1)
-        check_chunks(options, self._min_chunk, has_items=bool(self.chunk_rooms))
+        if self.chunk_rooms and not options.enable_chunked_prefill:
+            raise ConfigError("enable_chunked_prefill is off, but prompts with items are computed in chunks; leave it on")
+        assert self._min_chunk <= self.max_num_batched_tokens
         self.num_stages = num_stages
         self._new_cache_manager = partial(
             KVCacheManager,

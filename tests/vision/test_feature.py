@@ -1,0 +1,64 @@
+"""What excludes images, and the sizes of their encoder cache."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError
+from jaxllm.model_parts import Vision
+from jaxllm.models.load_config import load_model_config
+from jaxllm.vision import make_items
+from tests.helpers import engines, goldens
+
+QWEN = Vision(
+    "qwen3_vl", 5, patch_size=16, merge_size=2, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, output_size=64
+)
+GEMMA = replace(QWEN, family="gemma3", merge_size=4, position_grid=64, patch_size=14)
+
+
+def made(vision: Vision | None = QWEN, **options: object):
+    model = str(goldens.golden("llama_gqa").directory)
+    config = EngineConfig.from_options(**{**engines.SMALL, "model": model, "max_num_batched_tokens": 2048, **options})
+    return make_items(config, replace(load_model_config(goldens.golden("llama_gqa").directory), vision=vision))
+
+
+def test_models_of_text_alone_have_no_images() -> None:
+    assert made(None) is None
+    assert made(language_model_only=True, pipeline_parallel_size=2) is None
+
+
+def test_sizes_follow_the_largest_image_and_each_scheduler_has_its_own_room() -> None:
+    items = made()
+    sizes = items.sizes
+    assert (sizes.max_item_patches, sizes.max_step_patches, sizes.num_pages) == (16384, 8192, 2 * 16384 // 4 // 64)
+    assert items.new_room() is not items.new_room() and items.new_room().item_kinds == ("image",)
+    assert items.described["num_pages"] == 128
+    small = made(mm_max_patches=1000).sizes
+    assert (small.max_item_patches, small.num_pages) == (1000, 2 * 8192 // 4 // 64)
+
+
+def test_images_are_cut_unless_their_tokens_see_each_other_or_the_option_says_no() -> None:
+    assert made().new_room().min_chunk == 1
+    assert made(mm_max_patches=4096, disable_chunked_mm_input=True).new_room().min_chunk == 1024
+    gemma = made(GEMMA)
+    assert gemma.new_room().min_chunk == 256 and gemma.sizes.max_item_patches == 4096
+
+
+@pytest.mark.parametrize(
+    ("vision", "options", "told"),
+    [
+        (QWEN, {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, but LlamaForCausalLM sees images, and stages"),
+        (QWEN, {"prefill_context_parallel_size": 4}, "prefill_context_parallel_size is 4, .*; leave the option out, or set language"),
+        (QWEN, {"disable_chunked_mm_input": True}, "all 4096 tokens of an image, but max_num_batched_tokens is 2048; .* mm_max_patches"),
+        (GEMMA, {"max_num_batched_tokens": 64}, "see each other, so a step computes all 256 tokens .* is 64; raise it$"),
+        (
+            QWEN,
+            {"nnodes": 2, "data_parallel_size": 8, "enable_expert_parallel": True, "mm_max_patches": 65536},
+            "mm_max_patches is 65536: .* each of 8 data-parallel ranks a step sends 384 MiB .* may send 128; lower it to 21845",
+        ),
+    ],
+)  # fmt: skip
+def test_options_that_exclude_images_are_refused(vision, options, told) -> None:
+    with pytest.raises(ConfigError, match=told):
+        made(vision, **options)
