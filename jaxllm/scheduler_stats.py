@@ -29,6 +29,8 @@ class SchedulerStats:
     """Requests rejected by --max-num-queued-reqs."""
     num_rejected_for_tokens: int = 0
     """Requests rejected by --max-num-queued-tokens."""
+    num_rejected_for_images: int = 0
+    """Requests rejected by --max-queued-image-gb."""
     num_not_finite: int = 0
     """Requests that ended because the model computed NaN or infinity for them."""
     sleep_level: int = 0

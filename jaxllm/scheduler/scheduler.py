@@ -127,7 +127,7 @@ class Scheduler:
         # Requests added since the latest step can still get a seat, if that step left no request waiting.
         num_seats = 0 if min(self._num_left_waiting, len(self.waiting)) else self.max_num_seqs - len(self.running)
         try:
-            check_room(request, self.waiting, self.options, num_seats)
+            check_room(request, self.waiting, self.requests.values(), self.options, num_seats)
         except OverloadedError as error:
             self._totals.num_rejected[error.limit] += 1
             raise
