@@ -91,6 +91,81 @@ def test_a_preempted_request_computes_its_item_again() -> None:
     assert requests[1].num_preemptions == 1 and engine.runner.device.num_encoded == 2
 
 
+def test_pages_of_an_item_are_kept_until_its_last_token_is_computed_and_then_until_others_need_them() -> None:
+    engine = make_engine(pages=3, max_num_batched_tokens=6)
+    check_tokens(engine, add(engine, "a", picture("dog", 2, 12)), add(engine, "b", picture("cat", 0, 4)))
+    assert [names for names in encoded(engine) if names] == [["dog"], ["cat"]]
+    engine.scheduler.reset_prefix_cache()
+    check_tokens(engine, add(engine, "c", picture("cat", 8, 4)))
+    stats = engine.scheduler.stats()
+    assert (stats.item_cache_queries, stats.item_cache_hits, stats.num_item_evictions) == (3, 0, 1)
+
+
+def test_an_item_that_left_the_prefix_cache_alone_is_not_encoded_again() -> None:
+    engine = make_engine(caching=False)
+    check_tokens(engine, add(engine, "a", picture("dog", 8), picture("cat", 16)))
+    check_tokens(engine, add(engine, "b", picture("cat", 3), picture("dog", 20)))
+    stats = engine.scheduler.stats()
+    assert (stats.item_cache_queries, stats.item_cache_hits, stats.num_encoded_patches) == (4, 2, 16)
+    assert (stats.num_item_pages, stats.num_used_item_pages, engine.runner.device.num_encoded) == (8, 0, 2)
+
+
+def test_least_recently_used_items_go_first() -> None:
+    engine = make_engine(caching=False, pages=4)
+    for names in ("dog", "cat", "dog", "emu", "dog", "cat"):
+        check_tokens(engine, add(engine, names, picture(names, 8)))
+    assert [name for names in encoded(engine) for name in names] == ["dog", "cat", "emu", "cat"]
+
+
+def test_one_that_found_no_pages_is_not_overtaken_by_smaller_ones() -> None:
+    engine = make_engine(pages=4, step=16, max_num_batched_tokens=24, long_prefill_token_threshold=8)
+    first = add(engine, "a", picture("dog", 4, 8))
+    engine.step()
+    large, small = add(engine, "b", picture("elephant", 0, 12)), add(engine, "c", picture("ant", 0, 4))
+    check_tokens(engine, first, large, small)
+    assert [names for names in encoded(engine) if names] == [["dog"], ["elephant", "ant"]]
+
+
+def whole_engine(**options: object) -> FakeEngine:
+    return make_engine(room=encoder(item=12, step=12, min_chunk=12), **options)
+
+
+def whole(name: str, position: int, num_tokens: int = 12) -> PromptItem:
+    return picture(name, position, num_tokens, attends_within=True)
+
+
+def test_a_step_computes_all_tokens_that_attend_to_each_other_or_stops_before_them() -> None:
+    engine = whole_engine(max_num_batched_tokens=16)
+    request = add(engine, "a", whole("dog", 8), whole("cat", 24, 8))
+    check_tokens(engine, request)
+    assert chunks(engine, "a")[:4] == [(0, 8), (8, 16), (24, 16), (40, 1)]
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "allowed"),
+    [(0, 10, 4), (0, 15, 4), (0, 16, 16), (4, 11, 0), (4, 12, 12), (12, 3, 0), (12, 4, 4), (15, 1, 1), (16, 2, 2)],
+)
+def test_what_is_left_of_a_whole_item_behind_a_cached_prefix_is_computed_in_one_step_too(start, count, allowed) -> None:
+    room = encoder(item=12, step=12, min_chunk=12)
+    room.begin_step()
+    assert room.limit(make_request("a", 24, items=(whole("dog", 4),)), start, count) == allowed
+
+
+def test_limits_of_chunks_leave_room_for_a_whole_item() -> None:
+    engine = whole_engine(max_num_batched_tokens=64, long_prefill_token_threshold=4)
+    requests = [add(engine, name, whole(name, 9)) for name in "ab"]
+    engine.scheduler.limit_steps(64)
+    check_tokens(engine, *requests)
+    assert engine.scheduler.max_num_batched_tokens == 12 and (9, 12) in chunks(engine, "b")
+
+
+def test_an_item_too_large_for_a_step_is_refused() -> None:
+    with pytest.raises(
+        InvalidRequestError, match="image at position 4 has 9 tokens, a step of this engine computes at most 1 of one"
+    ):
+        add(make_engine(), "a", whole("dog", 4, 9))
+
+
 @pytest.mark.parametrize("end", ["abort", "start over"])
 def test_the_slots_of_a_request_are_free_however_it_leaves_them(end: str) -> None:
     engine = make_engine(pages=2, max_num_batched_tokens=12)
