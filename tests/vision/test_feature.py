@@ -1,14 +1,20 @@
 """What excludes images, and the sizes of their encoder cache."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine import features
+from jaxllm.engine.features import Features
 from jaxllm.errors import ConfigError
+from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Vision
 from jaxllm.models.load_config import load_model_config
 from jaxllm.vision import make_items
+from jaxllm.vision.feature import Images
 from tests.helpers import engines, goldens
 
 QWEN = Vision(
@@ -17,10 +23,21 @@ QWEN = Vision(
 GEMMA = replace(QWEN, family="gemma3", merge_size=4, position_grid=64, patch_size=14)
 
 
-def made(vision: Vision | None = QWEN, **options: object):
+def config_of(**options: object) -> EngineConfig:
     model = str(goldens.golden("llama_gqa").directory)
-    config = EngineConfig.from_options(**{**engines.SMALL, "model": model, "max_num_batched_tokens": 2048, **options})
-    return make_items(config, replace(load_model_config(goldens.golden("llama_gqa").directory), vision=vision))
+    return EngineConfig.from_options(**{**engines.SMALL, "model": model, "max_num_batched_tokens": 2048, **options})
+
+
+def model_of(vision: Vision | None) -> ModelConfig:
+    return replace(load_model_config(goldens.golden("llama_gqa").directory), vision=vision)
+
+
+def made(vision: Vision | None = QWEN, **options: object) -> Images | None:
+    return make_items(config_of(**options), model_of(vision))
+
+
+def features_of(config: EngineConfig, vision: Vision | None) -> Callable[[], Features]:
+    return lambda: Features.of(config, model_of(vision), None, None)  # type: ignore[arg-type]
 
 
 def test_models_of_text_alone_have_no_images() -> None:
@@ -43,6 +60,27 @@ def test_images_are_cut_unless_their_tokens_see_each_other_or_the_option_says_no
     assert made(mm_max_patches=4096, disable_chunked_mm_input=True).new_room().min_chunk == 1024
     gemma = made(GEMMA)
     assert gemma.new_room().min_chunk == 256 and gemma.sizes.max_item_patches == 4096
+
+
+def make_drafter(config: EngineConfig, model_config: ModelConfig) -> SimpleNamespace:
+    """A speculation whose drafter has layers if it is to propose three tokens."""
+    layers = model_config.layers if config.speculative.speculative_config == {"num_speculative_tokens": 3} else ()
+    return SimpleNamespace(drafter=SimpleNamespace(layers=layers))
+
+
+@pytest.mark.parametrize(("num_drafts", "is_refused"), [(2, False), (3, True)])
+def test_drafters_with_layers_do_not_see_images(monkeypatch, num_drafts, is_refused) -> None:
+    monkeypatch.setattr(features, "DRAFTERS", f"{__name__}:make_drafter")
+    config = config_of(speculative_config={"num_speculative_tokens": num_drafts})
+    sees, text = (features_of(config, vision) for vision in (QWEN, None))
+    assert not text().items
+    if is_refused:
+        with pytest.raises(
+            ConfigError, match="speculative_config .* LlamaForCausalLM sees images; use the method ngram, or set lang"
+        ):
+            sees()
+    else:
+        assert [*sees().items] == ["jaxllm.vision"]
 
 
 @pytest.mark.parametrize(
