@@ -1,13 +1,15 @@
-"""The options of images in prompts: which are taken, how large they may be, and how they are prepared. Names are vLLM's where it has one."""
+"""The options of images in prompts: which are taken, how large they may be, and how they are prepared. vLLM's names where it has one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from jaxllm.errors import ConfigError, InvalidRequestError
 
 NO_COUNT_LIMIT = 999
 """Images of a prompt where limit_mm_per_prompt says nothing; vLLM's number."""
+MAX_IMAGE_PIXELS = 178_956_970
+"""Pillow reads no larger ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,7 @@ class MediaOptions:
     ] = None
     allowed_media_domains: Annotated[
         list[str] | None,
-        "hosts that images of http(s) addresses may come from, several after one flag; * is any public host; default: none, only data: URLs",
+        "hosts that images of http(s) addresses may come from, several after one flag; * is any public host; default: none, data: URLs alone",
     ] = None
     allowed_local_media_path: Annotated[
         str | None, "directory whose files requests may name with file:// addresses; default: none"
@@ -38,10 +40,16 @@ class MediaOptions:
     mm_processor_cache_gb: Annotated[
         float, "GiB of host memory of an API server that keep prepared images, so that one sent again costs nothing; 0: none"
     ] = 4.0
+    mm_hasher_algorithm: Annotated[
+        Literal["sha256", "sha512"], "hash by which equal images are found; vLLM's default, blake3, needs a package"
+    ] = "sha256"
     mm_max_patches: Annotated[
-        int, "most patches of an image; larger images are made smaller; more take memory on the device and hold up other requests"
+        int,
+        "most patches of an image; larger images are made smaller; more take memory on the device and hold up other requests",
     ] = 16384
-    mm_max_image_pixels: Annotated[int, "most pixels of an image as it came; larger ones are refused before they are decoded"] = 1 << 26
+    mm_max_image_pixels: Annotated[
+        int, "most pixels of an image as it came; larger ones are refused before they are decoded"
+    ] = 1 << 26
     mm_max_image_bytes: Annotated[int, "most bytes of the file of an image"] = 20 << 20
     mm_fetch_timeout: Annotated[float, "seconds that fetching an image from its address may take"] = 5.0
 
@@ -77,6 +85,8 @@ def media_faults(flat: Mapping[str, Any]) -> list[str]:
     for name, low in least.items():
         if isinstance(flat[name], int | float) and flat[name] < low:
             faults.append(f"{name} is {flat[name]}, must be at least {low}")
+    if isinstance(most := flat["mm_max_image_pixels"], int) and most > MAX_IMAGE_PIXELS:
+        faults.append(f"mm_max_image_pixels is {most}, must be at most {MAX_IMAGE_PIXELS}")
     if isinstance(flat["mm_fetch_timeout"], int | float) and flat["mm_fetch_timeout"] <= 0:
         faults.append(f"mm_fetch_timeout is {flat['mm_fetch_timeout']}, must be positive")
     return faults
@@ -94,7 +104,9 @@ def _limit_faults(limits: Any) -> list[str]:
         if type(count) is not int or count < 0:
             faults.append(f"limit_mm_per_prompt says {limit!r} for {kind}, must be a count, not negative")
         elif kind != "image" and count:
-            faults.append(f"limit_mm_per_prompt says {count} for {kind}, but models see images alone; leave {kind} out, or say 0")
+            faults.append(
+                f"limit_mm_per_prompt says {count} for {kind}, but models see images alone; leave {kind} out, or say 0"
+            )
     return faults
 
 
@@ -105,9 +117,15 @@ def _io_faults(settings: Any) -> list[str]:
     image = settings.get("image", {})
     if not isinstance(image, Mapping):
         return [*faults, f"media_io_kwargs.image is {image!r}, must be a JSON object"]
-    faults += [f"media_io_kwargs.image has {name!r}; it takes rgba_background_color" for name in image if name != "rgba_background_color"]
+    faults += [
+        f"media_io_kwargs.image has {name!r}; it takes rgba_background_color"
+        for name in image
+        if name != "rgba_background_color"
+    ]
     color = image.get("rgba_background_color", [255, 255, 255])
-    is_color = isinstance(color, list | tuple) and len(color) == 3 and all(type(part) is int and 0 <= part < 256 for part in color)
+    is_color = (
+        isinstance(color, list | tuple) and len(color) == 3 and all(type(part) is int and 0 <= part < 256 for part in color)
+    )
     if not is_color:
         faults.append(f"media_io_kwargs.image.rgba_background_color is {color!r}, must be three integers from 0 to 255")
     return faults
