@@ -204,6 +204,7 @@ def test_the_first_frame_of_an_animation_is_taken(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.filterwarnings("ignore")
 def test_damaged_files_are_read_or_refused(format: str) -> None:
     draw = np.random.default_rng(1)
     data = encoded(picture(60, 40), format)
