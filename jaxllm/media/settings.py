@@ -97,8 +97,8 @@ class Settings:
         }
         for name, size in sizes.items():
             value = self._values.get(name)
-            if isinstance(value, Mapping) and len(sides := set(value.values())) == 1:
-                (value,) = sides
+            if isinstance(value, Mapping) and (sides := list(value.values())) and all(side == sides[0] for side in sides):
+                value = sides[0]
             if value is not None and value != size:
                 self.fault(f"{name} is {shortened(repr(value))}, but {size} in config.json")
 
@@ -111,7 +111,7 @@ class Settings:
 def _are_equal(value: Any, numbers: Sequence[float]) -> bool:
     """Whether a number or a list of them says the same as `numbers`."""
     given = value if isinstance(value, list | tuple) else [value] * len(numbers)
-    if len(given) != len(numbers) or not all(type(number) in (int, float) for number in given):
+    if len(given) != len(numbers) or not all(type(number) in (int, float) and abs(number) < 1e9 for number in given):
         return False
     return all(math.isclose(one, other, abs_tol=1e-6) for one, other in zip(given, numbers, strict=True))
 

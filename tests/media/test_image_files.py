@@ -3,6 +3,7 @@
 import io
 import re
 import struct
+import tracemalloc
 import zlib
 from typing import Any
 
@@ -133,6 +134,29 @@ def test_tiles_of_a_tiff_are_no_larger_than_images_may_be() -> None:
     blob = zlib.compress(bytes(16 * 16))
     assert open_whole(tiff(blob, t322=16, t323=16)).size == (16, 16)
     assert "tiles of 900000000 pixels, must have at most 67108864" in refusal(tiff(blob, t322=30_000, t323=30_000))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tags_of_a_tiff_that_lie_over_each_other_take_no_memory() -> None:
+    blob = bytes(1_000_000)
+    tags = [(1000 + number, 1, 990_000, 8) for number in range(2000)]
+    sizes = [
+        (256, 4, 1, 16),
+        (257, 4, 1, 16),
+        (258, 4, 1, 8),
+        (259, 4, 1, 1),
+        (262, 4, 1, 1),
+        (273, 4, 1, 500_000),
+        (279, 4, 1, 256),
+    ]
+    entries = b"".join(struct.pack("<HHII", *entry) for entry in sizes + tags)
+    data = (b"II*\0" + struct.pack("<IH", 8, len(sizes + tags)) + entries + blob)[: len(blob)]
+    tracemalloc.start()
+    try:
+        open_whole(data)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_jpeg_of_many_scans_is_refused() -> None:

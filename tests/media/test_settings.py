@@ -62,6 +62,8 @@ def test_processors_of_transformers_are_known_by_name(tmp_path, family, kind: st
         ("qwen3_vl", {"do_normalize": False}, "do_normalize is False, must be True"),
         ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan is True, must be False"),
         ("qwen3_vl", {"image_mean": [0.4, 0.5, 0.5]}, r"image_mean is \[0.4, 0.5, 0.5\], must be 0.5, 0.5, 0.5"),
+        ("qwen3_vl", {"image_std": 10**400}, "image_std is 1000"),
+        ("pixtral", {"patch_size": {"height": [14], "width": {}}}, "patch_size is .* but 14 in config.json"),
         ("qwen3_vl", {"image_std": "x"}, "image_std is 'x', must be"),
         ("qwen2_5_vl", {"image_mean": [0.5] * 3}, "image_mean is"),
         ("pixtral", {"rescale_factor": 1}, "rescale_factor is 1, must be 0.0039"),
