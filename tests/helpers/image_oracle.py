@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from jaxllm.model_parts.vision import VisionFamily
-from tests.helpers.pictures import SETTINGS, VISIONS
+from tests.helpers.images import SETTINGS, VISIONS
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "images.json"
 _CLASSES = {

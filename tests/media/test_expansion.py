@@ -3,7 +3,7 @@ import pytest
 from jaxllm.errors import InvalidRequestError
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
-from tests.helpers.pictures import END_ID, media, picture, processor
+from tests.helpers.images import END_ID, media, picture, processor
 
 IMAGE = 500
 

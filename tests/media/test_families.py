@@ -9,7 +9,7 @@ from jaxllm.media.families.pixtral import Pixtral
 from jaxllm.media.families.qwen_vl import Qwen3VL
 from jaxllm.media.options import MediaOptions
 from jaxllm.media.processor import make_processor
-from tests.helpers.pictures import BREAK_ID, END_ID, VISIONS, Image, media, picture, processor, write_settings
+from tests.helpers.images import BREAK_ID, END_ID, VISIONS, Image, media, picture, processor, write_settings
 
 SIDES = st.integers(1, 20_000)
 

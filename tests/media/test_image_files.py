@@ -14,7 +14,7 @@ from PIL import Image
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.media.image_files import FORMATS, load, open_image
 from jaxllm.media.options import MediaOptions
-from tests.helpers.pictures import encoded, media, picture, processor
+from tests.helpers.images import encoded, media, picture, processor
 
 NAME = "messages[0].content[1]"
 LIMIT = "at most 67108864; send a smaller one"

@@ -10,7 +10,7 @@ from PIL import Image
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.media import Media
-from tests.helpers.pictures import encoded, media, picture, pixels, processor
+from tests.helpers.images import encoded, media, picture, pixels, processor
 
 NAME = "messages[0].content[1]"
 

@@ -11,7 +11,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.media.image_files import load, open_image
 from jaxllm.media.options import MediaOptions
 from jaxllm.media.rgb import MODES, from_array, to_rgb
-from tests.helpers.pictures import encoded, pixels
+from tests.helpers.images import encoded, pixels
 
 NAME = "prompt"
 WHITE = (255, 255, 255)

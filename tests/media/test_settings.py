@@ -10,7 +10,7 @@ from jaxllm.media import load_processor
 from jaxllm.media.options import MediaOptions
 from jaxllm.media.processor import make_processor
 from jaxllm.served_model import ServedModel
-from tests.helpers.pictures import SETTINGS, VISIONS, write_settings
+from tests.helpers.images import SETTINGS, VISIONS, write_settings
 
 
 def make(directory, family="qwen3_vl", kwargs: dict[str, Any] | None = None, **changed: Any):
