@@ -45,7 +45,8 @@ def to_rgb(image: Image.Image, name: str, background: tuple[int, int, int]) -> I
             name, f"has pixels of mode {image.mode}, which have no fixed range or colours; save it in RGB with 8 bits a channel"
         )
     if image.has_transparency_data:
-        image = image.convert("RGBA")
+        if image.mode != "RGBA":  # else it would be copied
+            image = image.convert("RGBA")
         canvas = Image.new("RGB", image.size, background)
         canvas.paste(image, mask=image.getchannel("A"))
         image = canvas

@@ -227,6 +227,13 @@ def test_the_first_frame_of_an_animation_is_taken(tmp_path) -> None:
         assert whole.payload == processor(tmp_path).process(media(frames[0])).payload
 
 
+def test_the_first_picture_of_a_camera_with_two_lenses_is_taken() -> None:
+    left, right = picture(60, 40), picture(30, 20)
+    image = open_whole(encoded(left, "MPO", save_all=True, append_images=[right], quality=95))
+    assert image.format == "MPO" and image.size == left.size
+    assert np.abs(np.asarray(image).astype(int) - np.asarray(open_whole(encoded(left, "JPEG", quality=95)))).max() == 0
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_files_are_read_or_refused(format: str) -> None:

@@ -95,7 +95,7 @@ def test_the_cache_keeps_what_was_used_last_up_to_its_bytes(tmp_path) -> None:
     assert len(prepare.cache) == 2
     assert prepare.process(one) is kept[0]
     assert prepare.process(two) is not kept[1]
-    prepare.process(media(picture(2000, 1000)))  # larger than the cache
+    prepare.process(media(picture(520, 500)))  # larger than the cache
     prepare.cache.check_integrity()
     assert len(prepare.cache) == 2
     nothing = processor(tmp_path, mm_processor_cache_gb=0)
