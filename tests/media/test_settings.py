@@ -63,12 +63,12 @@ def test_processors_of_transformers_are_known_by_name(tmp_path, family, kind: st
         ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan is True, must be False"),
         ("qwen3_vl", {"image_mean": [0.4, 0.5, 0.5]}, r"image_mean is \[0.4, 0.5, 0.5\], must be 0.5, 0.5, 0.5"),
         ("qwen3_vl", {"image_std": 10**400}, "image_std is 1000"),
-        ("pixtral", {"patch_size": {"height": [14], "width": {}}}, "patch_size is .* but 14 in config.json"),
+        ("qwen3_vl", {"patch_size": {"height": [16], "width": {}}}, "patch_size is .* but 16 in config.json"),
         ("qwen3_vl", {"image_std": "x"}, "image_std is 'x', must be"),
         ("qwen2_5_vl", {"image_mean": [0.5] * 3}, "image_mean is"),
         ("pixtral", {"rescale_factor": 1}, "rescale_factor is 1, must be 0.0039"),
         ("qwen3_vl", {"patch_size": 14}, "patch_size is 14, but 16 in config.json"),
-        ("pixtral", {"patch_size": {"height": 14, "width": 16}}, "patch_size is .* but 14 in config.json"),
+        ("qwen3_vl", {"patch_size": {"height": 14, "width": 16}}, "patch_size is .* but 16 in config.json"),
         ("qwen3_vl", {"merge_size": 4}, "merge_size is 4, but 2 in config.json"),
         ("qwen3_vl", {"temporal_patch_size": 1}, "temporal_patch_size is 1, but 2 in config.json"),
         ("qwen3_vl", {"size": 5}, "size is 5, must be an object with shortest_edge, longest_edge"),
@@ -104,6 +104,10 @@ def test_options_are_laid_over_the_file(tmp_path) -> None:
         make(tmp_path, kwargs={"do_resize": False})
     with pytest.raises(ConfigError, match="max_pixels is -1, must be a positive integer"):
         make(tmp_path, kwargs={"max_pixels": -1})
+
+
+def test_the_patch_size_of_the_file_does_not_matter_to_pixtral(tmp_path) -> None:
+    assert make(tmp_path, "pixtral", patch_size={"height": 16, "width": 16}).count_tokens(1920, 1080) == 31 * 55 + 31
 
 
 def test_unknown_keys_of_files_change_nothing(tmp_path) -> None:
