@@ -33,6 +33,11 @@ class Vision:
     video_token_id: int | None = None
 
     @property
+    def head_dim(self) -> int:
+        """Width of a head of the encoder's attention."""
+        return self.hidden_size // self.num_heads
+
+    @property
     def num_deepstack(self) -> int:
         return len(self.deepstack_layers)
 

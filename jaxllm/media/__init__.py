@@ -1,0 +1,28 @@
+"""Images of prompts, before the engine: from files to patches and placeholder tokens. Importing it imports no Pillow.
+
+`load_processor` makes the `MediaProcessor` of a model; `payload` has the form in which patches travel to the engine.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxllm.media.media import Media, ProcessedMedia
+from jaxllm.media.options import MediaOptions
+
+if TYPE_CHECKING:
+    from jaxllm.media.processor import MediaProcessor
+    from jaxllm.served_model import ServedModel
+
+__all__ = ["Media", "MediaOptions", "ProcessedMedia", "load_processor"]
+
+
+def load_processor(model_dir: Path, model: "ServedModel", options: MediaOptions) -> "MediaProcessor | None":
+    """What prepares the images of a model's prompts, by the files in its directory; None: the model takes text alone.
+
+    Raises ConfigError if a file asks for what is not supported, or an option contradicts the model.
+    """
+    if model.vision is None:
+        return None
+    from jaxllm.media.processor import make_processor  # imports Pillow
+
+    return make_processor(model_dir, model.vision, options)
