@@ -126,8 +126,6 @@ class PromptItem(msgspec.Struct, frozen=True):
     three-dimensional positions place tokens by it. None: the tokens are a plain sequence."""
     embedding_runs: tuple[tuple[int, int], ...] = ()
     """(offset, count) of each run of its tokens that an embedding replaces; the others keep those of their ids. Empty: all are replaced."""
-    attends_within: bool = False
-    """Whether each of its tokens attends to all others, later ones too, so that one step must compute them all."""
 
     @property
     def end(self) -> int:

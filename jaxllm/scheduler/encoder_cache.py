@@ -35,11 +35,12 @@ class EncoderCache:
     others that need less go ahead.
     """
 
-    def __init__(self, sizes: EncoderSizes, *, min_chunk: int = 1, whole_items: bool = False, kind: str = "image"):
-        """min_chunk: most tokens of an item that one step must compute. whole_items: all are such items, not only those that say so."""
+    def __init__(self, sizes: EncoderSizes, *, whole_tokens: int = 0, kind: str = "image"):
+        """whole_tokens: most tokens of an item, where a step that computes one of them must compute all that are left, e.g. because they
+        attend to each other; 0: steps may cut items."""
         self.item_kinds = (kind,)
-        self.min_chunk = min_chunk
-        self._sizes, self._whole_items = sizes, whole_items
+        self.min_chunk = max(1, whole_tokens)
+        self._sizes, self._whole_tokens = sizes, whole_tokens
         self._free = list(range(sizes.num_pages))
         self._in_use: dict[bytes, _Entry] = {}
         """By content hash, as the next one."""
@@ -62,10 +63,10 @@ class EncoderCache:
                 "smaller, or raise --mm-max-patches",
                 "prompt",
             )
-        if self._is_whole(item) and item.num_tokens > self.min_chunk:
+        if 0 < self._whole_tokens < item.num_tokens:
             raise InvalidRequestError(
                 f"the {item.kind} at position {item.position} has {item.num_tokens} tokens, a step of this engine computes at most "
-                f"{self.min_chunk} of one; make it smaller",
+                f"{self._whole_tokens} of one; make it smaller",
                 "prompt",
             )
 
@@ -96,7 +97,7 @@ class EncoderCache:
         """See ChunkRoom."""
         end = start + count
         for item in self._items(request, start, end):
-            if (self._is_whole(item) and item.end > end) or not self._grant(request, item):
+            if (self._whole_tokens and item.end > end) or not self._grant(request, item):
                 return max(0, item.position - start)
         return count
 
@@ -175,9 +176,6 @@ class EncoderCache:
         for item in request.spec.items:
             if item.position < end and item.end > start and item.kind in self.item_kinds:
                 yield item
-
-    def _is_whole(self, item: PromptItem) -> bool:
-        return self._whole_items or item.attends_within
 
     def _num_patches_of(self, item: PromptItem) -> int:
         return item.num_embeddings * self._sizes.patches_per_embedding

@@ -18,10 +18,8 @@ class Images:
     """See `jaxllm.engine.features.Items`."""
 
     sizes: EncoderSizes
-    min_chunk: int
-    """Tokens of the largest image that one step must compute whole; 1: images can be cut."""
-    whole_items: bool
-    """Whether all images must be."""
+    whole_tokens: int
+    """Tokens of the largest image, where a step computes an image whole; 0: steps may cut images."""
 
     @property
     def described(self) -> Mapping[str, Any]:
@@ -30,7 +28,7 @@ class Images:
 
     def new_room(self) -> EncoderCache:
         """See Items."""
-        return EncoderCache(self.sizes, min_chunk=self.min_chunk, whole_items=self.whole_items)
+        return EncoderCache(self.sizes, whole_tokens=self.whole_tokens)
 
 
 def make_items(config: EngineConfig, model_config: ModelConfig) -> Images | None:
@@ -39,19 +37,26 @@ def make_items(config: EngineConfig, model_config: ModelConfig) -> Images | None
     if vision is None or config.multimodal.language_model_only:
         return None
     _check_parallel(config.parallel, model_config.architecture)
-    options, most = config.multimodal, config.scheduler.max_num_batched_tokens
-    sizes, attends_within = EncoderSizes.of(vision, options.mm_max_patches), vision.family == "gemma3"
-    min_chunk = sizes.max_item_embeddings if attends_within or options.disable_chunked_mm_input else 1
-    assert most is not None
-    if min_chunk > most:
-        see_each_other = f"the tokens of an image of {model_config.architecture} see each other", "raise it"
-        is_option = "disable_chunked_mm_input is set", "raise it, or lower mm_max_patches"
-        reason, way_out = see_each_other if attends_within else is_option
-        raise ConfigError(
-            f"{reason}, so a step computes all {min_chunk} tokens of an image, but max_num_batched_tokens is {most}; {way_out}"
-        )
+    sizes = EncoderSizes.of(vision, config.multimodal.mm_max_patches)
     _check_plans(config, vision, sizes)
-    return Images(sizes, min_chunk, options.disable_chunked_mm_input)
+    return Images(sizes, _whole_tokens(config, model_config, vision, sizes))
+
+
+def _whole_tokens(config: EngineConfig, model_config: ModelConfig, vision: Vision, sizes: EncoderSizes) -> int:
+    """See Images. Raises ConfigError if a step cannot compute the largest image."""
+    see_each_other, most, least = vision.family == "gemma3", config.scheduler.max_num_batched_tokens, sizes.max_item_embeddings
+    if not (see_each_other or config.multimodal.disable_chunked_mm_input):
+        return 0
+    assert most is not None
+    if least > most:
+        tokens_do = f"the tokens of an image of {model_config.architecture} see each other", "raise it"
+        option_is = "disable_chunked_mm_input is set", "raise it, or lower mm_max_patches"
+        reason, way_out = tokens_do if see_each_other else option_is
+        raise ConfigError(
+            f"{reason}, so a step computes all {least} tokens of an image, but max_num_batched_tokens is {most}; {way_out}"
+        )
+    # Pixtral ends each row of embeddings with a token of its own.
+    return min(most, 2 * least) if vision.family == "pixtral" else least
 
 
 def _check_parallel(parallel: ParallelOptions, architecture: str) -> None:

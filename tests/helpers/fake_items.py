@@ -25,12 +25,12 @@ def encoder(*, item: int = 8, step: int = 8, pages: int = 8, **options: Any) -> 
     return EncoderCache(EncoderSizes(1, item, step, pages, PAGE), **options)
 
 
-def image(content: bytes, position: int, num_tokens: int, *, has_breaks: bool = False, **fields: Any) -> PromptItem:
+def image(content: bytes, position: int, num_tokens: int, *, has_breaks: bool = False) -> PromptItem:
     """An item; its payload is the number of its embeddings and the content. has_breaks: every third of its tokens keeps its id."""
     runs = [(start, min(2, num_tokens - start)) for start in range(0, num_tokens, 3)] if has_breaks else [(0, num_tokens)]
     payload = bytes([sum(count for _, count in runs)]) + content
-    fields["embedding_runs"] = tuple(runs) if has_breaks else ()
-    return PromptItem("image", bytes([num_tokens]) + payload, position, num_tokens, payload, **fields)
+    own_runs = tuple(runs) if has_breaks else ()
+    return PromptItem("image", bytes([num_tokens]) + payload, position, num_tokens, payload, embedding_runs=own_runs)
 
 
 def embedded(item: PromptItem) -> list[int]:
@@ -45,8 +45,8 @@ class ItemToken(NamedTuple):
     """The position of the item."""
     offset: int
     """Among the item's embeddings."""
-    whole_until: int
-    """Where a step that computes the token must not end before."""
+    end: int
+    """Behind the item."""
 
 
 def embeddings(payload: bytes) -> list[int]:
@@ -74,6 +74,8 @@ class FakeDevice:
     uses: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     """Pages of each item whose tokens the step computes, by request and position."""
     rank: int = 0
+    whole_items: bool = False
+    """Whether a step computes all that is left of an item."""
     num_encoded: int = 0
 
     def run(self, op: DeviceOp, memory: list[Any]) -> None:
@@ -104,7 +106,7 @@ class FakeDevice:
         ]
         token_ids[: request.num_prompt_tokens] = effective_prompt(request.spec.prompt_token_ids, own)
         return {
-            position: ItemToken(request_id, item.position, offset, item.end if item.attends_within else 0)
+            position: ItemToken(request_id, item.position, offset, item.end)
             for item in own
             for offset, position in enumerate(embedded(item))
         }
@@ -114,7 +116,7 @@ class FakeDevice:
         page, offset = divmod(token.offset, PAGE)
         found = self.slab[self.uses[token.request_id, token.position][page]]
         assert found[offset] == right, "the page has another item"
-        assert chunk_end >= token.whole_until, "an item is cut"
+        assert not self.whole_items or chunk_end >= token.end, "an item is cut"
 
     def start_over(self) -> None:
         """Lose everything."""

@@ -18,8 +18,8 @@ def make_engine(step: int = 8, pages: int = 8, room: EncoderCache | None = None,
     return FakeEngine(make_scheduler(rooms=(room or encoder(item=16, step=step, pages=pages),), **options), vocab_size=VOCAB)
 
 
-def picture(name: str, position: int, num_tokens: int = 8, **fields: object) -> PromptItem:
-    return image(name.encode(), position, num_tokens, **fields)
+def picture(name: str, position: int, num_tokens: int = 8) -> PromptItem:
+    return image(name.encode(), position, num_tokens)
 
 
 def add(engine: FakeEngine, name: str, *items: PromptItem, length: int = 40, **options: object) -> Request:
@@ -127,16 +127,14 @@ def test_one_that_found_no_pages_is_not_overtaken_by_smaller_ones() -> None:
 
 
 def whole_engine(**options: object) -> FakeEngine:
-    return make_engine(room=encoder(item=12, step=12, min_chunk=12), **options)
-
-
-def whole(name: str, position: int, num_tokens: int = 12) -> PromptItem:
-    return picture(name, position, num_tokens, attends_within=True)
+    engine = make_engine(room=encoder(item=12, step=12, whole_tokens=12), **options)
+    engine.runner.device.whole_items = True
+    return engine
 
 
 def test_a_step_computes_all_tokens_that_attend_to_each_other_or_stops_before_them() -> None:
     engine = whole_engine(max_num_batched_tokens=16)
-    request = add(engine, "a", whole("dog", 8), whole("cat", 24, 8))
+    request = add(engine, "a", picture("dog", 8, 12), picture("cat", 24, 8))
     check_tokens(engine, request)
     assert chunks(engine, "a")[:4] == [(0, 8), (8, 16), (24, 16), (40, 1)]
 
@@ -146,24 +144,25 @@ def test_a_step_computes_all_tokens_that_attend_to_each_other_or_stops_before_th
     [(0, 10, 4), (0, 15, 4), (0, 16, 16), (4, 11, 0), (4, 12, 12), (12, 3, 0), (12, 4, 4), (15, 1, 1), (16, 2, 2)],
 )
 def test_what_is_left_of_a_whole_item_behind_a_cached_prefix_is_computed_in_one_step_too(start, count, allowed) -> None:
-    room = encoder(item=12, step=12, min_chunk=12)
+    room = encoder(item=12, step=12, whole_tokens=12)
     room.begin_step()
-    assert room.limit(make_request("a", 24, items=(whole("dog", 4),)), start, count) == allowed
+    assert room.limit(make_request("a", 24, items=(picture("dog", 4, 12),)), start, count) == allowed
 
 
 def test_limits_of_chunks_leave_room_for_a_whole_item() -> None:
     engine = whole_engine(max_num_batched_tokens=64, long_prefill_token_threshold=4)
-    requests = [add(engine, name, whole(name, 9)) for name in "ab"]
+    requests = [add(engine, name, picture(name, 9, 12)) for name in "ab"]
     engine.scheduler.limit_steps(64)
     check_tokens(engine, *requests)
     assert engine.scheduler.max_num_batched_tokens == 12 and (9, 12) in chunks(engine, "b")
 
 
 def test_an_item_too_large_for_a_step_is_refused() -> None:
+    engine = make_engine(room=encoder(item=12, whole_tokens=8))
     with pytest.raises(
-        InvalidRequestError, match="image at position 4 has 9 tokens, a step of this engine computes at most 1 of one"
+        InvalidRequestError, match="at position 4 has 9 tokens, a step of this engine computes at most 8 of one"
     ):
-        add(make_engine(), "a", whole("dog", 4, 9))
+        add(engine, "a", picture("dog", 4, 9))
 
 
 @pytest.mark.parametrize("end", ["abort", "start over"])

@@ -60,8 +60,6 @@ class _Load:
     num_ended: int = 0
     num_made: int = 0
     max_item_tokens: int = 0
-    max_whole_tokens: int = 0
-    """Of an item that one step must compute."""
     with_items: list[tuple[list[int], tuple[PromptItem, ...]]] = field(default_factory=list)
     """Prompts so far that have items."""
     readers: list[_Reader] = field(default_factory=list)
@@ -155,9 +153,7 @@ class _Load:
             if start + count > len(prompt):
                 break
             prompt[start : start + count] = [PLACEHOLDER] * count
-            is_whole = count <= self.max_whole_tokens and rng.random() < 0.5
-            has_breaks = rng.random() < 0.2
-            found.append(image(bytes([rng.randrange(3)]), start, count, has_breaks=has_breaks, attends_within=is_whole))
+            found.append(image(bytes([rng.randrange(3)]), start, count, has_breaks=rng.random() < 0.2))
             start += count
         return tuple(found)
 
@@ -292,8 +288,8 @@ def run_load(
     """Run a random load to its end. Returns the number of steps.
 
     num_blocks: for each group; 0: as few as possible. drafts: most of a row, how many positions behind them a drafter writes to, and
-    how often one is right. item_sizes: most embeddings of an item, most that a step encodes, pages. whole_items: some items have to be
-    computed in one step. tiers: arguments of fake tiers. num_ranks: data-parallel ranks.
+    how often one is right. item_sizes: most embeddings of an item, most that a step encodes, pages. whole_items: a step
+    must compute all that is left of an item. tiers: arguments of fake tiers. num_ranks: data-parallel ranks.
     """
     max_model_len = 46
     control = None
@@ -307,13 +303,10 @@ def run_load(
     tier_rng = random.Random(seed + 2)
     fake_tiers = [FakeTier(tier_rng, **arguments) for arguments in tiers]
     max_item_tokens, max_step_embeddings, num_pages = item_sizes or (0, 0, 0)
-    max_whole_tokens = min(options["max_num_batched_tokens"], max_item_tokens) if whole_items else 0
-    room_sizes = {
-        "item": max_item_tokens,
-        "step": max_step_embeddings,
-        "pages": num_pages,
-        "min_chunk": max(1, max_whole_tokens),
-    }
+    if whole_items:
+        max_item_tokens = min(options["max_num_batched_tokens"], max_item_tokens)
+    whole_tokens = max_item_tokens if whole_items else 0
+    room_sizes = {"item": max_item_tokens, "step": max_step_embeddings, "pages": num_pages, "whole_tokens": whole_tokens}
 
     def new_scheduler() -> Scheduler:
         return make_scheduler(
@@ -340,7 +333,9 @@ def run_load(
     for each in engine.schedulers if options["scheduling_policy"] == "fair" else ():
         each._turns = Turns(patience_seconds=0)
     load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
-    load.max_item_tokens, load.max_whole_tokens = max_item_tokens, max_whole_tokens
+    load.max_item_tokens = max_item_tokens
+    for runner in engine.runners:
+        runner.device.whole_items = whole_items
     if seed % 3 and num_ranks == 1:
         scheduler.publish_cache_events()
         load.readers.append(_Reader())

@@ -56,10 +56,12 @@ def test_sizes_follow_the_largest_image_and_each_scheduler_has_its_own_room() ->
 
 
 def test_images_are_cut_unless_their_tokens_see_each_other_or_the_option_says_no() -> None:
-    assert made().new_room().min_chunk == 1
-    assert made(mm_max_patches=4096, disable_chunked_mm_input=True).new_room().min_chunk == 1024
+    assert made().whole_tokens == 0 and made().new_room().min_chunk == 1
+    assert made(mm_max_patches=4096, disable_chunked_mm_input=True).whole_tokens == 1024
+    pixtral = replace(QWEN, family="pixtral")
+    assert made(pixtral, mm_max_patches=4096, disable_chunked_mm_input=True, max_num_batched_tokens=1500).whole_tokens == 1500
     gemma = made(GEMMA)
-    assert gemma.new_room().min_chunk == 256 and gemma.sizes.max_item_patches == 4096
+    assert gemma.whole_tokens == gemma.new_room().min_chunk == 256 and gemma.sizes.max_item_patches == 4096
 
 
 def make_drafter(config: EngineConfig, model_config: ModelConfig) -> SimpleNamespace:
