@@ -20,8 +20,8 @@ from jaxllm.scheduler_stats import SchedulerStats
 class _Entry:
     """An item in the slab."""
 
-    item: PromptItem
     pages: list[int]
+    num_patches: int
     is_encoded: bool = False
     """Whether a complete plan encodes it."""
     users: dict[Request, bool] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class EncoderCache:
             )
 
     def fits(self, request: Request) -> Fit:
-        """Always: a chunk can end before the first item."""
+        """Always: `limit` decides for each chunk."""
         return Fit.NOW
 
     def take(self, request: Request) -> None:
@@ -121,7 +121,7 @@ class EncoderCache:
         if pages is None:
             return None
         self._num_patches += num_patches
-        return _Entry(item, pages)
+        return _Entry(pages, num_patches)
 
     def _take_pages(self, count: int) -> list[int] | None:
         """Take free pages, and those of unused items if need be; None, and nothing is taken, if all are too few."""
@@ -143,7 +143,7 @@ class EncoderCache:
                 self._num_hits += entry.is_encoded
             if not entry.is_encoded:
                 entry.is_encoded = True
-                self._num_encoded_patches += self._num_patches_of(item)
+                self._num_encoded_patches += entry.num_patches
                 ops.append(EncodeItem(0, item.payload, entry.pages))
             ops.append(UseItem(0, request.request_id, item.position, entry.pages))
         return ops
@@ -157,7 +157,7 @@ class EncoderCache:
             self._unused[name] = entry
         else:
             self._free += entry.pages
-            self._num_patches -= self._num_patches_of(entry.item)
+            self._num_patches -= entry.num_patches
 
     def forget(self) -> None:
         """See ChunkRoom."""
@@ -196,19 +196,16 @@ class EncoderCache:
 
     def check_integrity(self, requests: Collection[Request]) -> None:
         """See ChunkRoom."""
-        entries = [*self._in_use.items(), *self._unused.items()]
-        pages = [*self._free, *(page for _, entry in entries for page in entry.pages)]
+        entries = [*self._in_use.values(), *self._unused.values()]
+        pages = [*self._free, *(page for entry in entries for page in entry.pages)]
         assert sorted(pages) == list(range(self._sizes.num_pages)), "a page is lost, or belongs to two items"
         assert not self._in_use.keys() & self._unused.keys(), "an item is in use and is not"
-        for name, entry in entries:
-            assert name == entry.item.content_hash and len(entry.pages) == self._num_pages_of(entry.item)
         for name, entry in self._in_use.items():
             assert entry.users, "no request uses an item in use"
             assert entry.users.keys() <= {*requests}, "a request that ended uses an item"
             for request, is_planned in entry.users.items():
-                assert any(item.content_hash == name for item in request.spec.items), (
-                    "a request uses an item that it does not have"
-                )
+                sizes = {self._num_pages_of(item) for item in request.spec.items if item.content_hash == name}
+                assert sizes == {len(entry.pages)}, "a request uses an item that it does not have, or that has other pages"
                 assert not is_planned or entry.is_encoded, "a step uses an item that is not encoded"
                 assert not is_planned or request.num_computed_tokens, "a request that computes nothing uses an item"
         assert all(entry.is_encoded and not entry.users for entry in self._unused.values())
