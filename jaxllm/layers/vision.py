@@ -14,9 +14,13 @@ from jaxllm.layers.norm import NoNorm, Normalization
 from jaxllm.layers.patch_indices import PatchIndices, patch_indices
 from jaxllm.layers.source import Module, Summed, Tensor
 from jaxllm.model_parts import Merger, Norm, Vision, VisionLayer
+from pallas_kernels import segment_attention
 from pallas_kernels.rope_cache_write.xla import apply_rope
 
 __all__ = ["PatchIndices", "VisionTower", "patch_indices"]
+
+# Traced and lowered once for all layers of a program.
+attend_in_segments = jax.jit(segment_attention.segment_attention, static_argnames=("scale", "implementation", "interpret"))
 
 AXIS = "vision"
 """The logical axis of all weights: each device has them whole."""
@@ -64,7 +68,7 @@ class VisionTower(nnx.Module):
             patches_PC = patches_PC[indices.order_P]
         x_PD = self.first_norm(self._embed(patches_PC, indices))
         angles = self._angles(indices)
-        attend = partial(segment_attention, implementation=attention, interpret=interpret)
+        attend = partial(attend_in_segments, implementation=attention, interpret=interpret)
         deep = dict(zip(vision.deepstack_layers, self.deepstack, strict=True))
         added = []
         for layer, block in enumerate(self.blocks):
@@ -97,7 +101,7 @@ class VisionTower(nnx.Module):
 
     def _angles(self, indices: PatchIndices) -> tuple[Array, Array] | None:
         """Cosine and sine, float32 [P, H/2], of rows for the first half of the frequencies and of columns for the second."""
-        encoder, half = self.vision.encoder, self.vision.hidden_size // self.vision.num_heads // 2
+        encoder, half = self.vision.encoder, self.vision.head_dim // 2
         assert encoder is not None
         if encoder.rope_theta is None:
             return None
@@ -114,9 +118,9 @@ class VisionBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, vision: Vision, part: VisionLayer, dtype: str, prefix: str):
-        D, N, mlp = vision.hidden_size, vision.num_heads, part.mlp
-        H, C, F = D // N, 2 if mlp.gated else 1, mlp.width
-        self.head_dim = H
+        D, N, H, mlp = vision.hidden_size, vision.num_heads, vision.head_dim, part.mlp
+        C, F = 2 if mlp.gated else 1, mlp.width
+        self.scale = H**-0.5
         self.attention_norm = _norm(part.attention_norm, D, dtype, prefix)
         self.mlp_norm = _norm(part.mlp_norm, D, dtype, prefix)
         self.qkv = Linear(
@@ -146,7 +150,7 @@ class VisionBlock(nnx.Module):
         q_PNH, k_PNH, v_PNH = jnp.unstack(self.qkv(self.attention_norm(x_PD)), axis=1)
         if angles is not None:
             q_PNH, k_PNH = apply_rope(q_PNH, angles), apply_rope(k_PNH, angles)
-        x_PD = x_PD + self.out(attend(q_PNH, k_PNH, v_PNH, scale=self.head_dim**-0.5))
+        x_PD = x_PD + self.out(attend(q_PNH, k_PNH, v_PNH, scale=self.scale))
         gate_up_PCF = self.gate_up(self.mlp_norm(x_PD))
         fed_PF = self.activation(gate_up_PCF[:, 0])
         return x_PD + self.down(fed_PF * gate_up_PCF[:, 1] if self.gated else fed_PF)
@@ -188,15 +192,3 @@ class PatchMerger(nnx.Module):
 
 def _norm(norm: Norm | None, width: int, dtype: str, prefix: str = "") -> Normalization | NoNorm:
     return NoNorm() if norm is None else Normalization(norm, width, AXIS, dtype, prefix=prefix)
-
-
-@partial(jax.jit, static_argnames=("scale", "implementation", "interpret"))
-def segment_attention(
-    q_PHd: Array, k_PHd: Array, v_PHd: Array, segment_P: Array, *, scale: float, implementation: str, interpret: bool = False
-) -> Array:
-    """Attention of patches to those of their own segment."""
-    precision = precision_of(q_PHd.dtype)
-    scores = scale * jnp.einsum("phd,qhd->hpq", q_PHd, k_PHd, precision=precision, preferred_element_type=jnp.float32)
-    scores = jnp.where(segment_P[:, None] == segment_P[None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_PHd.dtype)
-    return jnp.einsum("hpq,qhd->phd", weights, v_PHd, precision=precision)
