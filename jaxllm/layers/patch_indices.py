@@ -1,4 +1,4 @@
-"""Where the patches of pictures lie: what an encoder of images must know of each patch beside its pixels. Computed on the host."""
+"""Where the patches of images lie: what an encoder of images must know of each patch beside its pixels. Computed on the host."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,17 +10,17 @@ from jax import Array, lax
 from jaxllm.model_parts import Vision
 
 Grid = tuple[int, int, int]
-"""Patches of a picture in time, from top to bottom, and from left to right."""
+"""Patches of an image in time, from top to bottom, and from left to right."""
 
 
 class PatchIndices(NamedTuple):
-    """Of each patch of some pictures, one picture behind the other, each frame in cells of merge_size² patches; and of padding behind them.
+    """Of each patch of some images, one image behind the other, each frame in cells of merge_size² patches; and of padding behind them.
 
     Arrays of NumPy on the host, of JAX in a trace.
     """
 
     segment_P: np.ndarray | Array
-    """int32: the number of its picture's frame among all frames, whose patches attend to each other; -1 for padding."""
+    """int32: the number of its image's frame among all frames, whose patches attend to each other; -1 for padding."""
     place_P2: np.ndarray | Array
     """int32: row and column."""
     taps_P4: np.ndarray | Array
@@ -53,7 +53,7 @@ class PatchIndices(NamedTuple):
 
 
 def patch_indices(vision: Vision, grids: Sequence[Grid], num_patches: int) -> PatchIndices:
-    """The indices of the patches of pictures with these grids, padded to num_patches. NumPy only."""
+    """The indices of the patches of images with these grids, padded to num_patches. NumPy only."""
     merge, encoder = vision.merge_size, vision.encoder
     assert encoder is not None
     total = sum(t * h * w for t, h, w in grids)

@@ -27,7 +27,7 @@ AXIS = "vision"
 
 
 class VisionTower(nnx.Module):
-    """Encodes the patches of some pictures at once; patches attend to those of their own segment. Sources: arXiv:2511.21631 (Qwen3-VL),
+    """Encodes the patches of some images at once; patches attend to those of their own segment. Sources: arXiv:2511.21631 (Qwen3-VL),
     arXiv:2502.13923 (Qwen2.5-VL).
 
     Built without values: a loader gives them. P patches of C values, D its width, L the width of the text model.

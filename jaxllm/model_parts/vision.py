@@ -75,7 +75,7 @@ class VisionEncoder:
     columns_turn_between: bool = False
     """Whether columns turn by the frequencies between those of rows, instead of the same."""
     window: int = 0
-    """Patches along each side of a window, within which patches attend to each other; 0: to all of their picture."""
+    """Patches along each side of a window, within which patches attend to each other; 0: to all of their image."""
     full_layers: tuple[int, ...] = ()
     """Layers without windows, in an encoder that has windows."""
 

@@ -142,11 +142,10 @@ def _dtype(reader: ConfigReader, asked: str, on_gpu: bool) -> str:
 
 
 def _first(raw: Mapping[str, Any], *names: str) -> Any:
-    """The first of these values that a config.json has, in its part for the text model at last; None: it has none."""
+    """The first of these values that a config.json has, else its part for the text model; None: none of them."""
     text = raw.get("text_config")
-    return next(
-        (value for part in (raw, text if isinstance(text, dict) else {}) for name in names if (value := part.get(name))), None
-    )
+    parts = (raw, text) if isinstance(text, dict) else (raw,)
+    return next((part[name] for part in parts for name in names if part.get(name) is not None), None)
 
 
 def _eos_token_ids(raw: Mapping[str, Any], directory: Path, faults: list[str]) -> tuple[int, ...]:
