@@ -29,18 +29,18 @@ SPECIAL = (
     "[IMG_BREAK]",
     "[IMG_END]",
 )
-IMAGES = {"mistral3": "[IMG]"}
-"""What a chat template writes for an image; other families write Qwen's tokens."""
-QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+PICTURES = {"mistral3": "[IMG]"}
+"""What a chat template writes for a picture; other families write Qwen's tokens."""
+QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-def chat_template(image: str) -> str:
-    """As Qwen's, with this text for an image."""
+def chat_template(picture: str) -> str:
+    """As Qwen's, with this text for a picture."""
     return (
         "{%- for message in messages -%}<|im_start|>{{ message.role }}\n"
         "{%- if message.content is string -%}{{ message.content }}"
         "{%- else -%}{%- for part in message.content -%}"
-        f"{{%- if part.type == 'image' or 'image' in part or 'image_url' in part -%}}{image}"
+        f"{{%- if part.type == 'image' or 'image' in part or 'image_url' in part -%}}{picture}"
         "{%- elif 'text' in part -%}{{ part.text }}{%- endif -%}"
         "{%- endfor -%}{%- endif -%}<|im_end|>\n{%- endfor -%}"
         "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
@@ -97,7 +97,7 @@ def write(
     _write_json(directory / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]})
     (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    template = chat_template(IMAGES.get(family, QWEN_IMAGE))
+    template = chat_template(PICTURES.get(family, QWEN_PICTURE))
     _write_json(directory / "tokenizer_config.json", {**settings, "chat_template": template})
     generator = np.random.RandomState(seed)  # of which NumPy never changes what it draws
     stored = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)

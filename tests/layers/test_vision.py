@@ -9,11 +9,11 @@ import pytest
 from jaxllm.layers.patch_indices import PatchIndices, patch_indices
 from jaxllm.loaders.formats import open_checkpoint
 from jaxllm.models.load_config import load_model_config
-from tests.helpers import vision_checkpoint, vision_goldens, vision_numpy
+from tests.helpers import pictures, vision_checkpoint, vision_numpy
 from tests.helpers.slow import slow_except
 
 CELLS = [(1, 1), (2, 5), (4, 3)]
-"""Heights and widths of images, in cells."""
+"""Heights and widths of pictures, in cells."""
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +23,12 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(directory):
-    return vision_goldens.load(directory)
+    return pictures.load(directory)
 
 
 def images(vision, cells=CELLS):
     side = vision.patch_size * vision.merge_size
-    return [vision_goldens.random_image(i, rows * side, columns * side) for i, (rows, columns) in enumerate(cells)]
+    return [pictures.picture(i, rows * side, columns * side) for i, (rows, columns) in enumerate(cells)]
 
 
 def test_an_encoder_computes_its_formulas(directory, model):
@@ -36,8 +36,8 @@ def test_an_encoder_computes_its_formulas(directory, model):
     checkpoint, raw = open_checkpoint(directory), json.loads((directory / "config.json").read_text())
     weights = {name: checkpoint.tensor(name) for name in checkpoint.entries}
     given = images(config.vision)
-    expected = [vision_numpy.qwen3_vl(weights, raw, *vision_goldens.patches(image, config.vision)) for image in given]
-    found = vision_goldens.encode(config, tower, given, num_patches=96)
+    expected = [vision_numpy.qwen3_vl(weights, raw, *pictures.patches(image, config.vision)) for image in given]
+    found = pictures.encode(config, tower, given, num_patches=96)
     assert found.shape == (23, config.vision.result_width) and np.abs(found).max() > 1
     np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-5)
 
@@ -45,18 +45,18 @@ def test_an_encoder_computes_its_formulas(directory, model):
 def test_what_is_beside_a_picture_does_not_change_it(model):
     config, _, tower = model
     given = images(config.vision)
-    together = vision_goldens.encode(config, tower, given, num_patches=128)
-    alone = vision_goldens.encode(config, tower, given[1:2], num_patches=128)
+    together = pictures.encode(config, tower, given, num_patches=128)
+    alone = pictures.encode(config, tower, given[1:2], num_patches=128)
     np.testing.assert_allclose(together[1:11], alone, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", slow_except(["bfloat16"], ["bfloat16", "float16"]))
 def test_narrow_types_are_near_float32(directory, model, dtype):
     config, _, tower = model
-    narrow, _, narrow_tower = vision_goldens.load(directory, dtype=dtype)
+    narrow, _, narrow_tower = pictures.load(directory, dtype=dtype)
     given = images(config.vision)
-    expected = vision_goldens.encode(config, tower, given, num_patches=96)
-    found = vision_goldens.encode(narrow, narrow_tower, given, num_patches=96)
+    expected = pictures.encode(config, tower, given, num_patches=96)
+    found = pictures.encode(narrow, narrow_tower, given, num_patches=96)
     assert found.dtype == jnp.dtype(dtype)
     # A few roundings of the type, which for bfloat16 has 8 bits.
     tolerance = (0.01 if dtype == "float16" else 0.08) * np.abs(expected).max()
@@ -69,7 +69,7 @@ def test_indices_of_pictures_and_padding(directory):
     np.testing.assert_array_equal(indices.segment_P, [0] * 8 + [1] * 4 + [2] * 4 + [-1] * 4)
     first_cell, second_cell = [[0, 0], [0, 1], [1, 0], [1, 1]], [[0, 2], [0, 3], [1, 2], [1, 3]]
     np.testing.assert_array_equal(indices.place_P2, [*first_cell, *second_cell, *first_cell, *first_cell, *[[0, 0]] * 4])
-    # Corners of an image are corners of the table of 8 × 8; between them all four taps count.
+    # Corners of a picture are corners of the table of 8 × 8; between them all four taps count.
     corner = 8 * 8 - 1
     assert (indices.taps_P4[[0, 7], 0].tolist(), indices.weights_P4[[0, 7], 0].tolist()) == ([0, corner], [1.0, 1.0])
     np.testing.assert_allclose(indices.weights_P4.sum(axis=1), [1.0] * 16 + [0.0] * 4, atol=1e-6)

@@ -19,7 +19,7 @@ from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.progress import SILENT
 from jaxllm.runner.weights import Weights
-from tests.helpers import vision_checkpoint, vision_goldens
+from tests.helpers import pictures, vision_checkpoint
 from tests.helpers.slow import slow_except
 
 
@@ -47,18 +47,16 @@ def test_every_device_has_the_whole_encoder(directory, load_format):
     # As an engine flattens its models and gives programs each of them.
     weights = Weights([build_model(config), part.model], mesh)
     _, tower = (merge(weights.flatten([text, state])) for merge in weights.merges)
-    found = vision_goldens.encode(config, nnx.state(tower), [vision_goldens.random_image(0, 64, 32)], num_patches=16)
+    found = pictures.encode(config, nnx.state(tower), [pictures.picture(0, 64, 32)], num_patches=16)
     assert np.isfinite(found).all()
     if load_format == "auto":
-        _, _, alone = vision_goldens.load(directory)
-        expected = vision_goldens.encode(
-            load_model_config(directory), alone, [vision_goldens.random_image(0, 64, 32)], num_patches=16
-        )
+        _, _, alone = pictures.load(directory)
+        expected = pictures.encode(load_model_config(directory), alone, [pictures.picture(0, 64, 32)], num_patches=16)
         np.testing.assert_array_equal(found, expected)
 
 
 def test_the_weights_of_a_still_picture_are_those_of_its_frames_together(directory):
-    config, _, tower = vision_goldens.load(directory, dtype="bfloat16")
+    config, _, tower = pictures.load(directory, dtype="bfloat16")
     stored = open_checkpoint(directory).tensor("model.visual.patch_embed.proj.weight")
     found = tower["patch"][...]
     assert found.dtype == np.float32
@@ -96,7 +94,7 @@ def test_tensors_that_do_not_fit_are_named(directory, tmp_path):
 def test_a_checkpoint_without_a_head_is_read_too(directory, tmp_path):
     """As embedding models are saved: names begin behind `model.`."""
     changed(directory, tmp_path, lambda tensors: {name.removeprefix("model."): value for name, value in tensors.items()})
-    for found, expected in zip(vision_goldens.load(tmp_path)[1:], vision_goldens.load(directory)[1:], strict=True):
+    for found, expected in zip(pictures.load(tmp_path)[1:], pictures.load(directory)[1:], strict=True):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scripts import make_goldens, make_vision_goldens
+from scripts import make_goldens, make_picture_goldens
 from tests.helpers import goldens
 
 pytestmark = pytest.mark.torch
@@ -16,9 +16,9 @@ def torch():
 
 def test_the_script_that_makes_goldens_knows_each():
     folders = sorted(path.name for path in make_goldens.FOLDER.iterdir())
-    assert sorted(make_goldens.kept() + make_vision_goldens.kept()) == folders
+    assert sorted(make_goldens.kept() + make_picture_goldens.kept()) == folders
     assert make_goldens.VARIANTS.keys() >= set(make_goldens.kept())
-    assert sorted(make_vision_goldens.VARIANTS) == make_vision_goldens.kept()
+    assert sorted(make_picture_goldens.VARIANTS) == make_picture_goldens.kept()
 
 
 @pytest.mark.parametrize("name", goldens.NAMES)

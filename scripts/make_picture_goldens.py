@@ -1,9 +1,9 @@
-"""Write tests/goldens/*/vision.json: what transformers computes of prompts with images, with tiny random checkpoints.
+"""Write tests/goldens/*/pictures.json: what transformers computes of prompts with pictures, with tiny random checkpoints.
 
-    python scripts/make_vision_goldens.py [--only NAME ...] [--output DIR]
+    python scripts/make_picture_goldens.py [--only NAME ...] [--output DIR]
 
 Needs torch and transformers. The checkpoints are not kept: `tests/helpers/vision_checkpoint.py` writes the same weights anywhere. Each
-file has what the encoder makes of two images of different sizes, and for prompts with both, one or none of them the prompt's log
+file has what the encoder makes of two pictures of different sizes, and for prompts with both, one or none of them the prompt's log
 probabilities and 64 greedy tokens with theirs, computed in float32. Seeds are taken as `make_goldens.py` takes them.
 """
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm.models.load_config import load_model_config
 from scripts.make_goldens import FEWEST_DISTINCT, FOLDER, LARGEST_ROUNDING, NEW_TOKENS, SMALLEST_MARGIN
-from tests.helpers import vision_checkpoint, vision_goldens
+from tests.helpers import pictures, vision_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Arguments of `vision_checkpoint.write`."""
 CELLS = ((2, 3), (4, 2))
-"""Height and width of the images, in cells."""
+"""Height and width of the pictures, in cells."""
 
 
 class Reference:
@@ -56,26 +56,26 @@ class Reference:
         return found
 
     def pixels(self, images: list[np.ndarray]) -> dict[str, "torch.Tensor"]:
-        """The images as the model takes them."""
+        """The pictures as the model takes them."""
         import torch
 
         vision, dtype = self.config.vision, self.model.dtype
         assert vision is not None
-        if vision.family == "pixtral":  # takes whole images, with padding behind their rows and columns
+        if vision.family == "pixtral":  # takes whole pictures, with padding behind their rows and columns
             sizes = [image.shape[:2] for image in images]
             most = np.max(sizes, axis=0)
             whole = np.zeros((len(images), 3, *most))
             for place, image, (height, width) in zip(whole, images, sizes, strict=True):
                 place[:, :height, :width] = ((image / 255 - vision.image_mean) / vision.image_std).transpose(2, 0, 1)
             return {"pixel_values": torch.tensor(whole, dtype=dtype), "image_sizes": torch.tensor(sizes)}
-        grids, arrays = zip(*(vision_goldens.patches(image, vision) for image in images), strict=True)
+        grids, arrays = zip(*(pictures.patches(image, vision) for image in images), strict=True)
         values = np.concatenate(arrays).reshape(-1, 3, 1, vision.patch_size**2) / 255
         mean, std = (np.reshape(of_color, (3, 1, 1)) for of_color in (vision.image_mean, vision.image_std))
         frames = np.repeat((values - mean) / std, vision.temporal_patch_size, axis=2).reshape(len(values), -1)
         return {"pixel_values": torch.tensor(frames, dtype=dtype), "image_grid_thw": torch.tensor(grids)}
 
     def features(self, images: list[np.ndarray]) -> np.ndarray:
-        """What the encoder makes of images, [tokens, result_width]."""
+        """What the encoder makes of pictures, [tokens, result_width]."""
         import torch
 
         found = self.model.model.get_image_features(**self.pixels(images))
@@ -95,7 +95,7 @@ class Reference:
 
 
 def prompts(generator: np.random.RandomState, placeholder: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts with a placeholder for each image, and the images: [text, image, text, image, text], one alone, text alone."""
+    """Prompts with a placeholder for each picture, and the pictures: [text, picture, text, picture, text], one alone, text alone."""
 
     def text(count: int) -> list[int]:
         return generator.randint(0, 256, count).tolist()
@@ -108,8 +108,8 @@ def follow(reference: Reference, exact: Reference, prompt: list[int], images: li
     """The prompt's logprobs and the greedy tokens with theirs; None if they are not worth comparing."""
     vision = reference.config.vision
     assert vision is not None
-    grids = [vision_goldens.patches(image, vision)[0] for image in images]
-    token_ids, _ = vision_goldens.expanded(prompt, grids, vision)
+    grids = [pictures.patches(image, vision)[0] for image in images]
+    token_ids, _ = pictures.expanded(prompt, grids, vision)
     length = len(token_ids)
     for _ in range(NEW_TOKENS):
         last = reference.logprobs(token_ids, images)[-1]
@@ -138,15 +138,15 @@ def compute(arguments: dict[str, Any]) -> dict[str, Any] | None:
     assert vision is not None
     side = vision.patch_size * vision.merge_size
     sizes = [(i, rows * side, columns * side) for i, (rows, columns) in enumerate(CELLS)]
-    images = [vision_goldens.random_image(*size) for size in sizes]
+    images = [pictures.picture(*size) for size in sizes]
     results = []
     for prompt, chosen in prompts(np.random.RandomState(arguments["seed"]), vision.image_token_id):
         followed = follow(reference, exact, prompt, [images[i] for i in chosen])
         if followed is None:
             return None
-        results.append({"prompt": prompt, "images": chosen, **followed})
+        results.append({"prompt": prompt, "pictures": chosen, **followed})
     features = [[round(float(value), 6) for value in row] for row in reference.features(images)]
-    return {"images": sizes, "features": features, "results": results}
+    return {"pictures": sizes, "features": features, "results": results}
 
 
 def write(name: str, output: Path) -> None:
@@ -161,7 +161,7 @@ def write(name: str, output: Path) -> None:
     else:
         raise SystemExit(f"{name}: no seed gave text without ties, loops and large rounding")
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    path = output / name / "vision.json"
+    path = output / name / "pictures.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"versions": versions, "checkpoint": arguments, **found}, separators=(",", ":"))
     path.write_text(text + "\n", encoding="utf-8")
@@ -170,11 +170,11 @@ def write(name: str, output: Path) -> None:
 
 def kept() -> list[str]:
     """The variants that have a golden in tests/goldens."""
-    return sorted(path.parent.name for path in FOLDER.glob("*/vision.json"))
+    return sorted(path.parent.name for path in FOLDER.glob("*/pictures.json"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write tests/goldens/*/vision.json.")
+    parser = argparse.ArgumentParser(description="Write tests/goldens/*/pictures.json.")
     parser.add_argument("--only", nargs="*", choices=sorted(VARIANTS), default=sorted(VARIANTS), help="default: all")
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder of the goldens (default: tests/goldens)")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Images for tests, and plain ways to run a model over prompts with them: goldens in tests/goldens/*/vision.json."""
+"""Pictures for tests, and plain ways to run a model over prompts with them: goldens in tests/goldens/*/pictures.json."""
 
 import functools
 import json
@@ -25,10 +25,10 @@ from jaxllm.rope_positions import rope_positions
 from tests.helpers import vision_checkpoint
 from tests.helpers.goldens import FOLDER
 
-NAMES = tuple(sorted(path.parent.name for path in FOLDER.glob("*/vision.json")))
+NAMES = tuple(sorted(path.parent.name for path in FOLDER.glob("*/pictures.json")))
 
 Size = tuple[int, int, int]
-"""Seed, height and width of an image."""
+"""Seed, height and width of a picture."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Result:
     """One prompt and what followed greedily."""
 
     prompt: list[int]
-    """With one placeholder for each image."""
-    images: list[int]
-    """Which of the golden's images are in the prompt, in order."""
+    """With one placeholder for each picture."""
+    pictures: list[int]
+    """Which of the golden's pictures are in the prompt, in order."""
     prompt_logprobs: list[float]
     """Logprobs of the prompt's tokens from the second on, placeholders of every embedding included."""
     tokens: list[int]
@@ -49,26 +49,26 @@ class Result:
 class Golden:
     checkpoint: dict[str, Any]
     """Arguments of `vision_checkpoint.write`."""
-    images: list[Size]
+    pictures: list[Size]
     features: list[list[float]]
-    """What the encoder makes of all images, one behind the other: see `VisionTower`."""
+    """What the encoder makes of all pictures, one behind the other: see `VisionTower`."""
     results: list[Result]
 
 
 @functools.cache
 def golden(name: str) -> Golden:
-    values = json.loads((FOLDER / name / "vision.json").read_text(encoding="utf-8"))
+    values = json.loads((FOLDER / name / "pictures.json").read_text(encoding="utf-8"))
     results = [Result(**result) for result in values["results"]]
-    return Golden(values["checkpoint"], values["images"], values["features"], results)
+    return Golden(values["checkpoint"], values["pictures"], values["features"], results)
 
 
-def random_image(seed: int, height: int, width: int) -> np.ndarray:
+def picture(seed: int, height: int, width: int) -> np.ndarray:
     """Random pixels, uint8 [height, width, 3]."""
     return np.random.RandomState(seed).randint(0, 256, (height, width, 3)).astype(np.uint8)
 
 
 def patches(pixels: np.ndarray, vision: Vision) -> tuple[tuple[int, int, int], np.ndarray]:
-    """The grid of patches of an image whose sides are whole cells, and the patches, uint8 [N, 3 · patch_size²], cell by cell."""
+    """The grid of patches of a picture whose sides are whole cells, and the patches, uint8 [N, 3 · patch_size²], cell by cell."""
     size, merge = vision.patch_size, vision.merge_size
     h, w = (length // size for length in pixels.shape[:2])
     cells = pixels.reshape(h // merge, merge, size, w // merge, merge, size, 3)
@@ -78,7 +78,7 @@ def patches(pixels: np.ndarray, vision: Vision) -> tuple[tuple[int, int, int], n
 def expanded(
     prompt: Sequence[int], grids: Sequence[tuple[int, int, int]], vision: Vision
 ) -> tuple[list[int], list[PromptItem]]:
-    """A prompt with a placeholder for each embedding in place of one for each image, and its items."""
+    """A prompt with a placeholder for each embedding in place of one for each picture, and its items."""
     token_ids: list[int] = []
     items: list[PromptItem] = []
     for token in prompt:
@@ -111,7 +111,7 @@ def load(directory: Path, **options: Any) -> tuple[ModelConfig, nnx.State, nnx.S
 
 
 def encode(config: ModelConfig, tower: nnx.State, pixels: Sequence[np.ndarray], *, num_patches: int) -> np.ndarray:
-    """[tokens, result_width] of images, packed one behind the other with padding."""
+    """[tokens, result_width] of pictures, packed one behind the other with padding."""
     vision = config.vision
     assert vision is not None
     grids, arrays = zip(*(patches(each, vision) for each in pixels), strict=True)
