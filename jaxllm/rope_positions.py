@@ -1,7 +1,9 @@
 """Positions of tokens in time, row and column, by which models with ropes in sections (`Rope.sections`) turn them.
 
-Source: arXiv:2409.12191. A token of text has the same position on all three axes. The tokens of an item with a grid lie in it from the position behind the token
+A token of text has the same position on all three axes. The tokens of an item with a grid lie in it from the position behind the token
 before; the next token follows the largest of theirs on any axis. So behind an item, positions are smaller than indices.
+
+Source: arXiv:2409.12191.
 """
 
 from collections.abc import Sequence

@@ -66,14 +66,7 @@ class VisionTower(nnx.Module):
         if indices.order_P is not None:
             patches_PC = patches_PC[indices.order_P]
         x_PD = self.first_norm(self._embed(patches_PC, indices))
-        angles = None
-        if encoder.rope_theta is not None:
-            angles = _angles(
-                indices.place_P2,
-                vision.hidden_size // vision.num_heads,
-                encoder.rope_theta,
-                between=encoder.columns_turn_between,
-            )
+        angles = self._angles(indices)
         attend = partial(segment_attention, implementation=attention, interpret=interpret)
         deep = dict(zip(vision.deepstack_layers, self.deepstack, strict=True))
         added = []
@@ -92,9 +85,8 @@ class VisionTower(nnx.Module):
     def _embed(self, patches_PC: Array, indices: PatchIndices) -> Array:
         """[P, D]: the products of pixels, and learned positions, both computed in float32."""
         vision = self.vision
-        mean_C, std_C = (
-            np.repeat(np.float32(values), vision.patch_size**2) for values in (vision.image_mean, vision.image_std)
-        )
+        by_color = (np.array(values, np.float32) for values in (vision.image_mean, vision.image_std))
+        mean_C, std_C = (values.repeat(vision.patch_size**2) for values in by_color)
         pixels_PC = (patches_PC.astype(jnp.float32) / 255 - mean_C) / std_C
         x_PD = jnp.dot(pixels_PC, self.patch[...], precision=precision_of(pixels_PC.dtype))
         if self.patch_bias is not None:
@@ -105,6 +97,20 @@ class VisionTower(nnx.Module):
                 row_PD = table.at[indices.taps_P4[:, tap]].get(mode="clip").astype(jnp.float32)
                 x_PD = x_PD + row_PD * indices.weights_P4[:, tap, None]
         return x_PD.astype(self.dtype)
+
+    def _angles(self, indices: PatchIndices) -> tuple[Array, Array] | None:
+        """Cosine and sine, float32 [P, H/2], of rows for the first half of the frequencies and of columns for the second."""
+        encoder, half = self.vision.encoder, self.vision.hidden_size // self.vision.num_heads // 2
+        assert encoder is not None
+        if encoder.rope_theta is None:
+            return None
+        even = np.arange(0, half, 2, dtype=np.float32)
+        angles = []
+        for axis, numbers in enumerate((even, even + np.float32(encoder.columns_turn_between))):
+            frequencies = np.float32(1) / np.power(np.float32(encoder.rope_theta), numbers / np.float32(half), dtype=np.float32)
+            angles.append(indices.place_P2[:, axis, None].astype(jnp.float32) * frequencies)
+        angles_PF = jnp.concatenate(angles, axis=1)
+        return jnp.cos(angles_PF), jnp.sin(angles_PF)
 
 
 class VisionBlock(nnx.Module):
@@ -181,16 +187,6 @@ def _merger_linear(part: MergerLinear, inputs: int, cell: int, dtype: str) -> Li
 
 def _norm(norm: Norm | None, width: int, dtype: str, prefix: str = "") -> Normalization | NoNorm:
     return NoNorm() if norm is None else Normalization(norm, width, AXIS, dtype, prefix=prefix)
-
-
-def _angles(place_P2: Array, head_dim: int, theta: float, *, between: bool) -> tuple[Array, Array]:
-    """Cosine and sine, float32 [P, H/2], of rows for the first half of the frequencies and of columns for the second."""
-    even = np.arange(0, head_dim // 2, 2, dtype=np.float32)
-    exponents = [even / np.float32(head_dim // 2), (even + (1 if between else 0)) / np.float32(head_dim // 2)]
-    row_F, column_F = (np.float32(1) / np.power(np.float32(theta), exponent, dtype=np.float32) for exponent in exponents)
-    place_P2 = place_P2.astype(jnp.float32)
-    angles_PF = jnp.concatenate([place_P2[:, :1] * row_F, place_P2[:, 1:] * column_F], axis=1)
-    return jnp.cos(angles_PF), jnp.sin(angles_PF)
 
 
 @partial(jax.jit, static_argnames=("scale", "implementation", "interpret"))
