@@ -39,13 +39,10 @@ class VisionTower(nnx.Module):
         stored = (D, 3, *frames, vision.patch_size, vision.patch_size)
         tensor = Tensor(f"{encoder.patch}.weight", stored, (D, 3, vision.temporal_patch_size, vision.patch_size**2))
         self.patch = abstract_param((C, D), (AXIS, AXIS), "float32", source=Summed(tensor, axis=2))
-        self.patch_bias = None
-        if encoder.patch_bias:
-            self.patch_bias = abstract_param((D,), (AXIS,), "float32", source=f"{encoder.patch}.bias", init="zeros")
-        self.positions = None
-        if encoder.positions is not None:
-            shape = (vision.position_grid**2, D)
-            self.positions = abstract_param(shape, (AXIS, AXIS), dtype, source=f"{encoder.positions}.weight")
+        bias, table = f"{encoder.patch}.bias", f"{encoder.positions}.weight"
+        self.patch_bias = abstract_param((D,), (AXIS,), "float32", source=bias, init="zeros") if encoder.patch_bias else None
+        G = vision.position_grid
+        self.positions = None if encoder.positions is None else abstract_param((G * G, D), (AXIS, AXIS), dtype, source=table)
         norm = partial(_norm, width=D, dtype=dtype)
         self.first_norm, self.last_norm = norm(encoder.first_norm), norm(encoder.last_norm)
         layers = (

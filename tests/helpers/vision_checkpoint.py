@@ -132,7 +132,7 @@ def _qwen3_vl(ids: dict[str, int], tied: bool, experts: dict[str, Any] | None = 
         "vision_start_token_id": ids["<|vision_start|>"],
         "vision_end_token_id": ids["<|vision_end|>"],
     }
-    D, I, merged = vision["hidden_size"], vision["intermediate_size"], 4 * vision["hidden_size"]
+    D, F, merged = vision["hidden_size"], vision["intermediate_size"], 4 * vision["hidden_size"]
     tower: Shapes = {
         **_linear("patch_embed.proj", (D, 3, 2, 16, 16)),
         "pos_embed.weight": (vision["num_position_embeddings"], D),
@@ -141,7 +141,7 @@ def _qwen3_vl(ids: dict[str, int], tied: bool, experts: dict[str, Any] | None = 
         block = f"blocks.{i}"
         tower |= {**_norm(f"{block}.norm1", D), **_norm(f"{block}.norm2", D)}
         tower |= {**_linear(f"{block}.attn.qkv", (3 * D, D)), **_linear(f"{block}.attn.proj", (D, D))}
-        tower |= {**_linear(f"{block}.mlp.linear_fc1", (I, D)), **_linear(f"{block}.mlp.linear_fc2", (D, I))}
+        tower |= {**_linear(f"{block}.mlp.linear_fc1", (F, D)), **_linear(f"{block}.mlp.linear_fc2", (D, F))}
     for merger, width in (("merger", D), ("deepstack_merger_list.0", merged)):
         tower |= {**_norm(f"{merger}.norm", width), **_linear(f"{merger}.linear_fc1", (merged, merged))}
         tower |= _linear(f"{merger}.linear_fc2", (vision["out_hidden_size"], merged))
