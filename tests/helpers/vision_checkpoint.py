@@ -62,7 +62,7 @@ VISION: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 48,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
