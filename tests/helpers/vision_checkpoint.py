@@ -1,10 +1,11 @@
 """Tiny random checkpoints of models that see images, written without torch: config, tokenizer, chat template, weights.
 
 Every parameter is random, those of norms and biases too: values with which models begin a training hide errors. Text models have two
-layers and four heads of 16, encoders two layers and two heads of 16.
+layers and four heads of 16, encoders two layers and two heads of 16. Equal arguments give equal weights, whatever the version of NumPy.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def write(
-    directory: Path, family: str = "qwen3_vl", *, seed: int = 0, dtype: str = "float32", scale: float = 0.2, tied: bool = True
+    directory: Path, family: str = "qwen3_vl", *, seed: int = 0, dtype: str = "float32", gain: float = 2.0, tied: bool = True
 ) -> Path:
-    """A checkpoint of a family: qwen3_vl or qwen3_vl_moe. dtype: of the file. scale: deviation of the weights of products."""
+    """A checkpoint of a family of FAMILIES. dtype: of the file. gain: of the text model's products, the larger the wilder its text. tied:
+    whether the head is the embedding."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
@@ -85,9 +87,9 @@ def write(
     (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     _write_json(directory / "tokenizer_config.json", {**settings, "chat_template": CHAT_TEMPLATE})
-    generator = np.random.default_rng(seed)
+    generator = np.random.RandomState(seed)  # of which NumPy never changes what it draws
     stored = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    tensors = {name: _values(name, shape, generator, scale).astype(stored) for name, shape in sorted(shapes.items())}
+    tensors = {name: _values(name, shape, generator, gain, tied).astype(stored) for name, shape in sorted(shapes.items())}
     safetensors.write(directory / "model.safetensors", tensors)
     return directory
 
@@ -96,14 +98,21 @@ def _write_json(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def _values(name: str, shape: tuple[int, ...], generator: np.random.Generator, scale: float) -> np.ndarray:
+def _values(name: str, shape: tuple[int, ...], generator: np.random.RandomState, gain: float, tied: bool) -> np.ndarray:
     if name.endswith(".bias"):
         return generator.normal(0, 0.2, shape)
     if len(shape) == 1:
         return generator.uniform(0.5, 1.5, shape)
     if name.endswith("pos_embed.weight"):
         return generator.normal(0, 0.5, shape)
-    return generator.normal(0, scale, shape)
+    if "embed_tokens" in name:  # a tied head makes the last token the likeliest next one where its embedding is large
+        return generator.normal(0, gain * (0.02 if tied else 0.15), shape)
+    inputs = shape[1] if ".experts." in name else math.prod(shape[1:])
+    return generator.normal(0, (1.0 if _is_of_encoder(name) else gain) / math.sqrt(inputs), shape)
+
+
+def _is_of_encoder(name: str) -> bool:
+    return any(part in name for part in ("visual.", "vision_tower.", "multi_modal_projector."))
 
 
 def _tokenizer() -> Tokenizer:
