@@ -15,7 +15,8 @@ from jaxllm.layers.dense_attention import dense_attend
 from jaxllm.layers.step import Step
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.shards import make_shards
-from tests.helpers import goldens, pictures
+from scripts import make_picture_goldens
+from tests.helpers import goldens, pictures, vision_checkpoint
 from tests.helpers.slow import slow_except
 
 PAD_TO, NUM_PATCHES = 128, 64
@@ -90,3 +91,22 @@ def test_two_devices_compute_what_one_does(name, min_tokens, loaded):
     mapped = jax.shard_map(forward, mesh=mesh, in_specs=(specs, *(P(),) * 4), out_specs=P(), check_vma=False)
     found = np.asarray(jax.jit(mapped)(state, *pictures.inputs(prompt, items, encoded, PAD_TO)))
     np.testing.assert_allclose(found[: len(prompt), : config.vocab_size], expected, atol=1e-4)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", sorted(make_picture_goldens.VARIANTS))
+def test_other_weights_and_sizes_equal_transformers_itself(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    vision_checkpoint.write(tmp_path, **make_picture_goldens.VARIANTS[name], seed=77)
+    config, text, tower = pictures.load(tmp_path)
+    vision = config.vision
+    side = vision.patch_size * vision.merge_size
+    images = [pictures.picture(i, rows * side, columns * side) for i, (rows, columns) in enumerate([(5, 3), (1, 6), (4, 4)])]
+    prompt = [7, 8, vision.image_token_id, 9, vision.image_token_id, 10, vision.image_token_id, 11, 12]
+    token_ids, items = pictures.expanded(prompt, [pictures.patches(image, vision)[0] for image in images], vision)
+    encoded = pictures.encode(config, tower, images, num_patches=160)
+    found = jax.nn.log_softmax(pictures.logits(config, text, token_ids, items, encoded, pad_to=64))
+    with torch.no_grad():
+        reference = make_picture_goldens.Reference(tmp_path)
+        np.testing.assert_allclose(encoded, reference.features(images), atol=1e-5)
+        np.testing.assert_allclose(found, reference.logprobs(token_ids, images).numpy(), atol=1e-4)
