@@ -108,7 +108,7 @@ class Vision:
     """Layers of the encoder behind which further results are taken, each added to the tokens behind one more of the first text layers."""
     video_token_id: int | None = None
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Mean of red, green and blue, in a range of 0 to 1, that the encoder subtracts."""
+    """Mean of red, green and blue, in a range of 0 to 1, that the encoder subtracts: that of the family."""
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Deviation that it divides by."""
     encoder: VisionEncoder | None = None
