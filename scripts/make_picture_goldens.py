@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "mistral3": {"family": "mistral3", "tied": False},
+    "qwen2_5_vl": {"family": "qwen2_5_vl", "tied": False},
     "qwen3_vl": {"family": "qwen3_vl"},
     "qwen3_vl_moe": {"family": "qwen3_vl_moe", "tied": False},
 }
@@ -57,13 +59,20 @@ class Reference:
         """The pictures as the model takes them."""
         import torch
 
-        vision = self.config.vision
+        vision, dtype = self.config.vision, self.model.dtype
         assert vision is not None
+        if vision.family == "pixtral":  # takes whole pictures, with padding behind their rows and columns
+            sizes = [image.shape[:2] for image in images]
+            most = np.max(sizes, axis=0)
+            whole = np.zeros((len(images), 3, *most))
+            for place, image, (height, width) in zip(whole, images, sizes, strict=True):
+                place[:, :height, :width] = ((image / 255 - vision.image_mean) / vision.image_std).transpose(2, 0, 1)
+            return {"pixel_values": torch.tensor(whole, dtype=dtype), "image_sizes": torch.tensor(sizes)}
         grids, arrays = zip(*(pictures.patches(image, vision) for image in images), strict=True)
         values = np.concatenate(arrays).reshape(-1, 3, 1, vision.patch_size**2) / 255
         mean, std = (np.reshape(of_color, (3, 1, 1)) for of_color in (vision.image_mean, vision.image_std))
         frames = np.repeat((values - mean) / std, vision.temporal_patch_size, axis=2).reshape(len(values), -1)
-        return {"pixel_values": torch.tensor(frames, dtype=self.model.dtype), "image_grid_thw": torch.tensor(grids)}
+        return {"pixel_values": torch.tensor(frames, dtype=dtype), "image_grid_thw": torch.tensor(grids)}
 
     def features(self, images: list[np.ndarray]) -> np.ndarray:
         """What the encoder makes of pictures, [tokens, result_width]."""
@@ -80,8 +89,9 @@ class Reference:
 
         ids = torch.tensor([token_ids])
         given = self.pixels(images) if images else {}
-        is_image = (ids == self.config.vision.image_token_id).int()
-        return torch.log_softmax(self.model(input_ids=ids, **given, mm_token_type_ids=is_image).logits[0], -1)
+        if self.config.vision.family.startswith("qwen"):
+            given["mm_token_type_ids"] = (ids == self.config.vision.image_token_id).int()
+        return torch.log_softmax(self.model(input_ids=ids, **given).logits[0], -1)
 
 
 def prompts(generator: np.random.RandomState, placeholder: int) -> list[tuple[list[int], list[int]]]:

@@ -32,10 +32,6 @@ class MergerLinear:
     activation: Activation | None = None
     """Of its outputs."""
     bias: bool = True
-    channel_major: bool = False
-    """Whether the values of the joined patches of a cell alternate in the stored weight, instead of coming patch by patch."""
-    transposed: bool = False
-    """Whether the checkpoint holds the weight as [inputs, outputs], named without `.weight`."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,8 @@ class Merger:
     """Of each patch."""
     joined_norm: Norm | None = None
     """Of the joined patches."""
+    channel_major: bool = False
+    """Whether the values of the joined patches alternate, instead of coming patch by patch."""
     averages: bool = False
     """Whether patches are averaged instead of joined."""
 

@@ -87,8 +87,14 @@ def expanded(
             continue
         t, h, w = grids[len(items)]
         grid = (t, h // vision.merge_size, w // vision.merge_size)
-        items.append(PromptItem("image", bytes([len(items)]), len(token_ids), int(np.prod(grid)), grid=grid))
-        token_ids += [token] * items[-1].num_tokens
+        item = PromptItem("image", bytes([len(items)]), len(token_ids), int(np.prod(grid)), grid=grid)
+        if vision.family == "pixtral":  # a token ends each row and another the last, the next two of the vocabulary
+            rows, columns = grid[1:]
+            own = ([token] * columns + [token + 1]) * (rows - 1) + [token] * columns + [token + 2]
+            runs = tuple((row * (columns + 1), columns) for row in range(rows))
+            item = PromptItem("image", item.content_hash, item.position, len(own), embedding_runs=runs)
+        items.append(item)
+        token_ids += own if item.embedding_runs else [token] * item.num_tokens
     return token_ids, items
 
 
@@ -135,9 +141,10 @@ def inputs(
     ids[: len(token_ids)] = token_ids
     given, start = np.zeros((pad_to, encoded.shape[1]), encoded.dtype), 0
     for item in items:
-        given[item.position : item.end] = encoded[start : start + item.num_tokens]
-        is_given[item.position : item.end] = True
-        start += item.num_tokens
+        for offset, count in item.embedding_runs or ((0, item.num_tokens),):
+            own = slice(item.position + offset, item.position + offset + count)
+            given[own], is_given[own] = encoded[start : start + count], True
+            start += count
     return ids, given, is_given, rope_positions(items, 0, pad_to)
 
 
