@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "mistral3": {"family": "mistral3", "tied": False},
+    "mistral3": {"family": "mistral3", "tied": False, "gain": 1.5},
     "qwen2_5_vl": {"family": "qwen2_5_vl", "tied": False},
     "qwen3_vl": {"family": "qwen3_vl"},
     "qwen3_vl_moe": {"family": "qwen3_vl_moe", "tied": False},
@@ -155,7 +155,7 @@ def write(name: str, output: Path) -> None:
 
     torch.set_grad_enabled(False)
     for attempt in range(60):
-        arguments = {**VARIANTS[name], "seed": attempt, "gain": 2.0 + 0.5 * (attempt % 4)}
+        arguments = {"seed": attempt, "gain": 2.0 + 0.5 * (attempt % 4), **VARIANTS[name]}
         if (found := compute(arguments)) is not None:
             break
     else:

@@ -40,6 +40,7 @@ FAMILIES = {
     "Llama4ForCausalLM": ("llama4_text", "jaxllm.models.llama4:read"),
     "Llama4ForConditionalGeneration": ("llama4", "jaxllm.models.llama4:read"),
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),
+    "Ministral3ForCausalLM": ("ministral3", "jaxllm.models.mistral:read_ministral3"),
     "Mistral3ForConditionalGeneration": ("mistral3", "jaxllm.models.mistral3:read"),
     "MistralForCausalLM": ("mistral", "jaxllm.models.mistral:read"),
     "MixtralForCausalLM": ("mixtral", "jaxllm.models.mixtral:read"),
