@@ -37,7 +37,7 @@ def split_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
     found: list[MediaRef] = []
     split = []
     for number, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
+        content: Any = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, Sequence) and not isinstance(content, str):
             parts = [_taken(part, f"messages[{number}].content[{place}]", found) for place, part in enumerate(content)]
             message = {**message, "content": parts}
@@ -72,7 +72,7 @@ def _image_type(part: Any) -> str | None:
 def _address(part: Mapping[str, Any], name: str) -> str | None:
     if part.get("file_id") is not None:
         raise InvalidRequestError(f"{name} has a file_id, but no images are kept here; send it as image_url", name)
-    given = part.get("image_url")
+    given: Any = part.get("image_url")
     detail = part.get("detail")
     if isinstance(given, Mapping):
         given, detail = given.get("url"), given.get("detail", detail)
