@@ -46,7 +46,7 @@ def look_up(host: str, port: int) -> list[str]:
 
 
 class MediaFetcher:
-    """Fetches pictures from allowed hosts. Thread-safe. `fetch` is for event loops, `fetch_now` for scripts."""
+    """Fetches pictures from allowed hosts. Thread-safe."""
 
     def __init__(
         self,
@@ -120,11 +120,6 @@ class MediaFetcher:
         finally:
             for task in tasks:
                 task.cancel()
-
-    def fetch_now(self, urls: Sequence[str], names: Sequence[str]) -> list[bytes]:
-        """`fetch` for callers without an event loop, and in a thread of its own for those that run in one."""
-        with ThreadPoolExecutor(1, "jaxllm-fetch") as thread:
-            return thread.submit(asyncio.run, self.fetch(urls, names)).result()
 
     async def _fetch(self, url: URL, name: str, budget: "_Budget") -> bytes:
         try:

@@ -95,15 +95,6 @@ def test_a_picture_comes_with_the_name_in_host_and_without_proxies(monkeypatch: 
     asyncio.run(run())
 
 
-def test_scripts_fetch_inside_and_outside_of_an_event_loop() -> None:
-    async def run() -> None:
-        async with site() as (served, fetcher):
-            url = f"http://pictures.example:{served.port}/a.png"
-            assert await asyncio.to_thread(fetcher.fetch_now, [url, url], ["a", "b"]) == [PICTURE, PICTURE]
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize("domains", [[], ["other.example"], ["example"], ["ictures.example"]])
 def test_only_hosts_on_the_list_are_asked(domains: list[str]) -> None:
     async def run() -> None:
