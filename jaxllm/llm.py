@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm import clock
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.batches import Messages, conversations, each, one_each, prompt_list
-from jaxllm.beam_search import BeamSearchOutput, search_beams
+from jaxllm.beam_search import BeamSearchOutput, search_beams, step_params, step_request
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import ControlCalls, SteppedCore
 from jaxllm.errors import EngineError
@@ -242,13 +242,17 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         use_tqdm: bool | Callable[..., Any] = False,
     ) -> list[BeamSearchOutput]:
         """Find the likeliest answers to each prompt by beam search, best first. `lora_request`: the adapter of all prompts."""
-        checked = self._checked(prompts, SamplingParams(max_tokens=1), None, RequestOutputKind.FINAL_ONLY, lora_request)
         engine = self.llm_engine
+        options = step_params(params, engine.config.model.max_logprobs)
+        checked = self._checked(prompts, options, None, RequestOutputKind.FINAL_ONLY, lora_request)
+        steps = itertools.count()
         bar = open_bar(use_tqdm, params.max_tokens, "Searching", "token")
 
-        def run(prompts: list[list[int]], sampling_params: SamplingParams) -> list[RequestOutput]:
+        def run(beams: list[tuple[int, list[int]]]) -> list[RequestOutput]:
             bar.update(1)
-            return self.generate(prompts, sampling_params, use_tqdm=False, lora_request=lora_request)  # type: ignore[arg-type]
+            step = next(steps)
+            requests = [step_request(checked[number], step, place, ids) for place, (number, ids) in enumerate(beams)]
+            return self._finish(requests, use_tqdm=False)
 
         try:
             return search_beams(
@@ -257,7 +261,6 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
                 params,
                 eos_token_ids=engine.input_processor.eos_token_ids,
                 max_model_len=engine.max_model_len,
-                max_logprobs=engine.config.model.max_logprobs,
                 tokenizer=engine.tokenizer,
             )
         finally:
