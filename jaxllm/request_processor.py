@@ -81,7 +81,7 @@ class RequestProcessor:
             self._metrics = [count(engine=str(replica)) for replica in range(len(core.loads()))]
             self._stat_logger = StatLogger(self._metrics) if log_stats else None
         images = self.config.multimodal
-        self.media = PromptMedia(load_processor(texts.directory, self.model_config, images), images, self.config.model.model)
+        media = PromptMedia(load_processor(texts.directory, self.model_config, images), images, self.config.model.model)
         self.input_processor = InputProcessor(
             self.config,
             self.model_config,
@@ -91,7 +91,7 @@ class RequestProcessor:
             processor_arguments=core.processor_arguments,
             namespace=namespace,
             compile_grammar=None if self.tokenizer is None else lambda form: self.grammar_compiler.compile(form),
-            media=self.media,
+            media=media,
         )
         self._grammar_compiler: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
@@ -224,7 +224,7 @@ class RequestProcessor:
         """End every request, the processes that compile grammars, and the threads that prepare images."""
         if self._grammar_compiler is not None:
             self._grammar_compiler.shutdown()
-        self.media.close()
+        self.input_processor.media.close()
         self.abort_all()
 
 

@@ -35,14 +35,16 @@ def split_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
     What is neither text nor an image stays, and `render_chat` refuses it. Raises InvalidRequestError, whose param is the part.
     """
     found: list[MediaRef] = []
-    split = []
+    split: list[Any] = []
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        return messages, found  # type: ignore[return-value]
     for number, message in enumerate(messages):
         content: Any = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, Sequence) and not isinstance(content, str):
             parts = [_taken(part, f"messages[{number}].content[{place}]", found) for place, part in enumerate(content)]
             message = {**message, "content": parts}
         split.append(message)
-    return split, found  # type: ignore[return-value]
+    return split, found
 
 
 def _taken(part: Any, name: str, found: list[MediaRef]) -> Any:

@@ -1,4 +1,4 @@
-"""A stand-in for a model's `MediaProcessor`: an image is an array [rows, columns], each of whose values is a token."""
+"""A stand-in for a model's `MediaProcessor`: an image is an array [rows, columns], or a row of bytes; each value is a token."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,12 @@ class StandInProcessor:
 
     def process(self, media: Media, mm_processor_kwargs: Mapping[str, Any] | None = None) -> ProcessedMedia:
         self.prepared.append((media, mm_processor_kwargs))
-        if not isinstance(media.data, np.ndarray):
+        image: Any = np.frombuffer(media.data, np.uint8)[None] if isinstance(media.data, bytes) else media.data
+        if not isinstance(image, np.ndarray):
             raise InvalidRequestError(f"{media.name} is no image", media.name)
-        rows, columns = media.data.shape
-        digest = hashlib.sha256(media.uuid.encode() if media.uuid is not None else media.data.tobytes()).digest()
-        return ProcessedMedia("image", digest, rows * columns, (1, rows, columns), media.data.tobytes())
+        rows, columns = image.shape
+        digest = hashlib.sha256(media.uuid.encode() if media.uuid is not None else image.tobytes()).digest()
+        return ProcessedMedia("image", digest, rows * columns, (1, rows, columns), image.tobytes())
 
     def placeholder(self, number: int) -> str:
         return self.text

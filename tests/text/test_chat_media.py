@@ -48,6 +48,7 @@ def test_what_is_no_image_stays_for_the_template_to_refuse() -> None:
         "hi",
     ]
     assert split_media(messages) == (messages, [])
+    assert split_media("hi") == ("hi", [])  # type: ignore[arg-type, comparison-overlap]
 
 
 @pytest.mark.parametrize(

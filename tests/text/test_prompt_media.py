@@ -103,7 +103,7 @@ def test_texts_of_many_prompts_are_tokenized_with_their_images(tokenizer: Tokeni
         ({"multi_modal_data": {"image": [picture(1, 1)] * 4}}, r"At most 3 image\(s\) may be provided in one prompt", "multi_modal_data"),
         ({"multi_modal_data": {"video": []}}, "has 'video', must have image alone", "multi_modal_data"),
         ({"multi_modal_data": [1]}, "multi_modal_data is a list, must be an object", "multi_modal_data"),
-        ({"multi_modal_data": {"image": b"x"}}, r"multi_modal_data.image\[0\] is no image", "multi_modal_data.image[0]"),
+        ({"multi_modal_data": {"image": 3}}, r"multi_modal_data.image\[0\] is no image", "multi_modal_data.image[0]"),
         ({"multi_modal_data": {"image": "a.png"}}, "is a string; give its bytes", "multi_modal_data.image[0]"),
         ({"multi_modal_data": {"image": [None]}}, "is None; give an image, or the uuid", "multi_modal_data.image[0]"),
         ({"multi_modal_data": WIDE, "multi_modal_uuids": {"image": ["a"]}}, "has 1 for 2 images", "multi_modal_uuids"),
