@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,7 +81,9 @@ class RequestProcessor:
             self._metrics = [count(engine=str(replica)) for replica in range(len(core.loads()))]
             self._stat_logger = StatLogger(self._metrics) if log_stats else None
         images = self.config.multimodal
-        media = PromptMedia(load_processor(texts.directory, self.model_config, images), images, self.config.model.model)
+        # Scripts may say how their images are prepared; servers ask `check_trusted` whether clients may.
+        of_scripts = replace(images, trust_request_mm_kwargs=True)
+        media = PromptMedia(load_processor(texts.directory, self.model_config, of_scripts), images, self.config.model.model)
         self.input_processor = InputProcessor(
             self.config,
             self.model_config,

@@ -53,7 +53,12 @@ class PromptMedia:
 
     def submit(self, prompt: Any) -> "list[Future[ProcessedMedia]]":
         """Prepare the images of a prompt in threads. Prompts without any need none."""
-        media, kwargs = self._read(prompt)
+        return self.process(*self._read(prompt))
+
+    def process(
+        self, media: Sequence[Media | ProcessedMedia], kwargs: Mapping[str, Any] | None = None
+    ) -> "list[Future[ProcessedMedia]]":
+        """Prepare images, whose number `check_count` has checked, in threads. kwargs: mm_processor_kwargs of the prompt."""
         return [self._submit(each, kwargs) for each in media]
 
     def prepared(self, prompts: Sequence[Any]) -> list[Any]:
