@@ -1,6 +1,7 @@
 """Opens files of images: of known formats alone, and none whose pixels would take more memory than allowed. Damaged files are refused."""
 
 import io
+import warnings
 from typing import NoReturn
 
 # Pillow finds formats by the modules imported so far; these are all that are taken. AVIF is none of them: a file of 2 kB whose header
@@ -34,10 +35,12 @@ MAX_SCANS = 64
 """Passes of a JPEG over all its pixels: progressive ones have about ten; a file of 20 MB could have 200 000, which take hours."""
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
 
+warnings.filterwarnings("ignore", module=r"PIL\.")  # each odd file would write a line to the log
+
 
 def refuse(name: str, fault: str) -> NoReturn:
     """Raise the error of the image that is called `name`; `fault` goes on after it."""
-    raise InvalidRequestError(f"the image at {name} {fault}", name)
+    raise InvalidRequestError(f"the image at {name} {fault}", name) from None
 
 
 def open_image(data: bytes, name: str, options: MediaOptions) -> Image.Image:

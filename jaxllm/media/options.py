@@ -22,7 +22,7 @@ class MediaOptions:
     ] = None
     allowed_media_domains: Annotated[
         list[str] | None,
-        "hosts that images of http(s) addresses may come from, several after one flag; * is any public host; default: none, data: URLs alone",
+        "hosts that images of http(s) addresses may come from, several after one flag; * is any public host; default: only data: URLs",
     ] = None
     allowed_local_media_path: Annotated[
         str | None, "directory whose files requests may name with file:// addresses; default: none"

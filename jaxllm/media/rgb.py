@@ -6,6 +6,8 @@ from PIL import Image
 from jaxllm.media.image_files import refuse
 
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
+"""Those that become RGB; others are LAB, and values of 32 bits, of which nothing says what white is."""
 _ORIENTATION = 0x0112
 """The EXIF tag that says how a camera was held."""
 _TURNS = {
@@ -38,18 +40,17 @@ def to_rgb(image: Image.Image, name: str, background: tuple[int, int, int]) -> I
     orientation = _orientation(image)
     if image.mode in SIXTEEN_BITS:
         image = _of_16_bits(image)
-    if image.mode in ("F", "I"):
-        refuse(name, f"has pixels of 32 bits (mode {image.mode}), whose range is unknown; save it with 8 bits a channel")
-    try:
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            canvas = Image.new("RGB", image.size, background)
-            canvas.paste(image, mask=image.getchannel("A"))
-            image = canvas
-        elif image.mode != "RGB":
-            image = image.convert("RGB")
-    except (ValueError, OSError, KeyError):
-        refuse(name, f"has mode {image.mode}, which cannot be turned into RGB; save it in RGB")
+    if image.mode not in MODES:
+        refuse(
+            name, f"has pixels of mode {image.mode}, which have no fixed range or colours; save it in RGB with 8 bits a channel"
+        )
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        canvas = Image.new("RGB", image.size, background)
+        canvas.paste(image, mask=image.getchannel("A"))
+        image = canvas
+    elif image.mode != "RGB":
+        image = image.convert("RGB")
     return image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
 
 
