@@ -54,6 +54,8 @@ FAMILIES = {
     "Qwen3ForCausalLM": ("qwen3", "jaxllm.models.qwen3:read"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "jaxllm.models.qwen_moe:read_qwen3_moe"),
     "Qwen3NextForCausalLM": ("qwen3_next", "jaxllm.models.qwen3_next:read"),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "jaxllm.models.qwen3_vl:read"),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "jaxllm.models.qwen3_vl:read_moe"),
     "SeedOssForCausalLM": ("seed_oss", "jaxllm.models.seed_oss:read"),
     "SmolLM3ForCausalLM": ("smollm3", "jaxllm.models.smollm3:read"),
     "StableLmForCausalLM": ("stablelm", "jaxllm.models.stablelm:read"),
