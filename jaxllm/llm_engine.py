@@ -17,6 +17,7 @@ from jaxllm.errors import ConfigError, EngineError, JaxLLMError
 from jaxllm.lora_calls import LoraCalls, loras_in_this_thread, run_now
 from jaxllm.lora_options import without_effect
 from jaxllm.lora_request import LoRARequest
+from jaxllm.media import load_processor
 from jaxllm.models.load_config import load_model_config
 from jaxllm.outputs import RequestOutput
 from jaxllm.parallel.topology import Topology
@@ -147,7 +148,9 @@ def check_model(config: EngineConfig) -> None:
         runner=options.runner,
         pooler_config=options.pooler_config,
         model_class=options.model_class,
+        language_model_only=config.multimodal.language_model_only,
     )
+    load_processor(directory, model_config, config.multimodal)
     model_config.for_tensor_parallel(Topology.of(config.parallel).tensor)
     check_speculative_config(config)
     check_backend(config, model_config)
