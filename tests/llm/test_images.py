@@ -99,3 +99,5 @@ def test_wrong_options_of_images_are_found_before_weights_are_loaded(directory: 
     check_model(core.config.replace(**wrong, language_model_only=True))
     with pytest.raises(ConfigError, match="no_such"):
         check_model(core.config.replace(**wrong))
+    with pytest.raises(ConfigError, match="allowed_local_media_path is '/no/such', must be an existing directory"):
+        check_model(core.config.replace(allowed_local_media_path="/no/such"))
