@@ -165,6 +165,8 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
                     continue
                 if mailbox.is_held and self.unread_streams is not None:
                     self.unread_streams.release(mailbox)
+                if metrics is None:
+                    request.forget_payloads()  # its callers may hold it for as long as the answer takes
                 finished, metrics = output.finished, output.metrics
                 yield output
         finally:

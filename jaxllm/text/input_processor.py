@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
+import msgspec
+
 from jaxllm import clock
 from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import ConfigError, InvalidRequestError
@@ -73,6 +75,13 @@ class ParentRequest:
     """If set, vectors are computed, and nothing is generated."""
     beam_search_params: BeamSearchParams | None = None
     """If set, a beam search runs, and the other fields describe its first step."""
+
+    def forget_payloads(self) -> None:
+        """Free the contents of its items, which the core has, in place: it will not be sent again."""
+        for place, child in enumerate(self.children):
+            if child.items:
+                items = tuple(msgspec.structs.replace(item, payload=b"") for item in child.items)
+                self.children[place] = replace(child, items=items)
 
 
 class InputProcessor:
