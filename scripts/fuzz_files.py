@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Damages small files of every format that a model or an adapter has, and reads each as the program does.
+"""Damages small files of every format that a model, an adapter or an image has, and reads each as the program does.
 
 A reader must return or raise one of the project's errors, within 256 MB of memory and 2 s of CPU time, with a message of at most 1024
 characters. Anything else is a finding, which is printed with its number and saved: the same seed makes the same files.

@@ -1,4 +1,4 @@
-"""Write tests/goldens/images.json: digests of what transformers' image processors make of the pictures of tests/helpers/pictures.py.
+"""Write tests/goldens/images.json: digests of what transformers' image processors make of the pictures of tests/helpers/images.py.
 
     python scripts/make_image_goldens.py
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.helpers.image_oracle import GOLDENS, digest, oracle  # noqa: E402
-from tests.helpers.pictures import SIZES, VISIONS, picture  # noqa: E402
+from tests.helpers.images import SIZES, VISIONS, picture  # noqa: E402
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A picture as it came with a prompt, and what becomes of it before the engine gets it."""
+"""An image as it came with a prompt, and what becomes of it before the engine gets it."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Union
@@ -24,7 +24,7 @@ class Media:
 
 @dataclass(frozen=True)
 class ProcessedMedia:
-    """A picture ready to be encoded."""
+    """An image ready to be encoded."""
 
     kind: str
     content_hash: bytes

@@ -56,7 +56,7 @@ class MediaOptions:
     def max_count(self, kind: str = "image") -> int:
         """The most items of a kind that a prompt may have."""
         limit = (self.limit_mm_per_prompt or {}).get(kind, NO_COUNT_LIMIT)
-        return int(limit["count"] if isinstance(limit, Mapping) else limit)
+        return int(limit.get("count", NO_COUNT_LIMIT) if isinstance(limit, Mapping) else limit)
 
     def check_count(self, count: int, kind: str = "image", param: str = "prompt") -> None:
         """Raise InvalidRequestError if a prompt has more items of a kind than it may."""

@@ -1,4 +1,4 @@
-"""The patches of a picture as bytes: a header of four int32 (little endian: frames, rows, columns, values of a patch), then uint8."""
+"""The patches of an image as bytes: a header of four int32 (little endian: frames, rows, columns, values of a patch), then uint8."""
 
 import struct
 

@@ -37,7 +37,7 @@ def make_processor(directory: Path, vision: Vision, options: MediaOptions) -> "M
 
 
 class MediaProcessor:
-    """Turns pictures into patches, and their placeholders into tokens. Thread-safe; keeps what it prepared, up to a size."""
+    """Turns images into patches, and their placeholders into tokens. Thread-safe; keeps what it prepared, up to a size."""
 
     def __init__(self, vision: Vision, options: MediaOptions, of_file: Mapping[str, Any], directory: Path):
         """`of_file`: the settings in the model directory. Raises ConfigError if they or mm_processor_kwargs ask for the impossible."""
@@ -49,7 +49,7 @@ class MediaProcessor:
         self._family = self._family_of("{}")
 
     def process(self, media: Media, mm_processor_kwargs: Mapping[str, Any] | None = None) -> ProcessedMedia:
-        """Decode, orient, resize, cut into patches and hash a picture. Takes milliseconds of a core, most of them without the GIL.
+        """Decode, orient, resize, cut into patches and hash an image. Takes milliseconds of a core, most of them without the GIL.
 
         mm_processor_kwargs: of the request, over those of the options. Raises InvalidRequestError, whose param is the item's name.
         """
@@ -71,22 +71,22 @@ class MediaProcessor:
         return processed
 
     def placeholder(self, number: int) -> str:
-        """The text that stands for picture `number`, from 1, in a prompt of plain text."""
+        """The text that stands for image `number`, from 1, in a prompt of plain text."""
         return self._family.placeholder
 
     def expand_text(self, text: str, processed: Sequence[ProcessedMedia]) -> str:
-        """The text with what the family writes around each picture, before it is tokenized. Raises InvalidRequestError."""
+        """The text with what the family writes around each image, before it is tokenized. Raises InvalidRequestError."""
         return self._family.expand_text(text, len(processed))
 
     def expand(self, token_ids: list[int], processed: Sequence[ProcessedMedia]) -> tuple[list[int], tuple[PromptItem, ...]]:
-        """The token ids with as many placeholders as each picture has tokens, and the items at them.
+        """The token ids with as many placeholders as each image has tokens, and the items at them.
 
-        The prompt has one placeholder for each picture, or all of them already. Raises InvalidRequestError for other counts.
+        The prompt has one placeholder for each image, or all of them already. Raises InvalidRequestError for other counts.
         """
         return expand(self._family, token_ids, processed)
 
     def count_tokens(self, width: int, height: int) -> int:
-        """Tokens of a picture of this size in pixels."""
+        """Tokens of an image of this size in pixels."""
         return len(self._family.token_ids(*self._family.grid(width, height)))
 
     def _with(self, overrides: Mapping[str, Any] | None) -> Family:
@@ -108,11 +108,11 @@ class MediaProcessor:
         kind = FAMILIES[self.vision.family]
         given = {**(self.options.mm_processor_kwargs or {}), **json.loads(overrides)}
         settings = Settings(self._of_file, given, kind.options)
-        settings.check(self.vision, kind.image_processors, kind.mean, kind.std)
+        settings.check(kind.image_processors, kind.mean, kind.std, {name: getattr(self.vision, name) for name in kind.sizes})
         return kind.of(self.vision, settings, self.options.mm_max_patches, self._directory)
 
     def _decode(self, media: Media) -> Image.Image:
-        """A picture in RGB, the right way up."""
+        """An image in RGB, the right way up."""
         data, name = media.data, media.name
         if isinstance(data, bytes):
             image = open_image(data, name, self.options)

@@ -6,7 +6,7 @@ from PIL import Image
 from jaxllm.media.image_files import refuse
 
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
-MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
 """Those that become RGB; others are LAB, and values of 32 bits, of which nothing says what white is."""
 _ORIENTATION = 0x0112
 """The EXIF tag that says how a camera was held."""
@@ -45,7 +45,8 @@ def to_rgb(image: Image.Image, name: str, background: tuple[int, int, int]) -> I
             name, f"has pixels of mode {image.mode}, which have no fixed range or colours; save it in RGB with 8 bits a channel"
         )
     if image.has_transparency_data:
-        image = image.convert("RGBA")
+        if image.mode != "RGBA":  # else it would be copied
+            image = image.convert("RGBA")
         canvas = Image.new("RGB", image.size, background)
         canvas.paste(image, mask=image.getchannel("A"))
         image = canvas

@@ -9,7 +9,6 @@ from PIL import Image
 
 from jaxllm.errors import ConfigError, shortened
 from jaxllm.files import read_json
-from jaxllm.model_parts.vision import Vision
 
 MAX_PIXELS = 2**31 - 1
 _FIXED = {
@@ -79,8 +78,10 @@ class Settings:
             )
         return Image.Resampling(value)
 
-    def check(self, vision: Vision, image_processors: Sequence[str], mean: Sequence[float], std: Sequence[float]) -> None:
-        """Raise ConfigError if the settings ask for what is not computed, or contradict the model."""
+    def check(
+        self, image_processors: Sequence[str], mean: Sequence[float], std: Sequence[float], sizes: Mapping[str, int]
+    ) -> None:
+        """Raise ConfigError if the settings ask for what is not computed, or contradict the model. sizes: those of config.json."""
         kind = self._values.get("image_processor_type")
         if kind is not None and str(kind).removesuffix("Fast").removesuffix("Pil") not in image_processors:
             self.fault(f"image_processor_type is {shortened(repr(kind))}, known for this model: {', '.join(image_processors)}")
@@ -90,15 +91,10 @@ class Settings:
         for name, numbers in (("image_mean", mean), ("image_std", std), ("rescale_factor", (1 / 255,))):
             if (value := self._values.get(name)) is not None and not _are_equal(value, numbers):
                 self.fault(f"{name} is {shortened(repr(value))}, must be {', '.join(map(str, numbers))}, as the encoder has it")
-        sizes = {
-            "patch_size": vision.patch_size,
-            "merge_size": vision.merge_size,
-            "temporal_patch_size": vision.temporal_patch_size,
-        }
         for name, size in sizes.items():
             value = self._values.get(name)
-            if isinstance(value, Mapping) and len(sides := set(value.values())) == 1:
-                (value,) = sides
+            if isinstance(value, Mapping) and (sides := list(value.values())) and all(side == sides[0] for side in sides):
+                value = sides[0]
             if value is not None and value != size:
                 self.fault(f"{name} is {shortened(repr(value))}, but {size} in config.json")
 
@@ -111,7 +107,7 @@ class Settings:
 def _are_equal(value: Any, numbers: Sequence[float]) -> bool:
     """Whether a number or a list of them says the same as `numbers`."""
     given = value if isinstance(value, list | tuple) else [value] * len(numbers)
-    if len(given) != len(numbers) or not all(type(number) in (int, float) for number in given):
+    if len(given) != len(numbers) or not all(type(number) in (int, float) and abs(number) < 1e9 for number in given):
         return False
     return all(math.isclose(one, other, abs_tol=1e-6) for one, other in zip(given, numbers, strict=True))
 

@@ -336,6 +336,43 @@ def _of(
     return Kind(make, read, valid)
 
 
+# --- images ---
+
+_IMAGE_SETTINGS = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "size": {"shortest_edge": 3136, "longest_edge": 65536},
+    "patch_size": 14,
+    "image_mean": [0.5, 0.5, 0.5],
+    "resample": 3,
+}
+
+
+def _make_image(rng: random.Random) -> Files:
+    images = seeds.images()
+    name = rng.choice(sorted(images))
+    return {name: mutate_bytes(rng, images[name], list(images.values()))}
+
+
+def _read_image(directory: Path) -> None:
+    from jaxllm.media.image_files import load, open_image
+    from jaxllm.media.options import MediaOptions
+    from jaxllm.media.rgb import to_rgb
+
+    (path,) = directory.iterdir()
+    image = open_image(path.read_bytes(), "prompt", MediaOptions(mm_max_image_pixels=1 << 22))
+    load(image, "prompt")
+    to_rgb(image, "prompt", (255, 255, 255))
+
+
+def _read_image_settings(directory: Path) -> None:
+    from jaxllm.media.options import MediaOptions
+    from jaxllm.media.processor import make_processor
+    from jaxllm.model_parts import Vision
+
+    vision = Vision("qwen3_vl", 5, 14, 2, 16, 1, 1, 16, 16)
+    make_processor(directory, vision, MediaOptions()).count_tokens(640, 480)
+
+
 KINDS: Mapping[str, Kind] = {
     "safetensors": _of(_safetensors(seeds.TENSORS, "model.safetensors"), _read_weights("safetensors")),
     "bin": _of(_bin(seeds.TENSORS, "pytorch_model.bin"), _read_weights("pytorch")),
@@ -355,5 +392,11 @@ KINDS: Mapping[str, Kind] = {
     ),
     "tokenizer": Kind(_make_tokenizer, _read_tokenizer, _valid_tokenizers),
     "tokenizer_config": Kind(_make_tokenizer_config, _read_tokenizer, _valid_tokenizers),
+    "image": Kind(_make_image, _read_image, lambda: ({name: data} for name, data in seeds.images().items())),
+    "preprocessor_config": Kind(
+        lambda rng: {"preprocessor_config.json": mutate_json(rng, _IMAGE_SETTINGS)},
+        _read_image_settings,
+        lambda: iter([{"preprocessor_config.json": _json(_IMAGE_SETTINGS)}]),
+    ),
 }
 """By name."""

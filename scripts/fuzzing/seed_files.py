@@ -422,3 +422,34 @@ def with_tensor(file: Gguf, at: int, **fields: Any) -> Gguf:
     tensors = list(file.tensors)
     tensors[at] = replace(tensors[at], **fields)
     return replace(file, tensors=tuple(tensors))
+
+
+@functools.cache
+def images() -> dict[str, bytes]:
+    """A small image in each format, some with an orientation, transparency or further frames."""
+    from PIL import Image
+
+    picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
+    clear = picture.copy()
+    clear.putalpha(Image.radial_gradient("L").resize((40, 30)))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    frames = {"save_all": True, "append_images": [picture.rotate(90)]}
+    found = {}
+    for name, image, options in (
+        ("image.png", clear, {"exif": exif}),
+        ("palette.png", picture.quantize(16), {"transparency": 3}),
+        ("image.jpg", picture, {"exif": exif}),
+        ("progressive.jpg", picture.convert("CMYK"), {"progressive": True}),
+        ("image.webp", clear, {}),
+        ("lossless.webp", picture, {"lossless": True, **frames}),
+        ("image.gif", picture, frames),
+        ("image.bmp", picture, {}),
+        ("image.tif", clear, {"exif": exif}),
+        ("deflate.tif", picture, {"compression": "tiff_adobe_deflate"}),
+        ("lzw.tif", picture.convert("1"), {"compression": "tiff_lzw"}),
+    ):
+        stream = io.BytesIO()
+        image.save(stream, {"jpg": "JPEG", "tif": "TIFF"}.get(name[-3:], name.rpartition(".")[2].upper()), **options)
+        found[name] = stream.getvalue()
+    return found

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from jaxllm.model_parts.vision import VisionFamily
-from tests.helpers.pictures import SETTINGS, VISIONS
+from tests.helpers.images import SETTINGS, VISIONS
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "images.json"
 _CLASSES = {
@@ -35,7 +35,7 @@ def oracle(family: VisionFamily, image: Image.Image, **given: Any) -> np.ndarray
 
 
 def transformers_values(family: VisionFamily, image: Image.Image, **given: Any) -> np.ndarray:
-    """[patches, 3, patch_size, patch_size] of 0 to 1, in merge order: what transformers' class for Pillow computes, normalisation undone."""
+    """[patches, 3, patch_size, patch_size] of 0 to 1, in merge order: what transformers computes, with normalisation undone."""
     vision, settings = VISIONS[family], dict(SETTINGS[family])
     module, name = _CLASSES[family]
     kind = getattr(importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}"), name)

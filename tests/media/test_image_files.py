@@ -3,6 +3,7 @@
 import io
 import re
 import struct
+import tracemalloc
 import zlib
 from typing import Any
 
@@ -13,7 +14,7 @@ from PIL import Image
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.media.image_files import FORMATS, load, open_image
 from jaxllm.media.options import MediaOptions
-from tests.helpers.pictures import encoded, media, picture, processor
+from tests.helpers.images import encoded, media, picture, processor
 
 NAME = "messages[0].content[1]"
 LIMIT = "at most 67108864; send a smaller one"
@@ -135,6 +136,29 @@ def test_tiles_of_a_tiff_are_no_larger_than_images_may_be() -> None:
     assert "tiles of 900000000 pixels, must have at most 67108864" in refusal(tiff(blob, t322=30_000, t323=30_000))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_tags_of_a_tiff_that_lie_over_each_other_take_no_memory() -> None:
+    blob = bytes(1_000_000)
+    tags = [(1000 + number, 1, 990_000, 8) for number in range(2000)]
+    sizes = [
+        (256, 4, 1, 16),
+        (257, 4, 1, 16),
+        (258, 4, 1, 8),
+        (259, 4, 1, 1),
+        (262, 4, 1, 1),
+        (273, 4, 1, 500_000),
+        (279, 4, 1, 256),
+    ]
+    entries = b"".join(struct.pack("<HHII", *entry) for entry in sizes + tags)
+    data = (b"II*\0" + struct.pack("<IH", 8, len(sizes + tags)) + entries + blob)[: len(blob)]
+    tracemalloc.start()
+    try:
+        open_whole(data)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_jpeg_of_many_scans_is_refused() -> None:
     assert open_whole(many_scans(10)).size == (64, 64)
     assert "is a JPEG of 206 scans, must have at most 64" in refusal(many_scans(200))
@@ -203,7 +227,15 @@ def test_the_first_frame_of_an_animation_is_taken(tmp_path) -> None:
         assert whole.payload == processor(tmp_path).process(media(frames[0])).payload
 
 
+def test_the_first_picture_of_a_camera_with_two_lenses_is_taken() -> None:
+    left, right = picture(60, 40), picture(30, 20)
+    image = open_whole(encoded(left, "MPO", save_all=True, append_images=[right], quality=95))
+    assert image.format == "MPO" and image.size == left.size
+    assert np.abs(np.asarray(image).astype(int) - np.asarray(open_whole(encoded(left, "JPEG", quality=95)))).max() == 0
+
+
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.filterwarnings("ignore")
 def test_damaged_files_are_read_or_refused(format: str) -> None:
     draw = np.random.default_rng(1)
     data = encoded(picture(60, 40), format)

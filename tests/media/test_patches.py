@@ -4,7 +4,7 @@ from PIL import Image
 
 from jaxllm.media.patches import to_patches
 from jaxllm.media.payload import pack, unpack
-from tests.helpers.pictures import picture, pixels
+from tests.helpers.images import picture, pixels
 
 
 @pytest.mark.parametrize(("patch", "merge", "rows", "columns"), [(16, 2, 3, 5), (14, 2, 1, 4), (14, 4, 2, 3), (5, 1, 3, 2)])

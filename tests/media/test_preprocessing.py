@@ -10,7 +10,7 @@ import pytest
 from jaxllm.media.payload import unpack
 from jaxllm.model_parts.vision import VisionFamily
 from tests.helpers.image_oracle import GOLDENS, digest, oracle
-from tests.helpers.pictures import SIZES, VISIONS, encoded, media, picture, pixels, processor
+from tests.helpers.images import SIZES, VISIONS, encoded, media, picture, pixels, processor
 
 GOLDEN = json.loads(GOLDENS.read_text())
 FAMILIES = tuple(VISIONS)

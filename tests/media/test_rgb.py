@@ -11,7 +11,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.media.image_files import load, open_image
 from jaxllm.media.options import MediaOptions
 from jaxllm.media.rgb import MODES, from_array, to_rgb
-from tests.helpers.pictures import encoded, pixels
+from tests.helpers.images import encoded, pixels
 
 NAME = "prompt"
 WHITE = (255, 255, 255)
@@ -84,7 +84,7 @@ def test_a_transparent_value_of_grey_or_rgb_shows_the_background() -> None:
     np.testing.assert_array_equal(found, np.where(ALPHA[..., None] == level, 255, grey(ALPHA)))
     color = tuple(int(value) for value in ARRAY[5, 5])
     found = rgb_of_file(encoded(Image.fromarray(ARRAY), transparency=color))
-    np.testing.assert_array_equal(found, np.where((ARRAY == color).all(axis=-1)[..., None], 255, ARRAY))
+    np.testing.assert_array_equal(found, np.where((color == ARRAY).all(axis=-1)[..., None], 255, ARRAY))
 
 
 def test_16_bits_are_divided_not_clipped() -> None:
@@ -153,6 +153,7 @@ def test_pictures_are_turned_as_exif_says(format: str, orientation: int) -> None
 @pytest.mark.parametrize(
     "exif", [b"", b"garbage", b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff"]
 )
+@pytest.mark.filterwarnings("ignore")
 def test_broken_exif_is_ignored(exif: bytes) -> None:
     data = encoded(Image.fromarray(ARRAY), "JPEG")
     segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif

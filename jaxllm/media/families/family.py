@@ -30,6 +30,8 @@ class Family(ABC):
     """What the encoder normalises channels with."""
     placeholder: ClassVar[str]
     """The text that stands for an image in a prompt of plain text."""
+    sizes: ClassVar[tuple[str, ...]] = ("patch_size", "merge_size", "temporal_patch_size")
+    """Settings that must be as in config.json."""
     has_positions: ClassVar[bool] = False
     """Whether tokens get three-dimensional positions by the image's grid."""
 

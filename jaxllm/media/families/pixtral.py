@@ -27,6 +27,7 @@ class Pixtral(Family):
     mean: ClassVar = CLIP_MEAN
     std: ClassVar = CLIP_STD
     placeholder: ClassVar = "[IMG]"
+    sizes: ClassVar = ()  # transformers does not use those of the file either
 
     longest_edge: int
     break_token_id: int
