@@ -1,5 +1,6 @@
 """Checks a caller's request and converts it to requests for the engine core, with token ids and complete parameters."""
 
+import contextlib
 import copy
 import itertools
 import numbers
@@ -258,16 +259,21 @@ class InputProcessor:
         images: dict[int, list[ProcessedMedia]] = {}
         for place, prompt in enumerate(prepared):
             if (text := _untokenized(prompt)) and (found := processed_in(prompt)) is not None:
-                texts[place], images[place] = self.media.expand_text(text, found), found
+                with contextlib.suppress(InvalidRequestError):
+                    texts[place], images[place] = self.media.expand_text(text, found), found
         for has_images in (False, True):
             places = [place for place in texts if bool(images[place]) is has_images]
             batch = [texts[place] for place in places]
             all_ids = tokenization.encode(self.tokenizer, batch, self.max_model_len, truncates=not has_images)
             for place, token_ids in zip(places, all_ids, strict=True):
-                known: Any = prepared[place] if isinstance(prepared[place], Mapping) else {"prompt": texts[place]}
-                prepared[place] = {**known, "prompt_token_ids": token_ids}
                 if has_images:
-                    tokenization.check_uncut(len(self.media.expand(token_ids, images[place])[0]), self.max_model_len)
+                    try:
+                        token_ids, _ = self.media.expand(token_ids, images[place])
+                    except InvalidRequestError:
+                        continue
+                    tokenization.check_uncut(len(token_ids), self.max_model_len)
+                known: Any = prepared[place] if isinstance(prepared[place], Mapping) else {"prompt": prepared[place]}
+                prepared[place] = {**known, "prompt_token_ids": token_ids}
         return prepared
 
     def _read_prompt(self, prompt: Any, images: Sequence[ProcessedMedia]) -> tuple[str | None, list[int], str | None]:

@@ -77,10 +77,12 @@ def test_texts_of_many_prompts_are_tokenized_with_their_images(tokenizer: Tokeni
     stand_in = StandInProcessor(placeholder_id)
     processor = processor_of(stand_in, tokenizer)
     broken: Any = {"prompt": EOS, "multi_modal_data": {"image": "no"}}
-    prompts: list[Any] = ["hi", {"prompt": f"hi{EOS}", "multi_modal_data": {"image": picture(2, 2)}}, broken]
-    plain, with_image, unchanged = processor.tokenize_texts(prompts)
+    without: Any = {"prompt": "hi", "multi_modal_data": {"image": picture(2, 2)}}
+    prompts: list[Any] = ["hi", {"prompt": f"hi{EOS}", "multi_modal_data": {"image": picture(2, 2)}}, broken, without]
+    plain, with_image, unchanged, without_ids = processor.tokenize_texts(prompts)
+    assert "prompt_token_ids" not in without_ids, "it has no placeholder, which `process` reports"
     assert plain == {"prompt": "hi", "prompt_token_ids": tokenizer.encode("hi")}
-    assert with_image["prompt_token_ids"] == tokenizer.encode(f"hi{EOS}") and with_image["prompt"] == f"hi{EOS}"  # type: ignore[index, call-overload]
+    assert len(with_image["prompt_token_ids"]) == len(tokenizer.encode(f"hi{EOS}")) + 3 and with_image["prompt"] == f"hi{EOS}"  # type: ignore[index, call-overload]
     assert unchanged is broken
     ids = processor.process("r", with_image, SamplingParams()).prompt_token_ids
     assert ids == processor.process("r", prompts[1], SamplingParams()).prompt_token_ids
