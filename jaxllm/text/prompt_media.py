@@ -1,12 +1,16 @@
 """The images of prompts, between a caller and the engine: checked, prepared in threads, and put at their placeholders."""
 
 import os
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.media import Media, MediaOptions, ProcessedMedia
+from jaxllm.metrics.buckets import PHASE_SECONDS
+from jaxllm.observations import Observations
 from jaxllm.request import PromptItem
 
 if TYPE_CHECKING:
@@ -26,6 +30,9 @@ class PromptMedia:
         """`processor`: None for a model that takes text alone."""
         self._processor, self._options, self._model = processor, options, model
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jaxllm-images")
+        self.seconds = Observations(PHASE_SECONDS)
+        """How long each image took."""
+        self._lock = threading.Lock()
 
     @property
     def sees_images(self) -> bool:
@@ -76,8 +83,15 @@ class PromptMedia:
             done: Future[ProcessedMedia] = Future()
             done.set_result(media)
             return done
+        return self._threads.submit(self._prepare, media, kwargs)
+
+    def _prepare(self, media: Media, kwargs: Mapping[str, Any] | None) -> ProcessedMedia:
         assert self._processor is not None, "check_count refuses images"
-        return self._threads.submit(self._processor.process, media, kwargs)
+        began = time.perf_counter()
+        processed = self._processor.process(media, kwargs)
+        with self._lock:
+            self.seconds.add(time.perf_counter() - began)
+        return processed
 
     def expand_text(self, text: str, processed: Sequence[ProcessedMedia]) -> str:
         """A prompt's text with what the model's family writes around images."""

@@ -12,6 +12,7 @@ from PIL import Image
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.llm import LLM
 from jaxllm.llm_engine import check_model
+from jaxllm.metrics.metric import Histogram
 from jaxllm.models.load_config import load_model_config
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
@@ -51,6 +52,8 @@ def test_prompts_and_chats_with_the_same_image_are_the_same(directory: Path) -> 
     assert first.prompt_token_ids.count(core.model_config.vision.image_token_id) == 12  # type: ignore[union-attr]
     assert {tuple(request.prompt_token_ids) for request in core.requests} == {tuple(first.prompt_token_ids)}
     assert {request.items[0].payload for request in core.requests} == {first.items[0].payload}
+    (prepared,) = [metric for metric in llm.get_metrics() if metric.name.endswith("mm_preparation_time_seconds")]
+    assert isinstance(prepared, Histogram) and prepared.count == 4
     assert {(item.position, item.grid) for request in core.requests for item in request.items} == {(2, (1, 3, 4))}
 
 
