@@ -1,7 +1,7 @@
 """Positions of tokens in time, row and column, by which models with ropes in sections (`Rope.sections`) turn them.
 
 A token of text has the same position on all three axes. The tokens of an item with a grid lie in it from the position behind the token
-before; the next token follows the largest of theirs on any axis. So behind an item, positions are smaller than indices.
+before; the next token follows the largest of their rows and columns. So behind an item, positions are smaller than indices.
 
 Source: arXiv:2409.12191.
 """
@@ -41,4 +41,4 @@ def rope_delta(items: Sequence[PromptItem]) -> int:
 
 def _change(item: PromptItem) -> int:
     """What an item adds to position minus index of the tokens behind it."""
-    return 0 if item.grid is None else max(item.grid) - item.num_tokens
+    return 0 if item.grid is None else max(item.grid[1:]) - item.num_tokens

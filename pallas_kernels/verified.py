@@ -16,6 +16,7 @@ OPS = (
     "paged_attention",
     "rope_cache_write",
     "sampling",
+    "segment_attention",
 )
 _USES = {
     "lora": ("grouped_matmul",),

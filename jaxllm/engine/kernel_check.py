@@ -40,6 +40,7 @@ from pallas_kernels.checking import (
     mla_attention,
     rope_cache_write,
     sampling,
+    segment_attention,
 )
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import Fault, check
@@ -55,6 +56,7 @@ _CASES: dict[str, Any] = {
     "lora": lora.cases,
     "mla_attention": mla_attention.cases,
     "sampling": sampling.cases,
+    "segment_attention": segment_attention.cases,
 }
 
 

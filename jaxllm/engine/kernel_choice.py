@@ -10,6 +10,7 @@ from jaxllm.layers.routing import rule_of
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, LatentAttention
+from jaxllm.model_parts.vision import Vision
 from jaxllm.parallel.across_hosts import has_other_hosts
 from jaxllm.parallel.mesh import context_size, tensor_size
 from jaxllm.runner.memory import MemoryPlan
@@ -23,6 +24,7 @@ from pallas_kernels import (
     paged_attention,
     rope_cache_write,
     sampling,
+    segment_attention,
 )
 
 PLAIN = ("xla", "reference")
@@ -95,7 +97,7 @@ def candidates(
     if is_plain:
         of_mixtures = ("expert_choice", "grouped_matmul") if model.mixtures else ()
         others = ("sampling", "collectives", *of_mixtures, *(("gated_delta",) if model.delta_nets else ()))
-        others += ("lora",) if has_adapters else ()
+        others += (*(("lora",) if has_adapters else ()), *(("segment_attention",) if model.vision else ()))
         return {**found, **dict.fromkeys(others, ("xla",))}
     sample = tuple(
         name
@@ -109,6 +111,7 @@ def candidates(
         **(_of_mixtures(model, mesh, on_gpu=on_gpu) if model.mixtures else {}),
         **({"gated_delta": _delta_candidates(model, on_gpu=on_gpu)} if model.delta_nets else {}),
         **({"lora": lora.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)} if has_adapters else {}),
+        **({"segment_attention": _segment_candidates(model, model.vision, on_gpu=on_gpu)} if model.vision else {}),
     }
 
 
@@ -157,6 +160,10 @@ def _delta_candidates(model: ModelConfig, *, on_gpu: bool) -> tuple[str, ...]:
     return _of_all(
         gated_delta.candidates(platform="gpu", key_dim=part.key_dim, interpret=not on_gpu) for part in model.delta_nets
     )
+
+
+def _segment_candidates(model: ModelConfig, vision: Vision, *, on_gpu: bool) -> tuple[str, ...]:
+    return segment_attention.candidates(platform="gpu", dtype=model.dtype, head_dim=vision.head_dim, interpret=not on_gpu)
 
 
 def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from pallas_kernels.checking import (
     mla_attention,
     rope_cache_write,
     sampling,
+    segment_attention,
 )
 
 
@@ -184,6 +185,13 @@ def _sampling(engine: _Engine) -> tuple[sampling.Shapes, ...]:
     )
 
 
+def _segment_attention(engine: _Engine) -> tuple[segment_attention.Shapes, ...]:
+    model, vision = engine.model, engine.model.vision
+    if vision is None:
+        return ()
+    return (segment_attention.Shapes(model.dtype, vision.num_heads, vision.head_dim),)
+
+
 _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "paged_attention": _paged_attention,
     "rope_cache_write": _rope_cache_write,
@@ -194,6 +202,7 @@ _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "mla_attention": _mla_attention,
     "collectives": _collectives,
     "sampling": _sampling,
+    "segment_attention": _segment_attention,
 }
 
 

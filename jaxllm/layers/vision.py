@@ -13,7 +13,7 @@ from jaxllm.layers.mlp import ACTIVATIONS
 from jaxllm.layers.norm import NoNorm, Normalization
 from jaxllm.layers.patch_indices import PatchIndices, patch_indices
 from jaxllm.layers.source import Module, Summed, Tensor
-from jaxllm.model_parts import Merger, MergerLinear, Norm, Vision, VisionLayer
+from jaxllm.model_parts import Merger, Norm, Vision, VisionLayer
 from pallas_kernels.rope_cache_write.xla import apply_rope
 
 __all__ = ["PatchIndices", "VisionTower", "patch_indices"]
@@ -156,30 +156,34 @@ class PatchMerger(nnx.Module):
     """Makes an embedding of the patches of each cell: see `Merger`."""
 
     def __init__(self, vision: Vision, part: Merger, dtype: str):
-        self.cell, self.averages = vision.merge_size**2, part.averages
+        self.part, self.cell = part, vision.merge_size**2
         joined = vision.hidden_size * (1 if part.averages else self.cell)
         self.norm, self.joined_norm = _norm(part.norm, vision.hidden_size, dtype), _norm(part.joined_norm, joined, dtype)
+        inputs = (joined, *(linear.outputs for linear in part.linears))
         self.linears: nnx.List[Linear] = nnx.List(
-            _merger_linear(linear, inputs, self.cell, dtype)
-            for linear, inputs in zip(part.linears, (joined, *(linear.outputs for linear in part.linears)), strict=False)
+            Linear(
+                "pi,io->po",
+                (width, linear.outputs),
+                (AXIS, AXIS),
+                dtype,
+                modules=[Module(linear.name, (linear.outputs,))],
+                bias=linear.bias,
+            )
+            for linear, width in zip(part.linears, inputs, strict=False)
         )
-        self.activations = tuple(linear.activation for linear in part.linears)
 
     def __call__(self, x_PD: Array) -> Array:
         """[P / merge_size², outputs of the last linear layer]."""
-        x = self.norm(x_PD)
-        if self.averages:
-            x = jnp.mean(x.reshape(-1, self.cell, x.shape[1]).astype(jnp.float32), axis=1).astype(x.dtype)
-        x = self.joined_norm(x.reshape(len(x_PD) // self.cell, -1))
-        for linear, activation in zip(self.linears, self.activations, strict=True):
+        x_MCD = self.norm(x_PD).reshape(len(x_PD) // self.cell, self.cell, -1)
+        if self.part.averages:
+            x_MCD = jnp.mean(x_MCD.astype(jnp.float32), axis=1, keepdims=True).astype(x_MCD.dtype)
+        if self.part.channel_major:
+            x_MCD = x_MCD.swapaxes(1, 2)
+        x = self.joined_norm(x_MCD.reshape(len(x_MCD), -1))
+        for linear, part in zip(self.linears, self.part.linears, strict=True):
             x = linear(x)
-            x = x if activation is None else ACTIVATIONS[activation](x)
+            x = x if part.activation is None else ACTIVATIONS[part.activation](x)
         return x
-
-
-def _merger_linear(part: MergerLinear, inputs: int, cell: int, dtype: str) -> Linear:
-    modules = [Module(part.name, (part.outputs,))]
-    return Linear("pi,io->po", (inputs, part.outputs), (AXIS,) * 2, dtype, modules=modules, bias=part.bias)
 
 
 def _norm(norm: Norm | None, width: int, dtype: str, prefix: str = "") -> Normalization | NoNorm:

@@ -32,10 +32,6 @@ class MergerLinear:
     activation: Activation | None = None
     """Of its outputs."""
     bias: bool = True
-    channel_major: bool = False
-    """Whether the values of the joined patches of a cell alternate in the stored weight, instead of coming patch by patch."""
-    transposed: bool = False
-    """Whether the checkpoint holds the weight as [inputs, outputs], named without `.weight`."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,8 @@ class Merger:
     """Of each patch."""
     joined_norm: Norm | None = None
     """Of the joined patches."""
+    channel_major: bool = False
+    """Whether the values of the joined patches alternate, instead of coming patch by patch."""
     averages: bool = False
     """Whether patches are averaged instead of joined."""
 
@@ -108,11 +106,16 @@ class Vision:
     """Layers of the encoder behind which further results are taken, each added to the tokens behind one more of the first text layers."""
     video_token_id: int | None = None
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Mean of red, green and blue, in a range of 0 to 1, that the encoder subtracts."""
+    """Mean of red, green and blue, in a range of 0 to 1, that the encoder subtracts: that of the family."""
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Deviation that it divides by."""
     encoder: VisionEncoder | None = None
     """Its layers."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of the encoder's attention."""
+        return self.hidden_size // self.num_heads
 
     @property
     def num_deepstack(self) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 from jaxllm.errors import ConfigError, JaxLLMError, ModelLoadError, joined
 from jaxllm.files import read_json
 from jaxllm.model_config import DTYPES, FP8, ModelConfig
-from jaxllm.model_parts import Vision
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.registry import Read, find
 from jaxllm.pooling_config import bidirectional_faults, is_embedding_checkpoint, load_pooling_config
@@ -58,7 +57,6 @@ def load_model_config(
     options = {"max_model_len": max_model_len, "expert_parallel": expert_parallel}
     reader = ConfigReader(architecture, raw, bidirectional_faults(raw), **options)  # type: ignore[arg-type]
     config = _read(read, reader, directory)
-    vision = None if language_model_only else _with_preprocessor(config.vision, directory, reader.faults)
     dtype = _dtype(reader, dtype, on_gpu)
     asked = Options(quantization, dequantize, on_gpu, dtype, config.names.unquantized)
     formats = read_formats(raw.get("quantization_config"), asked, reader.faults)
@@ -86,7 +84,7 @@ def load_model_config(
         kv_cache_dtype=kv_cache_dtype,
         generates=generates,
         pooling=pooling,
-        vision=vision,
+        vision=None if language_model_only else config.vision,
         max_position=longest if generates else min(longest, pooling.max_length or longest),
     )
     return dataclasses.replace(config, digest=hashlib.sha256(repr(config).encode()).hexdigest()[:12])
@@ -149,29 +147,6 @@ def _first(raw: Mapping[str, Any], *names: str) -> Any:
     return next(
         (value for part in (raw, text if isinstance(text, dict) else {}) for name in names if (value := part.get(name))), None
     )
-
-
-def _with_preprocessor(vision: Vision | None, directory: Path, faults: list[str]) -> Vision | None:
-    """A description with the range of pixels that preprocessor_config.json gives, or else processor_config.json."""
-    path = next((path for name in ("preprocessor", "processor") if (path := directory / f"{name}_config.json").is_file()), None)
-    if vision is None or path is None:
-        return vision
-    given = _json_object(path)
-    given = given.get("image_processor", given)
-    for name in ("image_mean", "image_std"):
-        values = given.get(name) if isinstance(given, dict) else None
-        if values is None:
-            continue
-        least = 0 if name == "image_mean" else 1e-6
-        if (
-            not isinstance(values, list)
-            or len(values) != 3
-            or not all(type(x) in (int, float) and least <= x <= 1 for x in values)
-        ):
-            faults.append(f"{name} of {path.name} is {values!r}, must be 3 numbers from {least:g} to 1")
-        else:
-            vision = dataclasses.replace(vision, **{name: tuple(map(float, values))})  # type: ignore[arg-type]
-    return vision
 
 
 def _eos_token_ids(raw: Mapping[str, Any], directory: Path, faults: list[str]) -> tuple[int, ...]:

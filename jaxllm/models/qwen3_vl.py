@@ -58,37 +58,16 @@ def _seeing(c: ConfigReader, text: ModelConfig) -> ModelConfig:
 
 def _vision(c: ConfigReader, output_size: int) -> Vision:
     v = c.within("vision_config").with_defaults(**VISION_DEFAULTS)
-    v.refuse_unless("in_channels", 3)
-    v.refuse_unless("out_hidden_size", output_size)
+    sizes = vision_sizes(c, v, output_size)
     positions = v.integer("num_position_embeddings")
     if math.isqrt(positions) ** 2 != positions:
         c.faults.append(f"num_position_embeddings is {positions}, must be a square")
-    hidden_size, num_heads, num_layers = v.integer("hidden_size"), v.integer("num_heads"), v.integer("depth")
-    if hidden_size % (4 * num_heads):
-        c.faults.append(f"hidden_size of vision_config is {hidden_size}, must be a multiple of 4 times its {num_heads} heads")
-    layers = v.raw["deepstack_visual_indexes"]
-    if (
-        not isinstance(layers, list)
-        or not all(type(i) is int and 0 <= i < num_layers for i in layers)
-        or sorted(set(layers)) != layers
-    ):
-        c.faults.append(
-            f"deepstack_visual_indexes is {layers!r}, must be ascending layers of the {num_layers} of vision_config"
-        )
-        layers = []
-    merge_size = v.integer("spatial_merge_size")
-    joined = hidden_size * merge_size**2
-    mlp = MLP(
-        v.integer("intermediate_size"),
-        v.activation("hidden_act", "gelu_pytorch_tanh"),
-        gated=False,
-        bias=True,
-        gate_up=("linear_fc1",),
-        down="linear_fc2",
-    )
+    layers = layers_of_encoder(v, "deepstack_visual_indexes")
+    width, activation = v.integer("intermediate_size"), v.activation("hidden_act", "gelu_pytorch_tanh")
+    mlp = MLP(width, activation, gated=False, bias=True, gate_up=("linear_fc1",), down="linear_fc2")
 
     def linears(name: str) -> tuple[MergerLinear, ...]:
-        return (MergerLinear(f"{name}.linear_fc1", joined, "gelu"), MergerLinear(f"{name}.linear_fc2", output_size))
+        return merger_linears(f"{name}.linear_fc1", f"{name}.linear_fc2", **sizes)
 
     added = [f"{VISUAL}deepstack_merger_list.{j}" for j in range(len(layers))]
     encoder = VisionEncoder(
@@ -101,23 +80,46 @@ def _vision(c: ConfigReader, output_size: int) -> Vision:
         positions=f"{VISUAL}pos_embed",
         rope_theta=v.within("rope_parameters").number("rope_theta", 10000.0),
     )
-    return Vision(
-        family="qwen3_vl",
-        image_token_id=c.count("image_token_id", 151655),
-        patch_size=v.integer("patch_size"),
-        merge_size=merge_size,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        intermediate_size=mlp.width,
-        output_size=output_size,
-        temporal_patch_size=v.integer("temporal_patch_size"),
-        position_grid=math.isqrt(positions),
-        deepstack_layers=tuple(layers),
-        video_token_id=c.count("video_token_id", 151656),
-        encoder=encoder,
-    )
+    return Vision("qwen3_vl", **sizes, position_grid=math.isqrt(positions), deepstack_layers=layers, encoder=encoder)
 
 
 def _norm(name: str) -> Norm:
     return Norm(name, 1e-6, centred=True, bias=True)
+
+
+def vision_sizes(c: ConfigReader, v: ConfigReader, output_size: int) -> dict[str, Any]:
+    """The fields of a `Vision` that encoders of Qwen have. v: the reader of vision_config."""
+    v.refuse_unless("in_channels", 3)
+    v.refuse_unless("out_hidden_size", output_size)
+    hidden_size, num_heads = v.integer("hidden_size"), v.integer("num_heads")
+    if hidden_size % (4 * num_heads):
+        c.faults.append(f"hidden_size of vision_config is {hidden_size}, must be a multiple of 4 times its {num_heads} heads")
+    return {
+        "image_token_id": c.count("image_token_id", 151655),
+        "video_token_id": c.count("video_token_id", 151656),
+        "patch_size": v.integer("patch_size"),
+        "merge_size": v.integer("spatial_merge_size"),
+        "temporal_patch_size": v.integer("temporal_patch_size"),
+        "hidden_size": hidden_size,
+        "num_layers": v.integer("depth"),
+        "num_heads": num_heads,
+        "intermediate_size": v.integer("intermediate_size"),
+        "output_size": output_size,
+    }
+
+
+def layers_of_encoder(v: ConfigReader, name: str) -> tuple[int, ...]:
+    """A value that lists some of the encoder's layers."""
+    given, num_layers = v.raw[name], v.integer("depth")
+    is_list = isinstance(given, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in given)
+    if not is_list or sorted(set(given)) != given:
+        v.faults.append(f"{name} is {given!r}, must be ascending layers of the {num_layers} of vision_config")
+        return ()
+    return tuple(given)
+
+
+def merger_linears(
+    first: str, second: str, *, hidden_size: int, merge_size: int, output_size: int, **_: Any
+) -> tuple[MergerLinear, ...]:
+    """Of a merger whose linear layers have these names, with sizes of a `Vision`."""
+    return MergerLinear(first, hidden_size * merge_size**2, "gelu"), MergerLinear(second, output_size)

@@ -12,6 +12,7 @@ OPS = (
     "grouped_matmul",
     "gated_delta",
     "lora",
+    "segment_attention",
 )
 
 
@@ -34,6 +35,8 @@ class Kernels:
     """States of linear attention."""
     lora: str = "xla"
     """The terms that adapters add to products."""
+    segment_attention: str = ""
+    """Between the patches of images."""
     interpret: bool = False
     """Run Pallas kernels as plain JAX: on a CPU."""
 

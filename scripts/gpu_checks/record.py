@@ -32,6 +32,7 @@ OPS_OF_CASES = {
     "lora": "lora",
     "rope": "rope_cache_write",
     "sampling": "sampling",
+    "segments": "segment_attention",
 }
 """The op whose source a group of kernel cases (scripts/kernels) verifies."""
 OPS_OF_PARTS = {"kernels": tuple(OPS_OF_CASES.values()), "collectives": ("collectives",)}

@@ -16,6 +16,7 @@ from pallas_kernels.checking import (
     lora,
     rope_cache_write,
     sampling,
+    segment_attention,
 )
 from pallas_kernels.checking.attention_at_start import Layer
 from pallas_kernels.checking.case import Case
@@ -97,4 +98,9 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
     adapted = lora.Shapes("bfloat16", 3, 8, 300, Parts(2, (3, 1, 1), 40))
     found += [("lora triton", case) for case in lora.cases(adapted, "triton", interpret=interpret)]
     found += [("sampling triton", case) for case in sampling.cases(sampling.Shapes(VOCAB_SIZE), "triton", interpret=interpret)]
+    for head_dim in (72, 128):
+        encoder = segment_attention.Shapes("bfloat16", 2, head_dim)
+        for name in ("mosaic", "triton"):
+            cases = segment_attention.cases(encoder, name, interpret=interpret)
+            found += [(f"segments {name} d{head_dim}", case) for case in cases]
     return attention[:7] + found + attention[7:]

@@ -20,6 +20,7 @@ OPS = {
     "lora": "scripts.kernels.lora",
     "rope": "scripts.kernels.rope_cache_write",
     "sampling": "scripts.kernels.sampling",
+    "segments": "scripts.kernels.segment_attention",
 }
 """Each module has speed_cases(tiny, tune) and check_cases(tiny)."""
 

@@ -22,12 +22,13 @@ from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
+from jaxllm.model_parts.vision import Vision
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.start_times import StartTimes
 from pallas_kernels import paged_attention, rope_cache_write
-from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta
+from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta, segment_attention
 from pallas_kernels.checking.attention import Batch
 from pallas_kernels.expert_choice import Rule
 from tests.helpers import engines, goldens
@@ -483,6 +484,29 @@ def test_linear_attention_has_a_kernel_that_is_checked_in_its_shapes():
     assert found["gated_delta"] == ("triton", "xla")
     shapes = kernel_shapes.shapes_of(prepared.config, model, prepared.plan)
     assert shapes["gated_delta"] == (gated_delta.Shapes("float32", 2, 2, 16, 8),)
+
+
+def test_an_encoder_of_images_has_a_kernel_that_is_checked_in_its_shapes(tmp_path):
+    config = EngineConfig.from_options(model=str(DIRECTORY), **engines.SMALL)
+    prepared = Prepared.of(config, DIRECTORY, (), StartTimes())
+    text, plan, mesh = prepared.model_config, prepared.plan, prepared.mesh
+    assert "segment_attention" not in prepared.kernels.by_op()
+    assert "segment_attention" not in kernel_choice.candidates("triton", text, plan, mesh, on_gpu=False)
+    assert kernel_shapes.shapes_of(config, text, plan)["segment_attention"] == ()
+    vision = Vision("qwen3_vl", 9, 16, 2, hidden_size=144, num_layers=2, num_heads=2, intermediate_size=32, output_size=64)
+    model = dataclasses.replace(text, vision=vision)
+    assert kernel_choice.candidates("xla", model, plan, mesh, on_gpu=False)["segment_attention"] == ("xla",)
+    found = kernel_choice.candidates("triton", model, plan, mesh, on_gpu=False)
+    assert found["segment_attention"] == ("triton", "xla")
+    shapes = kernel_shapes.shapes_of(config, model, plan)
+    assert shapes["segment_attention"] == (segment_attention.Shapes("float32", 2, 72),)
+    device, store = jax.devices("cpu")[0], VerdictStore(tmp_path)
+    check = kernel_check.KernelCheck(
+        found, shapes, mode="always", mesh=None, device=device, store=store, named=frozenset(), ops=("segment_attention",)
+    )
+    chosen = check.run()
+    assert chosen.report == {"segment_attention": OpReport("triton", "passed")}
+    assert chosen.kernels.segment_attention == "triton"
 
 
 def test_adapters_have_a_kernel_that_is_checked_in_the_shapes_of_their_products():

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta, grouped_matmul, rope_cache_write, sampling
+from pallas_kernels.checking import (
+    attention_at_start,
+    expert_choice,
+    gated_delta,
+    grouped_matmul,
+    rope_cache_write,
+    sampling,
+    segment_attention,
+)
 from pallas_kernels.checking.attention import Batch, call, make_arrays, worst_error
 from pallas_kernels.checking.attention_at_start import Layer, attend, batches, host_arrays, host_error
 from pallas_kernels.checking.case import Case
@@ -237,8 +245,9 @@ def test_the_cases_lower_for_a_gpu():
         *grouped_matmul.cases(replace(EXPERTS, dtype="bfloat16", hidden=32, is_packed=True), "triton", interpret=False),
         *(case for shapes in ROUTERS for case in expert_choice.cases(shapes, "triton", interpret=False)),
         *gated_delta.cases(gated_delta.Shapes("bfloat16", 2, 2, 128, 96), "triton", interpret=False),
+        *segment_attention.cases(segment_attention.Shapes("bfloat16", 16, 72), "triton", interpret=False),
     ]
-    assert len(found) == 4 + 2 + 4 + 3 + 3 + 3 + 2
+    assert len(found) == 4 + 2 + 4 + 3 + 3 + 3 + 2 + 4
     with a_gpu_to_lower_for():
         for case in found:
             carry, constants = case.make()
