@@ -1,4 +1,4 @@
-"""Prompts and chats with images, prepared for Qwen 3 VL, over an engine core without a model."""
+"""Prompts and chats with images, most of them prepared for Qwen 3 VL, over an engine core without a model."""
 
 import dataclasses
 import io
@@ -17,7 +17,7 @@ from jaxllm.models.load_config import load_model_config
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import fake_core
-from tests.helpers.vision_checkpoint import write
+from tests.helpers.vision_checkpoint import FAMILIES, write
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8))
 PAD = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -66,6 +66,16 @@ def test_the_order_of_images_is_that_of_the_parts(directory: Path) -> None:
     ]
     llm.chat(talk, ONE, use_tqdm=False)
     assert [item.grid for item in core.requests[0].items] == [(1, 2, 4), (1, 3, 2)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_placeholder_of_every_family_is_that_of_its_chats(family: str, tmp_path: Path) -> None:
+    llm, core = seeing(write(tmp_path, family))
+    llm.chat([{"role": "user", "content": [{"type": "image_pil", "image_pil": PICTURE}]}], ONE, use_tqdm=False)
+    (text,) = llm.llm_engine.input_processor.media.image_texts(1)
+    llm.generate({"prompt": text, "multi_modal_data": {"image": PICTURE}}, ONE, use_tqdm=False)
+    ((chat,), (plain,)) = (request.items for request in core.requests)
+    assert chat.content_hash == plain.content_hash and chat.num_tokens == plain.num_tokens and chat.position > plain.position
 
 
 @pytest.mark.parametrize(
