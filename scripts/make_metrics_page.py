@@ -73,8 +73,8 @@ def every_metric() -> list[Metric]:
     """Metrics of one engine and one API server, with something counted wherever a metric appears only then."""
     engine = EngineMetrics("m", 100, cache_config=cache_labels(CacheOptions()))
     engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1)
-    engine.image_seconds = Observations(PHASE_SECONDS)
     engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)
+    engine.image_seconds = Observations(PHASE_SECONDS)
     states = replica_states("m", [("serving", 0.0)], get_args(ReplicaState))
     http = HttpMetrics("m")
     http.request_done("GET", 200, "/", 0.0)
