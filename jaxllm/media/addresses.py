@@ -2,29 +2,21 @@
 
 import asyncio
 import base64
-import binascii
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.media.fetch import MediaFetcher
 from jaxllm.media.media import Media
+from jaxllm.media.options import MediaOptions
 
-MAX_BYTES = 20 * 2**20
-"""Of the file of one picture."""
-_WHITE = b" \t\r\n\f"
+if TYPE_CHECKING:
+    from jaxllm.media.fetch import MediaFetcher
 
-
-class Options(Protocol):
-    """The options of an engine that say what may be read."""
-
-    @property
-    def allowed_media_domains(self) -> list[str] | None: ...
-    @property
-    def allowed_local_media_path(self) -> str | None: ...
+PIECE_CHARACTERS = 1 << 20
+"""Characters of base64 that are decoded at once; no other thread runs meanwhile."""
 
 
 class Reference(Protocol):
@@ -46,26 +38,32 @@ class Reference(Protocol):
 class MediaReader:
     """Reads what references name. Thread-safe. `read` is for event loops, `read_now` for scripts."""
 
-    def __init__(self, options: Options, *, max_bytes: int = MAX_BYTES, fetcher: MediaFetcher | None = None):
+    def __init__(self, options: MediaOptions, fetcher: "MediaFetcher | None" = None):
         directory = options.allowed_local_media_path
         self._directory = None if directory is None else Path(directory).expanduser().resolve()
-        self._max_bytes = max_bytes
-        self._fetcher = fetcher or MediaFetcher(options.allowed_media_domains or (), max_bytes=max_bytes)
+        self._max_bytes = options.mm_max_image_bytes
+        self._fetcher = fetcher
+        if fetcher is None and options.allowed_media_domains:
+            from jaxllm.media.fetch import MediaFetcher  # imports an HTTP client
+
+            self._fetcher = MediaFetcher(
+                options.allowed_media_domains, max_bytes=self._max_bytes, timeout_seconds=options.mm_fetch_timeout
+            )
 
     def close(self) -> None:
         """End its threads."""
-        self._fetcher.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
 
     async def read(self, references: Sequence[Reference]) -> list[Media]:
         """The items with their contents. Raises InvalidRequestError, whose param is the name of the item, or MediaFetchError."""
         if not references:
             return []
-        away = [place for place, each in enumerate(references) if _scheme(each) in ("http", "https")]
+        away = [place for place, each in enumerate(references) if is_remote(each)]
         urls, names = [references[place].source for place in away], [references[place].name for place in away]
-        for url, name in zip(urls, names, strict=True):
-            self._fetcher.check(url, name)  # before anything is read
+        fetched = await self._fetch(urls, names) if away else []
         found = await asyncio.to_thread(lambda: [self._read_here(each) for each in references])
-        for place, data in zip(away, await self._fetcher.fetch(urls, names), strict=True):
+        for place, data in zip(away, fetched, strict=True):
             found[place] = data
         return [Media(each.kind, data, each.uuid, each.name) for each, data in zip(references, found, strict=True)]
 
@@ -74,18 +72,28 @@ class MediaReader:
         with ThreadPoolExecutor(1, "jaxllm-media") as thread:
             return thread.submit(asyncio.run, self.read(references)).result()
 
+    async def _fetch(self, urls: Sequence[str], names: Sequence[str]) -> list[bytes]:
+        if self._fetcher is None:
+            raise InvalidRequestError(
+                f"{names[0]} is a URL; this server fetches none (--allowed-media-domains names hosts that it may ask); send the "
+                "picture as data:image/…;base64,…",
+                names[0],
+            )
+        return await self._fetcher.fetch(urls, names)
+
     def _read_here(self, reference: Reference) -> Any:
         """What a reference names on this machine; None for http(s)."""
         if not isinstance(reference.source, str):
             return reference.source
-        if (scheme := _scheme(reference)) in ("http", "https"):
+        if is_remote(reference):
             return None
-        if scheme == "data":
+        if (scheme := _scheme(reference)) == "data":
             return self._decode(reference.source, reference.name)
         if scheme == "file":
             return self._read_file(reference.source, reference.name)
         raise InvalidRequestError(
-            f"{reference.name} has no address of a picture; give data:image/png;base64,… or an http or https URL", reference.name
+            f"{reference.name} has no address of a picture; give data:image/png;base64,… or an http or https URL",
+            reference.name,
         )
 
     def _decode(self, url: str, name: str) -> bytes:
@@ -95,8 +103,8 @@ class MediaReader:
         if len(text) * 3 // 4 > self._max_bytes + 2:
             raise self._too_large(name)
         try:
-            data = base64.b64decode(text.encode("ascii").translate(None, _WHITE), validate=True)
-        except (UnicodeEncodeError, binascii.Error):
+            data = _from_base64(text)
+        except ValueError:
             raise InvalidRequestError(f"{name} is not valid base64", name) from None
         if not data:
             raise InvalidRequestError(f"{name} is an empty picture", name)
@@ -125,6 +133,21 @@ class MediaReader:
 
     def _too_large(self, name: str) -> InvalidRequestError:
         return InvalidRequestError(f"{name} has more than {self._max_bytes} bytes; send a smaller picture", name)
+
+
+def _from_base64(text: str) -> bytes:
+    """Raises ValueError."""
+    if any(white in text for white in " \t\r\n\f"):
+        text = "".join(text.split())
+    if text.find("=", 0, len(text) - 2) >= 0:
+        raise ValueError("there is padding before the end")
+    starts = range(0, len(text), PIECE_CHARACTERS)
+    return b"".join(base64.b64decode(text[start : start + PIECE_CHARACTERS], validate=True) for start in starts)
+
+
+def is_remote(reference: Reference) -> bool:
+    """Whether an item is fetched from another host."""
+    return _scheme(reference) in ("http", "https")
 
 
 def _scheme(reference: Reference) -> str:

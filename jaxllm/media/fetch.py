@@ -24,6 +24,10 @@ MAX_AT_ONCE = 8
 MAX_LOOKUPS = 8
 """Threads that wait for name servers; lookups beyond this wait for them, within the time of their fetches."""
 MAX_URL_CHARACTERS = 8192
+MAX_REQUEST_BYTES = 128 << 20
+"""Limit of all fetched pictures of a request together."""
+REQUEST_SECONDS = 30.0
+"""Time limit of fetching all of them."""
 _ENDS_IN_NUMBER = re.compile(r"(?:^|\.)(?:[0-9]+|0x[0-9a-f]*)\.?$", re.IGNORECASE)
 """Hosts that URL parsers and resolvers read as IPv4 addresses, in forms such as 2130706433, 0x7f.1 or 0177.0.0.1."""
 _GLOBAL_UNICAST, _6TO4 = ipaddress.IPv6Network("2000::/3"), ipaddress.IPv6Network("2002::/16")
@@ -53,19 +57,17 @@ class MediaFetcher:
         allowed_domains: Collection[str],
         *,
         max_bytes: int = 20 * 2**20,
-        max_request_bytes: int = 128 * 2**20,
+        max_request_bytes: int = MAX_REQUEST_BYTES,
         timeout_seconds: float = 5.0,
-        request_timeout_seconds: float = 30.0,
         look_up: Callable[[str, int], list[str]] = look_up,
         is_public: Callable[[Address], bool] = is_public,
     ):
-        """`allowed_domains`: exact names of hosts, or "*" for all public ones; empty: nothing is fetched. `max_bytes` and
-        `timeout_seconds` hold for a picture, redirects included; `max_request_bytes` and `request_timeout_seconds` for all pictures
-        that are fetched together.
+        """`allowed_domains`: exact names of hosts, or "*" for all public ones. `max_bytes` and `timeout_seconds` hold for a picture,
+        redirects included; `max_request_bytes` for all pictures that are fetched together.
         """
         self._allowed = frozenset(_plain(domain) for domain in allowed_domains)
         self._max_bytes, self._max_request_bytes = max_bytes, max_request_bytes
-        self._seconds, self._request_seconds = timeout_seconds, request_timeout_seconds
+        self._seconds = timeout_seconds
         self._look_up, self._is_public = look_up, is_public
         self._threads = ThreadPoolExecutor(MAX_LOOKUPS, "jaxllm-lookup")
 
@@ -75,12 +77,6 @@ class MediaFetcher:
 
     def check(self, url: str, name: str) -> URL:
         """Parse a URL, of which errors speak as `name`. Raises InvalidRequestError, if it may not be fetched."""
-        if not self._allowed:
-            raise InvalidRequestError(
-                f"{name} is a URL; this server fetches none (--allowed-media-domains names hosts that it may ask); send the "
-                "picture as data:image/…;base64,…",
-                name,
-            )
         if len(url) > MAX_URL_CHARACTERS:
             raise InvalidRequestError(f"{name} is a URL of {len(url)} characters, at most {MAX_URL_CHARACTERS} are taken", name)
         try:
@@ -111,11 +107,13 @@ class MediaFetcher:
         checked = [(self.check(url, name), name) for url, name in zip(urls, names, strict=True)]
         tasks = [asyncio.ensure_future(one(url, name)) for url, name in checked]
         try:
-            async with asyncio.timeout(self._request_seconds):
+            async with asyncio.timeout(REQUEST_SECONDS):
                 return await asyncio.gather(*tasks)
         except TimeoutError:
             raise MediaFetchError(
-                f"the {len(urls)} pictures of this request took longer than {self._request_seconds:g} seconds to fetch", names[0], 502
+                f"the {len(urls)} pictures of this request took longer than {REQUEST_SECONDS:g} seconds to fetch",
+                names[0],
+                502,
             ) from None
         finally:
             for task in tasks:
@@ -205,9 +203,7 @@ class _CheckedResolver(AbstractResolver):
     def __init__(self, fetcher: MediaFetcher, name: str):
         self._fetcher, self._name = fetcher, name
 
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[ResolveResult]:
+    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC) -> list[ResolveResult]:
         """Raises InvalidRequestError or OSError."""
         return [
             ResolveResult(

@@ -11,6 +11,7 @@ import pytest
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.media.addresses import MediaReader
+from jaxllm.media.options import MediaOptions
 
 PICTURE = bytes(range(256))
 TEXT = base64.b64encode(PICTURE).decode()
@@ -22,12 +23,6 @@ class Ref:
     uuid: str | None = None
     name: str = "messages[0].content[1]"
     kind: str = "image"
-
-
-@dataclass(frozen=True)
-class Options:
-    allowed_media_domains: list[str] | None = None
-    allowed_local_media_path: str | None = None
 
 
 def read(reader: MediaReader, *sources: Any) -> list[Any]:
@@ -54,12 +49,22 @@ def directory(tmp_path: Path) -> Path:
     ],
 )
 def test_data_urls_hold_their_bytes(url: str) -> None:
-    assert read(MediaReader(Options()), url) == [PICTURE]
+    assert read(MediaReader(MediaOptions()), url) == [PICTURE]
+
+
+def test_base64_is_decoded_in_pieces_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm.media.addresses.PIECE_CHARACTERS", 8)
+    reader = MediaReader(MediaOptions())
+    for length in range(1, 40):
+        assert read(reader, f"data:;base64,{base64.b64encode(PICTURE[:length]).decode()}") == [PICTURE[:length]]
+    for wrong in ("AAAAAA==AAAA", "AAAA=AAA", "AAAAAAAA=", "AAAAAAAAA", "AAAAAAAAA==="):
+        with pytest.raises(InvalidRequestError, match="not valid base64"):
+            read(reader, f"data:;base64,{wrong}")
 
 
 def test_items_without_an_address_are_passed_on_with_uuid_and_name() -> None:
     item = object()
-    (first, second) = MediaReader(Options()).read_now([Ref(item, "u", "a"), Ref(None, "u", "b")])
+    (first, second) = MediaReader(MediaOptions()).read_now([Ref(item, "u", "a"), Ref(None, "u", "b")])
     assert (first.kind, first.data, first.uuid, first.name) == ("image", item, "u", "a") and second.data is None
 
 
@@ -82,24 +87,26 @@ def test_items_without_an_address_are_passed_on_with_uuid_and_name() -> None:
 )
 def test_other_addresses_are_refused_by_name(url: str, told: str) -> None:
     with pytest.raises(InvalidRequestError, match=told) as caught:
-        read(MediaReader(Options(), max_bytes=1000), url)
+        read(MediaReader(MediaOptions(mm_max_image_bytes=1000)), url)
     assert caught.value.param == Ref("").name and len(str(caught.value)) < 300
 
 
 def test_files_below_the_directory_are_read(directory: Path) -> None:
-    reader = MediaReader(Options(allowed_local_media_path=str(directory)))
+    reader = MediaReader(MediaOptions(allowed_local_media_path=str(directory)))
     assert read(reader, f"file://{directory}/more/a%20b.png", f"file://localhost{directory}/more/a b.png") == [PICTURE] * 2
 
 
-@pytest.mark.parametrize("path", ["../secret.png", "link.png", "pipe.png", "more", "missing.png", "more/%00", "%2e%2e/secret.png"])
+@pytest.mark.parametrize(
+    "path", ["../secret.png", "link.png", "pipe.png", "more", "missing.png", "more/%00", "%2e%2e/secret.png"]
+)
 def test_files_elsewhere_and_other_things_are_not(directory: Path, path: str) -> None:
     with pytest.raises(InvalidRequestError, match="no readable file below --allowed-local-media-path") as caught:
-        read(MediaReader(Options(allowed_local_media_path=str(directory))), f"file://{directory}/{path}")
+        read(MediaReader(MediaOptions(allowed_local_media_path=str(directory))), f"file://{directory}/{path}")
     assert str(directory) not in str(caught.value)
 
 
 def test_files_and_hosts_have_limits(directory: Path) -> None:
-    reader = MediaReader(Options(allowed_local_media_path=str(directory)), max_bytes=255)
+    reader = MediaReader(MediaOptions(allowed_local_media_path=str(directory), mm_max_image_bytes=255))
     with pytest.raises(InvalidRequestError, match="more than 255 bytes"):
         read(reader, f"file://{directory}/more/a%20b.png")
     with pytest.raises(InvalidRequestError, match="no readable file"):
@@ -108,6 +115,6 @@ def test_files_and_hosts_have_limits(directory: Path) -> None:
 
 def test_scripts_read_inside_of_an_event_loop_too() -> None:
     async def run() -> list[Any]:
-        return MediaReader(Options()).read_now([Ref(f"data:;base64,{TEXT}")])
+        return MediaReader(MediaOptions()).read_now([Ref(f"data:;base64,{TEXT}")])
 
     assert asyncio.run(run())[0].data == PICTURE

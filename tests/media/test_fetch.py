@@ -37,7 +37,9 @@ class Site:
         writer.close()
 
 
-def answer(body: bytes, *, status: str = "200 OK", headers: str = "Content-Type: image/png", length: int | None = None) -> bytes:
+def answer(
+    body: bytes, *, status: str = "200 OK", headers: str = "Content-Type: image/png", length: int | None = None
+) -> bytes:
     size = len(body) if length is None else length
     return f"HTTP/1.1 {status}\r\n{headers}\r\nContent-Length: {size}\r\n\r\n".encode() + body
 
