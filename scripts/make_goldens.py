@@ -41,6 +41,7 @@ from transformers import (
     GraniteMoeConfig,
     Llama4TextConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -125,6 +126,19 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
     ),
     "mistral_window": MistralConfig(**SIZES, sliding_window=16),
+    "ministral3": Ministral3Config(
+        **SIZES,
+        head_dim=16,
+        rope_parameters={
+            "type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
     "qwen2": Qwen2Config(**{**SIZES, "vocab_size": 131}),
     "qwen2_window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=1),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),

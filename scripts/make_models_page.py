@@ -24,6 +24,7 @@ from jaxllm.quantization.formats import kinds
 from jaxllm.text import tokenizer_files
 from jaxllm.text.tokenizer_files import MAX_GROWTH, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
 from scripts.make_goldens import FOLDER, VARIANTS
+from scripts.make_picture_goldens import VARIANTS as PICTURES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "MODELS.md"
@@ -56,6 +57,8 @@ TESTED = """
 - The logits of the others are compared with `transformers` itself, in CI, where torch is installed
   (`tests/models/test_transformers_live.py`). `scripts/make_goldens.py --output DIR` makes goldens of them too, for the same tests with
   `JAXLLM_GOLDENS=DIR`.
+- Families that see images have goldens of prompts with pictures as well (`scripts/make_picture_goldens.py`,
+  `tests/models/test_pictures.py`): what their encoder makes of two pictures within 1e-5, the rest as above.
 """
 FOOT = """
 ## Quantised weights
@@ -96,6 +99,7 @@ def _families() -> Iterable[str]:
         file = ROOT / f"{module.replace('.', '/')}.py"
         kinds = {FAMILIES[architecture][0] for architecture in architectures}
         tested = [name for name, config in VARIANTS.items() if _kind(config.model_type) in kinds]
+        tested += [name for name, arguments in PICTURES.items() if arguments["family"] in kinds]
         names = ", ".join(f"`{name}`" for name in architectures)
         told = ", ".join(f"**{name}**" if (FOLDER / name).is_dir() else name for name in tested)
         yield f"| {_first_sentence(file)} | {names} | {file.name} | {told} |"

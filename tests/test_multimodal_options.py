@@ -7,22 +7,26 @@ from jaxllm.vllm_flags import as_options
 
 @pytest.mark.parametrize(
     ("limits", "most"),
-    [(None, 999), ({"video": 0}, 999), ({"image": 4}, 4), ({"image": {"count": 2}, "audio": 0}, 2), ({"image": {}}, 999)],
+    [(None, 999), ({"video": 0}, 999), ({"image": 4}, 4), ({"image": {"count": 2}, "audio": 0}, 2)],
 )
 def test_the_limit_of_images_is_a_number_or_an_object_with_a_count(limits: dict[str, object] | None, most: int) -> None:
-    assert EngineConfig.from_options(limit_mm_per_prompt=limits).multimodal.max_images == most
+    assert EngineConfig.from_options(limit_mm_per_prompt=limits).multimodal.max_count() == most
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"limit_mm_per_prompt": {"picture": 1}}, "limit_mm_per_prompt.picture is no kind of input, must be image"),
-        ({"limit_mm_per_prompt": {"image": -1}}, "limit_mm_per_prompt.image is -1, must be a number of at least 0"),
-        ({"limit_mm_per_prompt": {"image": True}}, "limit_mm_per_prompt.image is True"),
-        ({"limit_mm_per_prompt": {"image": {"count": 1, "width": 64}}}, "has width, may have count: memory is planned for"),
-        ({"media_io_kwargs": {"image": 3}}, "media_io_kwargs has 'image': 3, must be an object by kind of input"),
+        ({"limit_mm_per_prompt": {"picture": 1}}, "limit_mm_per_prompt has 'picture', must have image"),
+        ({"limit_mm_per_prompt": {"image": -1}}, "limit_mm_per_prompt says -1 for image"),
+        ({"limit_mm_per_prompt": {"image": True}}, "limit_mm_per_prompt says True for image"),
+        (
+            {"limit_mm_per_prompt": {"image": {"count": 1, "width": 64}}},
+            "must be a count or have count alone: memory is planned for",
+        ),
+        ({"limit_mm_per_prompt": {"image": {}}}, "must be a count or have count alone"),
+        ({"media_io_kwargs": {"image": 3}}, "media_io_kwargs.image is 3, must be a JSON object"),
         ({"mm_processor_cache_gb": -1}, "mm_processor_cache_gb is -1, must be at least 0"),
-        ({"mm_max_patches": 1}, "mm_max_patches is 1, must be at least 64"),
+        ({"mm_max_patches": 1}, "mm_max_patches is 1, must be at least 256"),
     ],
 )
 def test_wrong_options_of_images_are_refused(options: dict[str, object], told: str) -> None:

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.linear import Linear
+from jaxllm.layers.vision import VisionTower
 from jaxllm.model_config import ModelConfig
 
 
@@ -19,6 +20,12 @@ def build_model(config: ModelConfig, layers: range | None = None) -> CausalLM:
     model: CausalLM = getattr(importlib.import_module(module), name)(config, *given)
     take_formats(config, model.blocks)
     return model
+
+
+def build_tower(config: ModelConfig) -> VisionTower:
+    """The encoder of a model that sees images, the same way."""
+    assert config.vision is not None
+    return VisionTower(config.vision, config.dtype)
 
 
 def take_formats(config: ModelConfig, blocks: nnx.Module) -> None:

@@ -149,7 +149,10 @@ class CausalLM(nnx.Module):
     def run(self, runs: list[Run], step: Step, layers: range) -> list[Run]:
         """The tokens after these layers."""
         for layer in layers:
-            runs = step.call_layer(self.blocks[layer], self._norm_before(layer + 1), runs, step)
+            norm = self._norm_before(layer + 1)
+            runs = step.call_layer(self.blocks[layer], norm, runs, step)
+            if step.deepstack is not None and layer < len(step.deepstack):
+                runs = _with_added(step.deepstack[layer], runs, norm)
             _keep_features(runs, step, layer + 1)
         return runs
 
@@ -165,6 +168,15 @@ class CausalLM(nnx.Module):
     def _norm_before(self, layer: int) -> AnyNorm:
         """The norm that a layer takes; behind the last layer, the model's own; behind the last of an earlier stage, none."""
         return self.blocks[layer].attention_norm if layer < self.layers.stop else self.norm
+
+
+def _with_added(added_TD: Array, runs: Sequence[Run], norm: AnyNorm) -> list[Run]:
+    """The tokens with what is added to each, and the norm of the sum. A few layers have something: the norm before it is of no use."""
+    sums = [
+        x_TD + added_TD[start : start + len(x_TD)].astype(x_TD.dtype)
+        for (x_TD, _), start in zip(runs, starts([x_TD for x_TD, _ in runs]), strict=True)
+    ]
+    return [(x_TD, norm(x_TD)) for x_TD in sums]
 
 
 def _keep_features(runs: Sequence[Run], step: Step, layer: int) -> None:

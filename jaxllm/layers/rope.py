@@ -14,12 +14,19 @@ from jaxllm.model_parts import Rope
 
 
 def rope_angles(rope: Rope | None, head_dim: int, positions_T: Array) -> tuple[Array, Array]:
-    """Cosine and sine, float32 [T, H/2], of every position. Values that are not rotated have the angle 0."""
+    """Cosine and sine, float32 [T, H/2], of every position. Values that are not rotated have the angle 0.
+
+    positions_T: of a rope with sections, either [T], the same in time, row and column, or [3, T].
+    """
     if rope is None:
         shape = (len(positions_T), head_dim // 2)
         return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
-    positions_T1 = positions_T.astype(jnp.float32)[:, None]
     width = rope.rotary_dim or head_dim
+    if positions_T.ndim == 1:
+        positions_T1 = positions_T.astype(jnp.float32)[:, None]
+    else:  # another position for each frequency
+        assert rope.kind != "dynamic", "its frequencies depend on one position"
+        positions_T1 = positions_T.astype(jnp.float32)[axis_of_frequency(rope, width)].T
     if rope.kind == "dynamic":
         angles = positions_T1 * _dynamic_frequencies(rope, width, positions_T1)
     else:
@@ -29,6 +36,18 @@ def rope_angles(rope: Rope | None, head_dim: int, positions_T: Array) -> tuple[A
         return cos, sin
     padding = ((0, 0), (0, (head_dim - width) // 2))
     return jnp.pad(cos, padding, constant_values=1.0), jnp.pad(sin, padding)
+
+
+def axis_of_frequency(rope: Rope, head_dim: int) -> np.ndarray:
+    """Int [H/2] of a rope with sections: whether a frequency turns by time (0), row (1) or column (2). Sources: arXiv:2409.12191 for
+    sections one after the other, arXiv:2511.21631 for interleaved ones."""
+    assert rope.sections is not None
+    if not rope.sections_interleaved:
+        return np.repeat(np.arange(3), rope.sections)
+    axes = np.zeros(head_dim // 2, int)
+    for axis in (1, 2):
+        axes[axis : 3 * rope.sections[axis] : 3] = axis
+    return axes
 
 
 def head_order(rope: Rope | None, head_dim: int) -> tuple[int, ...] | None:

@@ -1,6 +1,6 @@
 """The step as a model sees it."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,6 +81,11 @@ class Step:
     """Embeddings that stand in place of those of some tokens, at their full scale and whole on every device; None: no token has one."""
     is_given_T: Array | None = None
     """Bool, with `given_TD`: whether a token has its embedding there."""
+    deepstack: Sequence[Array] | None = None
+    """[T, D] each, whole on every device: what is added to the tokens behind the first layer, the second and so on, zero for tokens
+    without; None: nothing is."""
+    rope_positions_3T: Array | None = None
+    """Positions in time, row and column by which ropes with sections turn tokens; [1, T] if all three are the same. None: `positions_T`."""
     exchange: RankExchange | None = None
     """Between data-parallel ranks, which share the experts of a mixture; None: experts are distributed over `shards` alone."""
     chosen: list[tuple[str, Array]] | None = None
@@ -159,6 +164,9 @@ class Step:
         key = (rope, head_dim)
         if key not in self._angles:
             positions_T = self.positions_T if self.attended_positions_T is None else self.attended_positions_T
+            if rope is not None and rope.sections is not None and self.rope_positions_3T is not None:
+                given = self.rope_positions_3T
+                positions_T = given[0] if len(given) == 1 else given
             self._angles[key] = rope_angles(rope, head_dim, positions_T)
         return self._angles[key]
 

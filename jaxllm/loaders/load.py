@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxllm.layers.build import build_model
+from jaxllm.layers.build import build_model, build_tower
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import ParamPath, state_of, weights
 from jaxllm.layers.source import Source
@@ -66,18 +66,22 @@ def load_checkpoint(
     progress: Progress | None = None,
     transform_on_device: bool | None = None,
     whole: nnx.Module | None = None,
+    prefixes: tuple[str, ...] = (),
 ) -> nnx.State:
     """Load a Hugging Face checkpoint. Each device gets the slices that it keeps and no others; the host holds one tensor at a time.
 
     Transposing, casting and fusing is done on the devices unless they are the host (`transform_on_device` says otherwise).
     whole: the model that the checkpoint is of, if `model` is one stage of it: the tensors of the other stages are not read.
+    prefixes: how the names of the tensors begin that the checkpoint has of this model, beside those of another; empty: it has no others.
     """
-    checkpoint = _open(directory, load_format, config)
+    checkpoint = _open(directory, load_format, config, prefixes)
     reader = Reader(
         config, checkpoint, mesh, transform_on_device=not on_cpu(mesh) if transform_on_device is None else transform_on_device
     )
     expected = _expected(model, reader)
-    _check(reader, checkpoint.directory, config, expected if whole is None else _expected(whole, reader))
+    _check(
+        reader, checkpoint.directory, config, expected if whole is None else _expected(whole, reader), is_part=bool(prefixes)
+    )
     for told in filter(None, (format.told(config.dtype) for format in config.formats)):
         logger.info("%s", told)
     sizes = [sum(reader.entries[name].num_bytes for name in tensors) for tensors in expected]
@@ -106,6 +110,9 @@ def check_weights(config: ModelConfig, directory: Path, *, load_format: str = "a
     checkpoint = _open(directory, load_format, config)
     files = Files(config, checkpoint)
     _check(files, directory, config, _expected(build_model(config), files))
+    if config.vision is not None and config.vision.encoder is not None:
+        files = Files(config, _open(directory, load_format, config, config.vision.encoder.prefixes))
+        _check(files, directory, config, _expected(build_tower(config), files), is_part=True)
 
 
 def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int:
@@ -140,11 +147,13 @@ def _transit_bytes(files: Files, spec: ParamSpec, stored_bytes: float | None, nu
     return largest
 
 
-def _open(directory: Path, load_format: str, config: ModelConfig) -> Checkpoint:
+def _open(directory: Path, load_format: str, config: ModelConfig, prefixes: tuple[str, ...] = ()) -> Checkpoint:
     checkpoint = open_checkpoint(directory, load_format, config.dtype)
     prefix, _, bare = config.names.embedding.partition(".")
     if f"{bare}.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
         checkpoint.entries = {f"{prefix}.{name}": entry for name, entry in checkpoint.entries.items()}
+    if prefixes:
+        checkpoint.entries = {name: entry for name, entry in checkpoint.entries.items() if name.startswith(prefixes)}
     return checkpoint
 
 
@@ -153,13 +162,16 @@ def _expected(model: nnx.Module, files: Files) -> list[dict[str, Expected]]:
     return [weight.format.expected(weight.parts, files) for weight in weights(model)]
 
 
-def _check(files: Files, directory: Path, config: ModelConfig, expected: Sequence[Mapping[str, Expected]]) -> None:
-    """Compare names, shapes and types of checkpoint and model. Raises ModelLoadError with every difference."""
+def _check(
+    files: Files, directory: Path, config: ModelConfig, expected: Sequence[Mapping[str, Expected]], *, is_part: bool = False
+) -> None:
+    """Compare names, shapes and types of checkpoint and model. is_part: the model is not the text model, but beside it, and no other
+    tensors are in `files`. Raises ModelLoadError with every difference."""
     entries, wanted = files.entries, {name: tensor for tensors in expected for name, tensor in tensors.items()}
     # A tied checkpoint may store the head all the same, and a model that only makes vectors needs none.
     needs_no_head = config.tie_word_embeddings or not config.generates
     ignored = [name for name in entries if HARMLESS.search(name) or (needs_no_head and name == f"{config.names.head}.weight")]
-    ignored += [name for name in entries if name.startswith(config.names.ignored)]
+    ignored += [] if is_part else [name for name in entries if name.startswith(config.names.ignored)]
     spare = tuple(f"{config.layer_name(config.num_layers + i)}." for i in range(config.num_spare_layers))
     ignored += [name for name in entries if name.startswith(spare)]
     ignored += [name for name in entries if any(re.search(format.unused, name) for format in config.formats)]

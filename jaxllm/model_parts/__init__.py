@@ -9,7 +9,7 @@ from jaxllm.model_parts.decoder import Head, Layer, Names, Positions
 from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
 from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.rope import Rope, RopeKind
-from jaxllm.model_parts.vision import Vision, VisionFamily
+from jaxllm.model_parts.vision import Merger, MergerLinear, Vision, VisionEncoder, VisionFamily, VisionLayer
 
 __all__ = [
     "MLP",
@@ -20,6 +20,8 @@ __all__ = [
     "Head",
     "LatentAttention",
     "Layer",
+    "Merger",
+    "MergerLinear",
     "MoE",
     "Names",
     "Norm",
@@ -30,5 +32,7 @@ __all__ = [
     "Routing",
     "Scoring",
     "Vision",
+    "VisionEncoder",
     "VisionFamily",
+    "VisionLayer",
 ]

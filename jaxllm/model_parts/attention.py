@@ -8,11 +8,13 @@ from jaxllm.model_parts.rope import Rope
 
 @dataclass(frozen=True)
 class QueryScale:
-    """A factor of queries that grows with their positions: 1 + rate * log(1 + floor((position + 1) / step)). Source: arXiv:2501.19399."""
+    """A factor of queries that grows with their positions: 1 + rate * log(1 + floor((position + offset) / step)). Source:
+    arXiv:2501.19399."""
 
     rate: float
     step: int
     """In tokens."""
+    offset: int = 1
 
 
 @dataclass(frozen=True)

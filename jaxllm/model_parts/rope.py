@@ -28,3 +28,7 @@ class Rope:
     """Leading values of a head that are rotated; None: all."""
     interleaved: bool = False
     """Whether value 2 i of a head turns with value 2 i + 1, instead of value i with the one half a head behind it."""
+    sections: tuple[int, int, int] | None = None
+    """How many frequencies turn by the position in time, by the row and by the column; None: all turn by the position in the sequence."""
+    sections_interleaved: bool = False
+    """Whether frequencies of the three alternate, as far as rows and columns have some, instead of lying one after the other."""

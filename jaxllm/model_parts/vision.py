@@ -3,7 +3,81 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxllm.model_parts.mlp import MLP, Activation
+from jaxllm.model_parts.norm import Norm
+
 VisionFamily = Literal["qwen3_vl", "qwen2_5_vl", "gemma3", "pixtral"]
+
+
+@dataclass(frozen=True)
+class VisionLayer:
+    """A layer of the encoder: x + attention(attention_norm(x)), then x + mlp(mlp_norm(x))."""
+
+    attention_norm: Norm
+    mlp_norm: Norm
+    mlp: MLP
+    qkv: tuple[str, ...]
+    """One name: a tensor with the rows of queries, keys and values, in this order."""
+    out: str
+    bias: bool = True
+    """Whether the products of attention have biases."""
+
+
+@dataclass(frozen=True)
+class MergerLinear:
+    """A linear layer of a merger. Its inputs are the outputs of what comes before it."""
+
+    name: str
+    outputs: int
+    activation: Activation | None = None
+    """Of its outputs."""
+    bias: bool = True
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Makes an embedding of each cell of merge_size² patches: norms them, joins them, and computes linear layers."""
+
+    linears: tuple[MergerLinear, ...]
+    norm: Norm | None = None
+    """Of each patch."""
+    joined_norm: Norm | None = None
+    """Of the joined patches."""
+    channel_major: bool = False
+    """Whether the values of the joined patches alternate, instead of coming patch by patch."""
+    averages: bool = False
+    """Whether patches are averaged instead of joined."""
+
+
+@dataclass(frozen=True)
+class VisionEncoder:
+    """The parts of an encoder, and what a checkpoint calls them. Norms and layers name their tensors as those of decoder layers do."""
+
+    prefixes: tuple[str, ...]
+    """How the names of all its tensors begin, those of the mergers included."""
+    patch: str
+    """The product of a patch's pixels."""
+    layer_name: str
+    """With {} for the number."""
+    layer: VisionLayer
+    merger: Merger
+    deepstack: tuple[Merger, ...] = ()
+    """A merger for each of `Vision.deepstack_layers`."""
+    patch_bias: bool = True
+    positions: str | None = None
+    """The table of learned positions."""
+    first_norm: Norm | None = None
+    """Before the first layer."""
+    last_norm: Norm | None = None
+    """After the last layer."""
+    rope_theta: float | None = None
+    """Base of the frequencies by which row and column turn half of a head's values each; None: they do not."""
+    columns_turn_between: bool = False
+    """Whether columns turn by the frequencies between those of rows, instead of the same."""
+    window: int = 0
+    """Patches along each side of a window, within which patches attend to each other; 0: to all of their image."""
+    full_layers: tuple[int, ...] = ()
+    """Layers without windows, in an encoder that has windows."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +105,12 @@ class Vision:
     deepstack_layers: tuple[int, ...] = ()
     """Layers of the encoder behind which further results are taken, each added to the tokens behind one more of the first text layers."""
     video_token_id: int | None = None
+    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Mean of red, green and blue, in a range of 0 to 1, that the encoder subtracts: that of the family."""
+    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Deviation that it divides by."""
+    encoder: VisionEncoder | None = None
+    """Its layers."""
 
     @property
     def head_dim(self) -> int:

@@ -133,6 +133,10 @@ class ConfigReader:
         """A reader with values for absent keys, the defaults of transformers."""
         return self._reader({**values, **self.raw})
 
+    def with_values(self, **values: Any) -> "ConfigReader":
+        """A reader with values in place of those of the config."""
+        return self._reader({**self.raw, **values})
+
     def _reader(self, raw: Mapping[str, Any]) -> "ConfigReader":
         options = {"max_model_len": self.max_model_len, "expert_parallel": self.expert_parallel}
         reader = ConfigReader(self.architecture, raw, self.faults, **options)  # type: ignore[arg-type]
@@ -191,16 +195,18 @@ class ConfigReader:
             return [True] * self.num_layers
         return [bool(turns) for turns in given]
 
-    def text_part(self, *images: str) -> tuple["ConfigReader", Names, str]:
+    def text_part(
+        self, *images: str, prefix: str = "language_model.model", head: str = "language_model.lm_head"
+    ) -> tuple["ConfigReader", Names, str]:
         """The reader of the text model, what its tensors are called, and its last norm.
 
-        images: how the names of the tensors begin that only a checkpoint that sees images has.
+        images: how the names of the tensors begin that only a checkpoint that sees images has. prefix, head: of the names in such a
+        checkpoint.
         """
         if "text_config" not in self.raw:
             return self, Names(), "model.norm"
-        inner = "language_model.model"
-        names = Names(f"{inner}.embed_tokens", f"{inner}.layers.{{}}", "language_model.lm_head", images)
-        return self.within("text_config"), names, f"{inner}.norm"
+        names = Names(f"{prefix}.embed_tokens", f"{prefix}.layers.{{}}", head, images)
+        return self.within("text_config"), names, f"{prefix}.norm"
 
     # --- parts ---
 
@@ -316,10 +322,28 @@ class ConfigReader:
                     f"partial_rotary_factor is {partial}, must rotate an even number of the {head_dim} values of a head"
                 )
             rope = dataclasses.replace(rope, rotary_dim=rotary_dim)
-        return dataclasses.replace(rope, interleaved=interleaved), max_position
+        return self._with_sections(given, dataclasses.replace(rope, interleaved=interleaved)), max_position
+
+    def _with_sections(self, given: Mapping[str, Any], rope: Rope) -> Rope:
+        """The rope with the sections of these parameters, if they have some."""
+        sections = given.get("mrope_section")
+        if sections is None:
+            return rope
+        half = (rope.rotary_dim or self.head_dim) // 2
+        if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n >= 0 for n in sections):
+            self.faults.append(f"mrope_section is {sections!r}, must be 3 integers, none negative")
+        elif sum(sections) != half:
+            self.faults.append(f"mrope_section is {sections!r}, must sum to {half}, the frequencies of a head")
+        elif rope.kind == "dynamic":
+            self.faults.append("rope_type is 'dynamic' with mrope_section, supported with it: all others")
+        else:
+            is_interleaved = self._reader(given).boolean("mrope_interleaved")
+            rope = dataclasses.replace(rope, sections=tuple(sections), sections_interleaved=is_interleaved)
+        return rope
 
     def _scaled_rope(self, given: Mapping[str, Any], max_position: int) -> tuple[Rope, int]:
         kind: Any = given.get("rope_type", given.get("type", "default"))
+        kind = "default" if kind == "mrope" else kind  # an older name of a plain rope with mrope_section
         if kind not in get_args(RopeKind):
             self.faults.append(f"rope_type is {kind!r}, supported: {', '.join(get_args(RopeKind))}")
             return Rope(), max_position

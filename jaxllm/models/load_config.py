@@ -32,6 +32,7 @@ def load_model_config(
     max_model_len: int | None = None,
     expert_parallel: bool = False,
     model_class: str | None = None,
+    language_model_only: bool = False,
 ) -> ModelConfig:
     """Read config.json (and the EOS ids of generation_config.json) of a model directory.
 
@@ -44,6 +45,7 @@ def load_model_config(
     max_model_len: the longest sequence that will be served, if it is known; longrope depends on it.
     expert_parallel: with several devices, each has whole experts.
     model_class: module:name of the function that reads the family's config, instead of the one that is known by its architecture.
+    language_model_only: leave out the encoder of images.
     Raises ModelLoadError naming the file and everything in it that cannot be served.
     """
     directory = Path(directory)
@@ -82,6 +84,7 @@ def load_model_config(
         kv_cache_dtype=kv_cache_dtype,
         generates=generates,
         pooling=pooling,
+        vision=None if language_model_only else config.vision,
         max_position=longest if generates else min(longest, pooling.max_length or longest),
     )
     return dataclasses.replace(config, digest=hashlib.sha256(repr(config).encode()).hexdigest()[:12])
@@ -132,10 +135,17 @@ def _dtype(reader: ConfigReader, asked: str, on_gpu: bool) -> str:
         return asked
     if not on_gpu:
         return "float32"
-    stored = str(reader.raw.get("dtype") or reader.raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    stored = str(_first(reader.raw, "dtype", "torch_dtype") or "bfloat16").removeprefix("torch.")
     if stored not in DTYPES:
         reader.faults.append(f"dtype is {stored!r}, supported: {', '.join(DTYPES)} (choose one with --dtype)")
     return stored
+
+
+def _first(raw: Mapping[str, Any], *names: str) -> Any:
+    """The first of these values that a config.json has, else its part for the text model; None: none of them."""
+    text = raw.get("text_config")
+    parts = (raw, text) if isinstance(text, dict) else (raw,)
+    return next((part[name] for part in parts for name in names if part.get(name) is not None), None)
 
 
 def _eos_token_ids(raw: Mapping[str, Any], directory: Path, faults: list[str]) -> tuple[int, ...]:
@@ -143,9 +153,9 @@ def _eos_token_ids(raw: Mapping[str, Any], directory: Path, faults: list[str]) -
     path = directory / "generation_config.json"
     generation = _json_object(path) if path.is_file() else {}
     found: list[int] = []
-    for source in (raw, generation):
+    for ids in (_first(raw, "eos_token_id"), generation.get("eos_token_id")):
         try:
-            found += read_token_ids(source.get("eos_token_id"))
+            found += read_token_ids(ids)
         except ValueError as error:
             faults.append(f"eos_token_id {error}")
     return tuple(dict.fromkeys(found))

@@ -1,17 +1,19 @@
 """Qwen 2 and 2.5: Llama with a bias of q, k and v, and a window in some layers. Source: arXiv:2407.10671."""
 
 from dataclasses import replace
+from typing import Any
 
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, Layer
 from jaxllm.models.config_reader import WINDOWED, ConfigReader
 
 
-def read(c: ConfigReader) -> ModelConfig:
+def read(c: ConfigReader, **fields: Any) -> ModelConfig:
+    """fields: of the ModelConfig, in place of those of the config."""
     c = c.with_defaults(max_position_embeddings=32768, num_key_value_heads=32)
     rope, max_position = c.positions()
     attention = replace(c.attention(rope), bias=True)
-    return c.decoder(windowed_layers(c, attention), max_position)
+    return c.decoder(windowed_layers(c, attention), max_position, **fields)
 
 
 def windowed_layers(c: ConfigReader, attention: Attention) -> list[Layer]:

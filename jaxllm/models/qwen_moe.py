@@ -1,6 +1,7 @@
 """Qwen 1.5, 2 and 3 with mixtures of experts. Sources: arXiv:2407.10671, arXiv:2505.09388."""
 
 from dataclasses import replace
+from typing import Any
 
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Layer, MoE, Routing
@@ -18,13 +19,15 @@ def read_qwen2_moe(c: ConfigReader) -> ModelConfig:
     return c.decoder(with_experts(c, windowed_layers(c, attention), moe), max_position)
 
 
-def read_qwen3_moe(c: ConfigReader) -> ModelConfig:
+def read_qwen3_moe(c: ConfigReader, moe: MoE | None = None, **fields: Any) -> ModelConfig:
+    """moe: its experts; None: those of the config. fields: of the ModelConfig, in place of those of the config."""
     c = c.with_defaults(max_position_embeddings=32768, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8)
     rope, max_position = c.positions()
     bias = c.boolean("attention_bias")
     norms = (c.rms_norm("self_attn.q_norm"), c.rms_norm("self_attn.k_norm"))
     attention = replace(c.attention(rope), bias=bias, out_bias=bias, head_norms=norms)
-    return c.decoder(with_experts(c, windowed_layers(c, attention), read_moe(c, 768)), max_position)
+    moe = read_moe(c, 768) if moe is None else moe
+    return c.decoder(with_experts(c, windowed_layers(c, attention), moe), max_position, **fields)
 
 
 def read_moe(c: ConfigReader, width: int, **fields: object) -> MoE:

@@ -27,6 +27,7 @@ MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
     "copy": None,
     "slot": None,
     "rank": None,
+    "vision": None,
 }
 
 

@@ -69,7 +69,7 @@ NOTHING = (
             "--limit-mm-per-prompt.image 2 --mm-hasher-algorithm blake3",
             {"limit_mm_per_prompt": {"image": 2}, "mm_hasher_algorithm": "sha256"},
         ),
-        ("--allowed-media-domains a.org b.org", {"allowed_media_domains": ["a.org", "b.org"]}),
+        ("--allowed-media-domains a.org --allowed-media-domains b.org", {"allowed_media_domains": ["a.org", "b.org"]}),
         ("--task embed", {"runner": "pooling"}),
         ("--task embed --runner generate", {"runner": "generate"}),
         ("--generation-config vllm", {"generation_config": "none"}),

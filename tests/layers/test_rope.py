@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.layers.rope import frequencies, rope_angles
+from jaxllm.layers.rope import axis_of_frequency, frequencies, rope_angles
 from jaxllm.model_parts import Rope
 from jaxllm.models.load_config import load_model_config
 from pallas_kernels.rope_cache_write.xla import apply_rope
@@ -66,3 +66,23 @@ def test_frequencies_and_scaling_equal_transformers(name):
         cos, sin = rope_angles(rope, head_dim, jnp.array([100]))
         np.testing.assert_allclose(cos[0], np.cos(100 * expected.numpy()), atol=2e-5)
         np.testing.assert_allclose(sin[0], np.sin(100 * expected.numpy()), atol=2e-5)
+
+
+def test_which_frequencies_turn_by_time_row_and_column():
+    interleaved = axis_of_frequency(Rope(sections=(24, 20, 20), sections_interleaved=True), 128)
+    np.testing.assert_array_equal(interleaved, [0, 1, 2] * 20 + [0] * 4)
+    by_section = axis_of_frequency(Rope(sections=(16, 24, 24)), 128)
+    np.testing.assert_array_equal(by_section, [0] * 16 + [1] * 24 + [2] * 24)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_each_frequency_of_a_rope_with_sections_turns_by_its_axis(interleaved):
+    rope, plain = Rope(sections=(4, 2, 2), sections_interleaved=interleaved), Rope()
+    positions_3T = jnp.array([[5, 5, 9], [5, 6, 9], [5, 7, 9]])
+    found = rope_angles(rope, 16, positions_3T)
+    by_axis = [rope_angles(plain, 16, positions_T) for positions_T in positions_3T]
+    for frequency, axis in enumerate(axis_of_frequency(rope, 16)):
+        for values, expected in zip(found, by_axis[axis], strict=True):
+            np.testing.assert_array_equal(values[:, frequency], expected[:, frequency])
+    for values, expected in zip(rope_angles(rope, 16, positions_3T[0]), by_axis[0], strict=True):
+        np.testing.assert_array_equal(values, expected)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scripts import make_goldens
+from scripts import make_goldens, make_picture_goldens
 from tests.helpers import goldens
 
 pytestmark = pytest.mark.torch
@@ -15,8 +15,10 @@ def torch():
 
 
 def test_the_script_that_makes_goldens_knows_each():
-    assert make_goldens.kept() == sorted(path.name for path in make_goldens.FOLDER.iterdir())
+    folders = sorted(path.name for path in make_goldens.FOLDER.iterdir())
+    assert sorted(make_goldens.kept() + make_picture_goldens.kept()) == folders
     assert make_goldens.VARIANTS.keys() >= set(make_goldens.kept())
+    assert sorted(make_picture_goldens.VARIANTS) == make_picture_goldens.kept()
 
 
 @pytest.mark.parametrize("name", goldens.NAMES)

@@ -1,0 +1,194 @@
+"""The encoder of images: from patches of pixels to embeddings that stand in prompts. One class for all families: see `VisionEncoder`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jaxllm.layers.linear import Linear, abstract_param, precision_of
+from jaxllm.layers.mlp import ACTIVATIONS
+from jaxllm.layers.norm import NoNorm, Normalization
+from jaxllm.layers.patch_indices import PatchIndices, patch_indices
+from jaxllm.layers.source import Module, Summed, Tensor
+from jaxllm.model_parts import Merger, Norm, Vision, VisionLayer
+from pallas_kernels import segment_attention
+from pallas_kernels.rope_cache_write.xla import apply_rope
+
+__all__ = ["PatchIndices", "VisionTower", "patch_indices"]
+
+# Traced and lowered once for all layers of a program.
+attend_in_segments = jax.jit(segment_attention.segment_attention, static_argnames=("scale", "implementation", "interpret"))
+
+AXIS = "vision"
+"""The logical axis of all weights: each device has them whole."""
+
+
+class VisionTower(nnx.Module):
+    """Encodes the patches of some images at once; patches attend to those of their own segment. Sources: arXiv:2511.21631 (Qwen3-VL),
+    arXiv:2502.13923 (Qwen2.5-VL).
+
+    Built without values: a loader gives them. P patches of C values, D its width, L the width of the text model.
+    """
+
+    def __init__(self, vision: Vision, dtype: str):
+        encoder = vision.encoder
+        assert encoder is not None
+        self.vision, self.dtype = vision, dtype
+        D, C = vision.hidden_size, 3 * vision.patch_size**2
+        # A still image fills all frames of a patch: the sum of their weights is kept in float32, as pixels are.
+        frames = (vision.temporal_patch_size,) if vision.temporal_patch_size > 1 else ()
+        stored = (D, 3, *frames, vision.patch_size, vision.patch_size)
+        tensor = Tensor(f"{encoder.patch}.weight", stored, (D, 3, vision.temporal_patch_size, vision.patch_size**2))
+        self.patch = abstract_param((C, D), (AXIS, AXIS), "float32", source=Summed(tensor, axis=2))
+        bias, table = f"{encoder.patch}.bias", f"{encoder.positions}.weight"
+        self.patch_bias = abstract_param((D,), (AXIS,), "float32", source=bias, init="zeros") if encoder.patch_bias else None
+        G = vision.position_grid
+        self.positions = None if encoder.positions is None else abstract_param((G * G, D), (AXIS, AXIS), dtype, source=table)
+        norm = partial(_norm, width=D, dtype=dtype)
+        self.first_norm, self.last_norm = norm(encoder.first_norm), norm(encoder.last_norm)
+        layers = (
+            VisionBlock(vision, encoder.layer, dtype, f"{encoder.layer_name.format(i)}.") for i in range(vision.num_layers)
+        )
+        self.blocks: nnx.List[VisionBlock] = nnx.List(layers)
+        self.merger = PatchMerger(vision, encoder.merger, dtype)
+        self.deepstack: nnx.List[PatchMerger] = nnx.List(PatchMerger(vision, merger, dtype) for merger in encoder.deepstack)
+
+    def __call__(self, patches_PC: Array, indices: PatchIndices, *, attention: str, interpret: bool = False) -> Array:
+        """[P / merge_size², `Vision.result_width`], in the model's type: the embedding of each cell of patches, and behind it what is
+        added after each of the first layers of the text model. Rows of padding are without meaning, but finite.
+
+        patches_PC: uint8 values of red, then of green, then of blue pixels. attention: the implementation of segment attention.
+        """
+        vision, encoder = self.vision, self.vision.encoder
+        assert encoder is not None
+        if indices.order_P is not None:
+            patches_PC = patches_PC[indices.order_P]
+        x_PD = self.first_norm(self._embed(patches_PC, indices))
+        angles = self._angles(indices)
+        attend = partial(attend_in_segments, implementation=attention, interpret=interpret)
+        deep = dict(zip(vision.deepstack_layers, self.deepstack, strict=True))
+        added = []
+        for layer, block in enumerate(self.blocks):
+            in_windows = indices.window_P is not None and layer not in encoder.full_layers
+            segment_P = indices.window_P if in_windows else indices.segment_P
+            x_PD = block(x_PD, angles, partial(attend, segment_P=segment_P))
+            if layer in deep:
+                added.append(deep[layer](x_PD))
+        result = jnp.concatenate([self.merger(self.last_norm(x_PD)), *added], axis=-1)
+        if indices.order_P is None:
+            return result
+        cell = indices.order_P[:: vision.merge_size**2] // vision.merge_size**2
+        return jnp.zeros_like(result).at[cell].set(result, unique_indices=True)
+
+    def _embed(self, patches_PC: Array, indices: PatchIndices) -> Array:
+        """[P, D]: the products of pixels, and learned positions, both computed in float32."""
+        vision = self.vision
+        by_color = (np.array(values, np.float32) for values in (vision.image_mean, vision.image_std))
+        mean_C, std_C = (values.repeat(vision.patch_size**2) for values in by_color)
+        pixels_PC = (patches_PC.astype(jnp.float32) / 255 - mean_C) / std_C
+        x_PD = jnp.dot(pixels_PC, self.patch[...], precision=precision_of(pixels_PC.dtype))
+        if self.patch_bias is not None:
+            x_PD = x_PD + self.patch_bias[...]
+        if self.positions is not None:
+            table = self.positions[...]
+            for tap in range(4):
+                row_PD = table.at[indices.taps_P4[:, tap]].get(mode="clip").astype(jnp.float32)
+                x_PD = x_PD + row_PD * indices.weights_P4[:, tap, None]
+        return x_PD.astype(self.dtype)
+
+    def _angles(self, indices: PatchIndices) -> tuple[Array, Array] | None:
+        """Cosine and sine, float32 [P, H/2], of rows for the first half of the frequencies and of columns for the second."""
+        encoder, half = self.vision.encoder, self.vision.head_dim // 2
+        assert encoder is not None
+        if encoder.rope_theta is None:
+            return None
+        even = np.arange(0, half, 2, dtype=np.float32)
+        angles = []
+        for axis, numbers in enumerate((even, even + np.float32(encoder.columns_turn_between))):
+            frequencies = np.float32(1) / np.power(np.float32(encoder.rope_theta), numbers / np.float32(half), dtype=np.float32)
+            angles.append(indices.place_P2[:, axis, None].astype(jnp.float32) * frequencies)
+        angles_PF = jnp.concatenate(angles, axis=1)
+        return jnp.cos(angles_PF), jnp.sin(angles_PF)
+
+
+class VisionBlock(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, vision: Vision, part: VisionLayer, dtype: str, prefix: str):
+        D, N, H, mlp = vision.hidden_size, vision.num_heads, vision.head_dim, part.mlp
+        C, F = 2 if mlp.gated else 1, mlp.width
+        self.scale = H**-0.5
+        self.attention_norm = _norm(part.attention_norm, D, dtype, prefix)
+        self.mlp_norm = _norm(part.mlp_norm, D, dtype, prefix)
+        self.qkv = Linear(
+            "pd,dcnh->pcnh",
+            (D, 3, N, H),
+            (AXIS,) * 4,
+            dtype,
+            modules=[Module(f"{prefix}{name}", (3 // len(part.qkv), N, H)) for name in part.qkv],
+            bias=part.bias,
+        )
+        self.out = Linear(
+            "pnh,nhd->pd", (N, H, D), (AXIS,) * 3, dtype, modules=[Module(f"{prefix}{part.out}", (D,))], bias=part.bias
+        )
+        self.activation, self.gated = ACTIVATIONS[mlp.activation], mlp.gated
+        gate_up, (down,) = mlp.linears["gate_up"], mlp.linears["down"]
+        self.gate_up = Linear(
+            "pd,dcf->pcf",
+            (D, C, F),
+            (AXIS,) * 3,
+            dtype,
+            modules=[Module(f"{prefix}{name}", (C // len(gate_up), F)) for name in gate_up],
+            bias=mlp.bias,
+        )
+        self.down = Linear("pf,fd->pd", (F, D), (AXIS,) * 2, dtype, modules=[Module(f"{prefix}{down}", (D,))], bias=mlp.bias)
+
+    def __call__(self, x_PD: Array, angles: tuple[Array, Array] | None, attend: "partial[Array]") -> Array:
+        q_PNH, k_PNH, v_PNH = jnp.unstack(self.qkv(self.attention_norm(x_PD)), axis=1)
+        if angles is not None:
+            q_PNH, k_PNH = apply_rope(q_PNH, angles), apply_rope(k_PNH, angles)
+        x_PD = x_PD + self.out(attend(q_PNH, k_PNH, v_PNH, scale=self.scale))
+        gate_up_PCF = self.gate_up(self.mlp_norm(x_PD))
+        fed_PF = self.activation(gate_up_PCF[:, 0])
+        return x_PD + self.down(fed_PF * gate_up_PCF[:, 1] if self.gated else fed_PF)
+
+
+class PatchMerger(nnx.Module):
+    """Makes an embedding of the patches of each cell: see `Merger`."""
+
+    def __init__(self, vision: Vision, part: Merger, dtype: str):
+        self.part, self.cell = part, vision.merge_size**2
+        joined = vision.hidden_size * (1 if part.averages else self.cell)
+        self.norm, self.joined_norm = _norm(part.norm, vision.hidden_size, dtype), _norm(part.joined_norm, joined, dtype)
+        inputs = (joined, *(linear.outputs for linear in part.linears))
+        self.linears: nnx.List[Linear] = nnx.List(
+            Linear(
+                "pi,io->po",
+                (width, linear.outputs),
+                (AXIS, AXIS),
+                dtype,
+                modules=[Module(linear.name, (linear.outputs,))],
+                bias=linear.bias,
+            )
+            for linear, width in zip(part.linears, inputs, strict=False)
+        )
+
+    def __call__(self, x_PD: Array) -> Array:
+        """[P / merge_size², outputs of the last linear layer]."""
+        x_MCD = self.norm(x_PD).reshape(len(x_PD) // self.cell, self.cell, -1)
+        if self.part.averages:
+            x_MCD = jnp.mean(x_MCD.astype(jnp.float32), axis=1, keepdims=True).astype(x_MCD.dtype)
+        if self.part.channel_major:
+            x_MCD = x_MCD.swapaxes(1, 2)
+        x = self.joined_norm(x_MCD.reshape(len(x_MCD), -1))
+        for linear, part in zip(self.linears, self.part.linears, strict=True):
+            x = linear(x)
+            x = x if part.activation is None else ACTIVATIONS[part.activation](x)
+        return x
+
+
+def _norm(norm: Norm | None, width: int, dtype: str, prefix: str = "") -> Normalization | NoNorm:
+    return NoNorm() if norm is None else Normalization(norm, width, AXIS, dtype, prefix=prefix)

@@ -1,0 +1,127 @@
+"""The encoder of images as a part of an engine's weights."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxllm.config import ModelOptions
+from jaxllm.errors import ModelLoadError
+from jaxllm.layers.build import build_model, build_tower
+from jaxllm.layers.parameters import parameters
+from jaxllm.loaders import safetensors
+from jaxllm.loaders.formats import open_checkpoint
+from jaxllm.loaders.load import check_weights, load_weights
+from jaxllm.loaders.vision import load_tower, vision_weights
+from jaxllm.models.load_config import load_model_config
+from jaxllm.parallel.mesh import make_mesh
+from jaxllm.progress import SILENT
+from jaxllm.runner.weights import Weights
+from tests.helpers import pictures, vision_checkpoint
+from tests.helpers.slow import slow_except
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return vision_checkpoint.write(tmp_path_factory.mktemp("model"))
+
+
+def changed(directory, to, change):
+    """A copy of a checkpoint with other tensors."""
+    checkpoint = open_checkpoint(directory)
+    tensors = change({name: checkpoint.tensor(name) for name in checkpoint.entries})
+    (to / "config.json").write_text((directory / "config.json").read_text())
+    safetensors.write(to / "model.safetensors", tensors)
+    return to
+
+
+@pytest.mark.parametrize("load_format", slow_except(["auto"], ["auto", "dummy"]))
+def test_every_device_has_the_whole_encoder(directory, load_format):
+    config, mesh = load_model_config(directory).for_tensor_parallel(2), make_mesh(2)
+    part = vision_weights(ModelOptions(model=str(directory), load_format=load_format), config)
+    text = load_weights(config, build_model(config), directory, load_format=load_format, mesh=mesh)
+    state = part.load(mesh, SILENT)
+    assert all(variable[...].sharding.is_fully_replicated for _, variable in parameters(state))
+    # As an engine flattens its models and gives programs each of them.
+    weights = Weights([build_model(config), part.model], mesh)
+    _, tower = (merge(weights.flatten([text, state])) for merge in weights.merges)
+    found = pictures.encode(config, nnx.state(tower), [pictures.picture(0, 64, 32)], num_patches=16)
+    assert np.isfinite(found).all()
+    if load_format == "auto":
+        _, _, alone = pictures.load(directory)
+        expected = pictures.encode(load_model_config(directory), alone, [pictures.picture(0, 64, 32)], num_patches=16)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_the_weights_of_a_still_picture_are_those_of_its_frames_together(directory):
+    config, _, tower = pictures.load(directory, dtype="bfloat16")
+    stored = open_checkpoint(directory).tensor("model.visual.patch_embed.proj.weight")
+    found = tower["patch"][...]
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, stored.sum(axis=2, dtype=np.float32).reshape(len(stored), -1).T)
+
+
+def test_without_its_encoder_a_model_takes_text_alone(directory):
+    config = load_model_config(directory, language_model_only=True)
+    assert config.vision is None and vision_weights(ModelOptions(model=str(directory)), config) is None
+    check_weights(config, directory)
+    found = load_weights(config, build_model(config), directory, load_format="auto", mesh=make_mesh(1))
+    whole = load_weights(load_model_config(directory), build_model(config), directory, load_format="auto", mesh=make_mesh(1))
+    jax.tree.map(np.testing.assert_array_equal, found, whole)
+
+
+def test_tensors_that_do_not_fit_are_named(directory, tmp_path):
+    def change(tensors):
+        del tensors["model.visual.blocks.1.norm2.bias"]
+        tensors["model.visual.blocks.2.norm1.bias"] = np.zeros(32, np.float32)
+        tensors["model.visual.merger.linear_fc2.weight"] = np.zeros((64, 64), np.float32)
+        return tensors
+
+    changed(directory, tmp_path, change)
+    config = load_model_config(tmp_path)
+    wanted = (
+        "1 missing: model.visual.blocks.1.norm2.bias; 1 unused: model.visual.blocks.2.norm1.bias; 1 of the wrong shape: "
+        r"model.visual.merger.linear_fc2.weight is \[64, 64\], must be \[64, 128\]"
+    )
+    with pytest.raises(ModelLoadError, match=wanted):
+        check_weights(config, tmp_path)
+    with pytest.raises(ModelLoadError, match=wanted):
+        load_tower(config, build_tower(config), tmp_path, mesh=make_mesh(1))
+
+
+def test_a_checkpoint_without_a_head_is_read_too(directory, tmp_path):
+    """As embedding models are saved: names begin behind `model.`."""
+    changed(directory, tmp_path, lambda tensors: {name.removeprefix("model."): value for name, value in tensors.items()})
+    for found, expected in zip(pictures.load(tmp_path)[1:], pictures.load(directory)[1:], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "fault"),
+    [
+        ("vision_config", {"out_hidden_size": 48}, "out_hidden_size is 48, supported: 64"),
+        ("vision_config", {"deepstack_visual_indexes": [2]}, "must be ascending layers of the 2 of vision_config"),
+        ("vision_config", {"num_position_embeddings": 60}, "num_position_embeddings is 60, must be a square"),
+        ("vision_config", {"num_heads": 3}, "hidden_size of vision_config is 32, must be a multiple of 4 times its 3 heads"),
+        ("text_config", {"rope_parameters": {"mrope_section": [4, 2]}}, r"mrope_section is \[4, 2\], must be 3 integers"),
+        ("text_config", {"rope_parameters": {"mrope_section": [4, 2, 3]}}, r"mrope_section is \[4, 2, 3\], must sum to 8"),
+    ],
+)
+def test_configs_that_cannot_be_computed(directory, tmp_path, part, values, fault):
+    raw = json.loads((directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, part: raw[part] | values}))
+    with pytest.raises(ModelLoadError, match=fault):
+        load_model_config(tmp_path)
+
+
+def test_values_of_the_text_part_count_where_the_whole_has_none(directory, tmp_path):
+    raw = json.loads((directory / "config.json").read_text())
+    del raw["dtype"], raw["eos_token_id"]
+    raw["text_config"] |= {"dtype": "float16", "eos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = load_model_config(tmp_path, on_gpu=True)
+    assert (config.dtype, config.eos_token_ids) == ("float16", (0,))
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "eos_token_id": [3]}))
+    assert load_model_config(tmp_path).eos_token_ids == (3,)
