@@ -555,8 +555,6 @@ _RANGES: dict[str, Range] = {
     "max_lora_rank": (lambda v: 1 <= v <= RANKS[-1], f"1 to {RANKS[-1]}"),
     "max_cpu_loras": at_least(1),
     "lora_target_modules": (lambda v: bool(v) and all(v), "a list of names such as q_proj"),
-    "mm_processor_cache_gb": at_least(0),
-    "mm_max_patches": at_least(64),
     "tensor_parallel_size": at_least(1),
     "prefill_context_parallel_size": at_least(1),
     "data_parallel_size": at_least(1),
