@@ -32,9 +32,9 @@ class Images:
 
 
 def make_items(config: EngineConfig, model_config: ModelConfig) -> Images | None:
-    """For a model that sees images; None for others, and with language_model_only. Raises ConfigError for options that exclude images."""
+    """For a model that sees images, as it does not with language_model_only. Raises ConfigError for options that exclude images."""
     vision = model_config.vision
-    if vision is None or config.multimodal.language_model_only:
+    if vision is None:
         return None
     _check_parallel(config.parallel, model_config.architecture)
     sizes = EncoderSizes.of(vision, config.multimodal.mm_max_patches)

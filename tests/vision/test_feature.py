@@ -41,8 +41,7 @@ def features_of(config: EngineConfig, vision: Vision | None) -> Callable[[], Fea
 
 
 def test_models_of_text_alone_have_no_images() -> None:
-    assert made(None) is None
-    assert made(language_model_only=True, pipeline_parallel_size=2) is None
+    assert made(None, pipeline_parallel_size=2) is None
 
 
 def test_sizes_follow_the_largest_image_and_each_scheduler_has_its_own_room() -> None:
