@@ -20,6 +20,7 @@ from jaxllm.llm_engine import make_core
 from jaxllm.lora_calls import AsyncLoraCalls, loras_in_a_loop
 from jaxllm.lora_request import LoRARequest
 from jaxllm.mailbox import Letter, Mailbox
+from jaxllm.media import ProcessedMedia
 from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.replica_states import replica_states
@@ -31,6 +32,7 @@ from jaxllm.request_processor import RequestProcessor, Texts, load_texts
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.text.input_processor import ParentRequest, Prompt
+from jaxllm.text.prompt_media import with_processed
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.unread_streams import UnreadStreams
 
@@ -121,8 +123,16 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         if has_tokenizer and isinstance(params, SamplingParams) and params.structured_outputs is not None:
             grammar = await asyncio.wrap_future(self._processor.grammar_compiler.submit(params.structured_outputs))
         options = placement().applied_to(options)
+        prompt = with_processed(prompt, await self.process_media(prompt))
         request = await asyncio.to_thread(self.input_processor.process, request_id, prompt, params, options, grammar=grammar)
         return request if search is None else replace(request, beam_search_params=search)
+
+    async def process_media(self, prompt: Prompt) -> list[ProcessedMedia]:
+        """The images of a prompt, prepared in threads of their own; they may stand in its `multi_modal_data` in place of those that came.
+
+        Raises InvalidRequestError. Cancelling the task drops those that wait for a thread.
+        """
+        return await asyncio.gather(*map(asyncio.wrap_future, self.input_processor.media.submit(prompt)))
 
     async def stream(self, request: ParentRequest) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a prepared request as they arrive; merge those that a slow caller has not fetched yet.
@@ -155,6 +165,8 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
                     continue
                 if mailbox.is_held and self.unread_streams is not None:
                     self.unread_streams.release(mailbox)
+                if metrics is None:
+                    request.forget_payloads()  # its callers may hold it for as long as the answer takes
                 finished, metrics = output.finished, output.metrics
                 yield output
         finally:

@@ -19,7 +19,8 @@ from jaxllm.text.detokenizer import Detokenizer, text_of
 from jaxllm.text.input_processor import ParentRequest
 from jaxllm.text.tokenizer import Tokenizer
 
-RunOneToken = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
+RunStep = Callable[[list[tuple[int, list[int]]]], list[RequestOutput]]
+"""Computes one token after each of some sequences, which are given with the number of their prompt."""
 RunTogether = Callable[[list[ParentRequest]], Awaitable[list[RequestOutput]]]
 _FAILURES = (str(FinishReason.ABORT), str(FinishReason.ERROR))
 
@@ -132,23 +133,21 @@ class BeamSearch:
 
 
 def search_beams(
-    run: RunOneToken,
+    run: RunStep,
     prompts: Sequence[list[int]],
     params: BeamSearchParams,
     *,
     eos_token_ids: Sequence[int],
     max_model_len: int,
-    max_logprobs: int,
     tokenizer: Tokenizer | None,
 ) -> list[BeamSearchOutput]:
-    """Search from several prompts at once. `run` computes one token after each of some prompts. Raises InvalidRequestError."""
-    options = step_params(params, max_logprobs)
+    """Search from several prompts at once. `run` samples by `step_params`."""
     searches = [
         BeamSearch(prompt, params, eos_token_ids=eos_token_ids, max_model_len=max_model_len, keeps_logprobs=True)
         for prompt in prompts
     ]
     while any(wanted := [search.prompts for search in searches]):
-        outputs = iter(run(list(itertools.chain.from_iterable(wanted)), options))
+        outputs = iter(run([(number, ids) for number, its_prompts in enumerate(wanted) for ids in its_prompts]))
         for search, its_prompts in zip(searches, wanted, strict=True):
             if its_prompts:
                 search.take(list(itertools.islice(outputs, len(its_prompts))))
@@ -189,7 +188,7 @@ async def search_request(
         if is_aborted():
             failure = CompletionOutput(0, "", [], finish_reason=str(FinishReason.ABORT))
             break
-        outputs = await run([_step_request(request, step, place, ids) for place, ids in enumerate(prompts)])
+        outputs = await run([step_request(request, step, place, ids) for place, ids in enumerate(prompts)])
         if step == 0 and outputs[0].metrics is not None:
             metrics, num_cached_tokens = replace(outputs[0].metrics), outputs[0].num_cached_tokens
         num_preemptions += sum(output.metrics.num_preemptions for output in outputs if output.metrics is not None)
@@ -262,7 +261,7 @@ def _num_rivals(params: BeamSearchParams) -> int:
     return 2 * params.beam_width
 
 
-def _step_request(search: ParentRequest, step: int, place: int, token_ids: list[int]) -> ParentRequest:
+def step_request(search: ParentRequest, step: int, place: int, token_ids: list[int]) -> ParentRequest:
     """The request for one token of one beam. `search` is, in all but its answers, that of the first beam."""
     now = clock.now()
     (first,) = search.children

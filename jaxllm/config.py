@@ -18,6 +18,7 @@ from jaxllm.eplb_options import eplb_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
+from jaxllm.multimodal_options import MultiModalOptions, multimodal_faults
 from jaxllm.quantization_options import ONLINE, WIDENED, Quantization
 
 SchedulingPolicy = Literal["auto", "fcfs", "fair", "priority"]
@@ -316,6 +317,7 @@ class EngineConfig:
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
     lora: LoRAOptions = field(default_factory=LoRAOptions)
+    multimodal: MultiModalOptions = field(default_factory=MultiModalOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
     observe: ObserveOptions = field(default_factory=ObserveOptions)
@@ -330,6 +332,7 @@ class EngineConfig:
         flat = self.flat()
         faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
         faults += [*lora_faults(flat), *hosts_faults(flat), *context_faults(flat), *eplb_faults(flat), *_step_faults(flat)]
+        faults += multimodal_faults(flat)
         if faults:
             raise ConfigError("; ".join(faults))
         return self
@@ -354,6 +357,7 @@ _GROUPS: dict[str, Any] = {
     "scheduler": SchedulerOptions,
     "speculative": SpeculativeOptions,
     "lora": LoRAOptions,
+    "multimodal": MultiModalOptions,
     "parallel": ParallelOptions,
     "compile": CompileOptions,
     "observe": ObserveOptions,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from jaxllm.cache_spec import CacheLayout
 from jaxllm.config import EngineConfig
@@ -11,6 +12,7 @@ from jaxllm.engine.features import check_speculative_config
 from jaxllm.errors import JaxLLMError
 from jaxllm.loaders.formats import has_checkpoint
 from jaxllm.loaders.load import check_weights, loading_bytes
+from jaxllm.media import load_processor
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import meshes_of
 from jaxllm.parallel.topology import Topology
@@ -19,6 +21,9 @@ from jaxllm.runner import memory
 from jaxllm.runner.stage import tightest
 from jaxllm.sampling.processors import load_processors
 from jaxllm.text.model_files import text_files
+
+if TYPE_CHECKING:
+    from jaxllm.media.processor import MediaProcessor
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class EnginePlan:
     memory: memory.MemoryPlan
     host_bytes: int
     """Peak host memory in bytes while weights are loaded onto GPUs, without the system's file cache."""
+    media: "MediaProcessor | None" = None
+    """What prepares images; None: the model takes text alone, or its files have a fault."""
     faults: tuple[JaxLLMError, ...] = ()
     """Reasons why this machine could not start it, apart from memory."""
 
@@ -69,9 +76,11 @@ def plan_engine(asked: EngineConfig, *, device_bytes: int | None = None) -> Engi
     if has_checkpoint(directory):  # else it may be no more than a config.json to plan for
         _note(faults, lambda: load_texts(config))
         _note(faults, lambda: check_weights(model_config, directory, load_format=config.model.load_format))
+    media: list[MediaProcessor | None] = [None]
+    _note(faults, lambda: media.append(load_processor(directory, model_config, config.multimodal)))
     stages = prepare.lay_out(config, model_config, partial(memory.memory_plan, config, model_config, device_bytes=device_bytes))
     host_bytes = max(loading_bytes(model_config, stage.model, topology.tensor) for stage in stages)
-    return EnginePlan(config, model_config, tightest(stages), host_bytes, tuple(faults))
+    return EnginePlan(config, model_config, tightest(stages), host_bytes, media[-1], tuple(faults))
 
 
 def _note(faults: list[JaxLLMError], check: Callable[[], object]) -> None:

@@ -13,7 +13,7 @@ from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.vllm_flags import TABLE, TAKEN, TAKEN_BY_SERVER
 from jaxllm.vllm_values import VALUES, as_here, tell
 
-SEVERAL_WORDS = ("api_key", "served_model_name", "lora_target_modules", "lora_modules")
+SEVERAL_WORDS = ("api_key", "served_model_name", "lora_target_modules", "lora_modules", "allowed_media_domains")
 """Options whose flag may be followed by several texts, as vLLM has it: `--api-key one two`."""
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

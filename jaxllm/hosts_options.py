@@ -1,9 +1,13 @@
 """Options of an engine on several hosts: which agree, and which may differ between hosts. Does not import JAX."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+from jaxllm.media.options import MediaOptions
+
 OF_ONE_HOST = frozenset({
+    *({field.name for field in fields(MediaOptions)} - {"mm_max_patches"}), "interleave_mm_strings",
     *("node_rank", "master_addr", "master_port", "distributed_executor_backend", "distributed_timeout_seconds"),
     *("model", "tokenizer", "download_dir", "logits_processors", "chat_template", "profiler_dir"),
     *("use_progress_bar", "disable_log_stats", "compilation_cache", "compile_threads"),

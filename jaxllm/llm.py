@@ -1,6 +1,7 @@
 """LLM: a model for scripts. Takes batches of prompts and returns their answers in order."""
 
 import copy
+import functools
 import itertools
 import time
 import weakref
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm import clock
 from jaxllm.at_exit import shut_down_at_exit
 from jaxllm.batches import Messages, conversations, each, one_each, prompt_list
-from jaxllm.beam_search import BeamSearchOutput, search_beams
+from jaxllm.beam_search import BeamSearchOutput, search_beams, step_params, step_request
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import ControlCalls, SteppedCore
 from jaxllm.errors import EngineError
@@ -27,7 +28,8 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from jaxllm.text.input_processor import ParentRequest, Prompt, TokensPrompt
+from jaxllm.text.chat_media import split_media
+from jaxllm.text.input_processor import ParentRequest, Prompt
 from jaxllm.text.tokenization import PLAIN, Tokenization
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.tqdm_bars import LoadingBar, open_bar
@@ -35,6 +37,7 @@ from jaxllm.vllm_environment import with_engine_variables
 from jaxllm.vllm_flags import as_options
 
 if TYPE_CHECKING:
+    from jaxllm.media.addresses import MediaReader
     from jaxllm.sampling.processors import Processor
     from jaxllm.text.chat_template import ContentFormat
 
@@ -96,7 +99,8 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
     ) -> list[RequestOutput]:
         """Generate the answers to prompts and return them in the order of the prompts.
 
-        A prompt is a text, a list of token ids, or an object with `prompt` or `prompt_token_ids` and optionally `cache_salt`.
+        A prompt is a text, a list of token ids, or an object with `prompt` or `prompt_token_ids` and optionally `cache_salt`, or
+        images: `multi_modal_data`, `multi_modal_uuids` and `mm_processor_kwargs` (docs/IMAGES.md).
         `sampling_params`: one for all prompts or one each; default: the model's own. `use_tqdm`: whether to show a progress
         bar, or a replacement for tqdm; default: the engine's `use_progress_bar`. `lora_request`: the adapter of all prompts or
         one each, loaded if it is not yet (AdapterError). `priority`: of all prompts or one each. `tokenization_kwargs`: how texts
@@ -208,16 +212,21 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Prompt]:
         """Render conversations to prompts with the chat template. Special tokens come from the template; none are added unless
-        `tokenization_kwargs` (`jaxllm.text.tokenization`) say so."""
+        `tokenization_kwargs` (`jaxllm.text.tokenization`) say so. Parts of messages may be images (docs/IMAGES.md), prepared as
+        `mm_processor_kwargs` say over the option of that name."""
         from jaxllm.text.chat_template import render_chat  # imports Jinja
 
-        tokenizer = self.get_tokenizer()
+        tokenizer, media = self.get_tokenizer(), self.llm_engine.input_processor.media
         tokenization = Tokenization.of(tokenization_kwargs, add_special_tokens=False)
-        texts = each(
-            conversations(messages),
-            lambda conversation: render_chat(
+
+        def render(conversation: Messages) -> dict[str, Any]:
+            conversation, references = split_media(conversation)
+            media.check_count(len(references), "messages")
+            images = self._media_reader.read_now(references) if references else []
+            text = render_chat(
                 tokenizer,
                 conversation,
                 tools=tools,
@@ -226,12 +235,22 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 content_format=chat_template_content_format,
+                image_texts=media.image_texts(len(images)),
+                interleave_images=self.llm_engine.config.multimodal.interleave_mm_strings,
                 **(chat_template_kwargs or {}),
-            ),
-            "conversation",
-        )
-        all_ids = tokenization.encode(tokenizer, texts, self.llm_engine.max_model_len)
-        return [TokensPrompt(prompt=text, prompt_token_ids=ids) for text, ids in zip(texts, all_ids, strict=True)]
+            )
+            if not images:
+                return {"prompt": text}
+            return {"prompt": text, "multi_modal_data": {"image": images}, "mm_processor_kwargs": mm_processor_kwargs}
+
+        rendered: list[Any] = each(conversations(messages), render, "conversation")
+        return self.llm_engine.input_processor.tokenize_texts(rendered, tokenization)
+
+    @functools.cached_property
+    def _media_reader(self) -> "MediaReader":
+        from jaxllm.media.addresses import MediaReader  # imports an HTTP client
+
+        return MediaReader(self.llm_engine.config.multimodal)
 
     def beam_search(
         self,
@@ -242,13 +261,17 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         use_tqdm: bool | Callable[..., Any] = False,
     ) -> list[BeamSearchOutput]:
         """Find the likeliest answers to each prompt by beam search, best first. `lora_request`: the adapter of all prompts."""
-        checked = self._checked(prompts, SamplingParams(max_tokens=1), None, RequestOutputKind.FINAL_ONLY, lora_request)
         engine = self.llm_engine
+        options = step_params(params, engine.config.model.max_logprobs)
+        checked = self._checked(prompts, options, None, RequestOutputKind.FINAL_ONLY, lora_request)
+        steps = itertools.count()
         bar = open_bar(use_tqdm, params.max_tokens, "Searching", "token")
 
-        def run(prompts: list[list[int]], sampling_params: SamplingParams) -> list[RequestOutput]:
+        def run(beams: list[tuple[int, list[int]]]) -> list[RequestOutput]:
             bar.update(1)
-            return self.generate(prompts, sampling_params, use_tqdm=False, lora_request=lora_request)  # type: ignore[arg-type]
+            step = next(steps)
+            requests = [step_request(checked[number], step, place, ids) for place, (number, ids) in enumerate(beams)]
+            return self._finish(requests, use_tqdm=False)
 
         try:
             return search_beams(
@@ -257,7 +280,6 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
                 params,
                 eos_token_ids=engine.input_processor.eos_token_ids,
                 max_model_len=engine.max_model_len,
-                max_logprobs=engine.config.model.max_logprobs,
                 tokenizer=engine.tokenizer,
             )
         finally:
@@ -295,6 +317,8 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         """End every request and free the device. The object cannot be used afterwards."""
         for iterator in list(self._iterators):
             iterator.close()
+        if "_media_reader" in vars(self):
+            self._media_reader.close()
         self.llm_engine.shutdown()
 
     def __enter__(self) -> "LLM":

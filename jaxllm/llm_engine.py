@@ -1,6 +1,7 @@
 """LLMEngine: takes prompts and returns RequestOutputs, one step at a time. Everything here runs in the caller's thread."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm import address_space, log
@@ -17,6 +18,7 @@ from jaxllm.errors import ConfigError, EngineError, JaxLLMError
 from jaxllm.lora_calls import LoraCalls, loras_in_this_thread, run_now
 from jaxllm.lora_options import without_effect
 from jaxllm.lora_request import LoRARequest
+from jaxllm.media import load_processor
 from jaxllm.models.load_config import load_model_config
 from jaxllm.outputs import RequestOutput
 from jaxllm.parallel.topology import Topology
@@ -147,7 +149,12 @@ def check_model(config: EngineConfig) -> None:
         runner=options.runner,
         pooler_config=options.pooler_config,
         model_class=options.model_class,
+        language_model_only=config.multimodal.language_model_only,
     )
+    load_processor(directory, model_config, config.multimodal)
+    path = config.multimodal.allowed_local_media_path
+    if path is not None and not config.parallel.node_rank and not Path(path).expanduser().is_dir():
+        raise ConfigError(f"allowed_local_media_path is {path!r}, must be an existing directory")
     model_config.for_tensor_parallel(Topology.of(config.parallel).tensor)
     check_speculative_config(config)
     check_backend(config, model_config)

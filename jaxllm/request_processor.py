@@ -3,14 +3,16 @@
 import contextlib
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import Core
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.hub import short_name
+from jaxllm.media import load_processor
 from jaxllm.metrics.engine_metrics import EngineMetrics, cache_labels
 from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
@@ -22,6 +24,7 @@ from jaxllm.text.generation_config import GenerationConfig, load_generation_conf
 from jaxllm.text.input_processor import InputProcessor, ParentRequest
 from jaxllm.text.model_files import text_files
 from jaxllm.text.output_processor import OutputProcessor, ProcessedStep
+from jaxllm.text.prompt_media import PromptMedia
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -37,12 +40,14 @@ class Texts:
     generation_config: GenerationConfig
     tokenizer: Tokenizer | None
     chat_template: str | None
+    directory: Path
+    """The model's own."""
 
 
 def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
     """Load tokenizer, chat template and generation config. Raises ConfigError or ModelLoadError."""
     options = config.model
-    directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
+    directory = model_directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
     generation_config = load_generation_config(options.generation_config, directory, options.override_generation_config)
     tokenizer: Tokenizer | None = None
     if not options.skip_tokenizer_init:
@@ -51,7 +56,7 @@ def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
         with (times or StartTimes()).part("tokenizer"):
             tokenizer = load_tokenizer(directory, name=options.tokenizer or options.model)
     template = None if options.chat_template is None else _load_chat_template(options.chat_template)
-    return Texts(generation_config, tokenizer, template)
+    return Texts(generation_config, tokenizer, template, model_directory)
 
 
 class RequestProcessor:
@@ -75,6 +80,12 @@ class RequestProcessor:
             count = partial(EngineMetrics, model_name, self.max_model_len, cache_config=labels)
             self._metrics = [count(engine=str(replica)) for replica in range(len(core.loads()))]
             self._stat_logger = StatLogger(self._metrics) if log_stats else None
+        images = self.config.multimodal
+        # Scripts may say how their images are prepared; servers ask `check_trusted` whether clients may.
+        of_scripts = replace(images, trust_request_mm_kwargs=True)
+        media = PromptMedia(load_processor(texts.directory, self.model_config, of_scripts), images, self.config.model.model)
+        if self._metrics and media.sees_images:
+            self._metrics[0].image_seconds = media.seconds
         self.input_processor = InputProcessor(
             self.config,
             self.model_config,
@@ -84,6 +95,7 @@ class RequestProcessor:
             processor_arguments=core.processor_arguments,
             namespace=namespace,
             compile_grammar=None if self.tokenizer is None else lambda form: self.grammar_compiler.compile(form),
+            media=media,
         )
         self._grammar_compiler: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
@@ -213,9 +225,10 @@ class RequestProcessor:
                 metrics.load, metrics.programs_compiled_after_warmup = load
 
     def close(self) -> None:
-        """End every request, and the processes that compile grammars."""
+        """End every request, the processes that compile grammars, and the threads that prepare images."""
         if self._grammar_compiler is not None:
             self._grammar_compiler.shutdown()
+        self.input_processor.media.close()
         self.abort_all()
 
 

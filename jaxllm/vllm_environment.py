@@ -75,6 +75,10 @@ def _whole(low: int) -> Callable[[str], int]:
     return read
 
 
+def _mebibytes(text: str) -> int:
+    return _whole(1)(text) << 20
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -117,6 +121,9 @@ _HONOURED = (
     VllmVariable("VLLM_MAX_COMPLETION_PROMPTS", "number", "max_prompts_per_request", _whole(1)),
     VllmVariable("VLLM_MAX_STOP_STRINGS", "number", "max_stop_strings", _whole(1)),
     VllmVariable("VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT", "seconds, above 0", "chat_template_timeout", _seconds),
+    VllmVariable("VLLM_IMAGE_FETCH_TIMEOUT", "seconds, above 0", "mm_fetch_timeout", _seconds),
+    VllmVariable("VLLM_MAX_IMAGE_PIXELS", "number", "mm_max_image_pixels", _whole(1)),
+    VllmVariable("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", "MiB", "mm_max_image_bytes", _mebibytes),
     VllmVariable("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1 or 0", "allow_long_max_model_len", _switch),
     VllmVariable("VLLM_PP_LAYER_PARTITION", "layers of each stage, such as 15,17", "pipeline_parallel_layers", _layers),
     VllmVariable("VLLM_DISABLE_COMPILE_CACHE", "1 (off) or 0", "compilation_cache", _no_switch),
@@ -186,12 +193,17 @@ _HARMLESS = (
         MOONCAKE_ABORT_REQUEST_TIMEOUT MOONCAKE_BOOTSTRAP_PORT MOONCAKE_CONNECTOR_TIMEOUT MOONCAKE_DISK_STAGING_USABLE_RATIO
         MOONCAKE_LOAD_RECV_THREADS MOONCAKE_STORE_TIER_LOG MORIIO_CONNECTOR_READ_MODE MORIIO_NUM_WORKERS MORIIO_POST_BATCH_SIZE
         MORIIO_QP_PER_TRANSFER MORIIO_TRANSFER_TIMEOUT_S ELASTIC_EP_DRAIN_REQUESTS ELASTIC_EP_SCALE_UP_LAUNCH SNAPSHOT_TIMEOUT_S"""),
-    *_harmless("models read text alone", """
-        ASSETS_CACHE ASSETS_CACHE_MODEL_CLEAN IMAGE_FETCH_TIMEOUT VIDEO_FETCH_TIMEOUT AUDIO_FETCH_TIMEOUT MEDIA_CACHE
-        MEDIA_CACHE_MAX_SIZE_MB MEDIA_CACHE_TTL_HOURS MEDIA_CONNECTOR MEDIA_FETCH_MAX_RETRIES MEDIA_LOADING_THREAD_COUNT
-        MEDIA_URL_ALLOW_REDIRECTS MAX_MEDIA_DOWNLOAD_SIZE_MB MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB MAX_MEDIA_REQUEST_DECODE_BYTES
-        MAX_AUDIO_CLIP_FILESIZE_MB MAX_AUDIO_DECODE_BYTES MAX_AUDIO_DECODE_DURATION_S MAX_AUDIO_PREPROCESS_WORKERS
-        MAX_EMBED_DECODE_BYTES MAX_IMAGE_PIXELS VIDEO_LOADER_BACKEND"""),
+    *_harmless("models read text and images, no audio and video", """
+        VIDEO_FETCH_TIMEOUT AUDIO_FETCH_TIMEOUT MAX_AUDIO_CLIP_FILESIZE_MB MAX_AUDIO_DECODE_BYTES MAX_AUDIO_DECODE_DURATION_S
+        MAX_AUDIO_PREPROCESS_WORKERS MAX_EMBED_DECODE_BYTES VIDEO_LOADER_BACKEND"""),
+    *_harmless("images are fetched once and read in a few threads; what is kept are prepared ones (--mm-processor-cache-gb)", """
+        ASSETS_CACHE ASSETS_CACHE_MODEL_CLEAN MEDIA_CACHE MEDIA_CACHE_MAX_SIZE_MB MEDIA_CACHE_TTL_HOURS MEDIA_FETCH_MAX_RETRIES
+        MEDIA_LOADING_THREAD_COUNT"""),
+    *_missing("images of a request have fixed limits together (docs/IMAGES.md), and each has --mm-max-image-bytes and "
+              "--mm-max-image-pixels", "MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB MAX_MEDIA_REQUEST_DECODE_BYTES"),
+    *_missing("addresses that images redirect to are checked as they are", "MEDIA_URL_ALLOW_REDIRECTS", unless="1 true"),
+    *_missing("images come from data: addresses, --allowed-media-domains and --allowed-local-media-path", "MEDIA_CONNECTOR",
+              unless="http"),
     *_harmless("for hardware that is not supported, or threads that XLA manages", """
         ROCM_USE_AITER ROCM_USE_AITER_CUSTOM_AR ROCM_USE_AITER_FP4BMM ROCM_USE_AITER_FP8BMM ROCM_USE_AITER_FUSION_SHARED_EXPERTS
         ROCM_USE_AITER_LINEAR ROCM_USE_AITER_LINEAR_HIPBMM ROCM_USE_AITER_MHA ROCM_USE_AITER_MLA ROCM_USE_AITER_MOE

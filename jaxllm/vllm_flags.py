@@ -82,6 +82,8 @@ TAKEN = _names("""
     speculative_config chat_template config
     nnodes node_rank master_addr master_port distributed_executor_backend distributed_timeout_seconds
     enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype lora_target_modules
+    limit_mm_per_prompt allowed_media_domains allowed_local_media_path media_io_kwargs mm_processor_kwargs mm_processor_cache_gb
+    mm_hasher_algorithm skip_mm_profiling language_model_only disable_chunked_mm_input interleave_mm_strings trust_request_mm_kwargs
 """)
 """Flags that the engine's commands take under the same name with the same meaning."""
 TAKEN_BY_SERVER = _names("""
@@ -142,7 +144,8 @@ _ENGINE = (
     *_flags("nothing that is quantised here is deprecated", switches="allow_deprecated_quantization"),
     *_refused("give the scales in the checkpoint", values="quantization_param_path", switches="calculate_kv_scales"),
     *_refused("attention is computed in the model's type; --dtype sets it", values="override_attention_dtype"),
-    *_refused("models read and write text alone; images, audio and video need the package vllm-omni", switches="omni"),
+    *_refused("models read text and images and write text; all else needs the package vllm-omni",
+              switches="omni"),
     *_flags("every step is a compiled program; --warmup lazy starts sooner", switches="enforce_eager"),
     *_flags("XLA compiles every step; --warmup says when, --decode-buckets and --token-buckets say for which sizes",
             objects="compilation_config", values="optimization_level max_cudagraph_capture_size max_seq_len_to_capture",
@@ -252,12 +255,12 @@ _ENGINE = (
     *_flags("--long-prefill-token-threshold limits long prompts", values="max_num_partial_prefills max_long_partial_prefills"),
     # LoRA
     *_refused("biases of adapters are not supported; train the adapter with bias='none'", switches="enable_lora_bias"),
-    *_refused("models read text alone; name the adapter in the request", objects="default_mm_loras"),
+    *_refused("name the adapter in the request", objects="default_mm_loras"),
     *_flags("each adapter is split over the GPUs as the layers are that it changes", switches="fully_sharded_loras"),
     *_flags("steps without adapters always run programs without them", switches="specialize_active_lora"),
     *_flags("the form of an adapter's experts is read from its files", switches="enable_mixed_moe_lora_format"),
     *_refused("each expert has its own matrices", switches="enable_moe_shared_loras"),
-    *_flags("models read text alone and have no other layers", switches="enable_tower_connector_lora"),
+    *_refused("adapters change the language model alone", switches="enable_tower_connector_lora"),
     *_flags("no model here has a head for classes", values="max_lora_cls_labels"),
     # Speculative decoding and transfer
     *_flags("short for that key of --speculative-config", values="spec_method", option="speculative_config", key="method"),
@@ -276,15 +279,23 @@ _ENGINE = (
     *_refused("no model here has use for it", objects="diffusion_config engram_config aux_output_config additional_config"),
     *_refused("--watermark is a fraction of the blocks", objects="watermark_config"),
     # Images, audio, video
-    *_flags("models read text alone; requests with images, audio or video are refused",
-            values="mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb "
-            "mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
-            "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin video_pruning_rate video_pruning_method mm_tensor_ipc "
-            "mm_processor_device mm_ipc_gpu_memory_gb allowed_local_media_path", lists="allowed_media_domains",
-            objects="limit_mm_per_prompt media_io_kwargs mm_processor_kwargs",
-            switches="language_model_only interleave_mm_strings skip_mm_profiling mm_device_do_normalize disable_chunked_mm_input "
-            "disable_mm_preprocessor_cache enable_mm_processor_stats trust_request_mm_kwargs"),
-    *_refused("models read text alone", switches="enable_mm_embeds mm_encoder_only"),
+    *_refused("every device holds the whole encoder and computes it, which is nearest to data", values="mm_encoder_tp_mode",
+              harmless=("data",)),
+    *_refused("send the images; embeddings that were computed elsewhere are not taken", switches="enable_mm_embeds"),
+    *_refused("images are encoded where their requests run", switches="mm_encoder_only"),
+    *_flags("each process that prepares images keeps some of them in its own memory (--mm-processor-cache-gb)",
+            values="mm_processor_cache_type mm_shm_cache_max_object_size_mb"),
+    *_flags("the older name of --mm-processor-cache-gb 0", switches="disable_mm_preprocessor_cache", option="mm_processor_cache_gb",
+            words={True: 0.0, False: None}),
+    *_flags("pixels travel to the engine as bytes in its messages", values="mm_tensor_ipc mm_ipc_gpu_memory_gb"),
+    *_refused("images are prepared on the host", values="mm_processor_device", harmless=("cpu",)),
+    *_flags("pixels are always normalised on the device", switches="mm_device_do_normalize"),
+    *_flags("docs/METRICS.md lists what is measured", switches="enable_mm_processor_stats"),
+    *_flags("kernels are chosen for the GPU and the model and checked at the start", values="mm_encoder_attn_backend"),
+    *_refused("encoders compute attention in the model's type", values="mm_encoder_attn_dtype", harmless=("auto",)),
+    *_flags("only matters with --mm-encoder-attn-dtype, which is refused",
+            values="mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin"),
+    *_flags("models see images, no videos; requests with videos are refused", values="video_pruning_rate video_pruning_method"),
     # Observation
     *_refused("--otlp-traces-endpoint sends a span for each request", lists="collect_detailed_traces"),
     *_flags("no metric is hidden", values="show_hidden_metrics_for_version"),

@@ -64,6 +64,7 @@ VALUES: Mapping[str, Mapping[str, VllmValue]] = {
         **dict(_taken("sha256", "blocks are found alike by any hash", "xxhash")),
         **dict(_taken("sha256_cbor", "blocks are found alike by any hash", "xxhash_cbor")),
     },
+    "mm_hasher_algorithm": dict(_taken("sha256", "equal images are found alike by any hash, and blake3 needs a package", "blake3")),
     "kv_cache_dtype": dict(_refused("take fp8 (e4m3), or auto", """
         fp8_e5m2 fp8_inc fp8_ds_mla nvfp4_ds_mla turboquant_k8v4 turboquant_4bit_nc turboquant_k3v4_nc turboquant_3bit_nc octave_k3v4
         octave_k3v3 octave_k3v3_compact ultraquant_4bit int4_per_token_head int8_per_token_head fp8_per_token_head nvfp4

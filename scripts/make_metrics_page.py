@@ -10,10 +10,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm.config import CacheOptions
 from jaxllm.engine.async_core import ReplicaState
+from jaxllm.metrics.buckets import PHASE_SECONDS
 from jaxllm.metrics.collect import PREFIX
 from jaxllm.metrics.engine_metrics import EngineMetrics, cache_labels
 from jaxllm.metrics.metric import Counter, Metric
 from jaxllm.metrics.replica_states import replica_states
+from jaxllm.observations import Observations
 from jaxllm.scheduler_stats import SchedulerStats
 from server.http_metrics import HttpMetrics, SleepOperation
 
@@ -72,6 +74,7 @@ def every_metric() -> list[Metric]:
     engine = EngineMetrics("m", 100, cache_config=cache_labels(CacheOptions()))
     engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1)
     engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)
+    engine.image_seconds = Observations(PHASE_SECONDS)
     states = replica_states("m", [("serving", 0.0)], get_args(ReplicaState))
     http = HttpMetrics("m")
     http.request_done("GET", 200, "/", 0.0)

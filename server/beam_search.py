@@ -28,7 +28,7 @@ HONOURED = frozenset(
     )
     # Input
     + ("model", "prompt", "messages", "tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs")
-    + ("add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort")
+    + ("add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort", "mm_processor_kwargs")
     + ("truncate_prompt_tokens", "truncation_side", "request_id", *SessionFields.model_fields)
     # What to return
     + ("include_stop_str_in_output", "skip_special_tokens", "logprobs", "top_logprobs", "echo", "include_reasoning")

@@ -11,6 +11,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxllm.errors import InvalidRequestError
+from jaxllm.media import ProcessedMedia
+from jaxllm.text.chat_media import IMAGE_PART
+from jaxllm.text.prompt_media import PromptMedia
 from jaxllm.text.tokenizer import Tokenizer
 from server.prompts import PIECE_CHARACTERS, check_text_length, too_long
 from server.template_process import TemplateProcesses
@@ -63,7 +67,7 @@ class SpecialTokenTexts:
             return value
         if _are_parts(value) and self.occurs_in(_joined(value)):
             # A template may join the parts without anything between them.
-            return [{**part, "text": mark + self.broken(part["text"], mark)} for part in value]
+            return [part if part == IMAGE_PART else {**part, "text": mark + self.broken(part["text"], mark)} for part in value]
         return [self.broken(each, mark) for each in value]
 
     def split(self, text: str) -> list[str]:
@@ -78,14 +82,20 @@ class SpecialTokenTexts:
 class ChatEncoder:
     """Renders with one model's templates and encodes with its tokenizer. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, templates: TemplateProcesses, max_model_len: int):
+    def __init__(self, tokenizer: Tokenizer, templates: TemplateProcesses, max_model_len: int, media: PromptMedia):
         self._tokenizer = tokenizer
         self._templates = templates
         self._max_model_len = max_model_len
+        self._media = media
         self._specials = SpecialTokenTexts(tokenizer)
 
-    def encode(self, job: dict[str, Any], *, add_special_tokens: bool) -> Work[tuple[str, list[int]]]:
-        """The text and ids of a conversation; `job`: the arguments of `render_chat`. Raises ApiError or InvalidRequestError."""
+    def encode(
+        self, job: dict[str, Any], images: Sequence[ProcessedMedia] = (), *, add_special_tokens: bool
+    ) -> Work[tuple[str, list[int]]]:
+        """The text and ids of a conversation; `job`: the arguments of `render_chat`. Raises ApiError or InvalidRequestError.
+
+        The ids have a placeholder for each token of the images; only those of the template count as placeholders.
+        """
         written_by_clients = {name: job[name] for name in ("messages", "tools", "documents", "kwargs")}
         mark = None
         if self._specials.occurs_in(written_by_clients):
@@ -96,9 +106,17 @@ class ChatEncoder:
         yield None
         text = yield functools.partial(self._templates.render, job)
         yield from check_text_length(self._tokenizer, text, self._max_model_len, "messages")
+        whole = self._media.expand_text(text, images)
         if mark is None:
-            return text, self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return text.replace(mark, ""), self._encode_marked(text, mark, add_special_tokens=add_special_tokens)
+            ids = self._tokenizer.encode(whole, add_special_tokens=add_special_tokens)
+        else:
+            text, ids = text.replace(mark, ""), self._encode_marked(whole, mark, add_special_tokens=add_special_tokens)
+        try:
+            return text, self._media.expand(ids, images)[0]
+        except InvalidRequestError as error:  # a template may leave out images of some roles
+            raise InvalidRequestError(
+                f"the chat template does not show the images where they are: {error}", "messages"
+            ) from None
 
     def _encode_marked(self, text: str, mark: str, *, add_special_tokens: bool) -> list[int]:
         ids = self._tokenizer.encode("", add_special_tokens=True) if add_special_tokens else []
@@ -130,8 +148,11 @@ def _pattern(texts: Sequence[str]) -> str:
 
 
 def _are_parts(value: list[Any]) -> bool:
-    return bool(value) and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value)
+    return bool(value) and all(
+        isinstance(part, Mapping) and (isinstance(part.get("text"), str) or part == IMAGE_PART) for part in value
+    )
 
 
 def _joined(parts: list[Any]) -> str:
-    return "".join(part["text"] for part in parts)
+    """The text of a message whose template puts nothing between parts, not even for images."""
+    return "".join(part.get("text", "") for part in parts)

@@ -8,25 +8,28 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import InvalidRequestError
+from jaxllm.media import ProcessedMedia
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxllm.request_options import NO_OPTIONS, RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.input_processor import ParentRequest
+from jaxllm.text.prompt_media import with_processed
 from server.chat_deltas import ChatDelta, ToolCallDelta, join_into
 from server.chat_encoding import ChatEncoder
+from server.chat_images import ChatImages
 from server.dialects import AskedChoice, check_tools
 from server.endings import end_of
 from server.errors import bad_request, constraint_error
 from server.http_metrics import RequestType
-from server.options import ChatOptions
+from server.options import ChatOptions, LimitOptions
 from server.prompts import check_length, truncated
 from server.speech import AnswerReader, Speech
 from server.template_process import MAX_PROCESSES, TemplateProcesses
-from server.usage import Usage
+from server.usage import Usage, multimodal_tokens
 from server.work import WorkPool, in_one_piece
 
 __all__ = ["ChatDelta", "ChatService", "Conversation", "PreparedChat", "ToolCallDelta"]
@@ -63,6 +66,10 @@ class Conversation:
     """A hint for templates that read it."""
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    """How images are prepared, over the server's settings."""
+    is_converted: bool = False
+    """Whether it was a request of another API: its messages are not as the client wrote them, so errors count images."""
     constraint_param: str = "structured_outputs"
     """The client's name for the field that constrains the answer, for errors."""
     asked_tokens: int | None = None
@@ -72,6 +79,22 @@ class Conversation:
     """Name of a loaded LoRA adapter."""
     num_bytes: int | None = None
     """About how large the messages are; None: as the body."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as the model reads it."""
+
+    text: str
+    token_ids: list[int]
+    """With a placeholder for each token of the images."""
+    messages: list[dict[str, Any]]
+    """With marks in place of the images."""
+    images: Sequence[ProcessedMedia]
+
+    @property
+    def prompt(self) -> Any:
+        """For the engine."""
+        return with_processed({"prompt_token_ids": self.token_ids}, self.images)
 
 
 @dataclass
@@ -116,7 +139,15 @@ class PreparedChat:
 class ChatService:
     """Answers conversations with one engine."""
 
-    def __init__(self, engine: AsyncLLM, options: ChatOptions, work: WorkPool, *, queue_timeout_seconds: float | None = None):
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        options: ChatOptions,
+        limits: LimitOptions,
+        work: WorkPool,
+        *,
+        queue_timeout_seconds: float | None = None,
+    ):
         self._engine = engine
         self._work = work
         self._queue_timeout_seconds = queue_timeout_seconds
@@ -125,11 +156,12 @@ class ChatService:
         """Called for each prepared request."""
         self._templates: TemplateProcesses | None = None
         self._encoder: ChatEncoder | None = None
+        self._images = ChatImages(engine, limits)
         tokenizer = engine.input_processor.tokenizer
         if tokenizer is not None:
             self._templates = TemplateProcesses(tokenizer, options)
             self.speech = Speech(tokenizer, engine.chat_template, options)
-            self._encoder = ChatEncoder(tokenizer, self._templates, engine.max_model_len)
+            self._encoder = ChatEncoder(tokenizer, self._templates, engine.max_model_len, engine.input_processor.media)
         self._threads = ThreadPoolExecutor(MAX_PROCESSES, "jaxllm-chat")
         """Separate threads, so that slow templates do not delay other requests."""
 
@@ -141,15 +173,12 @@ class ChatService:
     def close(self) -> None:
         """Stop threads and processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._images.close()
         if self._templates is not None:
             self._templates.close()
 
-    async def encode(self, conversation: Conversation) -> list[int]:
-        """Encode the conversation to token ids. Raises ApiError or InvalidRequestError."""
-        return (await self._rendered(conversation))[1]
-
-    async def _rendered(self, conversation: Conversation) -> tuple[str, list[int]]:
-        """The rendered text and its token ids."""
+    async def render(self, conversation: Conversation) -> Rendered:
+        """Render and encode a conversation, and prepare its images. Raises ApiError or InvalidRequestError."""
         if self._encoder is None:
             raise bad_request("there is no tokenizer (--skip-tokenizer-init); send token ids to /v1/completions", "messages")
         if conversation.add_generation_prompt and conversation.continue_final_message:
@@ -157,14 +186,22 @@ class ChatService:
                 "add_generation_prompt starts a new message and continue_final_message goes on with the last; set only one",
                 "continue_final_message",
             )
-        work = self._encoder.encode(self._job(conversation), add_special_tokens=conversation.add_special_tokens)
-        return await self._work.run(work, num_bytes=conversation.num_bytes, threads=self._threads)
+        messages, images = await self._images.taken(
+            conversation.messages, conversation.mm_processor_kwargs, counted=conversation.is_converted
+        )
+        work = self._encoder.encode(
+            self._job(conversation, messages, len(images)), images, add_special_tokens=conversation.add_special_tokens
+        )
+        text, token_ids = await self._work.run(work, num_bytes=conversation.num_bytes, threads=self._threads)
+        return Rendered(text, token_ids, messages, images)
 
-    def _job(self, conversation: Conversation) -> dict[str, Any]:
+    def _job(self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], num_images: int) -> dict[str, Any]:
         hints = {"reasoning_effort": conversation.reasoning_effort, "enable_thinking": conversation.enable_thinking}
         leaves_out = conversation.tool_choice == "none" and self._options.exclude_tools_when_tool_choice_none
         return {
-            "messages": list(conversation.messages),
+            "messages": list(messages),
+            "image_texts": self._engine.input_processor.media.image_texts(num_images),
+            "interleave_images": self._engine.config.multimodal.interleave_mm_strings,
             "tools": None if not conversation.tools or leaves_out else list(conversation.tools),
             "documents": list(conversation.documents) if conversation.documents else None,
             "chat_template": conversation.chat_template or self._engine.chat_template,
@@ -181,12 +218,12 @@ class ChatService:
         check = check_tools if self._encoder is None else self.speech.check
         work = in_one_piece(check, conversation.tools, conversation.tool_choice)
         tools, choice = await self._work.unless_small(work, num_bytes=conversation.num_bytes)
-        text, ids = await self._rendered(conversation)
+        rendered = await self.render(conversation)
         params, reader = self.speech.prepared(
             conversation.params,
             tools,
             choice,
-            text,
+            rendered.text,
             parallel=conversation.parallel_tool_calls,
             include_reasoning=conversation.include_reasoning,
             request_type=conversation.request_type,
@@ -194,8 +231,18 @@ class ChatService:
         max_model_len = self._engine.max_model_len
         search = conversation.beam_search
         ids = truncated(
-            ids, conversation.truncate_prompt_tokens, conversation.truncation_side, max_model_len, conversation.asked_tokens
+            rendered.token_ids,
+            conversation.truncate_prompt_tokens,
+            conversation.truncation_side,
+            max_model_len,
+            conversation.asked_tokens,
         )
+        if rendered.images and len(ids) < len(rendered.token_ids):
+            raise bad_request(
+                f"truncate_prompt_tokens is {conversation.truncate_prompt_tokens}, but the conversation has {len(rendered.token_ids)} "
+                "tokens, and those with images are never cut; shorten it",
+                "truncate_prompt_tokens",
+            )
         check_length(len(ids), max_model_len, "messages")
         if search is not None:
             assert params.structured_outputs is None, "a search follows no grammar"
@@ -205,7 +252,7 @@ class ChatService:
         )
         try:
             request = await self._engine.prepare(
-                {"prompt_token_ids": ids}, params if search is None else search, conversation.request_id, options
+                rendered._replace(token_ids=ids).prompt, params if search is None else search, conversation.request_id, options
             )
         except InvalidRequestError as error:
             if error.param == "logprobs":
@@ -213,8 +260,9 @@ class ChatService:
             if error.param == "structured_outputs":
                 raise constraint_error(error, "tools" if choice.is_forced else conversation.constraint_param) from None
             raise
+        conversation.messages = rendered.messages  # images need not stay in memory while the answer is streamed
         self.note_request(request)
-        return PreparedChat(conversation, request, Usage(prompt_tokens=len(ids)), reader)
+        return PreparedChat(conversation, request, Usage(len(ids), multimodal_tokens=multimodal_tokens(request)), reader)
 
     async def stream(self, chat: PreparedChat) -> AsyncGenerator[list[ChatDelta], None]:
         """Stream the answer; with output_kind FINAL_ONLY yield it once. Closing the generator aborts the request.

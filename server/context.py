@@ -64,7 +64,9 @@ class ServerContext:
         self.queue_timeout_seconds = options.limits.queue_timeout or None
         self.work = WorkPool()
         self.body_limits = BodyLimits(engine.max_model_len, engine.model_config.vocab_size)
-        self.chat = ChatService(engine, options.chat, self.work, queue_timeout_seconds=self.queue_timeout_seconds)
+        self.chat = ChatService(
+            engine, options.chat, options.limits, self.work, queue_timeout_seconds=self.queue_timeout_seconds
+        )
         self.chat.note_request = self.request_log.write
         if engine.input_processor.tokenizer is not None:
             self.chat.speech.note_tool_parser = self.http_metrics.tool_calls_parsed

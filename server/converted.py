@@ -26,6 +26,7 @@ def conversation_of(
     )
     conversation.request_id = request_id
     conversation.request_type = request_type
+    conversation.is_converted = True
     return conversation
 
 
@@ -36,8 +37,15 @@ def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except (ValidationError, InvalidRequestError) as error:
         told = as_api_error(error)
-        told.param = names.get(told.param or "", told.param)
+        told.param = _renamed(told.param, names)
         raise told from error
     except ApiError as error:
-        error.param = names.get(error.param or "", error.param)
+        error.param = _renamed(error.param, names)
         raise
+
+
+def _renamed(param: str | None, names: Mapping[str, str]) -> str | None:
+    """The client's field; of an image, which is called by its number, that of the conversation."""
+    if param is not None and param.startswith("image "):
+        param = "messages"
+    return names.get(param or "", param)

@@ -16,6 +16,7 @@ from jaxllm.errors import (
     EngineSleepingError,
     EngineStalledError,
     InvalidRequestError,
+    MediaFetchError,
     OverloadedError,
     ReplicaLostError,
 )
@@ -97,6 +98,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(404, without_leaks(str(error)), param="model", code="model_not_found")
     if isinstance(error, AdapterError):
         return bad_request(without_leaks(str(error)), "model", "adapter_not_usable")
+    if isinstance(error, MediaFetchError):
+        return ApiError(error.status, str(error), param=error.param, code="media_not_fetched", retry=error.status >= 500)
     if isinstance(error, InvalidRequestError):
         return bad_request(without_leaks(str(error)), error.param, getattr(error, "code", None))
     if isinstance(error, OverloadedError):

@@ -7,10 +7,12 @@ from typing import Any
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import InvalidRequestError, RequestFailedError
+from jaxllm.media import ProcessedMedia
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request_options import NO_OPTIONS, RequestOptions
 from jaxllm.text.input_processor import ParentRequest
+from jaxllm.text.prompt_media import with_processed
 from jaxllm.text.tokenization import encode_prompts
 from server.endings import end_of, failure
 from server.errors import ApiError, bad_request
@@ -30,6 +32,8 @@ class Input:
     prompt: str | list[int]
     param: str
     params: PoolingParams
+    images: Sequence[ProcessedMedia] = ()
+    """Images of a prompt that is token ids."""
 
 
 class PoolingService:
@@ -123,7 +127,7 @@ class PoolingService:
                 text = kept.get(each.prompt, each.prompt)
                 prompts.append({"prompt": text, "prompt_token_ids": by_text[text]})
             else:
-                prompts.append({"prompt_token_ids": each.prompt})
+                prompts.append(with_processed({"prompt_token_ids": each.prompt}, each.images))
             num_tokens = len(prompts[-1]["prompt_token_ids"])
             if each.params.truncate_prompt_tokens is None and num_tokens > longest:
                 raise _too_long(num_tokens, longest, each.param)

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxllm.acceptance import Acceptance
 from jaxllm.outputs import RequestMetrics
+from jaxllm.text.input_processor import ParentRequest
 
 
 @dataclass(slots=True)
@@ -20,6 +21,8 @@ class Usage:
     """Prompt tokens that were written to the prefix cache."""
     reasoning_tokens: int | None = None
     """None: the model does not reason."""
+    multimodal_tokens: Mapping[str, int] | None = None
+    """Prompt tokens that stand for items, by their kind; None: there are no items."""
 
     def as_dict(self, *, tells_cached: bool = True) -> dict[str, Any]:
         """In OpenAI's format."""
@@ -32,10 +35,19 @@ class Usage:
             found["prompt_tokens_details"] = {
                 "cached_tokens": self.cached_tokens,
                 "created_cache_tokens": self.created_cache_tokens,
+                **({"multimodal_tokens": dict(self.multimodal_tokens)} if self.multimodal_tokens else {}),
             }
         if self.reasoning_tokens is not None:
             found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return found
+
+
+def multimodal_tokens(request: ParentRequest) -> Mapping[str, int] | None:
+    """The tokens of a prompt's items by their kind."""
+    found: dict[str, int] = {}
+    for item in request.children[0].items:
+        found[item.kind] = found.get(item.kind, 0) + item.num_tokens
+    return found or None
 
 
 def per_request_metrics(metrics: RequestMetrics | None, num_tokens: int) -> dict[str, Any] | None:

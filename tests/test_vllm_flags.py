@@ -73,7 +73,7 @@ def test_what_texts_recommend_exists() -> None:
         ("calculate_kv_scales", True, "refused: give the scales in the checkpoint"),
         ("hf_token", True, "hf_token changes nothing here: set $HF_TOKEN"),
         ("hf_token", "hf_secret", "hf_token is refused: set $HF_TOKEN"),
-        ("omni", True, "refused: models read and write text alone"),
+        ("omni", True, "refused: models read text and images and write text"),
         ("task", "classify", "refused: task can only be auto, generate, embed, embedding"),
     ],
 )

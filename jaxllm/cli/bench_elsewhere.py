@@ -7,15 +7,13 @@ from typing import Any
 from jaxllm.cli.parser import Parser
 
 _DATASET = "its dataset is not offered; write the prompts to a file for --dataset-name custom or sharegpt of `bench serve`"
-_TEXT = "models read text alone"
 _PLOT = "`bench serve --plot FILE` draws the run"
 REFUSED = {
     "hf-name hf-subset hf-split hf-output-len spec-bench-output-len spec-bench-category speed-bench-dataset-subset "
     "speed-bench-output-len speed-bench-category bfcl-categories blazedit-min-distance blazedit-max-distance "
     "timed-trace-chunk-hash-size timed-trace-sec-multiplier timed-trace-label-timestamp timed-trace-label-input-length "
     "timed-trace-label-output-length timed-trace-label-hash-ids": _DATASET,
-    "random-mm-base-items-per-request random-mm-num-mm-items-range-ratio random-mm-limit-mm-per-prompt random-mm-bucket-config "
-    "enable-multimodal-chat asr-min-audio-len-sec asr-max-audio-len-sec": _TEXT,
+    "asr-min-audio-len-sec asr-max-audio-len-sec": "models hear nothing",
     "random-batch-size no-reranker": "each request has one prompt",
     "plot-timeline timeline-itl-thresholds plot-dataset-stats": _PLOT,
     "no-oversample": "a file with fewer prompts is used again; give --num-prompts of at most its number",
@@ -30,12 +28,13 @@ REFUSED = {
 NO_EFFECT = {
     "disable-shuffle skip-chat-template": "prompts of a file are sent in its order and as they are",
     "skip-tokenizer-init": "no tokenizer is loaded without --tokenizer",
+    "enable-multimodal-chat": "pictures are always sent in chat messages",
     "disable-detokenize": "token ids are measured, which are never made text",
     "async-engine": "the engine is measured as `LLM` runs it",
 }
 """Flags without a value that have no effect, with the reason."""
 DATASETS_ELSEWHERE = (
-    *("hf", "sonnet", "burstgpt", "random-mm", "random-rerank", "custom_audio", "custom_image", "spec_bench", "speed_bench"),
+    *("hf", "sonnet", "burstgpt", "random-rerank", "custom_audio", "custom_image", "spec_bench", "speed_bench"),
     "timed_trace",
 )
 

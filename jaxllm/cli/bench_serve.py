@@ -33,7 +33,8 @@ ABOUT = "Put load on a running OpenAI-compatible server and measure latencies an
 EXAMPLES = """examples:
   jaxllm bench serve --num-prompts 320 --request-rate 32 --input-len 512 --output-len 128 --range-ratio 0.5
   jaxllm bench serve --base-url http://host:8000 --dataset-name mix --dataset-path lengths.json --max-concurrency 64
-  jaxllm bench serve --backend openai-chat --dataset-name custom --dataset-path prompts.jsonl --goodput ttft:200 tpot:50"""
+  jaxllm bench serve --backend openai-chat --dataset-name custom --dataset-path prompts.jsonl --goodput ttft:200 tpot:50
+  jaxllm bench serve --backend openai-chat --dataset-name random-mm --random-mm-base-items-per-request 2"""
 
 NEEDS_PATH = ("mix", "sharegpt", "custom")
 
@@ -184,7 +185,18 @@ def _prompts(arguments: argparse.Namespace) -> "tuple[list[LoadPrompt], LoadProm
         lengths |= {"input_len": arguments.input_len, "prefix_len": prefix_len or 0}
         prompts = datasets.random_prompts(writer, count or 1000, range_ratio=arguments.range_ratio, **lengths)
     longest = max(prompts, key=lambda prompt: prompt.num_prompt_tokens or 0)
-    return prompts, writer.prompt(writer.ids(longest.num_prompt_tokens or 128), longest.num_output_tokens)
+    warm_up = writer.prompt(writer.ids(longest.num_prompt_tokens or 128), longest.num_output_tokens)
+    if name == "random-mm":
+        from jaxllm.http_client import random_pictures
+
+        mix = random_pictures.PictureMix(
+            arguments.random_mm_base_items_per_request,
+            arguments.random_mm_num_mm_items_range_ratio,
+            arguments.random_mm_limit_mm_per_prompt,
+            arguments.random_mm_bucket_config or random_pictures.DEFAULT_SIZES,
+        )
+        *prompts, warm_up = random_pictures.with_pictures([*prompts, warm_up], mix, rng)
+    return prompts, warm_up
 
 
 def read_mix(path: str, count: int | None) -> list[tuple[int, int]]:
@@ -216,6 +228,8 @@ def _check(arguments: argparse.Namespace) -> None:
     ends = (arguments.ramp_up_start_rps, arguments.ramp_up_end_rps)
     if name in NEEDS_PATH and not path:
         raise UsageError(f"--dataset-name {name} needs --dataset-path")
+    if name == "random-mm" and BACKENDS[arguments.backend] != "openai-chat":
+        raise UsageError("--dataset-name random-mm is for --backend openai-chat: pictures are parts of messages")
     if path and name not in NEEDS_PATH:
         raise UsageError(f"--dataset-path is for {', '.join(NEEDS_PATH)}; add --dataset-name")
     if arguments.chat_template_kwargs is not None and BACKENDS[arguments.backend] != "openai-chat":

@@ -6,13 +6,24 @@ import math
 from jaxllm.cli import options
 from jaxllm.cli.bench_elsewhere import add_arguments_of_vllm, dataset
 from jaxllm.cli.flags import shaping_flags
-from jaxllm.cli.numbers import ArgumentType, above_zero, count, fraction, json_object, name_value, not_negative, positive, rate
+from jaxllm.cli.numbers import (
+    ArgumentType,
+    above_zero,
+    count,
+    fraction,
+    fraction_or_1,
+    json_object,
+    name_value,
+    not_negative,
+    positive,
+    rate,
+)
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments
-from jaxllm.flag_arguments import spelling
+from jaxllm.flag_arguments import read_object, spelling
 from jaxllm.vllm_arguments import add_vllm_arguments
 
-DATASETS = ("random", "mix", "sharegpt", "custom", "prefix_repetition")
+DATASETS = ("random", "random-mm", "mix", "sharegpt", "custom", "prefix_repetition")
 BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat", "openai-embeddings": "openai-embeddings"}
 SAMPLING = {flag.name: flag.type for flag in shaping_flags() if flag.name != "temperature"}
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -23,6 +34,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_log_arguments(parser)
     _add_server_arguments(parser)
     _add_prompt_arguments(parser)
+    _add_picture_arguments(parser)
     _add_load_arguments(parser)
     _add_request_arguments(parser)
     _add_result_arguments(parser)
@@ -83,6 +95,17 @@ def _add_prompt_arguments(parser: Parser) -> None:
     add("--seed", type=count, default=0, help="of prompts and start times")
 
 
+def _add_picture_arguments(parser: Parser) -> None:
+    add = parser.add_argument_group("pictures of random-mm").add_argument
+    add("--random-mm-base-items-per-request", type=count, default=1, help="pictures of a request (default: 1)")
+    spread = "between (1-X) and (1+X) times as many"
+    add("--random-mm-num-mm-items-range-ratio", type=fraction_or_1, default=0.0, help=spread)
+    limit = ArgumentType(_picture_limit, "JSON")
+    add("--random-mm-limit-mm-per-prompt", type=limit, default=255, help='at most so many (default: {"image": 255})')
+    sizes = "how likely each (height, width, 1) is (default: {(256, 256, 1): 0.5, (720, 1280, 1): 0.5})"
+    add("--random-mm-bucket-config", type=ArgumentType(_picture_sizes, "DICT"), help=sizes)
+
+
 def _add_load_arguments(parser: Parser) -> None:
     add = parser.add_argument_group("load").add_argument
     add("--request-rate", type=rate, default=math.inf, help="requests/s; inf: all at once")
@@ -127,6 +150,18 @@ def _add_result_arguments(parser: Parser) -> None:
     add("--disable-tqdm", action="store_true", help="show no progress")
     add("--profile", action="store_true", help="have the server trace the run (its --profiler-dir and --enable-dev-endpoints)")
     add("--plot", metavar="FILE", help="draw the run (png, svg or pdf; extra: plot)")
+
+
+def _picture_limit(text: str) -> int:
+    from jaxllm.http_client.random_pictures import read_limit
+
+    return read_limit(read_object(text))
+
+
+def _picture_sizes(text: str) -> dict[tuple[int, int], float]:
+    from jaxllm.http_client.random_pictures import read_sizes
+
+    return read_sizes(text)
 
 
 def _metrics(text: str) -> tuple[str, ...]:

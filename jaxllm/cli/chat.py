@@ -13,6 +13,7 @@ from jaxllm.cache_folders import make_folder
 from jaxllm.cli import options, running, terminal
 from jaxllm.cli.conversation import Conversation, LocalConversation, ServerConversation, connected
 from jaxllm.cli.flags import engine_flags, sampling_flags
+from jaxllm.cli.images import add_image_argument, image_part
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client
 from jaxllm.config import Flag, unknown_name
@@ -26,6 +27,7 @@ EXAMPLES = """examples:
   jaxllm chat Qwen/Qwen3-0.6B --temperature 0.7 --system "Answer in one sentence."
   jaxllm chat --url http://127.0.0.1:8000      with the model of a running server
   jaxllm chat --quick "What is 27 + 15?"       one answer, and the end
+  jaxllm chat Qwen/Qwen3-VL-2B-Instruct --image photo.jpg --quick "What is this?"
   echo "What is 27 + 15?" | jaxllm chat -q     one answer for each line of stdin"""
 
 QUOTES = '"""'
@@ -44,6 +46,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_model_argument(parser)
     add("--system", "--system-prompt", help="system message to begin with")
     add("--quick", help="answer this message and end")
+    add_image_argument(parser, "image of the first message, for a model that sees images")
     add("--load", metavar="FILE", help="go on with a conversation that /save wrote")
     add("--model-name", dest="model", metavar="NAME", default=argparse.SUPPRESS, help="as --model")
     options.add_lora_argument(parser, "LoRA adapter that answers")
@@ -59,8 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     options.use_model_argument(arguments)
     sampling = options.sampling_options(arguments, chat_flags())
     messages = load_messages(arguments.load) if arguments.load else []
+    images = [image_part(path) for path in arguments.image]
     if arguments.url is not None:
-        return _converse_with_server(arguments, sampling, messages)
+        return _converse_with_server(arguments, sampling, messages, images)
     engine_options = options.engine_options(arguments)
     if engine_options.get("skip_tokenizer_init"):
         raise UsageError("a conversation needs the tokenizer; leave out --skip-tokenizer-init")
@@ -69,10 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
         return running.dry_run(engine_options)
     with running.opened_llm(engine_options, options.progress_for(arguments, engine_options), lora_request) as llm:
         conversation = LocalConversation(llm, sampling, quiet=arguments.quiet, lora_request=lora_request)
-        return _begin(conversation, arguments, messages)
+        return _begin(conversation, arguments, messages, images)
 
 
-def _converse_with_server(arguments: argparse.Namespace, sampling: dict[str, Any], messages: list[dict[str, Any]]) -> int:
+def _converse_with_server(
+    arguments: argparse.Namespace, sampling: dict[str, Any], messages: list[dict[str, Any]], images: list[dict[str, Any]]
+) -> int:
     given = [flag.name for flag in engine_flags() if flag.name in arguments and flag.name != "model"]
     if given or arguments.dry_run:
         raise UsageError(f"{spelling([*given, 'dry_run'][0])} is for a model in this process; leave it out with --url")
@@ -82,11 +88,13 @@ def _converse_with_server(arguments: argparse.Namespace, sampling: dict[str, Any
     with connected(client) as runner:
         model = vars(arguments).get("model")
         conversation = ServerConversation(client, runner, model, sampling, quiet=arguments.quiet)
-        return _begin(conversation, arguments, messages)
+        return _begin(conversation, arguments, messages, images)
 
 
-def _begin(conversation: Conversation, arguments: argparse.Namespace, messages: list[dict[str, Any]]) -> int:
-    conversation.messages = messages
+def _begin(
+    conversation: Conversation, arguments: argparse.Namespace, messages: list[dict[str, Any]], images: list[dict[str, Any]]
+) -> int:
+    conversation.messages, conversation.images = messages, images
     if arguments.system is not None:
         conversation.set_system(arguments.system)
     return answer_all(conversation, arguments.quick)
@@ -134,7 +142,7 @@ def load_messages(path: str) -> list[dict[str, Any]]:
     """Load a conversation from a file. Raises ConfigError."""
     messages = read_json(path)
     if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | list) for m in messages
     ):
         raise ConfigError(f"{path} must hold a list of objects with role and content")
     return messages
@@ -176,6 +184,13 @@ def _load(conversation: Conversation, argument: str) -> None:
     terminal.note(f"{len(conversation.messages)} messages loaded")
 
 
+def _image(conversation: Conversation, argument: str) -> None:
+    if not argument:
+        raise ConfigError("/image needs a file name")
+    conversation.images.append(image_part(argument))
+    terminal.note(f"{terminal.counted(len(conversation.images), 'image')} for the next message")
+
+
 def _set(conversation: Conversation, argument: str) -> None:
     known = {flag.name: flag for flag in chat_flags()}
     if not argument:
@@ -209,6 +224,7 @@ COMMANDS = {
     "help": Command(_help, "", "this list"),
     "reset": Command(_reset, "", "forget the conversation, keep the system message"),
     "system": Command(_system, "[TEXT]", "set the system message; without text remove it"),
+    "image": Command(_image, "FILE", "send an image with the next message"),
     "set": Command(_set, "[NAME VALUE]", "change a sampling value, e.g. /set temperature 0; alone: show all"),
     "save": Command(_save, "FILE", "write the conversation to a file"),
     "load": Command(_load, "FILE", "go on with a saved conversation"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxllm.cli import running, terminal
+from jaxllm.cli.images import with_images
 from jaxllm.cli.streaming import Answer, printable, stream
 from jaxllm.errors import ConfigError, EngineError
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
@@ -29,6 +30,8 @@ class Conversation(abc.ABC):
 
     def __init__(self, sampling: dict[str, Any], *, quiet: bool):
         self.messages: list[dict[str, Any]] = []
+        self.images: list[dict[str, Any]] = []
+        """Parts of the next message, before its text."""
         self.sampling = sampling
         self.quiet = quiet
 
@@ -42,7 +45,8 @@ class Conversation(abc.ABC):
 
     def answer(self, text: str) -> None:
         """Answer a message, store both, and print the speed. Ctrl-C ends the answer and keeps its text so far."""
-        asked, answer = [*self.messages, {"role": "user", "content": text}], Answer()
+        asked, answer = [*self.messages, with_images({"role": "user", "content": text}, self.images)], Answer()
+        self.images = []  # also if the model refuses them
         self.produce(asked, answer)
         if answer.fault is not None:
             raise EngineError(answer.fault)
@@ -57,7 +61,8 @@ class Conversation(abc.ABC):
         self.messages = [{"role": "system", "content": text}, *others] if text else others
 
     def reset(self) -> None:
-        """Remove all messages but the system message."""
+        """Remove all messages but the system message, and the images of the next."""
+        self.images = []
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
 

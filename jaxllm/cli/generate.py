@@ -15,6 +15,7 @@ from jaxllm.batches import each
 from jaxllm.cli import prompts, running, terminal
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.forms import add_form_arguments, read_form
+from jaxllm.cli.images import add_image_argument, read_image, text_of, with_images
 from jaxllm.cli.options import (
     add_common_arguments,
     add_lora_argument,
@@ -45,6 +46,7 @@ EXAMPLES = """examples:
   jaxllm generate                                       a demo prompt, written on by the demo model
   jaxllm generate --chat "What is 27 + 15?"             an answer instead of a continuation
   jaxllm generate -m Qwen/Qwen3-0.6B "Once upon a time" --max-tokens 100 --temperature 0
+  jaxllm generate -m Qwen/Qwen3-VL-2B-Instruct --chat --image photo.jpg "What is this?"
   jaxllm generate --file prompts.jsonl --json > answers.jsonl
   jaxllm generate -m Qwen/Qwen3-0.6B --lora sql=./my-adapter "SELECT"
   jaxllm generate --json-schema person.json "A person as JSON: "
@@ -61,6 +63,7 @@ def add_arguments(parser: Parser) -> None:
     add("-f", "--file", metavar="FILE", help=text + "and sampling values for that line; - is stdin")
     add("--chat", action="store_true", help="treat prompts as messages of a user, in the model's chat template")
     add("--system", help="system message for --chat")
+    add_image_argument(parser, "image before each prompt, for a model that sees images")
     add("--json", action="store_true", help="a JSON object per prompt, with token ids and why it ended")
     add_lora_argument(parser, "LoRA adapter that answers all prompts")
     add_form_arguments(parser)
@@ -141,7 +144,16 @@ def _gather(arguments: argparse.Namespace) -> list[prompts.Prompt]:
         jobs = prompts.from_arguments(arguments.prompts)
     else:
         jobs = [prompts.from_nothing(chat=arguments.chat)]
+    if arguments.image:
+        images = list(map(read_image, arguments.image))
+        jobs = [_with_images(job, images) for job in jobs]
     return [_as_message(job, arguments.system) for job in jobs] if arguments.chat else jobs
+
+
+def _with_images(job: prompts.Prompt, images: Sequence[bytes]) -> prompts.Prompt:
+    if job.text is None:
+        raise UsageError(f"{job.origin}: --image takes prompts of text; write images into messages as parts of type image_url")
+    return dataclasses.replace(job, images=images)
 
 
 def _as_message(job: prompts.Prompt, system: str | None) -> prompts.Prompt:
@@ -176,8 +188,14 @@ def _origins_in_errors(jobs: Sequence[prompts.Prompt]) -> Iterator[None]:
 def _as_input(llm: "LLM", job: prompts.Prompt) -> Any:
     """The prompt in the engine's form; applies the model's chat template to messages."""
     if job.messages is not None:
-        return llm.render_conversations(job.messages)[0]
-    return job.text if job.token_ids is None else {"prompt_token_ids": job.token_ids}
+        parts = [{"type": "image", "image": image} for image in job.images]
+        return llm.render_conversations([*job.messages[:-1], with_images(job.messages[-1], parts)])[0]
+    if job.token_ids is not None:
+        return {"prompt_token_ids": job.token_ids}
+    if not job.images:
+        return job.text
+    before = "".join(llm.llm_engine.input_processor.media.image_texts(len(job.images)))
+    return {"prompt": f"{before}{job.text}", "multi_modal_data": {"image": list(job.images)}}
 
 
 def _beginning_on_terminal(job: prompts.Prompt) -> str:
@@ -263,7 +281,7 @@ def _print_answer(index: int, jobs: Sequence[prompts.Prompt], output: "RequestOu
         print(json.dumps({"index": index, **job.as_json(), **_as_json(output)}, ensure_ascii=False), flush=True)
         return
     if len(jobs) > 1 and sys.stdout.isatty():
-        text = job.text or (str(job.messages[-1]["content"]) if job.messages else f"{len(job.token_ids or [])} tokens")
+        text = job.text or (text_of(job.messages[-1]) if job.messages else f"{len(job.token_ids or [])} tokens")
         first = text.strip().split("\n")[0]
         terminal.note(f"[{index + 1}/{len(jobs)}] {first if len(first) <= 70 else first[:69] + '…'}")
     for answer in output.outputs:

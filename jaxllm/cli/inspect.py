@@ -32,6 +32,8 @@ EXAMPLES = """examples:
 
 _WIDTH, _INDENT = 100, 30
 """Columns of the text, and where values begin."""
+IMAGE_SIZES = ((640, 480), (1920, 1080), (4000, 3000))
+"""Pixels of images whose tokens are told."""
 _NAMES = {"name", "qkv", "out", "gate_up", "down", "router", "correction_bias", "shared_gate"}
 """Fields of parts that say what the checkpoint calls something."""
 
@@ -60,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if fault is None else 1
     texts = {name: [_as_text(name, value)] for name, value in report.items()}
     texts["layers"] = list(_layer_kinds(plan.model_config.layers))
+    texts["images"] = [_images_text(report["images"])]
     texts["cache_groups"] = list(map(_cache_group, report["cache_groups"]))
     for name, paragraphs in texts.items():
         for text in paragraphs:
@@ -89,9 +92,12 @@ def describe(plan: "EnginePlan") -> dict[str, Any]:
     if by_row := [layer for layer, place in enumerate(cache.places) if place.group is None]:
         sizes = {"bytes_per_token": 0, "bytes_per_longest_request": cache.row_bytes}
         groups.append({"keeps": "a state by row", "layers": by_row, **sizes})
+    described = plan.model_config.described()
+    del described["vision"]
     return {
         "model": plan.config.model.model,
-        **plan.model_config.described(),
+        **described,
+        "images": _images(plan),
         "num_parameters": num_parameters(plan.model_config),
         "weight_bytes": weight_bytes(plan.model_config),
         "kv_cache_bytes_per_token": len(cache.groups) * cache.block_bytes // cache.block_size,
@@ -99,6 +105,33 @@ def describe(plan: "EnginePlan") -> dict[str, Any]:
         "longest_request_tokens": longest,
         "longest_request_bytes": sum(group["bytes_per_longest_request"] for group in groups),
     }
+
+
+def _images(plan: "EnginePlan") -> dict[str, Any] | None:
+    """How the model sees images, and how many tokens some sizes have; None: it takes text alone."""
+    vision, media = plan.model_config.vision, plan.media
+    if vision is None:
+        return None
+    return {
+        "family": vision.family,
+        "encoder_layers": vision.num_layers,
+        "encoder_width": vision.hidden_size,
+        "patch_size": vision.patch_size,
+        "patches_of_a_token": vision.merge_size**2,
+        "max_patches": plan.config.multimodal.mm_max_patches,
+        "tokens": {} if media is None else {f"{w}x{h}": media.count_tokens(w, h) for w, h in IMAGE_SIZES},
+    }
+
+
+def _images_text(images: dict[str, Any] | None) -> str:
+    if images is None:
+        return "none: it takes text alone"
+    tokens = "".join(f", {size} pixels are {count} tokens" for size, count in images["tokens"].items())
+    return (
+        f"{images['family']}, an encoder of {images['encoder_layers']} layers of width {images['encoder_width']} for patches of "
+        f"{images['patch_size']} x {images['patch_size']} pixels, at most {images['max_patches']} of an image and "
+        f"{images['patches_of_a_token']} of a token{tokens}"
+    )
 
 
 def _memory(plan: "MemoryPlan") -> dict[str, Any]:

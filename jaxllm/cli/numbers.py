@@ -55,5 +55,6 @@ above_zero = ArgumentType(_decimal, "X", lambda value: 0 < value < math.inf, "mu
 not_negative = ArgumentType(_decimal, "X", lambda value: 0 <= value < math.inf, "must not be negative")
 rate = ArgumentType(_decimal, "X", lambda value: value > 0, "must be above 0, or inf")
 fraction = ArgumentType(_decimal, "X", lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
+fraction_or_1 = ArgumentType(_decimal, "X", lambda value: 0 <= value <= 1, "must be from 0 to 1")
 json_object = ArgumentType(read_object, "JSON")
 name_value = ArgumentType(_pair, "NAME=VALUE")

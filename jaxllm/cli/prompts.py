@@ -4,7 +4,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ class Prompt:
     text: str | None = None
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
+    images: Sequence[bytes] = ()
+    """Files of images that go before the text, or before that of the last message."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     origin: str = "prompt"
     """Name in messages: "prompt 0", "prompts.jsonl:7"."""

@@ -280,7 +280,7 @@ def encode(message: Any) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_client_message(frame: bytes) -> ClientMessage:
+def decode_client_message(frame: bytes | memoryview) -> ClientMessage:
     """Decode a message from an API server. Raises MessageError."""
     message = _decode(_client_decoder, frame)
     if isinstance(message, Add) and message.request.sampling_params.seed is None:
@@ -298,7 +298,7 @@ def decode_engine_start(frame: bytes) -> EngineStart:
     return _decode(_start_decoder, frame)
 
 
-def sender_of_add(frame: bytes) -> tuple[str, str] | None:
+def sender_of_add(frame: bytes | memoryview) -> tuple[str, str] | None:
     """API server and request id of an Add that could not be decoded, if readable, so that the sender gets an answer."""
     try:
         fields = msgspec.msgpack.decode(frame)
@@ -331,7 +331,7 @@ def error_of(fault: Fault) -> JaxLLMError:
     return _ERROR_TYPES.get(fault.kind, EngineError)(fault.message)
 
 
-def _decode(decoder: Any, frame: bytes) -> Any:
+def _decode(decoder: Any, frame: bytes | memoryview) -> Any:
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, RecursionError, TypeError, ValueError, OverflowError) as error:

@@ -336,6 +336,7 @@ def resolve_sizes(
         expert_parallel=config.parallel.enable_expert_parallel,
         max_model_len=None if config.model.max_model_len == AUTO_MODEL_LEN else config.model.max_model_len,
         model_class=config.model.model_class,
+        language_model_only=config.multimodal.language_model_only,
     )
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)

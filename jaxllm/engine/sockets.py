@@ -260,7 +260,7 @@ class Listener:
         if source is self._inbox:
             with contextlib.suppress(zmq.Again):
                 while True:
-                    self._take(self._inbox.recv(zmq.NOBLOCK))
+                    self._take(self._inbox.recv(zmq.NOBLOCK, copy=False).buffer)  # a request's images may be megabytes
         elif source == self._parent_fd and self._parent_fd is not None:
             if not os.read(self._parent_fd, 1):
                 logger.warning("the process that started the engine is gone; the engine ends")
@@ -269,7 +269,7 @@ class Listener:
         elif isinstance(source, int) and source in self._processes:
             self._forget(self._processes[source], source)
 
-    def _take(self, frame: bytes) -> None:
+    def _take(self, frame: memoryview) -> None:
         try:
             message = messages.decode_client_message(frame)
         except MessageError as error:

@@ -121,7 +121,7 @@ class MediaProcessor:
         elif isinstance(data, Image.Image):
             image = data
         elif data is None:
-            refuse(name, f"has the uuid {media.uuid!r} and no content, and is not kept here; send its content")
+            refuse(name, "has a uuid and no content, and no image of that uuid is kept here; send its content")
         else:
             refuse(name, f"is a {type(data).__name__}, must be the bytes of a file, a Pillow image, or an array of uint8")
         check_size(*image.size, name, self.options)

@@ -21,6 +21,7 @@ import jinja2.sandbox
 
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.log import logger
+from jaxllm.text.chat_media import IMAGE_PART
 
 if TYPE_CHECKING:
     from jaxllm.text.tokenizer import Tokenizer  # a process that only renders loads no tokenizers
@@ -169,12 +170,15 @@ def render_chat(
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
     content_format: ContentFormat = "auto",
+    image_texts: Sequence[str] = (),
+    interleave_images: bool = False,
     **chat_template_kwargs: Any,
 ) -> str:
-    """The prompt of a conversation. Raises ChatTemplateError or InvalidRequestError.
+    """The prompt of a conversation, in which `split_media` has replaced images. Raises ChatTemplateError or InvalidRequestError.
 
     continue_final_message leaves the last message open, so that the model continues it. content_format says whether the
-    template expects a message's content as a string or as a list of parts; "auto" inspects the template.
+    template expects a message's content as a string or as a list of parts; "auto" inspects the template. image_texts: what stands
+    for each image where content is a string; before the message's text, or with interleave_images where the image's part is.
     """
     if add_generation_prompt and continue_final_message:
         raise InvalidRequestError(
@@ -188,8 +192,9 @@ def render_chat(
         as_parts, keep_strings = compiled.walks, compiled.asks or not compiled.walks
     else:
         as_parts, keep_strings = content_format == "openai", content_format == "string"
+    images = _ImageTexts(image_texts, interleave_images)
     messages = [
-        _normalised(message, number, as_parts=as_parts, keep_strings=keep_strings, arguments=compiled.arguments)
+        _normalised(message, number, images, as_parts=as_parts, keep_strings=keep_strings, arguments=compiled.arguments)
         for number, message in enumerate(_checked_conversation(conversation))
     ]
     mark = f"{uuid.uuid4().hex} "
@@ -224,7 +229,32 @@ def _checked_conversation(conversation: Any) -> Sequence[Mapping[str, Any]]:
     return conversation
 
 
-def _normalised(message: Any, number: int, *, as_parts: bool, keep_strings: bool, arguments: ArgumentsFormat) -> dict[str, Any]:
+class _ImageTexts:
+    """What stands for images in contents that are strings."""
+
+    def __init__(self, texts: Sequence[str], interleaved: bool):
+        self._texts, self._interleaved = iter(texts), interleaved
+
+    def joined(self, parts: Sequence[Mapping[str, Any]], where: str) -> str:
+        """A message's parts as one string."""
+        texts: list[str] = []
+        num_images = 0
+        for part in parts:
+            if part["type"] == "text":
+                texts.append(part["text"])
+                continue
+            if (text := next(self._texts, None)) is None:
+                raise InvalidRequestError(
+                    f"{where} has an image, but the chat template and the model take text alone", "messages"
+                )
+            texts.insert(len(texts) if self._interleaved else num_images, text)
+            num_images += 1
+        return "\n".join(texts)
+
+
+def _normalised(
+    message: Any, number: int, images: _ImageTexts, *, as_parts: bool, keep_strings: bool, arguments: ArgumentsFormat
+) -> dict[str, Any]:
     """One message in the form that the template takes."""
     where = f"message {number}"
     if not isinstance(message, Mapping):
@@ -239,8 +269,8 @@ def _normalised(message: Any, number: int, *, as_parts: bool, keep_strings: bool
         if as_parts and not keep_strings:
             normalised["content"] = [{"type": "text", "text": content}]
     elif isinstance(content, Sequence):
-        texts = [_part_text(part, f"{where}, part {n}") for n, part in enumerate(content)]
-        normalised["content"] = [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
+        parts = [_part(part, f"{where}, part {n}") for n, part in enumerate(content)]
+        normalised["content"] = parts if as_parts else images.joined(parts, where)
     else:
         raise InvalidRequestError(
             f"{where} has content of type {type(content).__name__}, must be a string or a list of parts", "messages"
@@ -250,15 +280,21 @@ def _normalised(message: Any, number: int, *, as_parts: bool, keep_strings: bool
     return normalised
 
 
-def _part_text(part: Any, where: str) -> str:
+def _part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": part}
+    if part == IMAGE_PART:
+        return dict(part)
     if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
         if isinstance(part.get("text"), str):
-            return part["text"]
+            return {"type": "text", "text": part["text"]}
         raise InvalidRequestError(f"{where} has no text", "messages")
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise InvalidRequestError(f"{where} is {kind!r}; only text parts ({{'type': 'text', 'text': …}}) are supported", "messages")
+    raise InvalidRequestError(
+        f"{where} is {kind!r}; parts may be text ({{'type': 'text', 'text': …}}) and, for models that see them, images "
+        "({'type': 'image_url', 'image_url': {'url': …}})",
+        "messages",
+    )
 
 
 def _tool_call(call: Any, where: str, format: ArgumentsFormat) -> dict[str, Any]:
@@ -298,10 +334,10 @@ def _append_mark(message: dict[str, Any], mark: str) -> None:
     content = message["content"]
     if isinstance(content, str):
         message["content"] = content + mark
-    elif content:
+    elif content and content[-1]["type"] == "text":
         message["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
     else:
-        message["content"] = [{"type": "text", "text": mark}]
+        message["content"] = [*content, {"type": "text", "text": mark}]
 
 
 def _cut_at_mark(text: str, mark: str) -> str:

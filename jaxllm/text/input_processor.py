@@ -1,5 +1,6 @@
 """Checks a caller's request and converts it to requests for the engine core, with token ids and complete parameters."""
 
+import contextlib
 import copy
 import itertools
 import numbers
@@ -8,10 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
+import msgspec
+
 from jaxllm import clock
 from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.log import info_once
+from jaxllm.media import ProcessedMedia
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, Grammar
 from jaxllm.request_options import NO_OPTIONS, RequestOptions
@@ -19,25 +23,31 @@ from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
 from jaxllm.served_model import ServedModel
 from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 from jaxllm.text.generation_config import FILE_NAME, GenerationConfig
-from jaxllm.text.tokenization import PLAIN, Tokenization, encode_prompts
+from jaxllm.text.prompt_media import KEYS as MEDIA_KEYS
+from jaxllm.text.prompt_media import PromptMedia, processed_in
+from jaxllm.text.tokenization import PLAIN, Tokenization, cut_images, encode_prompts
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.thinking import PARAM as THINKING
 from jaxllm.thinking import ThinkingBudget, markers
 
 
 class TextPrompt(TypedDict, total=False):
-    """A prompt as text."""
+    """A prompt as text, which has a placeholder of the model's family for each image."""
 
     prompt: str
     cache_salt: str
+    multi_modal_data: Mapping[str, Any]
+    """{"image": …}: a Pillow image, an array uint8 [height, width, 3], the bytes of a file, or a list of them."""
+    multi_modal_uuids: Mapping[str, Any]
+    """{"image": …}: names of their contents, or None: images with equal ones are the same."""
+    mm_processor_kwargs: Mapping[str, Any]
+    """How they are prepared, over the option of that name."""
 
 
-class TokensPrompt(TypedDict, total=False):
+class TokensPrompt(TextPrompt, total=False):
     """A prompt as token ids; its text, if given, is only reported back."""
 
     prompt_token_ids: list[int]
-    prompt: str
-    cache_salt: str
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
@@ -67,6 +77,13 @@ class ParentRequest:
     beam_search_params: BeamSearchParams | None = None
     """If set, a beam search runs, and the other fields describe its first step."""
 
+    def forget_payloads(self) -> None:
+        """Free the contents of its items, which the core has, in place: it will not be sent again."""
+        for place, child in enumerate(self.children):
+            if child.items:
+                items = tuple(msgspec.structs.replace(item, payload=b"") for item in child.items)
+                self.children[place] = replace(child, items=items)
+
 
 class InputProcessor:
     """Checks requests and completes their parameters."""
@@ -82,8 +99,10 @@ class InputProcessor:
         processor_arguments: Mapping[str, int] | None = None,
         namespace: str = "",
         compile_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None,
+        media: PromptMedia | None = None,
     ):
         self.tokenizer = tokenizer
+        self.media = media or PromptMedia(None, config.multimodal, config.model.model)
         self._compile_grammar = compile_grammar
         self.processor_arguments = processor_arguments or {}
         self.max_model_len = max_model_len
@@ -126,6 +145,8 @@ class InputProcessor:
     ) -> ParentRequest:
         """Check a prompt and complete its parameters. Raises InvalidRequestError, or TypeError for a request id that is no string.
 
+        Prepares its images, and waits for them, unless `media.submit` and `with_processed` have.
+
         A cache salt in the prompt replaces that of the options. `grammar`: the compiled structured output of `params`; None: compile
         it here, and wait for it.
         """
@@ -136,15 +157,18 @@ class InputProcessor:
                 f"sampling_params is a {type(params).__name__}, must be SamplingParams", "sampling_params"
             )
         arrival_time = clock.now() if arrival_time is None else arrival_time
-        text, token_ids, salt = self._read_prompt(prompt)
+        processed = [image.result() for image in self.media.submit(prompt)]
+        text, token_ids, salt = self._read_prompt(prompt, processed)
         options = self._checked_options(options if salt is None else replace(options, cache_salt=salt))
         self._check_token_ids(token_ids)
+        token_ids, items = self.media.expand(token_ids, processed)
         internal_id = f"{request_id}-{self._namespace}{next(self._numbers):x}"
         if isinstance(params, PoolingParams):
-            token_ids = self._truncated(text, token_ids, params)
+            token_ids = self._truncated(text, token_ids, params, has_items=bool(items))
             request = EngineCoreRequest(
                 request_id=internal_id,
                 prompt_token_ids=token_ids,
+                items=items,
                 sampling_params=_NOTHING_SAMPLED,
                 pooling_params=self._completed_pooling(params, len(token_ids)),
                 arrival_time=arrival_time,
@@ -166,6 +190,7 @@ class InputProcessor:
             EngineCoreRequest(
                 request_id=internal_id if params.n == 1 else f"{index}_{internal_id}",
                 prompt_token_ids=token_ids,
+                items=items,
                 sampling_params=self._child_params(params, index),
                 eos_token_ids=self.eos_token_ids,
                 arrival_time=arrival_time,
@@ -224,30 +249,46 @@ class InputProcessor:
         return {text: token_id for token_id, text in self.tokenizer.added_tokens.items() if token_id < self._vocab_size}
 
     def tokenize_texts(self, prompts: Sequence[Prompt], tokenization: Tokenization = PLAIN) -> list[Prompt]:
-        """Tokenize the texts among the prompts in one batch, which uses every core. Invalid prompts stay unchanged."""
+        """Tokenize the texts among the prompts in one batch, which uses every core, and prepare their images. Invalid prompts stay
+        unchanged. Raises InvalidRequestError for images that truncation would cut.
+        """
+        prepared: list[Any] = self.media.prepared(prompts)
         if self.tokenizer is None:
-            return list(prompts)
-        texts = {place: text for place, prompt in enumerate(prompts) if (text := _untokenized(prompt))}
-        tokenized: list[Any] = list(prompts)
-        all_ids = tokenization.encode(self.tokenizer, list(texts.values()), self.max_model_len)
-        for (place, text), token_ids in zip(texts.items(), all_ids, strict=True):
-            known: Any = prompts[place]
-            tokenized[place] = {**({} if isinstance(known, str) else known), "prompt": text, "prompt_token_ids": token_ids}
-        return tokenized
+            return prepared
+        texts: dict[int, str] = {}
+        images: dict[int, list[ProcessedMedia]] = {}
+        for place, prompt in enumerate(prepared):
+            if (text := _untokenized(prompt)) and (found := processed_in(prompt)) is not None:
+                with contextlib.suppress(InvalidRequestError):
+                    texts[place], images[place] = self.media.expand_text(text, found), found
+        for has_images in (False, True):
+            places = [place for place in texts if bool(images[place]) is has_images]
+            batch = [texts[place] for place in places]
+            all_ids = tokenization.encode(self.tokenizer, batch, self.max_model_len, truncates=not has_images)
+            for place, token_ids in zip(places, all_ids, strict=True):
+                if has_images:
+                    try:
+                        token_ids, _ = self.media.expand(token_ids, images[place])
+                    except InvalidRequestError:
+                        continue
+                    tokenization.check_uncut(len(token_ids), self.max_model_len)
+                known: Any = prepared[place] if isinstance(prepared[place], Mapping) else {"prompt": prepared[place]}
+                prepared[place] = {**known, "prompt_token_ids": token_ids}
+        return prepared
 
-    def _read_prompt(self, prompt: Any) -> tuple[str | None, list[int], str | None]:
+    def _read_prompt(self, prompt: Any, images: Sequence[ProcessedMedia]) -> tuple[str | None, list[int], str | None]:
         """Text if known, token ids and cache salt of any form of prompt."""
         if isinstance(prompt, Mapping):
             for key in prompt:
-                if key not in _PROMPT_KEYS:
-                    raise InvalidRequestError(unknown_name("key of a prompt", str(key), _PROMPT_KEYS), "prompt")
+                if key not in (*_PROMPT_KEYS, *MEDIA_KEYS):
+                    raise InvalidRequestError(unknown_name("key of a prompt", str(key), (*_PROMPT_KEYS, *MEDIA_KEYS)), "prompt")
             text, token_ids, salt = (prompt.get(key) for key in _PROMPT_KEYS)
             if text is not None and not isinstance(text, str):
                 raise InvalidRequestError(f"prompt is a {type(text).__name__}, must be a string", "prompt")
             if token_ids is not None:
                 return text, _read_token_ids(token_ids), salt
             if text is not None:
-                return text, self._encode(text), salt
+                return text, self._encode(self.media.expand_text(text, images)), salt
             raise InvalidRequestError("prompt has neither 'prompt' nor 'prompt_token_ids'", "prompt")
         if isinstance(prompt, str):
             return prompt, self._encode(prompt), None
@@ -294,8 +335,8 @@ class InputProcessor:
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         return params
 
-    def _truncated(self, text: str | None, token_ids: list[int], params: PoolingParams) -> list[int]:
-        """The token ids, truncated. The special tokens around a text are kept."""
+    def _truncated(self, text: str | None, token_ids: list[int], params: PoolingParams, *, has_items: bool) -> list[int]:
+        """The token ids, truncated. The special tokens around a text are kept. Raises InvalidRequestError if items would be cut."""
         limit = params.truncate_prompt_tokens
         if limit is None:
             return token_ids
@@ -307,6 +348,8 @@ class InputProcessor:
         limit = self.max_model_len if limit == -1 else limit
         if len(token_ids) <= limit:
             return token_ids
+        if has_items:
+            raise cut_images(len(token_ids), limit)
         first, last = 0, len(token_ids)
         if text is not None and self.tokenizer is not None:
             plain = self.tokenizer.encode(text, add_special_tokens=False)

@@ -45,17 +45,35 @@ class Tokenization:
         if self.truncation_side not in ("left", "right"):
             raise InvalidRequestError(f"truncation_side is {self.truncation_side!r}, must be left or right", _PARAM)
 
-    def encode(self, tokenizer: Tokenizer, texts: Sequence[str], max_model_len: int) -> list[list[int]]:
-        """The ids of each text. Raises InvalidRequestError."""
+    def encode(
+        self, tokenizer: Tokenizer, texts: Sequence[str], max_model_len: int, *, truncates: bool = True
+    ) -> list[list[int]]:
+        """The ids of each text, truncated unless told otherwise. Raises InvalidRequestError."""
         if self.add_special_tokens:
             all_ids = encode_prompts(tokenizer, texts)
         else:
             all_ids = tokenizer.encode_batch(texts, add_special_tokens=False)
-        limit = self.truncate_prompt_tokens
-        if limit is None:
+        limit = self._limit(max_model_len)
+        if limit is None or not truncates:
             return all_ids
-        limit = max_model_len - 1 if limit == -1 else limit
         return [ids[-limit:] if self.truncation_side == "left" else ids[:limit] for ids in all_ids]
+
+    def check_uncut(self, num_tokens: int, max_model_len: int) -> None:
+        """Raise InvalidRequestError for a prompt with images that would be truncated."""
+        if (limit := self._limit(max_model_len)) is not None and num_tokens > limit:
+            raise cut_images(num_tokens, limit)
+
+    def _limit(self, max_model_len: int) -> int | None:
+        return max_model_len - 1 if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+
+
+def cut_images(num_tokens: int, limit: int) -> InvalidRequestError:
+    """The error for a prompt whose images truncation would cut."""
+    return InvalidRequestError(
+        f"prompt has {num_tokens} tokens with those of its images, truncate_prompt_tokens is {limit}; images are never cut: send fewer "
+        "or smaller ones, or a shorter text",
+        "truncate_prompt_tokens",
+    )
 
 
 PLAIN = Tokenization()

@@ -8,6 +8,7 @@ from jaxllm.thinking import PARAM as THINKING_BUDGET
 from server.errors import bad_request
 from server.messages.tools import as_functions
 from server.protocol.anthropic import (
+    ImageBlock,
     InputMessage,
     MessagesRequest,
     Prompt,
@@ -23,11 +24,11 @@ from server.protocol.anthropic import (
 from server.protocol.nested import parse
 
 BLOCKS: dict[str, dict[str, Any]] = {
-    "user": {"text": TextBlock, "tool_result": ToolResultBlock, "tool_reference": ToolReference},
+    "user": {"text": TextBlock, "image": ImageBlock, "tool_result": ToolResultBlock, "tool_reference": ToolReference},
     "assistant": {"text": TextBlock, "tool_use": ToolUseBlock, "thinking": ThinkingBlock},
     "system": {"text": TextBlock, "tool_addition": ToolAddition, "tool_removal": ToolRemoval},
     "system prompt": {"text": TextBlock},
-    "tool": {"text": TextBlock, "tool_reference": ToolReference},
+    "tool": {"text": TextBlock, "image": ImageBlock, "tool_reference": ToolReference},
 }
 """The block types allowed for each role, in `system`, and in the result of a tool."""
 
@@ -107,19 +108,19 @@ def _as_chat_messages(message: InputMessage, where: str, seen: list[Any]) -> lis
     blocks = _blocks(message.content, where, message.role)
     seen += blocks
     results = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result_text(block, f"{where}[{place}].content", seen)}
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, f"{where}[{place}].content", seen)}
         for place, block in enumerate(blocks)
         if isinstance(block, ToolResultBlock)
     ]
-    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
-    has_text = any(isinstance(block, TextBlock) for block in blocks)
+    content = _content(blocks)
+    has_text = any(isinstance(block, TextBlock | ImageBlock) for block in blocks)
     if message.role != "assistant":
         changes_tools = any(isinstance(block, ToolAddition | ToolRemoval | ToolReference) for block in blocks)
-        return [*results, {"role": message.role, "content": text}] if has_text or not (results or changes_tools) else results
+        return [*results, {"role": message.role, "content": content}] if has_text or not (results or changes_tools) else results
     chat: dict[str, Any] = {"role": "assistant"}
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if has_text or not calls:
-        chat["content"] = text
+        chat["content"] = content
     if calls:
         chat["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.input)}}
@@ -140,7 +141,7 @@ def _blocks(content: str | Sequence[Mapping[str, Any]], where: str, role: str) -
         model = known.get(kind) if isinstance(kind, str) else None
         if model is None:
             raise bad_request(
-                f"{where}[{place}].type is {kind!r:.80}; this server takes text only: {', '.join(known)} in a message of the {role}",
+                f"{where}[{place}].type is {kind!r:.80}; supported are {', '.join(known)} in a message of the {role}",
                 param=f"{where}[{place}].type",
             )
         blocks.append(parse(model, block, f"{where}[{place}]"))
@@ -151,14 +152,29 @@ def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
     return "".join(block.text for block in _blocks(content, where, "system prompt"))
 
 
-def _result_text(block: ToolResultBlock, where: str, seen: list[Any]) -> str:
-    """Text of a result for the model; of a search for tools, their names."""
+def _content(blocks: Sequence[Any], before: str = "", after: str = "") -> str | list[dict[str, Any]]:
+    """The text of blocks, between others; or parts, if there are images among them."""
+    texts = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    if not any(isinstance(block, ImageBlock) for block in blocks):
+        return before + texts + after
+    parts: list[dict[str, Any]] = [{"type": "text", "text": before}]
+    for block in blocks:
+        if isinstance(block, ImageBlock):
+            parts.append({"type": "image_url", "image_url": block.address})
+        elif isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+    return [part for part in (*parts, {"type": "text", "text": after}) if part.get("text") != ""]
+
+
+def _result(block: ToolResultBlock, where: str, seen: list[Any]) -> str | list[dict[str, Any]]:
+    """Content of a call's result for the model; of a search for tools, their names."""
     parts = _blocks(block.content or "", where, "tool")
     seen += parts
-    text = "".join(part.text for part in parts if isinstance(part, TextBlock))
+    found = ""
     if names := [part.name_of_tool for part in parts if isinstance(part, ToolReference)]:
-        text += ("\n" if text else "") + f"Tools found: {', '.join(names)}"
-    return f"Error: {text}" if block.is_error else text  # chat templates have no other place for it
+        has_text = any(isinstance(part, TextBlock) and part.text for part in parts)
+        found = "\n" * has_text + f"Tools found: {', '.join(names)}"
+    return _content(parts, "Error: " if block.is_error else "", found)  # chat templates have no other place for it
 
 
 def _tool_choice(choice: ToolChoice) -> dict[str, Any]:

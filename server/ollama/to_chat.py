@@ -1,6 +1,6 @@
 """Converts ollama's requests to the equivalent chat and completion requests."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.sampling_params import IN_REQUESTS
@@ -51,19 +51,25 @@ def chat_fields(
         fields["reasoning_effort"] = body.think
     if isinstance(body, OllamaGenerateRequest):
         system = [] if not body.system else [{"role": "system", "content": body.system}]
-        return {**fields, "messages": [*system, {"role": "user", "content": body.prompt or ""}]}
+        return {**fields, "messages": [*system, {"role": "user", "content": _content(body.prompt, body.images)}]}
     if body.tools:
         fields["tools"] = body.tools
     return {**fields, "messages": _messages(body.messages)}
+
+
+def _content(text: str | None, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
+    """The content of a message: its images stand before its text, as in ollama. They are base64, or data: URLs."""
+    if not images:
+        return text or ""
+    urls = [image if image.startswith("data:") else f"data:image;base64,{image}" for image in images]
+    return [*({"type": "image_url", "image_url": url} for url in urls), {"type": "text", "text": text or ""}]
 
 
 def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Messages in OpenAI's format. Calls have no ids here: results match calls by order."""
     found, open_ids, num_calls = [], [], 0
     for message in given:
-        if message.images:
-            raise bad_request("messages has images; this server takes text only", "messages")
-        fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        fields: dict[str, Any] = {"role": message.role, "content": _content(message.content, message.images)}
         if message.thinking:
             fields["reasoning"] = message.thinking
         if message.tool_calls:

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages API, as far as a text-only engine supports them."""
+"""Bodies of Anthropic's Messages API, as far as an engine that writes text supports them."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,6 +15,34 @@ class TextBlock(RequestModel):
 
     type: Literal["text"]
     text: str
+
+
+class Base64Source(RequestModel):
+    """An image itself."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class UrlSource(RequestModel):
+    """Where an image is."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(RequestModel):
+    """An image."""
+
+    type: Literal["image"]
+    source: Base64Source | UrlSource = Field(discriminator="type")
+
+    @property
+    def address(self) -> str:
+        """Where it is, as a URL."""
+        source = self.source
+        return f"data:{source.media_type};base64,{source.data}" if isinstance(source, Base64Source) else source.url
 
 
 class ToolUseBlock(RequestModel):

@@ -5,19 +5,57 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from server.protocol.common import MAX_LABELS, NO_EFFECT, NO_VERBOSITY, Items, RequestModel, SamplingFields
+from server.protocol.common import (
+    MAX_LABELS,
+    NO_EFFECT,
+    NO_VERBOSITY,
+    ImageSettings,
+    Items,
+    RequestModel,
+    SamplingFields,
+    ShortText,
+)
 
 Role = Annotated[str, Field(min_length=1, max_length=64)]
 """Any role that the chat template supports: system, developer, user, assistant, tool, function; ipython, critic and so on."""
 
 
-class ContentPart(RequestModel):
-    """A part of a message. Only text is supported; what kind a part is of is checked where the error can name it."""
+class ImageUrl(RequestModel):
+    """Where an image is."""
 
-    type: str
+    url: str
+    detail: ShortText | None = None
+
+
+class ContentPart(RequestModel):
+    """A part of a message: text or an image. What kind a part is of is checked where the error can name it."""
+
+    type: str | None = None
+    """None: the field that it has tells."""
     text: str | None = None
     refusal: str | None = None
     thinking: str | None = None
+    image_url: str | ImageUrl | None = None
+    detail: ShortText | None = None
+    file_id: ShortText | None = None
+    uuid: ShortText | None = None
+    """The client's name of the content, instead of it if it was sent before."""
+
+    image_embeds: Any = None
+    video_url: Any = None
+    video_embeds: Any = None
+    audio_url: Any = None
+    audio_embeds: Any = None
+    input_audio: Any = None
+    """None of these is supported: they tell the kind of a part without a type, for its refusal."""
+
+    @property
+    def kind(self) -> str:
+        """The type, or the field that tells it."""
+        return self.type or next((name for name in _KINDS if getattr(self, name) is not None), "")
+
+
+_KINDS = ("text", "image_url", *(name for name in ContentPart.model_fields if name.endswith(("_embeds", "_url", "_audio"))))
 
 
 class CalledFunction(RequestModel):
@@ -106,3 +144,4 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Annotated[Items[str], Field(max_length=MAX_LABELS)] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    mm_processor_kwargs: ImageSettings | None = None

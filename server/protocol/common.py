@@ -24,6 +24,8 @@ MAX_ARGUMENTS = 4096
 """Most arguments of a logits processor."""
 MAX_LABELS = 64
 """Entries of lists and objects of labels, such as metadata."""
+ImageSettings = Annotated[dict[str, Any], Field(max_length=MAX_LABELS)]
+"""mm_processor_kwargs: how images are prepared, by the names of the model's family."""
 ShortText = Annotated[str, Field(max_length=512)]
 """Labels that clients put on requests; the server ignores them."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
@@ -42,11 +44,13 @@ UNSUPPORTED = {
     "suffix": "a prompt in the model's own fill-in-the-middle format",
     "prompt_embeds": "text or token ids",
     "watermarking": "nothing: outputs carry no watermark",
-    "media_io_kwargs": "text only: this server takes no media",
-    "mm_processor_kwargs": "text only: this server takes no media",
-    "mm_payload": "text only: this server takes no media",
-    "return_mm_kwargs": "text only: this server takes no media",
-    "audio": "text only: this server takes no media",
+    "media_io_kwargs": "the server's --media-io-kwargs",
+    "mm_processor_kwargs": "/v1/chat/completions, which takes it with --trust-request-mm-kwargs",
+    "multi_modal_data": "/v1/chat/completions, with images as parts of messages",
+    "multi_modal_uuids": "/v1/chat/completions, with a uuid in the image's part",
+    "mm_payload": "images as parts of messages",
+    "return_mm_kwargs": "images as parts of messages",
+    "audio": "text and images: models hear and speak nothing",
     "ec_transfer_params": "nothing: this server moves no caches",
     "return_token_offsets": "logprobs with text_offset",
     "return_prompt_text": "echo",

@@ -8,9 +8,8 @@ from pydantic import ConfigDict, Field
 from server.protocol.chat import MAX_TOOLS, MessageToolCall
 from server.protocol.common import MAX_LABELS, Int64, Items, RequestModel
 
-_MEDIA = "text only: this server takes no media"
-
-
+MAX_IMAGES = 1024
+"""Maximum number of images of a prompt; the model may take fewer (--limit-mm-per-prompt)."""
 LOADING = frozenset(
     (
         "num_ctx",
@@ -51,8 +50,6 @@ class Options(RequestModel):
 class OllamaRequest(RequestModel):
     """Fields of both requests."""
 
-    REFUSED: ClassVar[Mapping[str, str]] = {"images": _MEDIA}
-
     model: str | None = None
     stream: bool | None = None
     """None: yes."""
@@ -86,7 +83,6 @@ class OllamaGenerateRequest(OllamaRequest):
     """POST /api/generate."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
-        "images": _MEDIA,
         "suffix": "a prompt in the model's own fill-in-the-middle format, with raw",
         "template": "raw, with a prompt that has the template's text",
         "context": "/api/chat, with the messages so far",
@@ -94,6 +90,7 @@ class OllamaGenerateRequest(OllamaRequest):
 
     prompt: str | None = None
     system: str | None = None
+    images: Annotated[Items[str], Field(max_length=MAX_IMAGES)] | None = None
     raw: bool | None = None
     """The prompt is what the model reads: no chat template."""
 

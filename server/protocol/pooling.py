@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field
 
 from server.protocol.chat import Message
-from server.protocol.common import EngineFields, Items, RequestId, RequestModel, ShortText
+from server.protocol.common import EngineFields, ImageSettings, Items, RequestId, RequestModel, ShortText
 from server.protocol.completions import Ids, Lists, Texts
 
 EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
@@ -40,6 +40,7 @@ class VectorFields(PoolingFields):
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: ImageSettings | None = None
 
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
     embed_dtype: EmbedDtype = "float32"

@@ -1,4 +1,4 @@
-"""Bodies of the Responses API, as far as a text-only engine supports them."""
+"""Bodies of the Responses API, as far as an engine that writes text supports them."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -136,7 +136,7 @@ class ResponsesRequest(PassedOn):
         "background_options": "background alone, which begins at once",
         "previous_input_messages": "input, with the whole conversation",
         "enable_response_messages": "/tokenize with the messages, for what the model reads",
-        "image": "text only: this server takes no media",
+        "image": "input, with a part of type input_image",
         "response_format": "text.format",
         "max_tokens": "max_output_tokens",
         "max_completion_tokens": "max_output_tokens",

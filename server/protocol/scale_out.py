@@ -31,8 +31,8 @@ class GenerateRequest(SessionFields):
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         **RequestModel.REFUSED,
-        "features": "text only: this server takes no media",
-        "content_parts": "text only: this server takes no media",
+        "features": "/v1/chat/completions for conversations with images",
+        "content_parts": "/v1/chat/completions for conversations with images",
     }
 
     request_id: RenderedId | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from server.protocol.chat import MAX_TOOLS, Message, Tool
-from server.protocol.common import Items, RequestModel
+from server.protocol.common import ImageSettings, Items, RequestModel
 
 
 class TokenizeRequest(RequestModel):
@@ -23,6 +23,7 @@ class TokenizeRequest(RequestModel):
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: ImageSettings | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 

@@ -25,9 +25,12 @@ MODELS: dict[str, type[RequestModel]] = {
     "custom_tool_call_output": CustomToolCallOutput,
     "reasoning": ReasoningItem,
 }
+_WITH_IMAGES = ("message", "function_call_output", "custom_tool_call_output")
 ITEMS_IN_A_PIECE = 256
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Part types that hold text, with their text field."""
+IMAGE_PART = "input_image"
+"""The part type of an image."""
 
 
 def as_items(given: str | Sequence[Any]) -> list[dict[str, Any]]:
@@ -56,14 +59,26 @@ def _checked(item: Any, where: str) -> dict[str, Any]:
         raise bad_request(f"{where}.type is {kind!r:.80}, supported are {', '.join(MODELS)}", param=f"{where}.type")
     checked = parse(model, item, where)
     for field in ("content", "output", "summary"):
-        _check_parts(getattr(checked, field, None), f"{where}.{field}")
+        _check_parts(getattr(checked, field, None), f"{where}.{field}", takes_images=kind in _WITH_IMAGES)
     return {"type": kind, **checked.model_dump(exclude_none=True)}
 
 
-def _check_parts(parts: Any, where: str) -> None:
+def _check_parts(parts: Any, where: str, *, takes_images: bool) -> None:
     if isinstance(parts, list):
         for place, part in enumerate(parts):
-            _text_of_part(part, f"{where}[{place}]")
+            if takes_images and part.get("type") == IMAGE_PART:
+                _check_image(part, f"{where}[{place}]")
+            else:
+                _text_of_part(part, f"{where}[{place}]")
+
+
+def _check_image(part: Mapping[str, Any], where: str) -> None:
+    if part.get("file_id") is not None:
+        raise bad_request(
+            f"{where}.file_id is not supported: no files are kept here; send the image as image_url", f"{where}.file_id"
+        )
+    if not isinstance(part.get("image_url"), str):
+        raise bad_request(f"{where}.image_url must be a string", f"{where}.image_url")
 
 
 def _text_of_part(part: Mapping[str, Any], where: str = "") -> str:
@@ -74,7 +89,7 @@ def _text_of_part(part: Mapping[str, Any], where: str = "") -> str:
         field = TEXT_PARTS[kind]
     else:
         raise bad_request(
-            f"{where}.type is {kind!r:.80}, supported are {', '.join(TEXT_PARTS)}: this model takes text only",
+            f"{where}.type is {kind!r:.80}, supported are {', '.join(TEXT_PARTS)}, and {IMAGE_PART} in messages and outputs of calls",
             param=f"{where}.type",
         )
     if not isinstance(part.get(field), str):
@@ -89,6 +104,18 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     return "".join(_text_of_part(part) for part in content)
 
 
+def content_of(content: str | Sequence[Mapping[str, Any]] | None) -> str | list[dict[str, Any]]:
+    """Checked content parts for a chat message: their text, or the parts if there are images among them."""
+    if content is None or isinstance(content, str) or not any(part.get("type") == IMAGE_PART for part in content):
+        return text_of(content)
+    return [
+        {name: part[name] for name in ("type", "image_url", "detail", "uuid") if name in part}
+        if part.get("type") == IMAGE_PART
+        else {"type": "text", "text": _text_of_part(part)}
+        for part in content
+    ]
+
+
 def as_messages(items: Sequence[Mapping[str, Any]], instructions: str | None = None) -> list[dict[str, Any]]:
     """Convert items to chat messages: consecutive reasoning, text and calls of the assistant become one message.
 
@@ -100,16 +127,22 @@ def as_messages(items: Sequence[Mapping[str, Any]], instructions: str | None = N
     for item in items:
         _ADD[item["type"]](messages, item)
     if instructions is not None and len(messages) > 1 and messages[1]["role"] in ("system", "developer"):
-        messages[0:2] = [{"role": "system", "content": f"{instructions}\n\n{messages[1]['content']}"}]
+        messages[0:2] = [{"role": "system", "content": _joined(instructions, messages[1]["content"])}]
     return messages
 
 
+def _joined(instructions: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return f"{instructions}\n\n{content}"
+    return [{"type": "text", "text": f"{instructions}\n\n"}, *content]
+
+
 def _add_message(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    text = text_of(item["content"])
+    content = content_of(item["content"])
     if item["role"] != "assistant":
-        messages.append({"role": item["role"], "content": text})
+        messages.append({"role": item["role"], "content": content})
         return
-    _assistant(messages, without=("content", "tool_calls"))["content"] = text
+    _assistant(messages, without=("content", "tool_calls"))["content"] = content
 
 
 def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
@@ -120,7 +153,7 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
 
 
 def _add_output(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"])})
+    messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content_of(item["output"])})
 
 
 def _add_reasoning(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:

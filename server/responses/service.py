@@ -155,7 +155,7 @@ class ResponsesService:
         history, num_bytes = self._history(request.previous_response_id, owner)
         with renamed_params(RENAMED):
             conversation = await self._converted(request, [*history, *new_items], "input_tokens", num_bytes)
-            return len(await self._context.chat.encode(conversation))
+            return len((await self._context.chat.render(conversation)).token_ids)
 
     async def _converted(
         self, request: ResponsesRequest, items: list[dict[str, Any]], request_id: str, num_bytes: int

@@ -36,6 +36,11 @@ _json = msgspec.json.encode
 
 MAX_TEMPLATE_KWARGS_BYTES = 4096
 MAX_TEMPLATE_CHARACTERS = 1 << 17
+IMAGES = ("image_url", "input_image")
+"""Types of parts that are images."""
+_OF_IMAGES = {"image_url", "detail", "file_id", "uuid"}
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+"""Types of parts that are text, and the field that has it."""
 
 
 @router.post("/v1/chat/completions", openapi_extra=json_body(ChatCompletionRequest))
@@ -49,6 +54,7 @@ async def create_chat_completion(request: Request) -> Response:
         conversation = await context.work.unless_small(work)
         conversation.adapter = adapter
         chat = await context.chat.prepare(conversation)
+    body.messages.clear()  # they may have images, and the answer may take long
     reply = ChatReply(body, chat, context)
     if body.stream:
         return EventStream(
@@ -89,7 +95,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
     if add_generation_prompt is None:
         add_generation_prompt = not body.continue_final_message
     return Conversation(
-        messages=[to_message(message) for message in body.messages],
+        messages=[to_message(message, place) for place, message in enumerate(body.messages)],
         params=params,
         beam_search=search,
         request_id=f"chatcmpl-{request_id}",
@@ -106,15 +112,16 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         reasoning_effort=body.reasoning_effort,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
+        mm_processor_kwargs=body.mm_processor_kwargs,
         constraint_param=constraint_param(body),
         asked_tokens=asked,
         options=engine_options(body),
     )
 
 
-def to_message(message: Message) -> dict[str, Any]:
-    """A message in the form that templates read. Raises ApiError."""
-    found: dict[str, Any] = {"role": message.role, "content": _content(message)}
+def to_message(message: Message, place: int) -> dict[str, Any]:
+    """The message at a place in the form that templates read, with its images. Raises ApiError."""
+    found: dict[str, Any] = {"role": message.role, "content": _content(message, f"messages[{place}].content")}
     if message.name is not None:
         found["name"] = message.name
     if message.tool_calls:
@@ -129,28 +136,28 @@ def to_message(message: Message) -> dict[str, Any]:
     return found
 
 
-def _content(message: Message) -> Any:
+def _content(message: Message, where: str) -> Any:
     content = message.content
     if content is None:
         return message.refusal or ("" if not message.tool_calls else None)
     if isinstance(content, str):
         return content
     parts = []
-    for part in content:
-        text: str | None
+    for place, part in enumerate(content):
         if isinstance(part, str):
-            text = part
-        elif part.type in ("text", "input_text", "output_text"):
-            text = part.text
-        elif part.type == "refusal":
-            text = part.refusal
-        elif part.type == "thinking":
-            text = part.thinking
+            parts.append({"type": "text", "text": part})
+        elif (kind := part.kind) in IMAGES:
+            parts.append({"type": kind, **part.model_dump(include=_OF_IMAGES, exclude_none=True)})
+        elif kind not in _TEXTS:
+            raise bad_request(
+                f"{where}[{place}] is a part of type {kind[:40]!r}; only text and, for models that see them, images (image_url) are "
+                "supported",
+                "messages",
+            )
+        elif (text := getattr(part, _TEXTS[kind])) is None:
+            raise bad_request(f"{where}[{place}] is a text part without text", "messages")
         else:
-            raise bad_request(f"messages has a part of type {part.type[:40]!r}; only text parts are supported", "messages")
-        if text is None:
-            raise bad_request("messages has a text part without text", "messages")
-        parts.append({"type": "text", "text": text})
+            parts.append({"type": "text", "text": text})
     return parts
 
 
@@ -209,7 +216,7 @@ class ChatReply:
         if conversation.add_generation_prompt and last["role"] != self._context.options.chat.response_role:
             return ""
         content = last.get("content") or ""
-        return content if isinstance(content, str) else "".join(part["text"] for part in content)
+        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
     # Whole reply
 

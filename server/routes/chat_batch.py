@@ -97,4 +97,8 @@ def _joined(request_id: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _sum(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _sum(value, other[name]) if isinstance(value, dict) else value + other[name] for name, value in one.items()}
+    """Add numbers by their names; a name that is missing counts as 0."""
+    found = dict(other)
+    for name, value in one.items():
+        found[name] = _sum(value, other.get(name, {})) if isinstance(value, dict) else value + other.get(name, 0)
+    return found

@@ -43,6 +43,7 @@ async def create_message(request: Request) -> Response:
     body = await read_body(request, MessagesRequest)
     limit = Deadline(context.time_limit(body.timeout))
     chat = await prepared(request, body, limit)
+    body.messages.clear()  # they may have images, and the answer may take long
     reply = MessageReply(body, chat, context, limit)
     if body.stream:
         return EventStream(
@@ -76,7 +77,7 @@ async def count_tokens(request: Request) -> Response:
     await context.adapter_of(body.model)
     with renamed_params(RENAMED):
         conversation = await _conversation(request, prompt_fields, body, "count_tokens")
-        ids = await context.chat.encode(conversation)
+        ids = (await context.chat.render(conversation)).token_ids
     return Response(encoded({"input_tokens": len(ids)}), media_type="application/json")
 
 

@@ -21,7 +21,7 @@ from server.context import ServerContext, context_of, request_id_of
 from server.converted import conversation_of, renamed_params
 from server.deadline import Deadline
 from server.endings import end_of
-from server.errors import as_api_error
+from server.errors import as_api_error, bad_request
 from server.ollama.about import time_text
 from server.ollama.errors import as_ollama_error
 from server.ollama.names import adapter_of
@@ -154,6 +154,8 @@ class _Raw:
         cls, body: OllamaGenerateRequest, context: ServerContext, request_id: str, adapter: str | None
     ) -> "_Raw":
         """Raises ApiError or InvalidRequestError."""
+        if body.images:
+            raise bad_request("images need the chat template; leave out raw", "images")
         longest = context.engine.max_model_len
         sampling = sampling_fields(body, "max_tokens", longest, context.chat_defaults)
         fields = {"max_tokens": longest, **sampling, "prompt": body.prompt}

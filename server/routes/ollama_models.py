@@ -167,4 +167,5 @@ def _capabilities(context: ServerContext) -> list[str]:
         return ["embedding"]
     speech = context.chat.speech if context.engine.input_processor.tokenizer is not None else None
     tools = ["tools"] if speech is not None and speech.tool_name is not None else []
-    return ["completion", *tools, *(["thinking"] if speech is not None and speech.reasoning_name is not None else [])]
+    vision = ["vision"] if context.engine.input_processor.media.sees_images else []
+    return ["completion", *tools, *vision, *(["thinking"] if speech is not None and speech.reasoning_name is not None else [])]

@@ -213,8 +213,8 @@ async def _pool(
         special = body.add_special_tokens
         if isinstance(body, VectorFields) and body.messages is not None:
             work = in_one_piece(_conversation, body, context, request_id)
-            ids = await context.chat.encode(await context.work.unless_small(work))
-            inputs = [Input(ids, "messages", inputs[0].params)]
+            rendered = await context.chat.render(await context.work.unless_small(work))
+            inputs = [Input(rendered.token_ids, "messages", inputs[0].params, rendered.images)]
         requests = await service.prepare(
             inputs,
             request_id,
@@ -232,7 +232,7 @@ async def _pool(
 def _conversation(body: VectorFields, context: ServerContext, request_id: str) -> Conversation:
     check_template(body.chat_template, body.chat_template_kwargs, context.options.chat)
     return Conversation(
-        messages=[to_message(message) for message in body.messages or ()],
+        messages=[to_message(message, place) for place, message in enumerate(body.messages or ())],
         params=SamplingParams(),
         request_id=request_id,
         add_generation_prompt=body.add_generation_prompt,
@@ -240,6 +240,7 @@ def _conversation(body: VectorFields, context: ServerContext, request_id: str) -
         add_special_tokens=bool(body.add_special_tokens),
         chat_template=body.chat_template,
         chat_template_kwargs=body.chat_template_kwargs,
+        mm_processor_kwargs=body.mm_processor_kwargs,
     )
 
 

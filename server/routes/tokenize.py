@@ -31,7 +31,8 @@ async def tokenize(request: Request) -> Response:
     if body.messages is None:
         ids = await context.work.run(_encode(body, context))
     else:
-        ids = await context.chat.encode(await context.work.unless_small(in_one_piece(_conversation, body, context)))
+        conversation = await context.work.unless_small(in_one_piece(_conversation, body, context))
+        ids = (await context.chat.render(conversation)).token_ids
     reply: dict[str, Any] = {"count": len(ids), "max_model_len": context.engine.max_model_len, "tokens": ids}
     if body.return_token_strs:
         reply["token_strs"] = await context.work.run(in_one_piece(context.tokenizer.convert_ids_to_tokens, ids))
@@ -63,7 +64,7 @@ def _conversation(body: TokenizeRequest, context: ServerContext) -> Conversation
     check_template(body.chat_template, body.chat_template_kwargs, context.options.chat)
     add_generation_prompt = body.add_generation_prompt
     return Conversation(
-        messages=[to_message(message) for message in body.messages or ()],
+        messages=[to_message(message, place) for place, message in enumerate(body.messages or ())],
         params=context.engine.get_default_sampling_params(),
         request_id="tokenize",
         tools=None if body.tools is None else [tool.model_dump(exclude_none=True) for tool in body.tools],
@@ -73,5 +74,6 @@ def _conversation(body: TokenizeRequest, context: ServerContext) -> Conversation
         documents=body.documents,
         chat_template=body.chat_template,
         chat_template_kwargs=body.chat_template_kwargs,
+        mm_processor_kwargs=body.mm_processor_kwargs,
         reasoning_effort=body.reasoning_effort,
     )

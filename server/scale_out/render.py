@@ -20,8 +20,13 @@ def refuse_search(body: SamplingFields) -> None:
 def generate_body(
     request: ParentRequest, model: str | None, body: Any, conversation: Conversation | None = None
 ) -> dict[str, Any]:
-    """The body of generate for a request that the engine would accept. `body`: of the client, for what concerns the reply."""
+    """The body of generate for a request that the engine would accept. `body`: of the client, for what concerns the reply.
+
+    Raises ApiError for images, which are no part of such a body.
+    """
     child = request.children[0]
+    if child.items:
+        raise bad_request("messages with images cannot be rendered; send them to this server without /render", "messages")
     options = getattr(body, "stream_options", None)
     found: dict[str, Any] = {
         "request_id": request.request_id,

@@ -4,6 +4,7 @@ import { chat, compiling, metrics } from './api.js';
 import { conversation } from './conversation.js';
 import { $, element } from './dom.js';
 import { markdown } from './markdown.js';
+import { hasPictures, shown, startPictures, takePictures } from './pictures.js';
 import { sampling, settings } from './settings.js';
 
 const FIRST_LOOK_MS = 1500; // an answer that has not begun by then may be waiting for a compilation
@@ -22,20 +23,21 @@ export function setReady(ready) {
 
 export function startChat(chosenModel) {
   currentModel = chosenModel;
-  const ask = (text) => {
+  const ask = (text, pictures = []) => {
     offerUndo(null);
-    conversation.messages.push({ role: 'user', content: text });
+    conversation.messages.push({ role: 'user', content: text, pictures });
     show(conversation.messages.at(-1));
     $('messages').scrollTop = $('messages').scrollHeight;
     answer();
   };
   const send = () => {
     const text = $('prompt').value;
-    if (!text.trim() || running || !isReady) return;
+    if ((!text.trim() && !hasPictures()) || running || !isReady) return;
     $('prompt').value = '';
     fit($('prompt'));
-    ask(text);
+    ask(text, takePictures());
   };
+  startPictures();
   $('composer').addEventListener('submit', (event) => {
     event.preventDefault();
     send();
@@ -92,9 +94,16 @@ const body = () => ({
   ...sampling(),
 });
 
-const curl = (json) =>
-  `curl ${new URL('v1/chat/completions', document.baseURI)} -H 'Content-Type: application/json' ` +
-  `-H "Authorization: Bearer $JAXLLM_API_KEY" -d '${JSON.stringify(json).replaceAll("'", "'\\''")}'`;
+const MAX_ARGUMENT = 100_000; // systems limit the length of an argument; pictures are longer
+
+function curl(json) {
+  const text = JSON.stringify(json);
+  const data = text.length > MAX_ARGUMENT ? `@- <<'JSON'\n${text}\nJSON` : `'${text.replaceAll("'", "'\\''")}'`;
+  return (
+    `curl ${new URL('v1/chat/completions', document.baseURI)} -H 'Content-Type: application/json' ` +
+    `-H "Authorization: Bearer $JAXLLM_API_KEY" -d ${data}`
+  );
+}
 
 // Changing turns
 
@@ -271,6 +280,7 @@ function fill(article, message, waiting = '') {
 function content(message, isStreaming, waiting) {
   const parts = [];
   if (message.reasoning) parts.push(fold(isStreaming && !message.content ? 'Thinking…' : 'Reasoning', message.reasoning));
+  if (message.pictures?.length) parts.push(shown(message.pictures));
   const text = element('div', { className: 'body' });
   text.append(message.role === 'user' ? message.content : markdown(message.content || (isStreaming && !message.reasoning ? waiting || '…' : '')));
   parts.push(text);
@@ -321,8 +331,9 @@ function editor(message) {
   cancel.addEventListener('click', stopEditing);
   form.addEventListener('submit', (event) => {
     event.preventDefault();
-    if (!field.value.trim() || running || !isReady) return;
-    retry(message, { role: 'user', content: field.value });
+    const [{ pictures }] = conversation.turn(message);
+    if ((!field.value.trim() && !pictures?.length) || running || !isReady) return;
+    retry(message, { role: 'user', content: field.value, pictures });
   });
   return form;
 }

@@ -1,15 +1,20 @@
 // The conversation: messages in turns, kept in this browser. Knows nothing of the page.
 
+import { asParts } from './pictures.js';
+
 const STORE = 'jaxllm-conversation';
 
 export const conversation = {
   messages: load(),
 
   save() {
-    try {
-      localStorage.setItem(STORE, JSON.stringify(this.messages));
-    } catch {
-      // full or forbidden: the conversation then lasts as long as the page
+    for (const kept of [this.messages, this.messages.map((message) => ({ ...message, pictures: [] }))]) {
+      try {
+        localStorage.setItem(STORE, JSON.stringify(kept));
+        return;
+      } catch {
+        // full or forbidden: pictures, or the whole conversation, then last as long as the page
+      }
     }
   },
 
@@ -38,9 +43,9 @@ export const conversation = {
   sent() {
     return this.messages
       .filter((message) => !this.hasFailed(message))
-      .map(({ role, content, tool_calls, tool_call_id }) => ({
+      .map(({ role, content, pictures, tool_calls, tool_call_id }) => ({
         role,
-        content: content ?? '',
+        content: pictures?.length ? [...asParts(pictures), ...(content ? [{ type: 'text', text: content }] : [])] : (content ?? ''),
         ...(tool_calls?.length ? { tool_calls } : {}),
         ...(tool_call_id ? { tool_call_id } : {}),
       }));

@@ -4,6 +4,7 @@ import { ApiError, key, models } from './api.js';
 import { setReady, startChat } from './chat.js';
 import { $ } from './dom.js';
 import { startLive } from './live.js';
+import { setTaken } from './pictures.js';
 import { setDefaults, startSettings } from './settings.js';
 
 const notices = { server: {}, live: {} };
@@ -25,6 +26,13 @@ function nameModel() {
   $('model-name').hidden = !$('model').hidden;
   $('model-name').textContent = $('model').title = $('model').value;
   document.title = `${$('model').value} – jaxllm`;
+  setTaken($('model').selectedOptions[0]?.dataset.modalities.includes('image') ?? false);
+}
+
+function modelOption({ id, input_modalities: modalities }) {
+  const option = new Option(id);
+  option.dataset.modalities = modalities ?? '';
+  return option;
 }
 
 let isAsking = 0;
@@ -33,7 +41,7 @@ async function findModels() {
   clearTimeout(isAsking);
   try {
     const found = await models();
-    $('model').replaceChildren(...found.map(({ id }) => new Option(id)));
+    $('model').replaceChildren(...found.map(modelOption));
     setDefaults(found[0]?.chat_sampling ?? {});
     nameModel();
     notify('server', '');

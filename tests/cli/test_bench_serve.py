@@ -1,8 +1,11 @@
+import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from jaxllm.cli.main import main
 from tests.helpers.stub_server import Stub
@@ -114,6 +117,28 @@ def test_chat_asks_random_text_of_the_tokenizer(stub: Stub, capsys: pytest.Captu
     assert isinstance(body["messages"][0]["content"], str) and (body["top_p"], body["user"]) == (0.5, "me")
 
 
+def test_random_pictures_are_parts_of_chat_messages(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--backend", "openai-chat", "--dataset-name", "random-mm", "--num-prompts", "8", "--input-len", "3"]
+    pictures = ["--random-mm-base-items-per-request", "2", "--random-mm-num-mm-items-range-ratio", "0.5"]
+    sizes = ["--random-mm-limit-mm-per-prompt", '{"image": 3}', "--random-mm-bucket-config", "{(16, 24, 1): 0.5, (8, 8, 1): 1}"]
+    assert measured(stub, capsys, *arguments, *pictures, *sizes, "--output-len", "2")["completed"] == 8
+    counts, found = set(), set()
+    for body in stub.bodies:
+        text, *parts = body["messages"][0]["content"]
+        assert text["type"] == "text" and len(text["text"].split()) in (3, 128)  # that of the first request is longer
+        counts.add(len(parts))
+        for part in parts:
+            head, data = part["image_url"]["url"].split(",")
+            assert head == "data:image/jpeg;base64" and part["type"] == "image_url"
+            found.add(Image.open(io.BytesIO(base64.b64decode(data))).size)
+    assert counts == {1, 2, 3} and found == {(24, 16), (8, 8)}
+    assert (
+        bench(stub, *arguments, "--random-mm-base-items-per-request", "9", "--random-mm-limit-mm-per-prompt", '{"image": 3}')
+        == 1
+    )
+    assert "at least 9 pictures" in capsys.readouterr().err
+
+
 def test_headers_key_and_model_are_sent(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXLLM_API_KEY", "secret")
     assert bench(stub, "--num-prompts", "1", "--model", "other", "--header", "X-Team=a=b", "--num-warmups", "2") == 0
@@ -177,12 +202,19 @@ def test_a_run_is_drawn(stub: Stub, tmp_path: Path) -> None:
         (["--chat-template-kwargs", "{}"], "--chat-template-kwargs is for --backend openai-chat"),
         (
             ["--dataset-name", "hf"],
-            "'hf' is not offered (one of random, mix, sharegpt, custom, prefix_repetition): its dataset",
+            "'hf' is not offered (one of random, random-mm, mix, sharegpt, custom, prefix_repetition): its dataset",
         ),
         (["--hf-split", "train"], "--hf-split is refused: its dataset is not offered; write the prompts to a file"),
         (["--tokenizer-mode", "mistral"], "--tokenizer-mode mistral is refused"),
         (["--num-promts", "5"], "did you mean '--num-prompts'?"),
         (["--random", "5"], "ambiguous option '--random': it may be --random-input-len, --random-output-len"),
+        (["--dataset-name", "random-mm"], "random-mm is for --backend openai-chat"),
+        (["--random-mm-bucket-config", "{(720, 1280, 16): 0.5}"], "asks for videos; models see images"),
+        (["--random-mm-bucket-config", "{(720, 1280, 1): 0}"], "no size whose probability is above 0"),
+        (["--random-mm-bucket-config", "{(720, 1280): 1}"], "must be a dict of (height, width, frames)"),
+        (["--random-mm-bucket-config", "__import__('os')"], "must be a dict of (height, width, frames)"),
+        (["--random-mm-limit-mm-per-prompt", '{"audio": 1}'], 'must be such as {"image": 4}'),
+        (["--random-mm-num-mm-items-range-ratio", "1.1"], "must be from 0 to 1"),
     ],
 )
 def test_wrong_arguments_are_refused(

@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm.cli import inspect
 from jaxllm.cli.main import main
+from tests.helpers import vision_checkpoint
 
 WIDTH = 256
 
@@ -100,3 +101,14 @@ def test_a_model_of_alternating_layers_is_shown_in_100_columns(tmp_path, capsys:
     assert "layers 0-4, 6-10, 12-16, 18-22: attention (num_heads 8, num_kv_heads 4, head_dim 256, rope, window 32, " in lines
     assert "layers 5, 11, …, 23: attention (num_heads 8, num_kv_heads 4, head_dim 256, rope (theta 1000000.0), head" in lines
     assert "full attention, layers 5, 11, …, 23: 32.0 KiB a token, at most " in lines
+
+
+def test_how_a_model_sees_images_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
+    directory = str(vision_checkpoint.write(tmp_path / "model"))
+    assert main(["inspect", directory]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    told = "images qwen3_vl, an encoder of 2 layers of width 32 for patches of 16 x 16 pixels, at most 16384 of an image"
+    assert told in shown and "640x480 pixels are 234 tokens" in shown
+    assert main(["inspect", directory, "--language-model-only", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["images"] is None

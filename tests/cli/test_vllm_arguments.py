@@ -30,7 +30,7 @@ NOTHING = (
     "--trust-remote-code --enforce-eager --swap-space 4 --disable-log-requests --tokenizer-mode auto "
     "--decode-context-parallel-size 1 --structured-outputs-config.backend xgrammar --compilation-config {} -O3 -cc.mode 3 "
     "--enable-sleep-mode --model-impl auto --max-seq-len-to-capture 8192 "
-    "--disable-custom-all-reduce --no-enable-lora-bias --cudagraph-capture-sizes 1 2 4 --limit-mm-per-prompt.image 2 "
+    "--disable-custom-all-reduce --no-enable-lora-bias --cudagraph-capture-sizes 1 2 4 "
     "-dc {} --sleep-preserve-parameter-names a b --hf-token -O.level=3"
 )
 
@@ -65,6 +65,11 @@ NOTHING = (
         ),
         ("--enable-custom-all-reduce --disable-flashinfer-autotune --disable-log-requests", {}),
         ("--tensor-parallel 2 --hf-over.rope_theta 3", {"tensor_parallel_size": 2, "hf_overrides": {"rope_theta": 3}}),
+        (
+            "--limit-mm-per-prompt.image 2 --mm-hasher-algorithm blake3",
+            {"limit_mm_per_prompt": {"image": 2}, "mm_hasher_algorithm": "sha256"},
+        ),
+        ("--allowed-media-domains a.org --allowed-media-domains b.org", {"allowed_media_domains": ["a.org", "b.org"]}),
         ("--task embed", {"runner": "pooling"}),
         ("--task embed --runner generate", {"runner": "generate"}),
         ("--generation-config vllm", {"generation_config": "none"}),
@@ -101,7 +106,7 @@ def test_flags_of_vllm_are_accepted(line: str, options: dict[str, object], caplo
         ("-q awq", "argument --quantization: 'awq' is refused: only fp8 is supported"),
         ("--hf-token secret", "--hf-token is refused: set $HF_TOKEN"),
         ("-dc.steps 4", "-dc.steps 4 is refused: no model here has use for it"),
-        ("--omni", "--omni is refused: models read and write text alone"),
+        ("--omni", "--omni is refused: models read text and images and write text"),
         ("--structured-outputs-config.disable_any_whitespace true", "is refused: llguidance"),
         ("--enforce-eagr", "did you mean '--enforce-eager'?"),
         ("--api-key one ./model", "--api-key takes every word after it, './model' too; write the model before it"),

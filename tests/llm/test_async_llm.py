@@ -18,6 +18,7 @@ from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import fake_core
+from tests.helpers.stand_in_media import PLACEHOLDER_ID, StandInProcessor, picture, stand_in_media
 
 DELTA = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA)
 ENDLESS = SamplingParams(max_tokens=10_000, output_kind=RequestOutputKind.DELTA, ignore_eos=True)
@@ -170,6 +171,35 @@ def test_aborting_by_id_ends_every_request_of_that_id(llm: AsyncLLM, core: FakeE
         assert not core.running
 
     run(main())
+
+
+def test_images_are_prepared_beside_the_event_loop_and_freed_once_the_answer_begins(
+    llm: AsyncLLM, core: FakeEngineCore
+) -> None:
+    threads: set[str] = set()
+
+    class Preparing(StandInProcessor):
+        def process(self, *given: Any) -> Any:
+            threads.add(threading.current_thread().name.rpartition("_")[0])
+            return super().process(*given)
+
+    llm.input_processor.media = stand_in_media(Preparing())
+    prompt: Any = {
+        "prompt_token_ids": [3, PLACEHOLDER_ID, 4, PLACEHOLDER_ID],
+        "multi_modal_data": {"image": [picture(1, 3), picture(2, 2)]},
+    }
+
+    async def main() -> None:
+        request = await llm.prepare(prompt, SamplingParams(n=2, max_tokens=2), "r")
+        assert threads == {"jaxllm-images"}
+        assert [[len(item.payload) for item in child.items] for child in request.children] == [[3, 4]] * 2
+        async for _ in llm.stream(request):
+            assert [[len(item.payload) for item in child.items] for child in request.children] == [[0, 0]] * 2
+        with pytest.raises(InvalidRequestError, match="is no image"):
+            await llm.prepare({**prompt, "multi_modal_data": {"image": [3, 4]}}, DELTA, "r")
+
+    run(main())
+    assert [[len(item.payload) for item in sent.items] for sent in core.requests] == [[3, 4]] * 2
 
 
 def test_a_bad_request_is_its_own_affair(llm: AsyncLLM) -> None:

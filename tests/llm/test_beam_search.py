@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.beam_search import search_beams
+from jaxllm.beam_search import search_beams, step_params
 from jaxllm.errors import InvalidRequestError, OverloadedError, RequestFailedError
 from jaxllm.llm import LLM
 from jaxllm.outputs import CompletionOutput, EngineCoreOutput, Logprob, RequestOutput
@@ -20,6 +21,7 @@ from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import fake_core, guessing_core
+from tests.helpers.stand_in_media import PLACEHOLDER_ID, StandInProcessor, picture, stand_in_media
 
 VOCAB, EOS = 4, 3
 
@@ -30,10 +32,10 @@ def model(context: Sequence[int]) -> np.ndarray:
     return logits - math.log(np.exp(logits).sum())
 
 
-def run(prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+def run(params: SamplingParams, prompts: list[tuple[int, list[int]]]) -> list[RequestOutput]:
     """One step of every prompt."""
     outputs = []
-    for prompt in prompts:
+    for _, prompt in prompts:
         logprobs = model(prompt)
         wanted = params.logprob_token_ids or np.argsort(-logprobs)[: params.logprobs].tolist()
         row = {int(token): Logprob(float(logprobs[token])) for token in wanted}
@@ -46,9 +48,8 @@ def run(prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]
 
 
 def search(params: BeamSearchParams, prompts: Sequence[list[int]] = ([1],), max_model_len: int = 100) -> list[list[list[int]]]:
-    found = search_beams(
-        run, prompts, params, eos_token_ids=(EOS,), max_model_len=max_model_len, max_logprobs=-1, tokenizer=None
-    )
+    step = partial(run, step_params(params, -1))
+    found = search_beams(step, prompts, params, eos_token_ids=(EOS,), max_model_len=max_model_len, tokenizer=None)
     return [[sequence.tokens for sequence in output.sequences] for output in found]
 
 
@@ -87,9 +88,9 @@ def test_a_beam_of_one_is_greedy() -> None:
 
 
 def test_eos_ends_an_answer_and_is_left_out() -> None:
-    (output,) = search_beams(
-        run, [[1]], BeamSearchParams(8, 3), eos_token_ids=(9, EOS), max_model_len=100, max_logprobs=-1, tokenizer=None
-    )
+    params = BeamSearchParams(8, 3)
+    step = partial(run, step_params(params, -1))
+    (output,) = search_beams(step, [[1]], params, eos_token_ids=(9, EOS), max_model_len=100, tokenizer=None)
     ended = [sequence for sequence in output.sequences if sequence.finish_reason == "stop"]
     assert ended and all(EOS not in sequence.tokens and sequence.stop_reason == EOS for sequence in ended)
     assert all(
@@ -137,6 +138,17 @@ def test_through_an_llm_answers_have_text(model_directory: Path) -> None:
         best = output.sequences[0]
         assert best.text == llm.get_tokenizer().decode(best.tokens, skip_special_tokens=True)
     assert all(request.sampling_params.max_tokens == 1 for request in core.requests)
+
+
+def test_every_step_of_a_prompt_has_its_images(model_directory: Path) -> None:
+    core = fake_core(model_directory)
+    llm = LLM.from_config(core.config, core=core)
+    llm.llm_engine.input_processor.media = stand_in_media(StandInProcessor())
+    prompts: list[Any] = [[3, 4], {"prompt_token_ids": [3, PLACEHOLDER_ID], "multi_modal_data": {"image": picture(1, 3)}}]
+    _, found = llm.beam_search(prompts, BeamSearchParams(2, 3))
+    assert found.sequences[0].tokens[:4] == [3, *[PLACEHOLDER_ID] * 3]
+    for request in core.requests:
+        assert [item.num_tokens for item in request.items] == ([3] if request.prompt_token_ids[1] == PLACEHOLDER_ID else [])
 
 
 # Of asyncio programs

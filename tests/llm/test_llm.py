@@ -13,6 +13,7 @@ from jaxllm.request import FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import echo, fake_core
+from tests.helpers.stand_in_media import StandInProcessor, picture, stand_in_media
 
 LONG = SamplingParams(max_tokens=50)
 
@@ -117,6 +118,35 @@ def test_chat_uses_the_template_and_never_doubles_bos(model_directory: Path) -> 
         llm.chat([talk, []], LONG, use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="messages is a str"):
         llm.chat(["hi"], LONG, use_tqdm=False)  # type: ignore[list-item]
+
+
+def test_chats_have_images_as_data_urls_and_objects(model_directory: Path) -> None:
+    llm = llm_of(model_directory, interleave_mm_strings=True)
+    (placeholder_id,) = llm.get_tokenizer().encode("<|user|>", add_special_tokens=False)
+    llm.llm_engine.input_processor.media = media = stand_in_media(StandInProcessor(placeholder_id, "<|user|>"))
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAB"}},
+        {"type": "image_pil", "image_pil": picture(1, 2)},
+        {"type": "text", "text": "b"},
+    ]
+    talk = [{"role": "user", "content": parts}]
+    one, two = llm.chat(
+        [talk, talk], LONG, use_tqdm=False, chat_template="{{ messages[0].content }}", mm_processor_kwargs={"k": 1}
+    )
+    assert one.prompt == two.prompt == "a\n<|user|>\n<|user|>\nb"
+    assert one.prompt_token_ids.count(placeholder_id) == 5
+    assert [(item.num_tokens, item.payload) for item in core_of(llm).requests[0].items] == [(3, b"\0\0\1"), (2, b"\0\0")]
+    assert media._processor.prepared[0][1] == {"k": 1}  # type: ignore[union-attr, attr-defined]
+    broken = [{"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png;base64,?"}]}]
+    with pytest.raises(InvalidRequestError, match=r"conversation 1: messages\[0\].content\[0\] is not valid base64"):
+        llm.chat([talk, broken], LONG, use_tqdm=False)
+
+
+def test_a_chat_with_images_is_refused_by_a_model_of_text_alone(model_directory: Path) -> None:
+    talk = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAB"}}]}]
+    with pytest.raises(InvalidRequestError, match="takes text alone, and no images"):
+        llm_of(model_directory).chat(talk, LONG, use_tqdm=False)
 
 
 def test_a_chat_template_option_is_the_default(model_directory: Path) -> None:

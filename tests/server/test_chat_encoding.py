@@ -10,6 +10,7 @@ from server.chat_encoding import ChatEncoder
 from server.options import ChatOptions
 from server.template_process import TemplateProcesses
 from server.work import finish
+from tests.helpers.stand_in_media import stand_in_media
 from tests.helpers.tiny_tokenizers import BOS, EOS, write_tokenizer
 
 LIMITS = ChatOptions(chat_template_timeout=1.0, chat_template_memory_bytes=256 << 20)
@@ -40,7 +41,7 @@ def templates(tokenizer: Tokenizer) -> Iterator[TemplateProcesses]:
 
 @pytest.fixture
 def encoder(tokenizer: Tokenizer, templates: TemplateProcesses) -> ChatEncoder:
-    return ChatEncoder(tokenizer, templates, 100_000)
+    return ChatEncoder(tokenizer, templates, 100_000, stand_in_media(None))
 
 
 def user(content: Any) -> list[dict[str, Any]]:

@@ -105,7 +105,7 @@ def test_what_is_left_out_is_llama_cpps_where_the_model_has_no_generation_config
     ("path", "body", "status", "text"),
     [
         ("/api/chat", {"model": "nobody", "messages": [USER]}, 404, "this server has 'm'"),
-        ("/api/chat", {"messages": [{**USER, "images": ["AAAA"]}]}, 400, "text only"),
+        ("/api/chat", {"messages": [{**USER, "images": ["AAAA"]}]}, 400, "takes text alone"),
         ("/api/chat", {"messages": [USER], "options": {"mirostat": 2}}, 400, "'mirostat', which is not supported; it may be 0"),
         ("/api/chat", {"messages": [USER], "options": {"temprature": 1}}, 400, "known are num_predict, temperature"),
         ("/api/chat", {"messages": [USER], "options": {"temperature": -1}}, 400, "temperature is -1"),

@@ -103,7 +103,7 @@ def test_tokens_go_in_and_come_out(client: Client) -> None:
         ({"token_ids": []}, "token_ids", "at least 1"),
         ({"token_ids": [10**9]}, "token_ids", "the vocabulary has 0 to"),
         ({"token_ids": [5] * 200}, "token_ids", "maximum context length is 200"),
-        ({"features": {"mm_hashes": {}}}, "features", "text only"),
+        ({"features": {"mm_hashes": {}}}, "features", "with images"),
         ({"sampling_params": {"watermarking": True}}, "sampling_params", "watermarking is not supported"),
         ({"sampling_params": {"temperature": -1}}, "temperature", "at least 0"),
         ({"sampling_params": {"n": 10**6}}, "n", "--max-n"),

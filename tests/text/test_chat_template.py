@@ -83,6 +83,41 @@ def test_content_may_be_a_list_of_texts(tokenizer: Tokenizer) -> None:
     assert render_chat(tokenizer, parts, chat_template=PARTS, continue_final_message=True) == "[a][b"
 
 
+IMAGES = [
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}, {"type": "image"}],
+    },
+    {"role": "user", "content": [{"type": "image"}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "interleave", "text"),
+    [
+        (
+            "{% for m in messages %}{% for p in m.content %}[{{ p.text or p.type }}]{% endfor %}{% endfor %}",
+            False,
+            "[a][image][b][image][image]",
+        ),
+        ("{% for m in messages %}{{ m.content }}|{% endfor %}", False, "<1>\n<2>\na\nb|<3>|"),
+        ("{% for m in messages %}{{ m.content }}|{% endfor %}", True, "a\n<1>\nb\n<2>|<3>|"),
+    ],
+)
+def test_images_stand_in_lists_of_parts_or_as_texts(tokenizer: Tokenizer, template: str, interleave: bool, text: str) -> None:
+    texts = ["<1>", "<2>", "<3>"]
+    options: dict[str, Any] = {"chat_template": template, "image_texts": texts, "interleave_images": interleave}
+    assert render_chat(tokenizer, IMAGES, **options) == text
+    assert render_chat(tokenizer, IMAGES, **options, continue_final_message=True).rstrip("[") == text.rstrip("|")
+
+
+def test_a_model_of_text_alone_has_no_text_for_images(tokenizer: Tokenizer) -> None:
+    with pytest.raises(
+        InvalidRequestError, match="message 0 has an image, but the chat template and the model take text alone"
+    ):
+        render_chat(tokenizer, IMAGES, chat_template="{{ messages[0].content }}")
+
+
 def test_tool_calls_reach_the_template_as_objects(tokenizer: Tokenizer) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     talk = [{"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -140,7 +175,7 @@ def test_the_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:
         (["hi"], "message 0 is a str"),
         ([*TALK, {"content": "x"}], "message 2 has the role None"),
         ([{"role": "user", "content": 3}], "message 0 has content of type int"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0, part 0 is 'image_url'; only text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0, part 0 is 'image_url'; parts may be text"),
         ([{"role": "user", "content": [{"type": "text"}]}], "message 0, part 0 has no text"),
     ],
 )

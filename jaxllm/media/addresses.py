@@ -1,0 +1,156 @@
+"""Reads the pictures at the addresses that requests give: data: URLs, files below an allowed directory, and http(s) URLs."""
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.media.media import Media
+from jaxllm.media.options import MediaOptions
+
+if TYPE_CHECKING:
+    from jaxllm.media.fetch import MediaFetcher
+
+PIECE_CHARACTERS = 1 << 20
+"""Characters of base64 that are decoded at once; no other thread runs meanwhile."""
+
+
+class Reference(Protocol):
+    """An item of a conversation or a prompt."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def source(self) -> Any:
+        """An address, or the item itself, or None: the item that came before with the uuid."""
+
+    @property
+    def uuid(self) -> str | None: ...
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+
+
+class MediaReader:
+    """Reads what references name. Thread-safe. `read` is for event loops, `read_now` for scripts."""
+
+    def __init__(self, options: MediaOptions, fetcher: "MediaFetcher | None" = None):
+        directory = options.allowed_local_media_path
+        self._directory = None if directory is None else Path(directory).expanduser().resolve()
+        self._max_bytes = options.mm_max_image_bytes
+        self._fetcher = fetcher
+        if fetcher is None and options.allowed_media_domains:
+            from jaxllm.media.fetch import MediaFetcher  # imports an HTTP client
+
+            self._fetcher = MediaFetcher(
+                options.allowed_media_domains, max_bytes=self._max_bytes, timeout_seconds=options.mm_fetch_timeout
+            )
+
+    def close(self) -> None:
+        """End its threads."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+
+    async def read(self, references: Sequence[Reference]) -> list[Media]:
+        """The items with their contents. Raises InvalidRequestError, whose param is the name of the item, or MediaFetchError."""
+        if not references:
+            return []
+        away = [place for place, each in enumerate(references) if is_remote(each)]
+        urls, names = [references[place].source for place in away], [references[place].name for place in away]
+        fetched = await self._fetch(urls, names) if away else []
+        found = await asyncio.to_thread(lambda: [self._read_here(each) for each in references])
+        for place, data in zip(away, fetched, strict=True):
+            found[place] = data
+        return [Media(each.kind, data, each.uuid, each.name) for each, data in zip(references, found, strict=True)]
+
+    def read_now(self, references: Sequence[Reference]) -> list[Media]:
+        """`read` in a thread of its own, so that it can be called inside of an event loop too."""
+        with ThreadPoolExecutor(1, "jaxllm-media") as thread:
+            return thread.submit(asyncio.run, self.read(references)).result()
+
+    async def _fetch(self, urls: Sequence[str], names: Sequence[str]) -> list[bytes]:
+        if self._fetcher is None:
+            raise InvalidRequestError(
+                f"{names[0]} is a URL; this server fetches none (--allowed-media-domains names hosts that it may ask); send the "
+                "picture as data:image/…;base64,…",
+                names[0],
+            )
+        return await self._fetcher.fetch(urls, names)
+
+    def _read_here(self, reference: Reference) -> Any:
+        """What a reference names on this machine; None for http(s)."""
+        if not isinstance(reference.source, str):
+            return reference.source
+        if is_remote(reference):
+            return None
+        if (scheme := _scheme(reference)) == "data":
+            return self._decode(reference.source, reference.name)
+        if scheme == "file":
+            return self._read_file(reference.source, reference.name)
+        raise InvalidRequestError(
+            f"{reference.name} has no address of a picture; give data:image/png;base64,… or an http or https URL",
+            reference.name,
+        )
+
+    def _decode(self, url: str, name: str) -> bytes:
+        head, comma, text = url.partition(",")
+        if not comma or head.rpartition(";")[2].strip().lower() != "base64":
+            raise InvalidRequestError(f"{name} is a data URL without base64; give data:image/png;base64,…", name)
+        if len(text) * 3 // 4 > self._max_bytes + 2:
+            raise self._too_large(name)
+        try:
+            data = _from_base64(text)
+        except ValueError:
+            raise InvalidRequestError(f"{name} is not valid base64", name) from None
+        if not data:
+            raise InvalidRequestError(f"{name} is an empty picture", name)
+        return data
+
+    def _read_file(self, url: str, name: str) -> bytes:
+        if self._directory is None:
+            raise InvalidRequestError(
+                f"{name} is a file of the server, and none may be read (--allowed-local-media-path names a directory); send the "
+                "picture itself",
+                name,
+            )
+        try:
+            parts = urlsplit(url)
+            path = Path(unquote(parts.path)).resolve()
+            is_below = parts.netloc in ("", "localhost") and path.is_relative_to(self._directory)
+            if not is_below or not path.is_file():  # others, such as pipes, may block
+                raise OSError
+            with open(path, "rb") as file:
+                data = file.read(self._max_bytes + 1)
+        except (OSError, ValueError):
+            raise InvalidRequestError(f"{name} is no readable file below --allowed-local-media-path", name) from None
+        if len(data) > self._max_bytes:
+            raise self._too_large(name)
+        return data
+
+    def _too_large(self, name: str) -> InvalidRequestError:
+        return InvalidRequestError(f"{name} has more than {self._max_bytes} bytes; send a smaller picture", name)
+
+
+def _from_base64(text: str) -> bytes:
+    """Raises ValueError."""
+    if any(white in text for white in " \t\r\n\f"):
+        text = "".join(text.split())
+    if text.find("=", 0, len(text) - 2) >= 0:
+        raise ValueError("there is padding before the end")
+    starts = range(0, len(text), PIECE_CHARACTERS)
+    return b"".join(base64.b64decode(text[start : start + PIECE_CHARACTERS], validate=True) for start in starts)
+
+
+def is_remote(reference: Reference) -> bool:
+    """Whether an item is fetched from another host."""
+    return _scheme(reference) in ("http", "https")
+
+
+def _scheme(reference: Reference) -> str:
+    """How the address of an item begins; empty: it has none."""
+    source = reference.source
+    return source[:16].partition(":")[0].lower() if isinstance(source, str) and ":" in source[:16] else ""

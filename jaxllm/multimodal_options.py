@@ -1,0 +1,35 @@
+"""The options of images: those of their preparation, `MediaOptions`, and what the engine and chats do with them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from jaxllm.media.options import MediaOptions, media_faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiModalOptions(MediaOptions):
+    """Images"""
+
+    interleave_mm_strings: Annotated[
+        bool, "for chat templates that take texts alone, put images where their parts are; default: before the message's text"
+    ] = False
+    language_model_only: Annotated[bool, "load a model that sees images without its encoder, for text alone"] = False
+    skip_mm_profiling: Annotated[
+        bool, "plan no memory for encoding an image of the largest size; the KV cache gets it, and such an image may not fit"
+    ] = False
+    disable_chunked_mm_input: Annotated[bool, "compute all tokens of an image in the same step"] = False
+
+    def __post_init__(self) -> None:
+        """`EngineConfig.checked` reports faults of all groups together."""
+
+
+def multimodal_faults(flat: Mapping[str, Any]) -> list[str]:
+    """Describe what is wrong with the options of images, beyond their types."""
+    limits = flat["limit_mm_per_prompt"]
+    return media_faults(flat) + [
+        f"limit_mm_per_prompt has {limit!r} for {kind}, must be a count or have count alone: memory is planned for an image of "
+        "mm_max_patches; lower that if all images are smaller"
+        for kind, limit in (limits.items() if isinstance(limits, Mapping) else ())
+        if isinstance(limit, Mapping) and set(limit) != {"count"}
+    ]

@@ -1,0 +1,116 @@
+"""Prompts and chats with images, most of them prepared for Qwen 3 VL, over an engine core without a model."""
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.llm import LLM
+from jaxllm.llm_engine import check_model
+from jaxllm.metrics.metric import Histogram
+from jaxllm.models.load_config import load_model_config
+from jaxllm.sampling_params import SamplingParams
+from tests.helpers.fake_engine_core import FakeEngineCore
+from tests.helpers.scripted_core import fake_core
+from tests.helpers.vision_checkpoint import FAMILIES, write
+
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8))
+PAD = "<|vision_start|><|image_pad|><|vision_end|>"
+ONE = SamplingParams(max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("qwen3_vl"))
+
+
+def seeing(directory: Path, **options: Any) -> tuple[LLM, FakeEngineCore]:
+    core = fake_core(directory, lambda request: [1], max_model_len=512, **options)
+    core.model_config = dataclasses.replace(load_model_config(directory), vocab_size=core.model_config.vocab_size)
+    return LLM.from_config(core.config, core=core), core
+
+
+def test_prompts_and_chats_with_the_same_image_are_the_same(directory: Path) -> None:
+    llm, core = seeing(directory)
+    png = io.BytesIO()
+    PICTURE.save(png, "png")
+    for prompt in (
+        {"prompt": f"a{PAD}b", "multi_modal_data": {"image": PICTURE}},
+        {"prompt": f"a{PAD}b", "multi_modal_data": {"image": [np.asarray(PICTURE)]}},
+        {"prompt_token_ids": llm.get_tokenizer().encode(f"a{PAD}b"), "multi_modal_data": {"image": [png.getvalue()]}},
+    ):
+        llm.generate(prompt, ONE, use_tqdm=False)  # type: ignore[arg-type]
+    parts = [{"type": "text", "text": "a"}, {"type": "image_pil", "image_pil": PICTURE}, {"type": "text", "text": "b"}]
+    template = "{% for m in messages %}{% for p in m.content %}{{ p.text or '" + PAD + "' }}{% endfor %}{% endfor %}"
+    llm.chat([{"role": "user", "content": parts}], ONE, use_tqdm=False, chat_template=template)
+    first = core.requests[0]
+    assert first.prompt_token_ids.count(core.model_config.vision.image_token_id) == 12  # type: ignore[union-attr]
+    assert {tuple(request.prompt_token_ids) for request in core.requests} == {tuple(first.prompt_token_ids)}
+    assert {request.items[0].payload for request in core.requests} == {first.items[0].payload}
+    (prepared,) = [metric for metric in llm.get_metrics() if metric.name.endswith("mm_preparation_time_seconds")]
+    assert isinstance(prepared, Histogram) and prepared.count == 4
+    assert {(item.position, item.grid) for request in core.requests for item in request.items} == {(2, (1, 3, 4))}
+
+
+def test_the_order_of_images_is_that_of_the_parts(directory: Path) -> None:
+    llm, core = seeing(directory)
+    wide, tall = PICTURE.crop((0, 0, 128, 64)), PICTURE.crop((0, 0, 64, 96))
+    talk = [
+        {"role": "user", "content": [{"type": "image_pil", "image_pil": wide}, {"type": "text", "text": "and"}]},
+        {"role": "user", "content": [{"type": "image_pil", "image_pil": tall}]},
+    ]
+    llm.chat(talk, ONE, use_tqdm=False)
+    assert [item.grid for item in core.requests[0].items] == [(1, 2, 4), (1, 3, 2)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_placeholder_of_every_family_is_that_of_its_chats(family: str, tmp_path: Path) -> None:
+    llm, core = seeing(write(tmp_path, family))
+    llm.chat([{"role": "user", "content": [{"type": "image_pil", "image_pil": PICTURE}]}], ONE, use_tqdm=False)
+    (text,) = llm.llm_engine.input_processor.media.image_texts(1)
+    llm.generate({"prompt": text, "multi_modal_data": {"image": PICTURE}}, ONE, use_tqdm=False)
+    ((chat,), (plain,)) = (request.items for request in core.requests)
+    assert chat.content_hash == plain.content_hash and chat.num_tokens == plain.num_tokens and chat.position > plain.position
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ({"prompt": "no placeholder", "multi_modal_data": {"image": PICTURE}}, "has 0 image placeholder.* and 1 image"),
+        ({"prompt": PAD}, "has 1 image placeholder.* and 0 image"),
+        ({"prompt": PAD, "multi_modal_data": {"image": b"GIF89a"}}, r"multi_modal_data.image\[0\]"),
+        ({"prompt": PAD * 43, "multi_modal_data": {"image": [PICTURE] * 43}}, "prompt has 602 tokens, the model takes 512"),
+    ],
+)
+def test_prompts_whose_images_do_not_fit_are_refused(directory: Path, prompt: Any, told: str) -> None:
+    llm, core = seeing(directory)
+    with pytest.raises(InvalidRequestError, match=told):
+        llm.generate(prompt, ONE, use_tqdm=False)
+    assert core.requests == []
+
+
+def test_scripts_set_how_images_are_prepared(directory: Path) -> None:
+    llm, core = seeing(directory)
+    prompt: Any = {"prompt": PAD, "multi_modal_data": {"image": PICTURE}, "mm_processor_kwargs": {"max_pixels": 4096}}
+    llm.generate(prompt, ONE, use_tqdm=False)
+    assert core.requests[0].items[0].num_tokens <= 4
+
+
+def test_a_model_without_its_encoder_takes_text_alone(directory: Path) -> None:
+    assert load_model_config(directory, language_model_only=True).vision is None
+    assert load_model_config(directory).vision is not None
+
+
+def test_wrong_options_of_images_are_found_before_weights_are_loaded(directory: Path) -> None:
+    _, core = seeing(directory)
+    wrong = {"mm_processor_kwargs": {"no_such": 1}}
+    check_model(core.config.replace(**wrong, language_model_only=True))
+    with pytest.raises(ConfigError, match="no_such"):
+        check_model(core.config.replace(**wrong))
+    with pytest.raises(ConfigError, match="allowed_local_media_path is '/no/such', must be an existing directory"):
+        check_model(core.config.replace(allowed_local_media_path="/no/such"))
