@@ -6,11 +6,12 @@ import numpy as np
 
 from jaxllm.log import logger
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.feature_inputs import FeatureInputs, Names
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Need, Row, Rows
 from jaxllm.sampling.variants import Variant
-from jaxllm.scheduler_output import NO_ADAPTER, RowStep, SchedulerOutput
+from jaxllm.scheduler_output import RowStep, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class Batch:
     logprobs: LogprobsKind
     sample_rows: int
     """Rows of the program that samples apart; 0 if the step samples itself."""
-    adapted: bool
-    """Whether a row has an adapter."""
+    features: Names
+    """Optional features that the step needs."""
     admitted: list[Row]
     chunks: list[Chunk]
     """Known tokens among those of the step."""
@@ -82,9 +83,10 @@ class BatchBuilder:
         num_groups: int = 1,
         num_updates: int | None = None,
         choice: ProgramChoice | None = None,
+        inputs: FeatureInputs | None = None,
     ):
         """max_blocks: of a request in each of the `num_groups` groups of layers. num_updates: most new blocks of a row in a decode.
-        choice: chooses the programs; None: the smallest that holds a step, whether there or not."""
+        choice: chooses the programs; None: the smallest that holds a step, whether there or not. inputs: of the engine's features."""
         self.rows = rows
         self.buckets = buckets
         self.block_size = block_size
@@ -92,6 +94,7 @@ class BatchBuilder:
         self.num_groups = num_groups
         self.num_updates = num_groups if num_updates is None else num_updates
         self.choice = choice or ProgramChoice(buckets)
+        self.inputs = inputs or FeatureInputs()
 
     def apply(self, plan: SchedulerOutput) -> Batch:
         """Free the rows of requests that ended or were preempted, then `build`."""
@@ -130,19 +133,24 @@ class BatchBuilder:
         need = Need.SAMPLE if plan.masked_request_ids else Need(rows.need_N[index_R].max(initial=Need.DECODE))
         if need >= Need.HIDDEN or (start_R + 1 < num_known_R).any():
             return None
-        adapted = bool((rows.columns[index_R, Column.ADAPTER] != NO_ADAPTER).any())
         samples_apart, width = need == Need.SAMPLE, self.buckets.fit_width(plan.num_drafts)
+        chunks = [  # the last token of a prompt, computed alone
+            Chunk(scheduled[i], int(i), int(i) * width, int(start_R[i]), 1) for i in np.flatnonzero(start_R < num_known_R)
+        ]
+        features = self.inputs.needed(rows.columns, index_R, chunks)
+        if features != self.inputs.in_decodes(features):
+            return None
         size: int | None
         if samples_apart:
-            size = self.choice.rows_apart(num_rows, adapted)
+            size = self.choice.rows_apart(num_rows, features)
             if size is None:
                 return None
             logprobs = LogprobsKind.of(scheduled)
             if plan.masked_request_ids:
                 variant = max(variant, Variant.MASKED)
-            sample_rows, variant = self.choice.sample(num_rows, variant, logprobs, width, adapted)
+            sample_rows, variant = self._sample(num_rows, variant, logprobs, width, features)
         else:
-            size, variant = self.choice.decode(num_rows, variant, width, adapted)
+            size, variant = self.choice.decode(num_rows, variant, width, features)
             logprobs, sample_rows = LogprobsKind.NONE, 0
         update_index: list[int] = []
         update_block: list[int] = []
@@ -162,12 +170,10 @@ class BatchBuilder:
             columns[:num_rows, Column.NUM_DRAFTS] = np.fromiter(drafts, np.int32, num_rows)
         columns[num_rows:] = rows.columns[rows.trash]
         views.token_ids_T[:num_rows] = FROM_ROW
-        chunks = []
-        for i in np.flatnonzero(start_R < num_known_R):  # the last token of a prompt, computed alone
-            views.token_ids_T[i] = scheduled[i].data.token_ids[start_R[i]]
-            chunks.append(Chunk(scheduled[i], int(i), int(i) * width, int(start_R[i]), 1))
+        for chunk in chunks:
+            views.token_ids_T[chunk.place] = chunk.row.data.token_ids[chunk.start]
         extra = self.fill_updates(layout, buffer, update_index, update_block)
-        kind = (True, samples_apart, width, width, scheduled, variant, logprobs, sample_rows, adapted)
+        kind = (True, samples_apart, width, width, scheduled, variant, logprobs, sample_rows, features)
         return Batch(buffer, layout, *kind, [], chunks, extra)
 
     def _starts(self, start_R: np.ndarray, num_known_R: np.ndarray) -> np.ndarray:
@@ -210,24 +216,30 @@ class BatchBuilder:
         logprobs = LogprobsKind.of(sampled)
         most_drafts = max((step.num_drafts for _, step in sampling), default=0)
         can_decode = variant < NO_DECODE and logprobs == LogprobsKind.NONE and not plan.num_drafts
+        chunks = _chunks(scheduled)
+        features = self.inputs.needed(rows.columns, [row.index for row, _ in scheduled], chunks)
+        can_decode &= features == self.inputs.in_decodes(features)
         is_decode = can_decode and not partial and num_tokens == len(scheduled)
-        adapted = any(row.data.adapter_slot != NO_ADAPTER for row, _ in scheduled)
         width, next_width = self.buckets.fit_width(most_drafts), self.buckets.fit_width(plan.num_drafts)
         sample_rows = 0
         if is_decode:
-            size, variant = self.choice.decode(len(scheduled), variant, width, adapted)
+            size, variant = self.choice.decode(len(scheduled), variant, width, features)
             layout = decode_layout(size, self.num_updates)
         else:
-            num_tokens = self.choice.tokens(max(1, num_tokens), adapted)
+            num_tokens = self.choice.tokens(max(1, num_tokens), features)
             num_rows = self.buckets.rows_for_tokens(num_tokens)
             layout = mixed_layout(num_tokens, num_rows, self.block_size, self.num_groups)
             if sampled:
-                sample_rows, variant = self.choice.sample(len(sampled), variant, logprobs, width, adapted)
+                sample_rows, variant = self._sample(len(sampled), variant, logprobs, width, features)
         buffer = self._fill(layout, scheduled, len(sampled))
         extra = self.fill_updates(layout, buffer, update_index, update_block)
-        chunks = _chunks(scheduled)
-        kind = (is_decode, not is_decode, width, next_width, sampled, variant, logprobs, sample_rows, adapted)
+        kind = (is_decode, not is_decode, width, next_width, sampled, variant, logprobs, sample_rows, features)
         return Batch(buffer, layout, *kind, admitted, chunks, extra, errors)
+
+    def _sample(
+        self, num_rows: int, variant: Variant, logprobs: LogprobsKind, width: int, features: Names
+    ) -> tuple[int, Variant]:
+        return self.choice.sample(num_rows, variant, logprobs, width, self.inputs.in_logits(features))
 
     def empty(self, layout: StepLayout) -> np.ndarray:
         """The buffer of an empty step."""

@@ -50,7 +50,8 @@ class RankBatches:
 
 def alike(batches: Sequence[Batch], builders: Sequence[BatchBuilder]) -> list[Batch]:
     """The same steps for the programs of the largest: for `decode` if that can run all of them, else for `forward` and what follows."""
-    is_decode = all(batch.is_decode for batch in batches)
+    features = builders[0].inputs.fit(name for batch in batches for name in batch.features)
+    is_decode = all(batch.is_decode for batch in batches) and features == builders[0].inputs.in_decodes(features)
     if is_decode:
         layout = max((batch.layout for batch in batches), key=lambda layout: layout.num_rows)
     else:
@@ -64,6 +65,7 @@ def alike(batches: Sequence[Batch], builders: Sequence[BatchBuilder]) -> list[Ba
             variant=max(each.variant for each in relaid),
             logprobs=max(each.logprobs for each in relaid),
             sample_rows=max(each.sample_rows for each in relaid),
+            features=features,
         )
         for batch in relaid
     ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
@@ -13,6 +14,7 @@ from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import Shards
+from jaxllm.runner.batch import Chunk
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.heads import Device, Head
 from jaxllm.runner.kernels import Kernels
@@ -53,14 +55,26 @@ class StepRun:
 class StepFeature:
     """A part of a step that an engine may do without. Each method does nothing unless a feature overrides it."""
 
+    name = ""
+    """The name of its module, if it is optional."""
     is_optional = False
     """Whether the programs that compute layers are also compiled without the feature, for steps that do not need it."""
+    is_in_decodes = True
+    """Of an optional feature: whether programs of decodes are also compiled with it. If not, steps that need it run as `forward`."""
     changes_logits = False
     """Whether `of_logits` changes something."""
 
     def programs(self) -> Sequence[ProgramKind]:
         """Its own kinds of programs."""
         return ()
+
+    def is_needed(self, columns_RC: np.ndarray, chunks: Sequence[Chunk]) -> bool:
+        """Whether a step with these rows and known tokens needs the optional feature. Asked in each step, so it does no work by row."""
+        return True
+
+    def is_common(self, num_tokens: int) -> bool:
+        """Whether almost every engine with the optional feature runs programs of so many tokens with it."""
+        return True
 
     def compiler_options(self, mesh: Mesh, key: ProgramKey) -> dict[str, str | bool]:
         """XLA's options for a program of the engine, its own or another's, on a GPU."""

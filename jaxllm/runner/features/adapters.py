@@ -17,6 +17,7 @@ from jaxllm.parallel.mesh import TENSOR, tensor_size
 from jaxllm.parallel.shards import Shards
 from jaxllm.progress import SILENT
 from jaxllm.runner.adaptation import Adaptation
+from jaxllm.runner.batch import Chunk
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column
 from jaxllm.runner.ops import OpRunner
@@ -40,7 +41,11 @@ class Adapters(StepFeature):
     part: slice
     kernels: Kernels
 
+    name = "adapters"
     is_optional = True
+
+    def is_needed(self, columns_RC: np.ndarray, chunks: Sequence[Chunk]) -> bool:
+        return bool((columns_RC[:, Column.ADAPTER] != NO_ADAPTER).any())
 
     def programs(self) -> Sequence[ProgramKind]:
         return [WriteProgram(self)]
@@ -48,7 +53,7 @@ class Adapters(StepFeature):
     def compiler_options(self, mesh: Mesh, key: ProgramKey) -> dict[str, str | bool]:
         """What adapters change does not depend on the product that it is added to: on one device, nodes of a CUDA graph that do not depend
         on each other run concurrently."""
-        return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if key.adapted and mesh.size == 1 else {}
+        return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if self.name in key.features and mesh.size == 1 else {}
 
     def op_runner(self, device: Any) -> "AdapterSlots":
         return AdapterSlots(device, self)
