@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxllm.log import logger
 from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.feature_inputs import FeatureInputs, Names
+from jaxllm.runner.feature_inputs import Names
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Need, Row, Rows
@@ -83,10 +83,9 @@ class BatchBuilder:
         num_groups: int = 1,
         num_updates: int | None = None,
         choice: ProgramChoice | None = None,
-        inputs: FeatureInputs | None = None,
     ):
         """max_blocks: of a request in each of the `num_groups` groups of layers. num_updates: most new blocks of a row in a decode.
-        choice: chooses the programs; None: the smallest that holds a step, whether there or not. inputs: of the engine's features."""
+        choice: chooses the programs; None: the smallest that holds a step, whether there or not."""
         self.rows = rows
         self.buckets = buckets
         self.block_size = block_size
@@ -94,7 +93,7 @@ class BatchBuilder:
         self.num_groups = num_groups
         self.num_updates = num_groups if num_updates is None else num_updates
         self.choice = choice or ProgramChoice(buckets)
-        self.inputs = inputs or FeatureInputs()
+        self.inputs = rows.inputs
 
     def apply(self, plan: SchedulerOutput) -> Batch:
         """Free the rows of requests that ended or were preempted, then `build`."""
@@ -157,7 +156,7 @@ class BatchBuilder:
         for row, blocks in zip(scheduled, new_blocks, strict=True):
             if blocks:
                 self._extend_table(row, blocks, update_index, update_block)
-        layout = decode_layout(size, self.num_updates)
+        layout = decode_layout(size, self.num_updates, self.inputs.num_columns)
         # A fresh buffer each step: the device may still be reading the last one.
         buffer = np.zeros(layout.size, np.int32)
         views = layout.views(buffer)
@@ -224,11 +223,10 @@ class BatchBuilder:
         sample_rows = 0
         if is_decode:
             size, variant = self.choice.decode(len(scheduled), variant, width, features)
-            layout = decode_layout(size, self.num_updates)
+            layout = decode_layout(size, self.num_updates, self.inputs.num_columns)
         else:
             num_tokens = self.choice.tokens(max(1, num_tokens), features)
-            num_rows = self.buckets.rows_for_tokens(num_tokens)
-            layout = mixed_layout(num_tokens, num_rows, self.block_size, self.num_groups)
+            layout = self.mixed_layout(num_tokens, features)
             if sampled:
                 sample_rows, variant = self._sample(len(sampled), variant, logprobs, width, features)
         buffer = self._fill(layout, scheduled, len(sampled))
@@ -240,6 +238,11 @@ class BatchBuilder:
         self, num_rows: int, variant: Variant, logprobs: LogprobsKind, width: int, features: Names
     ) -> tuple[int, Variant]:
         return self.choice.sample(num_rows, variant, logprobs, width, self.inputs.in_logits(features))
+
+    def mixed_layout(self, num_tokens: int, features: Names) -> StepLayout:
+        """The layout of a step of any kind but decode, which has one of the token sizes."""
+        num_rows, num_inputs = self.buckets.rows_for_tokens(num_tokens), self.inputs.num_token_inputs(features)
+        return mixed_layout(num_tokens, num_rows, self.block_size, self.num_groups, self.inputs.num_columns, num_inputs)
 
     def empty(self, layout: StepLayout) -> np.ndarray:
         """The buffer of an empty step."""

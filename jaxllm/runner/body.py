@@ -90,7 +90,9 @@ class Body:
             exchange=self.exchange,
             share_layers=self.share_layers,
         )
-        run = StepRun(params, rows, kept, shards, columns_RC, places, token_ids_T, step)
+        own_columns = {name: columns_RC[:, part] for name, part in self.inputs.columns.items()}
+        token_inputs = {name: views.inputs_IT[part] for name, part in self.inputs.token_inputs(names).items()}
+        run = StepRun(params, rows, kept, shards, columns_RC, places, token_ids_T, step, own_columns, token_inputs)
         features = [feature for feature in self.features if feature.name in names or not feature.is_optional]
         for feature in features:
             feature.before(run)

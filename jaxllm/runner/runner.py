@@ -137,9 +137,9 @@ class ModelRunner(WeightsHolder, PlanRunner):
             num_groups=len(plan.cache.groups),
             num_updates=self.shapes.num_updates,
             choice=self._new_choice(config),
-            inputs=self.shapes.inputs,
         )
-        self.batches = RankBatches([new_builder(Rows(max_rows, full_logprobs=full_logprobs)) for _ in range(self.ranks.num)])
+        new_rows = partial(Rows, max_rows, full_logprobs=full_logprobs, inputs=self.shapes.inputs)
+        self.batches = RankBatches([new_builder(new_rows()) for _ in range(self.ranks.num)])
         self.store = store
         self.programs = ProgramPool(
             self.shapes.lower,

@@ -10,7 +10,7 @@ from jaxllm.layers.step import Adapt
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.body import Body
 from jaxllm.runner.feature_inputs import Names
-from jaxllm.runner.layout import Column, StepLayout
+from jaxllm.runner.layout import SAMPLING_COLUMNS, Column, StepLayout
 from jaxllm.runner.places import each_draw, next_position
 from jaxllm.runner.row_arrays import Caches, Logprobs, Params, RowArrays, Scores
 from jaxllm.runner.rows import LogprobsKind
@@ -150,7 +150,7 @@ class StepFunctions(Body):
         tokens, processed = [], []
         for index in range(width):
             part = slice(index, None, width)
-            sampling = unpack_columns(columns_TC[part, Column.SAMPLING :])
+            sampling = unpack_columns(columns_TC[part, SAMPLING_COLUMNS])
             if is_alive_R is not None:
                 sampling = replace(sampling, uses_state=jnp.where(is_alive_R, sampling.uses_state, 0))
             token_R, state, processed_RV = sample_full(
@@ -205,7 +205,7 @@ class StepFunctions(Body):
 
     def draw_draft(self, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array:
         """int32[R]: a draft for each row, from whole logits, independent of the token that the target draws there."""
-        sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
+        sampling = unpack_columns(columns_RC[:, SAMPLING_COLUMNS])
         options: dict[str, Any] = {"stream": Stream.DRAFT, **self._sampling_kernels}
         token_R = sample_random(logits_RV, sampling, next_position(columns_RC), **options)
         return mark_not_finite(token_R, logit_of(token_R, logits_RV))
@@ -234,7 +234,7 @@ class StepFunctions(Body):
     def _draw(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array:
         if variant == Variant.GREEDY:
             return sample_greedy(logits_RV, **self._sampling_kernels)
-        sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
+        sampling = unpack_columns(columns_RC[:, SAMPLING_COLUMNS])
         return sample_random(logits_RV, sampling, next_position(columns_RC), **self._sampling_kernels)
 
     @property

@@ -18,7 +18,7 @@ from jaxllm.parallel.ranks import Ranks
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.feature_inputs import FeatureInputs
-from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout
+from jaxllm.runner.layout import Column, StepLayout
 from jaxllm.runner.programs.decode import Decode
 from jaxllm.runner.programs.forward import Forward
 from jaxllm.runner.programs.forward_rows import ForwardRows
@@ -178,7 +178,7 @@ class StepPrograms:
 
     def nothing_to_sample(self) -> tuple[np.ndarray, np.ndarray]:
         """hidden_NWD and columns_NC of a step without requests, of all ranks."""
-        columns_NC = np.zeros((self.buckets.max_rows, NUM_ROW_COLUMNS), np.int32)
+        columns_NC = np.zeros((self.buckets.max_rows, self.inputs.num_columns), np.int32)
         columns_NC[:, [Column.ROW, Column.TOKEN_ROW]] = self.buckets.max_rows
         columns_NC[:, Column.ADAPTER] = NO_ADAPTER
         hidden_NWD = np.zeros(self.sampled_shape, jnp.dtype(self.model.dtype))

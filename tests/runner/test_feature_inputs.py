@@ -10,7 +10,7 @@ from jaxllm.kernel_policy import CPU
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.feature_inputs import FeatureInputs
-from jaxllm.runner.layout import Column
+from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column
 from jaxllm.runner.rank_batches import alike
 from jaxllm.runner.rows import Rows
 from jaxllm.runner.step_feature import StepFeature
@@ -33,11 +33,12 @@ class Colour(StepFeature):
 
 @dataclass(frozen=True)
 class Early(StepFeature):
-    """Needed by the first three tokens of a prompt, in programs of few tokens for almost every engine."""
+    """Needed by the first three tokens of a prompt, in programs of few tokens for almost every engine. Two values of each token."""
 
     name = "early"
     is_optional = True
     is_in_decodes = False
+    num_token_inputs = 2
 
     def is_needed(self, columns_RC, chunks):
         return any(chunk.start < 3 for chunk in chunks)
@@ -46,7 +47,17 @@ class Early(StepFeature):
         return num_tokens < 100
 
 
-INPUTS = FeatureInputs((Early(), StepFeature(), Colour()))
+class Lengths(StepFeature):
+    """Two columns of each row: how many tokens its prompt has, and its negative."""
+
+    name = "lengths"
+    num_columns = 2
+
+    def row_columns(self, data):
+        return data.num_prompt_tokens, -data.num_prompt_tokens
+
+
+INPUTS = FeatureInputs((Early(), StepFeature(), Colour(), Lengths()))
 
 
 @pytest.fixture
@@ -56,7 +67,7 @@ def ranks():
         max_num_seqs=MAX_ROWS, max_num_batched_tokens=64, decode_buckets=(2,), token_buckets=(8,)
     )
     buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), CPU)
-    return [BatchBuilder(Rows(MAX_ROWS), buckets, block_size=16, max_blocks=8, inputs=INPUTS) for _ in range(2)]
+    return [BatchBuilder(Rows(MAX_ROWS, inputs=INPUTS), buckets, block_size=16, max_blocks=8) for _ in range(2)]
 
 
 def step(builder, name, start, count, *, prompt=None, slot=-1):
@@ -116,3 +127,30 @@ def test_ranks_take_the_features_of_all(ranks):
     first, second = alike([step(ranks[0], "a", 5, 1), step(ranks[1], "b", 0, 1, prompt=[5, 6])], ranks)
     assert first.features == second.features == ("colour", "early") and not first.is_decode and not second.is_decode
     np.testing.assert_array_equal(first.layout.views(first.buffer).columns_RC[0, Column.START], 5)
+
+
+def test_features_add_columns_to_all_steps_and_values_of_tokens_to_those_that_need_them(ranks):
+    assert INPUTS.columns == {"lengths": slice(NUM_ROW_COLUMNS, NUM_ROW_COLUMNS + 2)}
+    builder = ranks[0]
+    batch = step(builder, "a", 0, 2, prompt=[1, 2, 3, 4])
+    own = INPUTS.columns["lengths"]
+    views = batch.layout.views(batch.buffer)
+    assert views.columns_RC[:, own].tolist() == [[4, -4]] + [[0, 0]] * (MAX_ROWS - 1)
+    found = INPUTS.token_inputs_of(batch, "early")
+    assert found.shape == (2, 8) and not found.any()
+    found[1, :2] = 5, 6
+    assert batch.buffer[-8:].tolist() == [5, 6, 0, 0, 0, 0, 0, 0], "a view of the buffer"
+    batch = step(builder, "a", 4, 1)
+    assert batch.is_decode and batch.layout.num_inputs == 0 and INPUTS.token_inputs_of(batch, "early") is None
+    assert batch.layout.views(batch.buffer).columns_RC[0, own].tolist() == [4, -4]
+
+
+def test_ranks_keep_the_columns_of_features_and_get_room_for_values_of_tokens(ranks):
+    """A decode of one rank beside the beginning of a prompt of another."""
+    for builder in ranks:
+        step(builder, "a", 0, 5, prompt=[1, 2, 3, 4, 5])
+    decode, beginning = alike([step(ranks[0], "a", 5, 1), step(ranks[1], "b", 0, 1, prompt=[5, 6])], ranks)
+    assert decode.layout == beginning.layout and decode.layout.num_inputs == 2
+    assert INPUTS.token_inputs_of(decode, "early").shape == (2, 8) and not INPUTS.token_inputs_of(decode, "early").any()
+    own = INPUTS.columns["lengths"]
+    assert [batch.layout.views(batch.buffer).columns_RC[0, own].tolist() for batch in (decode, beginning)] == [[5, -5], [2, -2]]

@@ -51,7 +51,9 @@ class MixedProgram(LayersProgram):
 
     def layout(self, programs: "StepPrograms", key: ProgramKey) -> StepLayout:
         num_rows = programs.buckets.rows_for_tokens(key.size)
-        return mixed_layout(key.size, num_rows, programs.cache.block_size, len(programs.cache.groups))
+        num_inputs = programs.inputs.num_token_inputs(key.features)
+        sizes = (programs.cache.block_size, len(programs.cache.groups), programs.inputs.num_columns, num_inputs)
+        return mixed_layout(key.size, num_rows, *sizes)
 
     def compiler_options(self, programs: "StepPrograms", key: ProgramKey) -> dict[str, str | bool]:
         # One run of tokens is multiplied while another is added up (`Shards.num_runs`): XLA must look for what it can compute meanwhile.
@@ -62,4 +64,4 @@ class DecodeProgram(LayersProgram):
     """Computes the same number of tokens of each row; the key's size counts rows."""
 
     def layout(self, programs: "StepPrograms", key: ProgramKey) -> StepLayout:
-        return decode_layout(key.size, programs.num_updates)
+        return decode_layout(key.size, programs.num_updates, programs.inputs.num_columns)

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.runner.layout import NUM_ROW_COLUMNS
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind, Wanted, first_sizes
 from jaxllm.runner.rows import LogprobsKind
@@ -75,7 +74,7 @@ class Sample(ProgramKind):
         mask = programs.ints(key.size * key.width, words) if key.variant >= Variant.MASKED else None
         function = partial(programs.functions.sample, key.size, key.variant, key.logprobs, key.width, key.features)
         hidden_NWD = programs.shape(programs.sampled_shape, programs.model.dtype)
-        columns_NC = programs.ints(max_rows, NUM_ROW_COLUMNS)
+        columns_NC = programs.ints(max_rows, programs.inputs.num_columns)
         arguments = (programs.params, programs.rows, hidden_NWD, columns_NC, state, named_ids, mask, programs.workspace)
         return programs.lower_on_each(function, arguments, programs.replicated, donate=(1, 4))
 
