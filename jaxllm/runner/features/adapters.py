@@ -113,7 +113,11 @@ class WriteProgram(ProgramKind):
 def write(runner: Any, adapters: Adapters, program: CompiledProgram, slot: int, packed: jax.Array) -> None:
     """Write an adapter (`Adapters.packed`), whose array is taken, into a slot."""
     arrays = program(runner.params[adapters.part], packed, runner.put(np.int32(slot)))
-    runner.params = (*runner.params[: adapters.part.start], *arrays)
+    _replace(runner, adapters.part, arrays)
+
+
+def _replace(runner: Any, part: slice, arrays: Iterable[jax.Array]) -> None:
+    runner.params = (*runner.params[: part.start], *arrays, *runner.params[part.stop :])
 
 
 class AdapterSlots(OpRunner):
@@ -145,7 +149,7 @@ class AdapterSlots(OpRunner):
             return
         delete(runner.params[part])
         empty = jax.tree.leaves(self._adapters.adaptation.load(runner.shapes.mesh, SILENT))
-        runner.params = (*runner.params[: part.start], *empty)
+        _replace(runner, part, empty)
 
     def delete_arrays(self) -> None:
         delete(self._staged)
