@@ -24,7 +24,8 @@ from jaxllm.quantization_options import ONLINE, WIDENED, Quantization
 SchedulingPolicy = Literal["auto", "fcfs", "fair", "priority"]
 SERVED_QUEUED_REQS = 10_000
 SERVED_QUEUED_TOKENS = 1 << 25
-"""Default limits of a server's queue: as many requests as there may be connections, and about 2 GB of token ids."""
+SERVED_QUEUED_IMAGE_GB = 8.0
+"""Default limits of a server's queue: as many requests as there may be connections, about 2 GB of token ids, and prepared images."""
 NO_LIMIT = -1
 AUTO_MODEL_LEN = -1
 """`max_model_len=-1`: the largest that the cache can hold for one request."""
@@ -172,6 +173,11 @@ class SchedulerOptions:
         int | None,
         "most prompt tokens waiting for a place in the batch; a request that would exceed it is refused, unless none waits; -1: no "
         f"limit; default: {SERVED_QUEUED_TOKENS} in a server, else no limit",
+    ] = None
+    max_queued_image_gb: Annotated[
+        float | None,
+        "most GiB of prepared images that unfinished requests hold in host memory; a request that would exceed it is refused, unless none "
+        f"holds any; -1: no limit; default: {SERVED_QUEUED_IMAGE_GB:g} in a server, else no limit",
     ] = None
     async_scheduling: Annotated[bool, "schedule the next step before this one's tokens are known"] = True
     scheduler_reserve_full_isl: Annotated[bool, "admit a request only if its whole prompt fits the cache"] = True
@@ -542,12 +548,15 @@ _RANGES: dict[str, Range] = {
     "long_prefill_token_threshold": at_least(0),
     "max_num_queued_reqs": at_least(NO_LIMIT),
     "max_num_queued_tokens": at_least(NO_LIMIT),
+    "max_queued_image_gb": at_least(NO_LIMIT),
     "watermark": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
     "stream_interval": at_least(1),
     "max_loras": at_least(1),
     "max_lora_rank": (lambda v: 1 <= v <= RANKS[-1], f"1 to {RANKS[-1]}"),
     "max_cpu_loras": at_least(1),
     "lora_target_modules": (lambda v: bool(v) and all(v), "a list of names such as q_proj"),
+    "mm_processor_cache_gb": at_least(0),
+    "mm_max_patches": at_least(64),
     "tensor_parallel_size": at_least(1),
     "prefill_context_parallel_size": at_least(1),
     "data_parallel_size": at_least(1),
@@ -587,7 +596,7 @@ def resolve_platform_defaults(
         options["max_num_batched_tokens"] = max(on_gpus if on_gpu else 512, max_num_seqs)
     if scheduler.scheduling_policy == "auto":
         options["scheduling_policy"] = "fcfs"
-    for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+    for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_queued_image_gb"):
         if getattr(scheduler, name) == NO_LIMIT:
             options[name] = None
     if compile_.warmup == "auto":

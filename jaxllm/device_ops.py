@@ -7,6 +7,9 @@ import msgspec
 
 T = TypeVar("T")
 
+PAGE_TOKENS = 64
+"""Embeddings in a page of the slab on the device, which keeps those of items."""
+
 
 class DeviceOp(msgspec.Struct, frozen=True, tag_field="op"):
     """An operation that every rank, stage and host runs before a plan's forward pass, after all steps dispatched before."""
@@ -41,7 +44,31 @@ class MoveExperts(DeviceOp, frozen=True):
     """[experts]: how many copies each expert has then, and the slots of these."""
 
 
-AnyDeviceOp = WriteAdapter | DropStaged | TakeCounts | MoveExperts
+class RankOp(DeviceOp, frozen=True):
+    """An operation on the devices of one data-parallel rank."""
+
+    rank: int
+    """The position of these devices on the mesh's axis `data`. A rank's scheduler does not know it and plans 0; `RanksPlan` sets it."""
+
+
+class EncodeItem(RankOp, frozen=True):
+    """Encode an item of a prompt, and write its embeddings into pages of the slab, in order, `PAGE_TOKENS` to each."""
+
+    payload: bytes
+    """See `PromptItem`."""
+    pages: list[int]
+
+
+class UseItem(RankOp, frozen=True):
+    """The step behind computes tokens of a request's item. Their embeddings are in these pages, which `EncodeItem` wrote."""
+
+    request_id: str
+    position: int
+    """Of the item's first token in the prompt."""
+    pages: list[int]
+
+
+AnyDeviceOp = WriteAdapter | DropStaged | TakeCounts | MoveExperts | EncodeItem | UseItem
 """All kinds, as other hosts decode them."""
 
 

@@ -11,9 +11,12 @@ OF_ONE_HOST = frozenset({
     *("node_rank", "master_addr", "master_port", "distributed_executor_backend", "distributed_timeout_seconds"),
     *("model", "tokenizer", "download_dir", "logits_processors", "chat_template", "profiler_dir"),
     *("use_progress_bar", "disable_log_stats", "compilation_cache", "compile_threads"),
-    *("scheduling_policy", "max_num_queued_reqs", "max_num_queued_tokens"),
+    *("scheduling_policy", "max_num_queued_reqs", "max_num_queued_tokens", "max_queued_image_gb"),
 })  # fmt: skip
 """Options whose values may differ between the hosts of an engine: paths on each host, and what its programs do not depend on."""
+
+MAX_PLAN_BYTES = 256 << 20
+"""The longest plan of a step that hosts send each other."""
 
 
 def hosts_faults(flat: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import msgspec
+
+from jaxllm.device_ops import AnyDeviceOp, RankOp
 from jaxllm.scheduler_output import SchedulerOutput
 
 
@@ -25,6 +28,10 @@ class RanksPlan(SchedulerOutput):
             step_id=step_id,
             masked_request_ids=tuple(chain.from_iterable(plan.masked_request_ids for plan in ranks)),
             num_drafts=max(plan.num_drafts for plan in ranks),
-            ops=tuple(chain.from_iterable(plan.ops for plan in ranks)),
+            ops=tuple(_of_rank(op, rank) for rank, plan in enumerate(ranks) for op in plan.ops),
             ranks=tuple(ranks),
         )
+
+
+def _of_rank(op: AnyDeviceOp, rank: int) -> AnyDeviceOp:
+    return msgspec.structs.replace(op, rank=rank) if isinstance(op, RankOp) else op

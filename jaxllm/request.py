@@ -132,6 +132,11 @@ class PromptItem(msgspec.Struct, frozen=True):
         """The position behind its last token."""
         return self.position + self.num_tokens
 
+    @property
+    def num_embeddings(self) -> int:
+        """How many of its tokens an embedding replaces."""
+        return sum(count for _, count in self.embedding_runs) if self.embedding_runs else self.num_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCoreRequest:

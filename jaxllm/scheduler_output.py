@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.request import PromptItem
 from jaxllm.sampling_params import SamplingParams
 
 NO_TOKEN = -1
@@ -39,6 +40,8 @@ class NewRequestData:
     pooling_params: PoolingParams | None = None
     adapter_slot: int = NO_ADAPTER
     """The slot on the device of the request's adapter."""
+    items: tuple[PromptItem, ...] = ()
+    """The items of its prompt, without their payloads: `EncodeItem` has those."""
 
 
 class RowStep(NamedTuple):

@@ -29,6 +29,8 @@ class SchedulerStats:
     """Requests rejected by --max-num-queued-reqs."""
     num_rejected_for_tokens: int = 0
     """Requests rejected by --max-num-queued-tokens."""
+    num_rejected_for_images: int = 0
+    """Requests rejected by --max-queued-image-gb."""
     num_not_finite: int = 0
     """Requests that ended because the model computed NaN or infinity for them."""
     sleep_level: int = 0
@@ -82,6 +84,18 @@ class SchedulerStats:
     """Tokens of the device, or expert, that got most in a reading."""
     expert_balance: float = 1.0
     """The quotient of the two, over all layers, in the latest reading."""
+    item_cache_queries: int = 0
+    """Items of admitted prompts, images for example, that were looked up in the encoder cache, each when its first token was computed."""
+    item_cache_hits: int = 0
+    """The part of these items that was found; each of the others was encoded."""
+    num_item_evictions: int = 0
+    """Items that left the encoder cache for others."""
+    num_encoded_patches: int = 0
+    """Patches of all encoded items, without padding."""
+    num_item_pages: int = 0
+    """Pages of the encoder cache; 0 for a model of text alone."""
+    num_used_item_pages: int = 0
+    """Pages of items that requests compute."""
     awaited_programs: tuple[int, int] = (0, 0)
     """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""
 

@@ -60,6 +60,10 @@ adapter's first request waited for it. [LORA.md](LORA.md) explains them.
 sum(rate(jaxllm:expert_load_busiest_tokens_total[5m]))`: the share of the time of experts in which a device computes. Which experts get
 how many is in `/expert_load`. [EXPERT_LOAD.md](EXPERT_LOAD.md) explains it.
 
+**Is the encoder cache large enough?** Each query of `mm_cache_queries_total` that is no hit encoded an image. Prompts that the prefix
+cache knows do not ask it. A `mm_cache_usage_perc` near 1 makes images wait until others are computed. Without the pages of
+`mm_cache_evictions_total`, an image that is sent again would be found.
+
 **Does the engine hang?** `engine_last_tick_seconds` stays below a second while it is idle or its steps are short. It grows during a step
 or a compilation, and when the engine's process gives no sign of life. `replica_state` is `stalled` once `/ready` says so
 (`--stall-timeout`), which a compilation never is.
@@ -72,7 +76,7 @@ wait. While requests wait for programs, `awaited_programs` counts these.
 def every_metric() -> list[Metric]:
     """Metrics of one engine and one API server, with something counted wherever a metric appears only then."""
     engine = EngineMetrics("m", 100, cache_config=cache_labels(CacheOptions()))
-    engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1)
+    engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1, num_item_pages=1)
     engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)
     engine.image_seconds = Observations(PHASE_SECONDS)
     states = replica_states("m", [("serving", 0.0)], get_args(ReplicaState))

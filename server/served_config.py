@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxllm.config import SERVED_QUEUED_REQS, SERVED_QUEUED_TOKENS, EngineConfig
+from jaxllm.config import SERVED_QUEUED_IMAGE_GB, SERVED_QUEUED_REQS, SERVED_QUEUED_TOKENS, EngineConfig
 from jaxllm.log import logger
 from server.options import ServerOptions
 
@@ -18,6 +18,8 @@ def served_config(config: EngineConfig, options: ServerOptions) -> EngineConfig:
         found["max_num_queued_reqs"] = SERVED_QUEUED_REQS
     if scheduler.max_num_queued_tokens is None:
         found["max_num_queued_tokens"] = SERVED_QUEUED_TOKENS
+    if scheduler.max_queued_image_gb is None:
+        found["max_queued_image_gb"] = SERVED_QUEUED_IMAGE_GB
     return config.replace(**found) if found else config
 
 

@@ -44,6 +44,7 @@ FLOORS = {
     "jaxllm.replicas": 6,
     "jaxllm.speculative": 6,
     "jaxllm.lora": 6,
+    "jaxllm.vision": 6,
     "jaxllm.hosts": 6,
     "jaxllm.llm": 7,
     "jaxllm.llm_engine": 7,
@@ -115,6 +116,7 @@ WITHOUT_JAX = {
     "jaxllm.structured",
     "jaxllm.metrics",
     "jaxllm.expert_load",
+    "jaxllm.vision",
 }
 WITHOUT_JAX_WHEN_IMPORTED = {"jaxllm.quantization.formats"}
 """Packages whose functions may import JAX when they are called: what reads a config.json and what computes is one class."""
@@ -126,6 +128,7 @@ REGISTERED = {
     "jaxllm.lora": "",
     "jaxllm.pipeline": "",
     "jaxllm.speculative": "",
+    "jaxllm.vision": "",
 }
 """Packages that `engine/features.py` or `engine/parallel_backends.py` names in an entry, each with the package that builds on it."""
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}

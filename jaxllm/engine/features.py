@@ -36,7 +36,7 @@ ADAPTERS: str | None = "jaxllm.lora:make_adapters"
 EXPERT_LOAD: str | None = "jaxllm.expert_load:make_expert_load"
 """Makes what adds up the tokens of experts and moves experts; None: this build does neither."""
 
-ITEMS: tuple[str, ...] = ()
+ITEMS: tuple[str, ...] = ("jaxllm.vision:make_items",)
 """Make what computes a kind of items in prompts, as module:function each; it returns None for an engine without such items."""
 
 _NO_DRAFTERS = "speculative_config is set, but this build has no drafters; leave it out"
@@ -194,8 +194,14 @@ class Features:
             in_steps = ("expert_counts", "expert_slots") if config.parallel.enable_eplb else ("expert_counts",)
             module, name = _maker(EXPERT_LOAD, missing, *in_steps)
             expert_load = getattr(module, name)(config, model_config)
-        items = {entry.partition(":")[0]: _load(entry)(config, model_config) for entry in ITEMS}
-        return cls(speculation, adapters, expert_load, {name: found for name, found in items.items() if found is not None})
+        made = {entry.partition(":")[0]: _load(entry)(config, model_config) for entry in ITEMS}
+        items = {name: found for name, found in made.items() if found is not None}
+        if items and speculation is not None and speculation.drafter.layers:
+            raise ConfigError(
+                f"speculative_config has a drafter with layers of its own, which sees token ids alone, but {model_config.architecture} "
+                "sees images; use the method ngram, or set language_model_only for text alone"
+            )
+        return cls(speculation, adapters, expert_load, items)
 
     @property
     def drafter(self) -> "Drafter | None":

@@ -71,11 +71,11 @@ class OpQueue:
 
     def dispatch(self, plan: SchedulerOutput) -> "PendingStep":
         """Dispatch a plan with the operations that wait for one. Raises the error of an operation; those behind it wait on."""
-        if not self._queued:
-            return self._executor.dispatch(plan)
         entries, self._queued = self._queued, []
+        if entries:
+            plan = replace(plan, ops=(*(entry.op for entry in entries), *plan.ops))
         try:
-            pending = self._executor.dispatch(replace(plan, ops=(*(entry.op for entry in entries), *plan.ops)))
+            pending = self._executor.dispatch(plan)
         except DeviceOpError as error:
             self._queued = entries[error.number + 1 :]
             for entry in entries[: error.number]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,7 +40,7 @@ class HostsExecutor:
         """See Executor."""
         is_sampled = not plan.masked_request_ids
         others = self.expect_others() if is_sampled else None
-        self._leader.send(_message_of(plan))
+        self._leader.send(message_of(plan))
         step = self._run(self._own.dispatch, plan)
         if self._tokens is not None and is_sampled and plan.rows:
             self._tokens.send(step)
@@ -134,8 +135,11 @@ class HostsExecutor:
             self._own.close()
 
 
-def _message_of(plan: SchedulerOutput) -> Dispatch | DispatchRanks:
-    return DispatchRanks([*plan.ranks], plan.step_id, plan.ops) if isinstance(plan, RanksPlan) else Dispatch(plan)
+def message_of(plan: SchedulerOutput) -> Dispatch | DispatchRanks:
+    """A plan as other hosts get it, each operation once."""
+    if not isinstance(plan, RanksPlan):
+        return Dispatch(plan)
+    return DispatchRanks([replace(rank, ops=()) for rank in plan.ranks], plan.step_id, plan.ops)
 
 
 class _Step:

@@ -9,10 +9,11 @@ from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.engine.messages import Fault
 from jaxllm.hosts.framing import Accepted, Beat
 from jaxllm.hosts.framing import Message as _Message
+from jaxllm.hosts_options import MAX_PLAN_BYTES
 from jaxllm.scheduler_output import SchedulerOutput
 
-MAX_MESSAGE_BYTES = 64 << 20
-"""A longer message ends its connection. The plan of a step with long new prompts is the longest."""
+MAX_MESSAGE_BYTES = MAX_PLAN_BYTES
+"""A longer message ends its connection. The plan of a step with images, or with long new prompts, is the longest."""
 PIECE_BYTES = 4 << 20
 """Staged data and results are sent in pieces of this size, so that steps need not wait for a whole one."""
 

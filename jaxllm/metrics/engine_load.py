@@ -22,12 +22,13 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     found.counter("prefix_cache_hits", load.prefix_cache_hits, "tokens found in the prefix cache")
     found.counter("num_preemptions", load.num_preemptions, "times that a running request lost its place")
     turned_away = "requests turned away because too much waits, by the option that says so"
-    found.counter(
-        "admission_rejections", load.num_rejected_for_requests, turned_away, reason="max_num_queued_reqs", engine=None
-    )
-    found.counter(
-        "admission_rejections", load.num_rejected_for_tokens, turned_away, reason="max_num_queued_tokens", engine=None
-    )
+    rejected = {
+        "max_num_queued_reqs": load.num_rejected_for_requests,
+        "max_num_queued_tokens": load.num_rejected_for_tokens,
+        "max_queued_image_gb": load.num_rejected_for_images,
+    }
+    for limit, count in rejected.items():
+        found.counter("admission_rejections", count, turned_away, reason=limit, engine=None)
     failed = "steps that failed, by what became of their requests: computed again, or ended"
     found.counter("failed_steps", load.num_retried_steps, failed, outcome="retried")
     found.counter("failed_steps", load.num_lost_steps, failed, outcome="ended")
@@ -46,6 +47,7 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     _add_drafts(found, load)
     _add_adapters(found, load)
     _add_experts(found, load)
+    _add_images(found, load)
     num_ready, num_awaited = load.awaited_programs
     awaited = "programs that requests wait for now, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
@@ -85,6 +87,16 @@ def _add_adapters(found: Collected, load: SchedulerStats) -> None:
     found.counter("lora_loads", load.num_adapter_loads, "adapters written into a slot on the device")
     found.counter("lora_evictions", load.num_adapter_evictions, "those of them that took the slot of another adapter")
     found.counter("lora_load_seconds", load.adapter_load_seconds, "time from an adapter's first request until it had its slot")
+
+
+def _add_images(found: Collected, load: SchedulerStats) -> None:
+    """The encoder cache, where the model sees images. Its queries and hits are always there."""
+    if not load.num_item_pages:
+        return
+    usage = load.num_used_item_pages / load.num_item_pages
+    found.gauge("mm_cache_usage_perc", usage, "fraction of the encoder cache that requests use, 0 to 1; more is cached")
+    found.counter("mm_cache_evictions", load.num_item_evictions, "encoded images that left the encoder cache for others")
+    found.counter("mm_encoder_patches", load.num_encoded_patches, "patches of the images that were encoded, without padding")
 
 
 def _add_experts(found: Collected, load: SchedulerStats) -> None:

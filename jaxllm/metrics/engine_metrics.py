@@ -137,10 +137,12 @@ class EngineMetrics:
         found.counter("programs_compiled_after_warmup", self.programs_compiled_after_warmup, "programs compiled while serving")
         if cache_config:
             found.gauge("cache_config_info", 1, "options and size of the KV cache, as labels", **cache_config)
-        for cache, kept in (("external_prefix_cache", "another engine or host memory"), ("mm_cache", "processed images")):
-            absent = f"of a cache of {kept}, which this engine does not have"
-            found.counter(f"{cache}_queries", 0, f"lookups {absent}")
-            found.counter(f"{cache}_hits", 0, f"hits {absent}")
+        absent = "of a cache of another engine or host memory, which this engine does not have"
+        found.counter("external_prefix_cache_queries", 0, f"lookups {absent}")
+        found.counter("external_prefix_cache_hits", 0, f"hits {absent}")
+        queries, hits = (self.load.item_cache_queries, self.load.item_cache_hits) if self.load is not None else (0, 0)
+        found.counter("mm_cache_queries", queries, "images of prompts, each when its first token was computed")
+        found.counter("mm_cache_hits", hits, "those of them that the encoder cache had; the others were encoded")
 
     def _cache_size(self, load: SchedulerStats) -> dict[str, str]:
         return {

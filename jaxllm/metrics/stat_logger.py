@@ -93,7 +93,7 @@ class StatLogger:
             load.prefix_cache_queries,
             load.prefix_cache_hits,
             load.num_preemptions,
-            load.num_rejected_for_requests + load.num_rejected_for_tokens,
+            load.num_rejected_for_requests + load.num_rejected_for_tokens + load.num_rejected_for_images,
             Acceptance.of(load),
             sum(load.even_expert_load),
             sum(load.busiest_expert_load),

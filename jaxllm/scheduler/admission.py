@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.request import PromptItem, Request
+from jaxllm.scheduler_stats import SchedulerStats
 
 
 class Fit(enum.IntEnum):
@@ -45,6 +46,8 @@ class ChunkRoom(AdmissionRoom, Protocol):
 
     item_kinds: Collection[str]
     """The kinds of items of prompts that it computes."""
+    min_chunk: int
+    """So many tokens of one request every step must be able to compute, because `limit` may grant them together or not at all."""
 
     def check(self, item: PromptItem) -> None:
         """Raise InvalidRequestError for an item of these kinds that it can never compute."""
@@ -65,6 +68,12 @@ class ChunkRoom(AdmissionRoom, Protocol):
 
     def forget(self) -> None:
         """Results on the devices are lost, or of other weights. No request is admitted; what `limit` granted is free."""
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Add what it counts to the stats."""
+
+    def check_integrity(self, requests: Collection[Request]) -> None:
+        """Raise AssertionError if its state is inconsistent. requests: all unfinished ones. Called between steps."""
 
 
 def limit_all(rooms: Iterable[ChunkRoom], request: Request, start: int, count: int) -> int:

@@ -23,6 +23,8 @@ def check_integrity(scheduler: "Scheduler", in_flight: Iterable[list[Share]]) ->
     assert len(scheduler.running) <= scheduler.max_num_seqs, (
         f"{len(scheduler.running)} requests run, at most {scheduler.max_num_seqs} may"
     )
+    for room in scheduler.chunk_rooms:
+        room.check_integrity(scheduler.requests.values())
     samples: dict[Request, int] = {}
     drafts: dict[Request, int] = {}
     for shares in in_flight:

@@ -1,7 +1,7 @@
 """Rejects requests that can never be scheduled, or not soon, with the numbers, instead of letting them wait for ever."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from jaxllm.config import SchedulerOptions
 from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
@@ -73,8 +73,11 @@ def check_servable(request: Request, manager: KVCacheManager, max_model_len: int
         )
 
 
-def check_room(request: Request, waiting: WaitingQueue, options: SchedulerOptions, num_seats: int) -> None:
-    """Raise OverloadedError if the waiting queue is full. `num_seats` of the waiting requests fit into the next step."""
+def check_room(
+    request: Request, waiting: WaitingQueue, unfinished: Collection[Request], options: SchedulerOptions, num_seats: int
+) -> None:
+    """Raise OverloadedError if the waiting queue is full, or unfinished requests hold too many bytes of items. `num_seats` of the waiting
+    requests fit into the next step."""
     num_queued, num_tokens = len(waiting) - num_seats, waiting.num_prompt_tokens
     most, most_tokens = options.max_num_queued_reqs, options.max_num_queued_tokens
     if most is not None and num_queued >= most:
@@ -86,9 +89,29 @@ def check_room(request: Request, waiting: WaitingQueue, options: SchedulerOption
             f"{num_tokens} prompt tokens wait already, the request has {request.num_prompt_tokens} "
             f"and at most {most_tokens} may wait (--max-num-queued-tokens)"
         )
+    elif (most_gb := options.max_queued_image_gb) is not None and _exceeds(request, unfinished, most_gb):
+        limit = "max_queued_image_gb"
+        what = (
+            f"unfinished requests hold {item_bytes(unfinished) / 2**30:.1f} GiB of images, the request has "
+            f"{item_bytes([request]) / 2**30:.1f} GiB and at most {most_gb:g} GiB may be held (--max-queued-image-gb)"
+        )
     else:
         return
     # Estimate: a new request waits about as long as the first in the queue has waited.
     waited_seconds = time.monotonic() - waiting.peek().queued_at if len(waiting) else 0.0
     seconds = max(1, min(_MAX_RETRY_AFTER_SECONDS, round(waited_seconds)))
     raise OverloadedError(f"the engine is overloaded: {what}; try again in {seconds} s", seconds, limit)
+
+
+def _exceeds(request: Request, unfinished: Iterable[Request], most_gb: float) -> bool:
+    """Whether a request brings items that are too many bytes beside those of others."""
+    if not request.spec.items:
+        return False
+    others, both = item_bytes(unfinished), item_bytes([*unfinished, request])
+    return 0 < others < both > most_gb * 2**30
+
+
+def item_bytes(requests: Iterable[Request]) -> int:
+    """Bytes of the contents of requests' items. Answers to one prompt may share them."""
+    sizes = {id(item.payload): len(item.payload) for request in requests for item in request.spec.items}
+    return sum(sizes.values())

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+import msgspec
+
 from jaxllm.cache_events import CacheEvents
 from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
@@ -70,9 +72,11 @@ class Scheduler:
         self.max_num_prefill_tokens = options.max_step_tokens
         self.drafts = drafts
         self.rooms = rooms
-        self._chunk_rooms = tuple(room for room in rooms if isinstance(room, ChunkRoom))
-        if self._chunk_rooms and not options.enable_chunked_prefill:
+        self.chunk_rooms = tuple(room for room in rooms if isinstance(room, ChunkRoom))
+        self._min_chunk = max((room.min_chunk for room in self.chunk_rooms), default=1)
+        if self.chunk_rooms and not options.enable_chunked_prefill:
             raise ConfigError("enable_chunked_prefill is off, but prompts with items are computed in chunks; leave it on")
+        assert self._min_chunk <= self.max_num_batched_tokens
         self.num_stages = num_stages
         self._new_cache_manager = partial(
             KVCacheManager,
@@ -119,11 +123,11 @@ class Scheduler:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
         check_servable(request, self.cache_manager, self.max_model_len)
         if request.spec.items:
-            check_items(request, self._chunk_rooms)
+            check_items(request, self.chunk_rooms)
         # Requests added since the latest step can still get a seat, if that step left no request waiting.
         num_seats = 0 if min(self._num_left_waiting, len(self.waiting)) else self.max_num_seqs - len(self.running)
         try:
-            check_room(request, self.waiting, self.options, num_seats)
+            check_room(request, self.waiting, self.requests.values(), self.options, num_seats)
         except OverloadedError as error:
             self._totals.num_rejected[error.limit] += 1
             raise
@@ -275,9 +279,10 @@ class Scheduler:
             cap = self.options.long_prefill_token_threshold
             if self.options.long_prefill_token_threshold_adaptive:
                 cap = max(cap, self.max_num_batched_tokens // num_unfinished)
+            cap = max(cap, self._min_chunk)
         if self._turns is not None and self.num_left_waiting:
             self._give_way(self._turns)
-        for room in self._chunk_rooms:
+        for room in self.chunk_rooms:
             room.begin_step()
         if self.cache_manager.loading is not None:
             self.cache_manager.loading.begin_step(self._step_id + 1, self._done_step_id)
@@ -296,7 +301,7 @@ class Scheduler:
     def _schedule_running(self, cap: int, most_drafts: int, *, masked_wait: bool) -> tuple[list[Share], int]:
         """Returns the shares of the running requests, none above `cap` tokens or `most_drafts` drafts, and the rest of the token budget."""
         budget = self.max_num_batched_tokens
-        allocate_slots, running, chunk_rooms = self.cache_manager.allocate_slots, self.running, self._chunk_rooms
+        allocate_slots, running, chunk_rooms = self.cache_manager.allocate_slots, self.running, self.chunk_rooms
         loading = self.cache_manager.loading
         run_ahead, latest_step = self.options.async_scheduling, self._step_id + 1 - self.num_stages
         num_decodes, most_decodes = 0, -(-len(running) // self.num_stages)
@@ -436,6 +441,7 @@ class Scheduler:
                     break
                 prefix = manager.get_computed_blocks(request)
                 if loading is not None and loading.begin(request, prefix.num_cached_tokens, num_reserved):
+                    self._refusal = None  # the load can be ended for the request that was refused
                     skipped.append(self.waiting.pop())
                     continue
                 num_wanted = request.num_tokens - prefix.num_computed_tokens
@@ -445,8 +451,8 @@ class Scheduler:
                 if num_tokens > budget and not self.options.enable_chunked_prefill:
                     break
                 num_tokens = min(num_tokens, budget)
-                if self._chunk_rooms and prefix.num_computed_tokens < request.num_prompt_tokens:
-                    num_tokens = limit_all(self._chunk_rooms, request, prefix.num_computed_tokens, num_tokens)
+                if self.chunk_rooms and prefix.num_computed_tokens < request.num_prompt_tokens:
+                    num_tokens = limit_all(self.chunk_rooms, request, prefix.num_computed_tokens, num_tokens)
                     if not num_tokens:
                         skipped.append(self.waiting.pop())
                         continue
@@ -505,6 +511,7 @@ class Scheduler:
             is_masked=request.matcher is not None,
             pooling_params=request.pooling_params,
             adapter_slot=NO_ADAPTER if request.adapter is None else request.adapter.slot,
+            items=tuple(msgspec.structs.replace(item, payload=b"") for item in request.spec.items),
         )
 
     def _note_admission(self, request: Request, data: NewRequestData) -> None:
@@ -559,7 +566,7 @@ class Scheduler:
         """Operations that tiers and rooms add before the step."""
         loading = self.cache_manager.loading
         ops = [] if loading is None else loading.take_ops()
-        for room in self._chunk_rooms:
+        for room in self.chunk_rooms:
             for request, _, row in shares:
                 if row.start < request.num_prompt_tokens:
                     ops += room.ops(request, row.start, row.num_tokens)
@@ -634,7 +641,7 @@ class Scheduler:
 
     def _forget(self, *, stored: bool) -> None:
         """Drop what devices hold in addition to the blocks of requests. stored: also what tiers keep."""
-        for room in self._chunk_rooms:
+        for room in self.chunk_rooms:
             room.forget()
         if self.cache_manager.loading is not None:
             self.cache_manager.loading.forget(stored=stored)
@@ -689,8 +696,8 @@ class Scheduler:
         assert self.options.max_num_seqs is not None and self.options.max_num_batched_tokens is not None
         self.max_num_seqs = max(1, self.options.max_num_seqs // divisor)
         if self.options.enable_chunked_prefill:
-            self.max_num_batched_tokens = max(1, self.options.max_num_batched_tokens // divisor)
-            self.max_num_prefill_tokens = max(1, self.options.max_step_tokens // divisor)
+            self.max_num_batched_tokens = max(self._min_chunk, self.options.max_num_batched_tokens // divisor)
+            self.max_num_prefill_tokens = max(self._min_chunk, self.options.max_step_tokens // divisor)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -701,7 +708,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """The load now and the totals so far."""
-        return SchedulerStats(
+        stats = SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             cache_usage=self.cache_manager.pool.usage,
@@ -710,6 +717,9 @@ class Scheduler:
             num_queued_tokens=self.num_queued_tokens,
             **self._totals.stats(self.drafts),
         )
+        for room in self.chunk_rooms:
+            room.add_stats(stats)
+        return stats
 
     def check_integrity(self) -> None:
         """Raise AssertionError if requests, queues, counts and blocks disagree."""

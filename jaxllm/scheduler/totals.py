@@ -8,6 +8,8 @@ from jaxllm.request import Request
 from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.scheduler_output import NewRequestData
 
+QUEUE_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens", "max_queued_image_gb")
+
 
 @dataclass
 class Totals:
@@ -16,7 +18,7 @@ class Totals:
     num_preemptions: int = 0
     num_not_finite: int = 0
     """Requests that ended because the model computed NaN or infinity for them."""
-    num_rejected: dict[str, int] = field(default_factory=lambda: {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0})
+    num_rejected: dict[str, int] = field(default_factory=lambda: dict.fromkeys(QUEUE_LIMITS, 0))
     """Rejected requests by the limit that was reached."""
     step_tokens: Observations = field(default_factory=lambda: Observations(STEP_TOKENS))
     _first: list[int] = field(default_factory=lambda: [0, 0])
@@ -39,6 +41,7 @@ class Totals:
             "resumed_prefix_cache_hits": self._resumed[1],
             "num_rejected_for_requests": self.num_rejected["max_num_queued_reqs"],
             "num_rejected_for_tokens": self.num_rejected["max_num_queued_tokens"],
+            "num_rejected_for_images": self.num_rejected["max_queued_image_gb"],
             "num_not_finite": self.num_not_finite,
             "step_token_counts": tuple(self.step_tokens.counts),
             "num_step_tokens": int(self.step_tokens.sum),

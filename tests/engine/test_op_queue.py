@@ -91,6 +91,16 @@ def test_those_behind_one_that_failed_wait_for_the_next_plan(device, ops, told):
     assert device.ran == [first, last] and told[2:] == ["3 done"]
 
 
+def test_an_operation_of_the_plan_fails_as_itself_whatever_else_the_plan_carries(device, ops, told):
+    plan = SchedulerOutput([], PLAN.rows, 1, [], [], ops=(broken := DropStaged(5),))
+    device.broken = [broken]
+    for slots, outcome in (((), []), ((1,), ["1 lost"])):
+        add(ops, told, *slots)
+        with pytest.raises(RuntimeError, match="the device is broken"):
+            ops.dispatch(plan)
+        assert told == outcome and not ops
+
+
 def test_a_step_that_fails_behind_them_loses_results_alone(device, ops, told):
     wanted = add(ops, told, 1)
     device.fails = True

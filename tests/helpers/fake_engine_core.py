@@ -37,6 +37,13 @@ class FakeStats:
     resumed_prefix_cache_hits: int = 0
     num_rejected_for_requests: int = 0
     num_rejected_for_tokens: int = 0
+    num_rejected_for_images: int = 0
+    item_cache_queries: int = 0
+    item_cache_hits: int = 0
+    num_item_evictions: int = 0
+    num_encoded_patches: int = 0
+    num_item_pages: int = 0
+    num_used_item_pages: int = 0
     num_retried_steps: int = 0
     num_lost_steps: int = 0
     num_not_finite: int = 0

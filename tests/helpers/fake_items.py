@@ -1,4 +1,4 @@
-"""Items of prompts without a model: an encoder with a budget for each step and few slots, and the device that encodes them.
+"""Items of prompts without a model: the device that encodes them, which checks each embedding that a step reads.
 
 The embedding of an item's token is a number that depends on the item's content and the token's place in it.
 """
@@ -8,30 +8,35 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxllm.config import EngineConfig
-from jaxllm.device_ops import DeviceOp
-from jaxllm.errors import InvalidRequestError
+from jaxllm.device_ops import DeviceOp, EncodeItem, UseItem
+from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.model_config import ModelConfig
 from jaxllm.request import PromptItem, Request
-from jaxllm.scheduler.admission import Fit
+from jaxllm.scheduler.encoder_cache import EncoderCache
 
 PLACEHOLDER = 0
 """The token that stands where an item does."""
+PAGE = 4
+"""Embeddings of a page."""
 
 
-class Encode(DeviceOp, frozen=True):
-    """Write the embeddings of an item to a slot."""
-
-    payload: bytes
-    num_tokens: int
-    slot: int
+def encoder(*, item: int = 8, step: int = 8, pages: int = 8, **options: Any) -> EncoderCache:
+    """An encoder cache whose patches are embeddings. item: most of them in an item. step: most that a step encodes. pages: of PAGE each."""
+    return EncoderCache(EncoderSizes(1, item, step, pages, PAGE), **options)
 
 
-class Place(DeviceOp, frozen=True):
-    """A request's item at a position has its embeddings in a slot."""
+def image(content: bytes, position: int, num_tokens: int, *, has_breaks: bool = False) -> PromptItem:
+    """An item; its payload is the number of its embeddings and the content. has_breaks: every third of its tokens keeps its id."""
+    runs = [(start, min(2, num_tokens - start)) for start in range(0, num_tokens, 3)] if has_breaks else [(0, num_tokens)]
+    payload = bytes([sum(count for _, count in runs)]) + content
+    own_runs = tuple(runs) if has_breaks else ()
+    return PromptItem("image", bytes([num_tokens]) + payload, position, num_tokens, payload, embedding_runs=own_runs)
 
-    request_id: str
-    position: int
-    slot: int
+
+def embedded(item: PromptItem) -> list[int]:
+    """The positions of the prompt where an embedding of the item stands."""
+    runs = item.embedding_runs or ((0, item.num_tokens),)
+    return [item.position + start + offset for start, count in runs for offset in range(count)]
 
 
 class ItemToken(NamedTuple):
@@ -39,17 +44,22 @@ class ItemToken(NamedTuple):
     position: int
     """The position of the item."""
     offset: int
+    """Among the item's embeddings."""
+    end: int
+    """Behind the item."""
 
 
-def embeddings(payload: bytes, count: int) -> list[int]:
-    return [1000 + 97 * offset + sum(payload) * 7919 % 1009 for offset in range(count)]
+def embeddings(payload: bytes) -> list[int]:
+    """Those of an item."""
+    return [1000 + 97 * offset + sum(payload) * 7919 % 1009 for offset in range(payload[0])]
 
 
 def effective_prompt(prompt: Sequence[int], items: Sequence[PromptItem]) -> list[int]:
     """The prompt with embeddings in place of placeholder tokens."""
     found = list(prompt)
     for item in items:
-        found[item.position : item.end] = embeddings(item.payload, item.num_tokens)
+        for position, embedding in zip(embedded(item), embeddings(item.payload), strict=True):
+            found[position] = embedding
     return found
 
 
@@ -59,140 +69,69 @@ class FakeDevice:
 
     requests: dict[str, Request] = field(default_factory=dict)
     """Requests with items, by which it knows what is right."""
-    slots: dict[int, list[int]] = field(default_factory=dict)
-    places: dict[tuple[str, int], int] = field(default_factory=dict)
+    slab: dict[int, list[int]] = field(default_factory=dict)
+    """Embeddings by page."""
+    uses: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    """Pages of each item whose tokens the step computes, by request and position."""
+    rank: int = 0
+    whole_items: bool = False
+    """Whether a step computes all that is left of an item."""
     num_encoded: int = 0
 
     def run(self, op: DeviceOp, memory: list[Any]) -> None:
+        """Run an op. memory: of blocks."""
         match op:
-            case Encode():
-                self.slots[op.slot] = embeddings(op.payload, op.num_tokens)
+            case EncodeItem():
+                assert op.rank == self.rank
+                found = embeddings(op.payload)
+                assert len(op.pages) == len({*op.pages}) == -(-len(found) // PAGE)
+                for number, page in enumerate(op.pages):
+                    self.slab[page] = found[number * PAGE : (number + 1) * PAGE]
                 self.num_encoded += 1
-            case Place():
-                self.places[op.request_id, op.position] = op.slot
+            case UseItem():
+                assert op.rank == self.rank
+                self.uses[op.request_id, op.position] = op.pages
             case _:
                 op.copy(memory)  # type: ignore[attr-defined]
 
-    def items_of(self, request_id: str, token_ids: list[int]) -> dict[int, ItemToken]:
-        """Where items stand in a request's prompt. Puts their embeddings into `token_ids`."""
+    def items_of(self, request_id: str, items: Sequence[PromptItem], token_ids: list[int]) -> dict[int, ItemToken]:
+        """Where items stand in a request's prompt, as its row is told. Puts their embeddings into `token_ids`."""
         request = self.requests.get(request_id)
         if request is None:
+            assert not items
             return {}
-        items = request.spec.items
-        token_ids[: request.num_prompt_tokens] = effective_prompt(request.spec.prompt_token_ids, items)
+        own = request.spec.items
+        assert [(item.position, item.num_tokens, item.content_hash, item.payload) for item in items] == [
+            (item.position, item.num_tokens, item.content_hash, b"") for item in own
+        ]
+        token_ids[: request.num_prompt_tokens] = effective_prompt(request.spec.prompt_token_ids, own)
         return {
-            position: ItemToken(request_id, item.position, position - item.position)
-            for item in items
-            for position in range(item.position, item.end)
+            position: ItemToken(request_id, item.position, offset, item.end)
+            for item in own
+            for offset, position in enumerate(embedded(item))
         }
 
-    def check_embedding(self, token: ItemToken, right: int) -> None:
-        """The device has the embedding of a token that is computed now."""
-        slot = self.places[token.request_id, token.position]
-        assert self.slots[slot][token.offset] == right, f"slot {slot} has another item"
+    def check_embedding(self, token: ItemToken, right: int, chunk_end: int) -> None:
+        """The device has the embedding of a token that is computed now, and with it the rest of its item if that must be."""
+        page, offset = divmod(token.offset, PAGE)
+        found = self.slab[self.uses[token.request_id, token.position][page]]
+        assert found[offset] == right, "the page has another item"
+        assert not self.whole_items or chunk_end >= token.end, "an item is cut"
 
     def start_over(self) -> None:
-        self.slots.clear()
-        self.places.clear()
-
-
-class Encoder:
-    """A ChunkRoom. An item is encoded whole, when its first token is about to be computed, and keeps its slot until its last was.
-
-    Equal items share a slot.
-    """
-
-    item_kinds = ("image",)
-
-    def __init__(self, max_step_tokens: int, num_slots: int):
-        self.max_step_tokens, self.num_slots = max_step_tokens, num_slots
-        self.slot_of: dict[bytes, int] = {}
-        """Slots of encoded items and those that the step will encode, least recently used first."""
-        self.users: dict[bytes, dict[str, Request]] = {}
-        self.planned: dict[bytes, PromptItem] = {}
-        """Items that this step is to encode."""
-        self.num_left = 0
-
-    def fits(self, request: Request) -> Fit:
-        return Fit.NOW
-
-    def take(self, request: Request) -> None:
-        pass
-
-    def release(self, request: Request) -> None:
-        for name, users in self.users.items():
-            if users.get(request.request_id) is request:
-                del users[request.request_id]
-                self._give_back(name)
-
-    def check(self, item: PromptItem) -> None:
-        if item.num_tokens > self.max_step_tokens:
-            raise InvalidRequestError(f"an item has {item.num_tokens} tokens, a step encodes {self.max_step_tokens}", "prompt")
-
-    def begin_step(self) -> None:
-        self.num_left = self.max_step_tokens
-        for name in list(self.planned):
-            self.users[name].clear()
-            self._give_back(name)
-        assert not self.planned
-        for name, users in self.users.items():
-            for request in list(users.values()):
-                same = (item for item in request.spec.items if item.content_hash == name)
-                if not any(item.position < request.num_computed_tokens < item.end for item in same):
-                    del users[request.request_id]
-
-    def _give_back(self, name: bytes) -> None:
-        if not self.users[name] and name in self.planned:
-            self.num_left += self.planned.pop(name).num_tokens
-            del self.slot_of[name]
-
-    def limit(self, request: Request, start: int, count: int) -> int:
-        for item in overlapped(request, start, count):
-            name = item.content_hash
-            if name not in self.slot_of:
-                if item.num_tokens > self.num_left or not self._has_slot():
-                    return max(0, item.position - start)
-                taken = set(self.slot_of.values())
-                self.slot_of[name] = next(slot for slot in range(self.num_slots) if slot not in taken)
-                self.planned[name] = item
-                self.num_left -= item.num_tokens
-            self.users.setdefault(name, {})[request.request_id] = request
-        return count
-
-    def _has_slot(self) -> bool:
-        unused = [name for name in self.slot_of if not self.users.get(name)]
-        if len(self.slot_of) == self.num_slots and unused:
-            del self.slot_of[unused[0]]
-        return len(self.slot_of) < self.num_slots
-
-    def ops(self, request: Request, start: int, count: int) -> list[DeviceOp]:
-        ops: list[DeviceOp] = []
-        for item in overlapped(request, start, count):
-            slot = self.slot_of[item.content_hash]
-            if self.planned.pop(item.content_hash, None) is not None:
-                ops.append(Encode(item.payload, item.num_tokens, slot))
-            ops.append(Place(request.request_id, item.position, slot))
-        return ops
-
-    def forget(self) -> None:
-        held = [request for users in self.users.values() for request in users.values()]
-        assert all(request.status is request.waiting_status for request in held), "a request was not released"
-        self.users.clear()
-        self.slot_of.clear()
-        self.planned.clear()
-
-
-def overlapped(request: Request, start: int, count: int) -> list[PromptItem]:
-    return [item for item in request.spec.items if item.position < start + count and item.end > start]
+        """Lose everything."""
+        self.slab.clear()
+        self.uses.clear()
 
 
 class Items:
-    """Makes an Encoder for each scheduler of an engine."""
+    """Makes an encoder cache for each scheduler of an engine."""
 
-    described: Mapping[str, Any] = {"slots": 2}
+    described: Mapping[str, Any] = {"pages": 4}
 
-    def new_room(self) -> Encoder:
-        return Encoder(max_step_tokens=8, num_slots=2)
+    def new_room(self) -> EncoderCache:
+        """See jaxllm.engine.features.Items."""
+        return encoder(pages=4)
 
 
 def make_items(config: EngineConfig, model_config: ModelConfig) -> Items | None:

@@ -7,14 +7,16 @@ too early or never written shows itself in the step that reads it. Drafts that a
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jaxllm.cache_policy import CachePolicy, WindowPolicy
-from jaxllm.device_ops import DeviceOp, DropStaged, WriteAdapter, run_ops
+from jaxllm.data_parallel.scheduler import RanksScheduler
+from jaxllm.device_ops import DeviceOp, DropStaged, RankOp, WriteAdapter, run_ops
 from jaxllm.engine.op_queue import OpQueue
 from jaxllm.outputs import EngineCoreOutput
+from jaxllm.ranks_plan import RanksPlan
 from jaxllm.request import Request
 from jaxllm.scheduler.draft_counts import DraftCounts
 from jaxllm.scheduler.results import Share
@@ -129,8 +131,9 @@ class FakeRunner:
         max_tokens: int,
         policies: Sequence[CachePolicy],
         drafts: RandomDrafts | None = None,
+        rank: int = 0,
     ):
-        self.device = FakeDevice()
+        self.device = FakeDevice(rank=rank)
         self.drafts = drafts
         self.block_size, self.vocab_size, self.policies = block_size, vocab_size, policies
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
@@ -157,7 +160,7 @@ class FakeRunner:
 
     def dispatch(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run operations and a step."""
-        self.device.places.clear()
+        self.device.uses.clear()
         run_ops(plan.ops, self._run_op)
         if plan.ops and not plan.rows:
             return ModelRunnerOutput({})
@@ -250,7 +253,7 @@ class FakeRunner:
         if data.adapter_slot != NO_ADAPTER:
             row.adapter = self.slots[data.adapter_slot]
         self.rows[data.request_id] = row
-        row.item_at = self.device.items_of(data.request_id, row.token_ids)
+        row.item_at = self.device.items_of(data.request_id, data.items, row.token_ids)
 
     def _extend(self, row: _Row, new_ids: list[int]) -> None:
         """Add the new blocks, as many for each group, group by group."""
@@ -269,7 +272,7 @@ class FakeRunner:
         end = row.num_computed + count
         for position in range(row.num_computed, end) if row.item_at else ():
             if position in row.item_at:
-                self.device.check_embedding(row.item_at[position], row.token_ids[position])
+                self.device.check_embedding(row.item_at[position], row.token_ids[position], end)
         for group in range(len(self.policies)):
             for position in range(max(row.num_computed, row.num_cached), end + num_wrong):
                 block, offset = self._slot(row, group, position)
@@ -284,20 +287,27 @@ class FakeRunner:
                 assert block[offset] == (group, row.digest_at(position)), f"position {position} holds something else"
 
 
+def runner_for(scheduler: Scheduler, vocab_size: int, rank: int = 0) -> FakeRunner:
+    """A runner of the sizes of a scheduler."""
+    return FakeRunner(
+        num_blocks=len(scheduler.cache_manager.pool.blocks),
+        block_size=scheduler.cache_manager.block_size,
+        vocab_size=vocab_size,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_tokens=scheduler.options.max_step_tokens,
+        policies=scheduler.cache_manager.policies,
+        drafts=scheduler.drafts,
+        rank=rank,
+    )
+
+
 class FakeEngine:
     """Scheduler and fake runner with up to `depth` steps in flight."""
 
     def __init__(self, scheduler: Scheduler, *, vocab_size: int = 1000, depth: int = 1):
         self.scheduler, self.depth = scheduler, depth
-        self.runner = FakeRunner(
-            num_blocks=len(scheduler.cache_manager.pool.blocks),
-            block_size=scheduler.cache_manager.block_size,
-            vocab_size=vocab_size,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_tokens=scheduler.options.max_step_tokens,
-            policies=scheduler.cache_manager.policies,
-            drafts=scheduler.drafts,
-        )
+        self.runner = runner_for(scheduler, vocab_size)
+        self.runners, self.schedulers = [self.runner], (scheduler,)
         self.ops = OpQueue(self.runner)  # type: ignore[arg-type]
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.plans: list[SchedulerOutput] = []
@@ -316,10 +326,11 @@ class FakeEngine:
 
     def _check_published(self) -> None:
         """The latest block of each request that others may find holds no draft that was wrong."""
-        for request in self.scheduler.running:
-            table, row = self.scheduler.cache_manager._tables[request.request_id], self.runner.rows[request.request_id]
-            if table.num_published:
-                self.runner.check_block(row, table.num_published - 1)
+        for scheduler, runner in zip(self.schedulers, self.runners, strict=True):
+            for request in scheduler.running:
+                table, row = scheduler.cache_manager._tables[request.request_id], runner.rows[request.request_id]
+                if table.num_published:
+                    runner.check_block(row, table.num_published - 1)
 
     def collect(self) -> list[EngineCoreOutput]:
         """Take in the oldest step in flight."""
@@ -351,3 +362,37 @@ class FakeEngine:
         while self.in_flight:
             assert self.collect() == []
         return tokens
+
+
+class FakeRanks:
+    """The fake runners of several data-parallel ranks as one."""
+
+    def __init__(self, scheduler: RanksScheduler, vocab_size: int):
+        self.ranks = [runner_for(rank, vocab_size, index) for index, rank in enumerate(scheduler.ranks)]
+
+    def dispatch(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run the operations and the step of each rank."""
+        assert isinstance(plan, RanksPlan)
+        found = ModelRunnerOutput({})
+        for index, (runner, part) in enumerate(zip(self.ranks, plan.ranks, strict=True)):
+            own = tuple(op for op in plan.ops if isinstance(op, RankOp) and op.rank == index)
+            assert len(own) == len(part.ops)
+            if part.rows or own:
+                found.add(runner.dispatch(replace(part, ops=own)))
+        return found
+
+    def start_over(self) -> None:
+        """Drop rows and memory."""
+        for runner in self.ranks:
+            runner.start_over()
+
+
+class FakeRanksEngine(FakeEngine):
+    """Schedulers of data-parallel ranks and their fake runners."""
+
+    def __init__(self, scheduler: RanksScheduler, *, vocab_size: int = 1000, depth: int = 1):
+        self.scheduler, self.depth = scheduler, depth
+        self.runner = FakeRanks(scheduler, vocab_size)
+        self.runners, self.schedulers = self.runner.ranks, scheduler.ranks
+        self.ops = OpQueue(self.runner)  # type: ignore[arg-type]
+        self.in_flight, self.plans = deque(), []

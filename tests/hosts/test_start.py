@@ -16,16 +16,19 @@ import pytest
 
 from jaxllm import env
 from jaxllm.config import EngineConfig
+from jaxllm.device_ops import EncodeItem, UseItem
 from jaxllm.engine import messages
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.launch import environment_without_secrets
 from jaxllm.errors import ConfigError, EngineDeadError, ModelLoadError
 from jaxllm.hosts import framing, handshake, identity, process_group, reception, wire, with_ray
 from jaxllm.hosts.connection import Connection
+from jaxllm.hosts.executor import message_of
 from jaxllm.hosts.follower import Member
 from jaxllm.hosts.framing import WireError
 from jaxllm.hosts.leader import Leader
 from jaxllm.parallel import across_hosts
+from jaxllm.ranks_plan import RanksPlan
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
 from tests.helpers.serve_processes import wait_until
@@ -260,6 +263,22 @@ def test_a_plan_reads_the_same_on_the_other_host():
         assert incoming.num_wanted
         message = incoming.take(bytes([byte]))
     assert message.plan == plan
+
+
+def test_the_operations_of_ranks_reach_the_other_host_once():
+    encode, use = EncodeItem(0, b"content", [3, 4]), UseItem(0, "a", 5, [3, 4])
+    idle, busy = (
+        SchedulerOutput([], [], 0, [], []),
+        SchedulerOutput([], [RowStep("a", 0, 3, 0, [1])], 3, [], [], ops=(encode, use)),
+    )
+    plan = RanksPlan.of([idle, busy], 7)
+    assert plan.ops == (EncodeItem(1, b"content", [3, 4]), UseItem(1, "a", 5, [3, 4]))
+    data = framing.frame(message_of(plan), wire.MAX_MESSAGE_BYTES)
+    assert data.count(b"content") == 1
+    incoming = framing.Incoming(wire.FROM_HOST_0)
+    assert incoming.take(data[: incoming.num_wanted]) is None
+    message = incoming.take(data[-incoming.num_wanted :])
+    assert message.ops == plan.ops and [rank.rows for rank in message.ranks] == [[], busy.rows]
 
 
 def test_a_message_that_is_too_long_is_neither_sent_nor_read():

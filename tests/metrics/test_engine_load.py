@@ -49,7 +49,15 @@ def test_rejections_of_all_engines_are_one_series() -> None:
     assert {tuple(metric.labels.items()): metric.value for metric in found} == {  # type: ignore[union-attr]
         (("model_name", "m"), ("reason", "max_num_queued_reqs")): 0,
         (("model_name", "m"), ("reason", "max_num_queued_tokens")): 4,
+        (("model_name", "m"), ("reason", "max_queued_image_gb")): 0,
     }
+
+
+def test_the_encoder_cache_is_described_where_the_model_sees_images() -> None:
+    stats = {"num_item_pages": 8, "num_used_item_pages": 2, "num_item_evictions": 3, "num_encoded_patches": 100}
+    found = {metric.name.removeprefix("jaxllm:"): metric.value for metric in collected(**stats) if "jaxllm:mm_" in metric.name}
+    assert found == {"mm_cache_usage_perc": 0.25, "mm_cache_evictions": 3, "mm_encoder_patches": 100}
+    assert not [metric for metric in collected() if "jaxllm:mm_" in metric.name]
 
 
 def test_drafts_are_counted_where_the_engine_speculates() -> None:

@@ -3,7 +3,8 @@
 import pytest
 
 from jaxllm.errors import OverloadedError
-from jaxllm.request import RequestStatus
+from jaxllm.request import Request, RequestStatus
+from tests.helpers.fake_items import encoder, image
 from tests.helpers.scheduling import make_request, make_scheduler, run_to_end, step
 
 
@@ -53,6 +54,30 @@ def test_prompt_tokens_that_wait_are_limited(policy: str) -> None:
     scheduler.add_request(make_request("c", 60))
     run_to_end(scheduler)
     assert scheduler.waiting.num_prompt_tokens == 0
+
+
+def test_bytes_of_images_are_limited_until_their_requests_end() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, max_queued_image_gb=100 / 2**30, rooms=(encoder(),))
+
+    def add(name: str, num_bytes: int) -> Request:
+        request = make_request(name, 20, items=(image(bytes(num_bytes - 1), 4, 8),))
+        scheduler.add_request(request)
+        return request
+
+    large = add("large", 500)  # the only one is always taken
+    scheduler.add_request(make_request("text", 20))
+    step(scheduler)
+    assert large.status is RequestStatus.RUNNING
+    with pytest.raises(OverloadedError, match=r"hold 0.0 GiB of images, .* \(--max-queued-image-gb\); try again"):
+        add("a", 1)
+    scheduler.finish_requests("large", RequestStatus.FINISHED_ABORTED)
+    shared = add("b", 60).spec.items
+    scheduler.add_request(make_request("b2", 20, items=shared))
+    with pytest.raises(OverloadedError):
+        add("c", 41)
+    add("c", 40)
+    run_to_end(scheduler)
+    assert scheduler.stats().num_rejected_for_images == 2
 
 
 def test_the_time_to_wait_is_that_of_the_next_in_line() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxllm.cache_events import KEY_BYTES, CacheEvents
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
+from jaxllm.data_parallel.scheduler import RanksScheduler
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import FinishReason, PromptItem, Request, RequestStatus
@@ -21,8 +22,8 @@ from jaxllm.scheduler.block_hash import HASH_BYTES
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.scheduling_policies import Turns
 from jaxllm.scheduler_output import SchedulerOutput
-from tests.helpers.fake_items import PLACEHOLDER, Encoder, effective_prompt
-from tests.helpers.fake_runner import FakeEngine, RandomDrafts, digests, oracle_tokens
+from tests.helpers.fake_items import PLACEHOLDER, effective_prompt, encoder, image
+from tests.helpers.fake_runner import FakeEngine, FakeRanksEngine, RandomDrafts, digests, oracle_tokens
 from tests.helpers.fake_tier import FakeTier
 from tests.helpers.scheduling import make_request, make_scheduler
 
@@ -59,6 +60,8 @@ class _Load:
     num_ended: int = 0
     num_made: int = 0
     max_item_tokens: int = 0
+    with_items: list[tuple[list[int], tuple[PromptItem, ...]]] = field(default_factory=list)
+    """Prompts so far that have items."""
     readers: list[_Reader] = field(default_factory=list)
     """Readers from the start; more come later."""
 
@@ -116,6 +119,10 @@ class _Load:
         if pooling is not None and rng.random() < 0.3:
             prompt = (prompt * self.max_model_len)[: self.max_model_len]
         items = self.items(prompt)
+        if self.with_items and rng.random() < 0.4:
+            prompt, items = rng.choice(self.with_items)  # again, so that cached prefixes end inside items
+        elif items and len(prompt) < self.max_model_len:
+            self.with_items.append((prompt, items))
         request = make_request(
             request_id,
             prompt,
@@ -129,10 +136,11 @@ class _Load:
             prompt_logprobs=rng.choice([None, None, None, 0]),
             client=rng.choice("ab"),
         )
-        if items:
-            self.engine.runner.device.requests[request_id] = request
-        else:
-            self.engine.runner.device.requests.pop(request_id, None)
+        for runner in self.engine.runners:
+            if items:
+                runner.device.requests[request_id] = request
+            else:
+                runner.device.requests.pop(request_id, None)
         self.engine.scheduler.add_request(request)
         self.live[request_id], self.received[request_id] = request, []
 
@@ -141,12 +149,11 @@ class _Load:
         rng, found, start = self.rng, list[PromptItem](), 0
         while self.max_item_tokens and rng.random() < 0.6:
             start += rng.choice([0, 0, 1, 3, 4, 9])
-            count = rng.randint(1, self.max_item_tokens)
+            count = found[0].num_tokens if found and rng.random() < 0.3 else rng.randint(1, self.max_item_tokens)
             if start + count > len(prompt):
                 break
             prompt[start : start + count] = [PLACEHOLDER] * count
-            payload = bytes([rng.randrange(3)])
-            found.append(PromptItem("image", payload + bytes([count]), start, count, payload))
+            found.append(image(bytes([rng.randrange(3)]), start, count, has_breaks=rng.random() < 0.2))
             start += count
         return tuple(found)
 
@@ -199,8 +206,8 @@ class _Load:
 
     @property
     def is_loading(self) -> bool:
-        loading = self.engine.scheduler.cache_manager.loading
-        return loading is not None and bool(loading.holders())
+        all_loading = [scheduler.cache_manager.loading for scheduler in self.engine.schedulers]
+        return any(loading is not None and loading.holders() for loading in all_loading)
 
     def end(self, request_id: str) -> None:
         del self.live[request_id]
@@ -272,14 +279,17 @@ def run_load(
     reuse_ids: bool,
     drafts: tuple[int, int, float] | None,
     num_stages: int,
-    encoder: tuple[int, int] | None = None,
+    item_sizes: tuple[int, int, int] | None = None,
+    whole_items: bool = False,
     tiers: tuple[dict[str, Any], ...] = (),
+    num_ranks: int = 1,
     **options: Any,
 ) -> int:
     """Run a random load to its end. Returns the number of steps.
 
     num_blocks: for each group; 0: as few as possible. drafts: most of a row, how many positions behind them a drafter writes to, and
-    how often one is right. encoder: tokens of items that it encodes in a step, and its slots. tiers: arguments of fake tiers.
+    how often one is right. item_sizes: most embeddings of an item, most that a step encodes, pages. whole_items: a step
+    must compute all that is left of an item. tiers: arguments of fake tiers. num_ranks: data-parallel ranks.
     """
     max_model_len = 46
     control = None
@@ -292,26 +302,41 @@ def run_load(
     num_blocks = 1 + ((num_blocks - 1) * len(policies) if num_blocks else least)
     tier_rng = random.Random(seed + 2)
     fake_tiers = [FakeTier(tier_rng, **arguments) for arguments in tiers]
-    scheduler = make_scheduler(
-        num_blocks=num_blocks,
-        block_size=4,
-        max_model_len=max_model_len,
-        async_scheduling=depth > 1,
-        long_prefill_token_threshold_adaptive=seed % 2 == 0,
-        policies=policies,
-        drafts=control,
-        num_stages=num_stages,
-        tiers=fake_tiers,
-        rooms=() if encoder is None else (Encoder(*encoder),),
-        **options,
-    )
-    if options["scheduling_policy"] == "fair":
-        scheduler._turns = Turns(patience_seconds=0)
-    watch(scheduler, may_overtake=encoder is not None or bool(tiers))
-    engine = FakeEngine(scheduler, vocab_size=VOCAB, depth=depth + num_stages - 1)
+    max_item_tokens, max_step_embeddings, num_pages = item_sizes or (0, 0, 0)
+    if whole_items:
+        max_item_tokens = min(options["max_num_batched_tokens"], max_item_tokens)
+    whole_tokens = max_item_tokens if whole_items else 0
+    room_sizes = {"item": max_item_tokens, "step": max_step_embeddings, "pages": num_pages, "whole_tokens": whole_tokens}
+
+    def new_scheduler() -> Scheduler:
+        return make_scheduler(
+            num_blocks=num_blocks,
+            block_size=4,
+            max_model_len=max_model_len,
+            async_scheduling=depth > 1,
+            long_prefill_token_threshold_adaptive=seed % 2 == 0,
+            policies=policies,
+            drafts=control,
+            num_stages=num_stages,
+            tiers=fake_tiers,
+            rooms=() if item_sizes is None else (encoder(**room_sizes),),
+            **options,
+        )
+
+    depth += num_stages - 1
+    if num_ranks == 1:
+        engine = FakeEngine(new_scheduler(), vocab_size=VOCAB, depth=depth)
+        watch(engine.scheduler, may_overtake=item_sizes is not None or bool(tiers))
+    else:
+        engine = FakeRanksEngine(RanksScheduler(new_scheduler, num_ranks), vocab_size=VOCAB, depth=depth)
+    scheduler = engine.scheduler
+    for each in engine.schedulers if options["scheduling_policy"] == "fair" else ():
+        each._turns = Turns(patience_seconds=0)
     load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
-    load.max_item_tokens = 0 if encoder is None else encoder[0]
-    if seed % 3:
+    load.max_item_tokens = max_item_tokens
+    for runner in engine.runners:
+        runner.device.whole_items = whole_items
+    if seed % 3 and num_ranks == 1:
         scheduler.publish_cache_events()
         load.readers.append(_Reader())
     else:
@@ -319,8 +344,11 @@ def run_load(
     for _ in range(80):
         load.event()
     load.finish()
-    assert not scheduler.has_requests() and not scheduler.running and not len(scheduler.waiting)
-    assert scheduler.cache_manager.pool.num_free_blocks == num_blocks - 1
+    assert not scheduler.has_requests()
+    for each in engine.schedulers:
+        assert not each.running and not len(each.waiting)
+        assert each.cache_manager.pool.num_free_blocks == num_blocks - 1
+        assert each.stats().num_used_item_pages == 0
     assert scheduler.reset_prefix_cache()
     return len(engine.plans)
 
@@ -340,7 +368,8 @@ CHOICES: dict[str, list[Any]] = {
     "watermark": [0.0, 0.1],
     "scheduler_reserve_full_isl": [True, False],
     "reuse_ids": [True, False],
-    "encoder": [None, None, (4, 2), (9, 1), (30, 3)],
+    "item_sizes": [None, None, (4, 4, 2), (9, 9, 3), (9, 5, 4), (30, 16, 8), (30, 64, 20)],
+    "whole_items": [False, True],
     "tiers": [(), ({},), ({"max_steps": 8, "share_bad": 0.2},), ({"capacity": 5}, {"max_steps": 0, "share_bad": 0.1})],
 }
 
@@ -359,3 +388,16 @@ def test_many_random_schedules_with_windows(policies):
     while num_steps < 10_000:
         chosen = {name: rng.choice(values) for name, values in CHOICES.items()}
         num_steps += run_load(**{**chosen, "seed": rng.randrange(2**32), "policies": policies})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "least"), [(1, 60_000), (2, 20_000)])
+def test_many_random_schedules_with_items(num_ranks, least):
+    rng = random.Random(num_ranks)
+    num_steps = 0
+    while num_steps < least:
+        chosen = {name: rng.choice(values) for name, values in CHOICES.items()}
+        chosen["item_sizes"] = rng.choice([sizes for sizes in CHOICES["item_sizes"] if sizes])
+        if num_ranks > 1:
+            chosen |= {"num_ranks": num_ranks, "num_stages": 1, "tiers": ()}
+        num_steps += run_load(**{**chosen, "seed": rng.randrange(2**32)})

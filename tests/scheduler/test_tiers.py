@@ -136,6 +136,23 @@ def test_a_request_gets_the_blocks_that_loads_behind_it_hold() -> None:
     assert [row.request_id for row in plan.rows] == ["n"] and late.status is RequestStatus.WAITING and not tier.loads
 
 
+def test_a_request_that_was_refused_before_a_load_began_gets_its_blocks() -> None:
+    engine, _ = make_engine(num_blocks=18, scheduling_policy="priority")
+    scheduler = engine.scheduler
+    scheduler.add_request(make_request("runs", [40] * 21, max_tokens=20))
+    engine.step()
+    large = make_request("large", [41] * 45, max_tokens=3, priority=-1)
+    scheduler.add_request(large)
+    engine.step()
+    scheduler.hold_requests(["large"])
+    loads = add(engine, "a2")
+    engine.step()
+    assert loads.status is RequestStatus.WAITING_FOR_BLOCKS
+    scheduler.finish_requests("runs", RequestStatus.FINISHED_ABORTED)
+    scheduler.release_requests(["large"])
+    check_tokens(engine, large, loads)
+
+
 def test_contents_that_were_computed_wrongly_leave_the_tier() -> None:
     engine, tier = make_engine()
     names = list(add(engine, "a2").block_hashes)

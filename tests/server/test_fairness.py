@@ -140,7 +140,9 @@ def test_without_the_option_nothing_is_refused_or_counted() -> None:
 def test_a_server_serves_in_turn_whom_it_can_tell_apart(given: dict[str, Any], policy: str) -> None:
     found = served_config(EngineConfig(), options(**given)).scheduler
     assert found.scheduling_policy == policy and found.max_num_queued_reqs == SERVED_QUEUED_REQS
-    asked = EngineConfig.from_options(scheduling_policy="priority", max_num_queued_reqs=-1, max_num_queued_tokens=7)
+    asked = EngineConfig.from_options(
+        scheduling_policy="priority", max_num_queued_reqs=-1, max_num_queued_tokens=7, max_queued_image_gb=1
+    )
     assert served_config(asked, options(**given)) == asked
 
 

@@ -1,0 +1,218 @@
+"""Keeps track of encoded items of prompts on the device: which pages of the slab hold which item, and who computes its tokens.
+
+An item is encoded whole before the first step that computes a token of it. Equal items share their pages, also those of different
+requests. What no request computes stays until others need its pages, longest unused first. Steps reach the device in the order in
+which they were planned, so pages that are freed here can be written by the next plan even while steps that read them are in flight.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from jaxllm.device_ops import AnyDeviceOp, EncodeItem, UseItem
+from jaxllm.encoder_sizes import EncoderSizes
+from jaxllm.errors import InvalidRequestError
+from jaxllm.request import PromptItem, Request
+from jaxllm.scheduler.admission import Fit
+from jaxllm.scheduler_stats import SchedulerStats
+
+
+@dataclass(eq=False)
+class _Entry:
+    """An item in the slab."""
+
+    pages: list[int]
+    num_patches: int
+    is_encoded: bool = False
+    """Whether a complete plan encodes it."""
+    users: dict[Request, bool] = field(default_factory=dict)
+    """Requests that compute tokens of it, and whether a complete plan does."""
+
+
+class EncoderCache:
+    """A ChunkRoom for items of one kind.
+
+    Of the requests of a step, the first that finds no budget or no pages ends encoding for this step, so that none waits for ever while
+    others that need less go ahead.
+    """
+
+    def __init__(self, sizes: EncoderSizes, *, whole_tokens: int = 0, kind: str = "image"):
+        """whole_tokens: most tokens of an item, where a step that computes one of them must compute all that are left, e.g. because they
+        attend to each other; 0: steps may cut items."""
+        self.item_kinds = (kind,)
+        self.min_chunk = max(1, whole_tokens)
+        self._sizes, self._whole_tokens = sizes, whole_tokens
+        self._free = list(range(sizes.num_pages))
+        self._in_use: dict[bytes, _Entry] = {}
+        """By content hash, as the next one."""
+        self._unused: dict[bytes, _Entry] = {}
+        """Encoded items without users, longest unused first."""
+        self._num_patches = 0
+        """Patches that this step encodes."""
+        self._is_closed = False
+        """Whether this step encodes nothing more."""
+        self._num_queries = self._num_hits = self._num_evictions = self._num_encoded_patches = 0
+
+    # Admission
+
+    def check(self, item: PromptItem) -> None:
+        """See ChunkRoom."""
+        num_patches, most = self._num_patches_of(item), self._sizes.max_item_patches
+        if num_patches > most:
+            raise InvalidRequestError(
+                f"the {item.kind} at position {item.position} has {num_patches} patches, this engine encodes at most {most}; make it "
+                "smaller, or raise --mm-max-patches",
+                "prompt",
+            )
+        if 0 < self._whole_tokens < item.num_tokens:
+            raise InvalidRequestError(
+                f"the {item.kind} at position {item.position} has {item.num_tokens} tokens, a step of this engine computes at most "
+                f"{self._whole_tokens} of one; make it smaller",
+                "prompt",
+            )
+
+    def fits(self, request: Request) -> Fit:
+        """Always: `limit` decides for each chunk."""
+        return Fit.NOW
+
+    def take(self, request: Request) -> None:
+        """See AdmissionRoom."""
+
+    def release(self, request: Request) -> None:
+        """See AdmissionRoom."""
+        if request.spec.items:
+            for name, entry in [*self._in_use.items()]:
+                if entry.users.pop(request, None) is not None:
+                    self._settle(name, entry)
+
+    # Steps
+
+    def begin_step(self) -> None:
+        """See ChunkRoom."""
+        for name, entry in [*self._in_use.items()]:
+            entry.users = {user: True for user, is_planned in entry.users.items() if is_planned and _is_inside(user, name)}
+            self._settle(name, entry)
+        self._num_patches, self._is_closed = 0, False
+
+    def limit(self, request: Request, start: int, count: int) -> int:
+        """See ChunkRoom."""
+        end = start + count
+        for item in self._items(request, start, end):
+            if (self._whole_tokens and item.end > end) or not self._grant(request, item):
+                return max(0, item.position - start)
+        return count
+
+    def _grant(self, request: Request, item: PromptItem) -> bool:
+        """Let a request use an item, which this step encodes if none did before. Returns whether it may."""
+        name = item.content_hash
+        entry = self._in_use.get(name) or self._unused.pop(name, None) or self._new_entry(item)
+        if entry is None:
+            self._is_closed = True
+            return False
+        self._in_use[name] = entry
+        entry.users.setdefault(request, False)
+        return True
+
+    def _new_entry(self, item: PromptItem) -> _Entry | None:
+        """Take budget and pages for an item; None if there are too few."""
+        num_patches = self._num_patches_of(item)
+        if self._is_closed or (self._num_patches and self._num_patches + num_patches > self._sizes.max_step_patches):
+            return None
+        pages = self._take_pages(self._num_pages_of(item))
+        if pages is None:
+            return None
+        self._num_patches += num_patches
+        return _Entry(pages, num_patches)
+
+    def _take_pages(self, count: int) -> list[int] | None:
+        """Take free pages, and those of unused items if need be; None, and nothing is taken, if all are too few."""
+        if len(self._free) + sum(len(entry.pages) for entry in self._unused.values()) < count:
+            return None
+        while len(self._free) < count:
+            self._free += self._unused.pop(next(iter(self._unused))).pages
+            self._num_evictions += 1
+        return [self._free.pop() for _ in range(count)]
+
+    def ops(self, request: Request, start: int, count: int) -> list[AnyDeviceOp]:
+        """See ChunkRoom."""
+        ops: list[AnyDeviceOp] = []
+        for item in self._items(request, start, start + count):
+            entry = self._in_use[item.content_hash]
+            if not entry.users[request]:
+                entry.users[request] = True
+                self._num_queries += 1
+                self._num_hits += entry.is_encoded
+            if not entry.is_encoded:
+                entry.is_encoded = True
+                self._num_encoded_patches += entry.num_patches
+                ops.append(EncodeItem(0, item.payload, entry.pages))
+            ops.append(UseItem(0, request.request_id, item.position, entry.pages))
+        return ops
+
+    def _settle(self, name: bytes, entry: _Entry) -> None:
+        """Put an entry where it belongs after it lost users: pages and budget of one that is not encoded are free."""
+        if entry.users:
+            return
+        del self._in_use[name]
+        if entry.is_encoded:
+            self._unused[name] = entry
+        else:
+            self._free += entry.pages
+            self._num_patches -= entry.num_patches
+
+    def forget(self) -> None:
+        """See ChunkRoom."""
+        entries = [*self._in_use.values(), *self._unused.values()]
+        assert all(request.status is request.waiting_status for entry in entries for request in entry.users), (
+            "a request computes"
+        )
+        self._free += [page for entry in entries for page in entry.pages]
+        self._in_use.clear()
+        self._unused.clear()
+
+    # Sizes of items
+
+    def _items(self, request: Request, start: int, end: int) -> Iterator[PromptItem]:
+        """The items that have tokens from `start` to `end`, in order."""
+        for item in request.spec.items:
+            if item.position < end and item.end > start and item.kind in self.item_kinds:
+                yield item
+
+    def _num_patches_of(self, item: PromptItem) -> int:
+        return item.num_embeddings * self._sizes.patches_per_embedding
+
+    def _num_pages_of(self, item: PromptItem) -> int:
+        return -(-item.num_embeddings // self._sizes.page_embeddings)
+
+    # Statistics and checks
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """See ChunkRoom."""
+        stats.num_item_pages += self._sizes.num_pages
+        stats.num_used_item_pages += sum(len(entry.pages) for entry in self._in_use.values())
+        stats.item_cache_queries += self._num_queries
+        stats.item_cache_hits += self._num_hits
+        stats.num_item_evictions += self._num_evictions
+        stats.num_encoded_patches += self._num_encoded_patches
+
+    def check_integrity(self, requests: Collection[Request]) -> None:
+        """See ChunkRoom."""
+        entries = [*self._in_use.values(), *self._unused.values()]
+        pages = [*self._free, *(page for entry in entries for page in entry.pages)]
+        assert sorted(pages) == list(range(self._sizes.num_pages)), "a page is lost, or belongs to two items"
+        assert not self._in_use.keys() & self._unused.keys(), "an item is in use and is not"
+        for name, entry in self._in_use.items():
+            assert entry.users, "no request uses an item in use"
+            assert entry.users.keys() <= {*requests}, "a request that ended uses an item"
+            for request, is_planned in entry.users.items():
+                sizes = {self._num_pages_of(item) for item in request.spec.items if item.content_hash == name}
+                assert sizes == {len(entry.pages)}, "a request uses an item that it does not have, or that has other pages"
+                assert not is_planned or entry.is_encoded, "a step uses an item that is not encoded"
+                assert not is_planned or request.num_computed_tokens, "a request that computes nothing uses an item"
+        assert all(entry.is_encoded and not entry.users for entry in self._unused.values())
+        assert 0 <= self._num_patches <= self._sizes.max_encoded_patches
+
+
+def _is_inside(request: Request, name: bytes) -> bool:
+    """Whether a request has computed some tokens of an item, and not all."""
+    done = request.num_computed_tokens
+    return any(item.position < done < item.end and item.content_hash == name for item in request.spec.items)
