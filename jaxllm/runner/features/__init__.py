@@ -13,6 +13,7 @@ FEATURES = (
     "drafts",
     "token_split",
     "adapters",
+    "rope_delta",
     "expert_slots",
     "expert_counts",
     "prompt_logprobs",
