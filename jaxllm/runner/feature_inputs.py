@@ -56,6 +56,10 @@ class FeatureInputs:
         """Those that change logits not only by the hidden states."""
         return self._names(feature for feature in self._optional if feature.changes_logits and feature.name in names)
 
+    def common(self, num_tokens: int) -> Names:
+        """All that common programs of so many tokens have."""
+        return self._names(feature for feature in self._optional if feature.is_common(num_tokens))
+
     def are_common(self, names: Names, num_tokens: int) -> bool:
         """Whether almost every engine runs a program of so many tokens with these features."""
         return all(feature.is_common(num_tokens) for feature in self._optional if feature.name in names)

@@ -265,7 +265,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
     def work_bytes(self) -> int:
         """Temporary and output bytes per device of the largest step, read from its compiled program."""
-        largest = ProgramKey("forward", self.buckets.tokens[-1], features=self.shapes.inputs.all)
+        num_tokens = self.buckets.tokens[-1]
+        largest = ProgramKey("forward", num_tokens, features=self.shapes.inputs.common(num_tokens))
         self.programs.compile_all([largest], SILENT)
         sizes = self.programs.get(largest).memory_analysis()
         if sizes is None:  # the backend does not report them

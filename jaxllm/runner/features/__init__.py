@@ -14,6 +14,7 @@ FEATURES = (
     "token_split",
     "adapters",
     "rope_delta",
+    "images",
     "expert_slots",
     "expert_counts",
     "prompt_logprobs",
