@@ -124,7 +124,7 @@ def golden_requests(name: str, vision: Vision) -> list[EngineCoreRequest]:
         [
             ("qwen3_vl", {}),
             ("qwen3_vl", {"tensor_parallel_size": 2}),
-            ("qwen3_vl_moe", {}),
+            *((name, {}) for name in pictures.NAMES if name != "qwen3_vl"),
             ("qwen3_vl_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}),
         ],
     ),
