@@ -1,16 +1,20 @@
 """The host's part of images: which are encoded together, what programs take, and where tokens find their embeddings."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.device_ops import EncodeItem, UseItem
 from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.kernel_policy import CPU
-from jaxllm.layers.patch_indices import PatchIndices
+from jaxllm.layers.vision import PatchIndices, VisionTower
 from jaxllm.media.payload import pack
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.ranks import Ranks
@@ -18,6 +22,7 @@ from jaxllm.request import PromptItem
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.feature_inputs import FeatureInputs
+from jaxllm.runner.features import images
 from jaxllm.runner.features.images import encoding_bytes, packing
 from jaxllm.runner.features.images.ops import ImagesOnHost
 from jaxllm.runner.features.images.packing import Picture, encode_sizes, together
@@ -35,8 +40,12 @@ ITEM = PromptItem("image", b"a", 2, 6, grid=(1, 2, 3))
 
 
 @pytest.fixture(scope="module")
-def vision(tmp_path_factory):
-    directory = vision_checkpoint.write(tmp_path_factory.mktemp("model") / "qwen3_vl")
+def directory(tmp_path_factory):
+    return vision_checkpoint.write(tmp_path_factory.mktemp("model") / "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def vision(directory):
     return load_model_config(directory, dtype="float32").vision
 
 
@@ -103,9 +112,32 @@ def test_few_programs_of_images_are_made_at_the_start(vision):
     assert inputs.common(2048) == ("images",) and inputs.common(2049) == ()
 
 
-def test_memory_for_an_encoding_grows_with_its_patches(vision):
-    small, large = (encoding_bytes(vision, size, "bfloat16") for size in (1024, 16384))
-    assert 0 < small < large < 2 * 16 * small
+@pytest.mark.parametrize("num_patches", [256, 1024])
+def test_encoding_takes_no_more_memory_than_is_planned(vision, num_patches):
+    tower = VisionTower(vision, "float32")
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.state(tower))
+
+    def encode(state, patches_PC, packed_KP):
+        return nnx.merge(nnx.graphdef(tower), state)(patches_PC, PatchIndices.unpack(packed_KP), attention="xla")
+
+    patches = jax.ShapeDtypeStruct((num_patches, 768), jnp.uint8)
+    packed = jax.ShapeDtypeStruct((PatchIndices.num_rows(vision), num_patches), jnp.int32)
+    found = jax.jit(encode).lower(state, patches, packed).compile().memory_analysis()
+    assert 0 < found.temp_size_in_bytes + found.output_size_in_bytes <= encoding_bytes(vision, num_patches, "float32")
+
+
+def test_memory_is_planned_for_encoder_slab_and_the_largest_encoding(directory):
+    def planned(**options):
+        config = EngineConfig.from_options(model=str(directory), max_num_batched_tokens=64, dtype="float32", **options)
+        return images.memory_bytes(resolve_platform_defaults(config, on_gpu=False), model_config, None)
+
+    model_config = load_model_config(directory, dtype="float32")
+    vision, whole, unprofiled = model_config.vision, planned(), planned(skip_mm_profiling=True)
+    assert whole - unprofiled == encoding_bytes(vision, 16384, "float32")
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(VisionTower(vision, "float32"))))
+    row_bytes = 4 * vision.result_width
+    assert unprofiled == weights + (EncoderSizes.of(vision, 16384).num_pages * 64 + 2 * 64) * row_bytes
+    assert images.memory_bytes(EngineConfig(), replace(model_config, vision=None), None) == 0
 
 
 class Runner:

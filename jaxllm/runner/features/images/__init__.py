@@ -43,8 +43,9 @@ def encoding_bytes(vision: Vision, num_patches: int, dtype: str) -> int:
     of_layer = (7 * width + 2 * vision.intermediate_size) * itemsize
     of_pixels = 4 * (3 * vision.patch_size**2 + 2 * width)
     of_results = (1 + vision.num_deepstack) * width * itemsize + 2 * vision.result_width * itemsize // vision.merge_size**2
-    scores = 2 * 4 * vision.num_heads * min(1024, num_patches) * min(2048, num_patches)
-    return num_patches * (of_layer + of_pixels + of_results) + scores
+    scores = 4 * 4 * vision.num_heads * min(1024, num_patches) * min(2048, num_patches)
+    # XLA keeps more at a time than a layer needs: by half, on a CPU with the sizes of Qwen3-VL-8B.
+    return int(1.5 * num_patches * (of_layer + of_pixels + of_results)) + scores
 
 
 def make(parts: FeatureParts) -> StepFeature | None:
