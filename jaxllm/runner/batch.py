@@ -60,7 +60,7 @@ class Batch:
     sample_rows: int
     """Rows of the program that samples apart; 0 if the step samples itself."""
     features: Names
-    """Optional features that the step needs."""
+    """Optional features of the program that runs layers."""
     admitted: list[Row]
     chunks: list[Chunk]
     """Known tokens among those of the step."""
@@ -136,8 +136,8 @@ class BatchBuilder:
         chunks = [  # the last token of a prompt, computed alone
             Chunk(scheduled[i], int(i), int(i) * width, int(start_R[i]), 1) for i in np.flatnonzero(start_R < num_known_R)
         ]
-        features = self.inputs.needed(rows.columns, index_R, chunks)
-        if features != self.inputs.in_decodes(features):
+        features = self.inputs.of_decode(self.inputs.needed(rows.columns, index_R, chunks))
+        if features is None:
             return None
         size: int | None
         if samples_apart:
@@ -216,9 +216,11 @@ class BatchBuilder:
         most_drafts = max((step.num_drafts for _, step in sampling), default=0)
         can_decode = variant < NO_DECODE and logprobs == LogprobsKind.NONE and not plan.num_drafts
         chunks = _chunks(scheduled)
-        features = self.inputs.needed(rows.columns, [row.index for row, _ in scheduled], chunks)
-        can_decode &= features == self.inputs.in_decodes(features)
-        is_decode = can_decode and not partial and num_tokens == len(scheduled)
+        needed = self.inputs.needed(rows.columns, [row.index for row, _ in scheduled], chunks)
+        features = self.inputs.of_decode(needed)
+        is_decode = can_decode and not partial and num_tokens == len(scheduled) and features is not None
+        if features is None or not is_decode:
+            features = self.inputs.of_mixed(needed)
         width, next_width = self.buckets.fit_width(most_drafts), self.buckets.fit_width(plan.num_drafts)
         sample_rows = 0
         if is_decode:
@@ -237,7 +239,7 @@ class BatchBuilder:
     def _sample(
         self, num_rows: int, variant: Variant, logprobs: LogprobsKind, width: int, features: Names
     ) -> tuple[int, Variant]:
-        return self.choice.sample(num_rows, variant, logprobs, width, self.inputs.in_logits(features))
+        return self.choice.sample(num_rows, variant, logprobs, width, self.inputs.of_logits(features))
 
     def mixed_layout(self, num_tokens: int, features: Names) -> StepLayout:
         """The layout of a step of any kind but decode, which has one of the token sizes."""

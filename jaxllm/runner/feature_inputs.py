@@ -18,7 +18,7 @@ Names = tuple[str, ...]
 
 
 class FeatureInputs:
-    """Programs are compiled without optional features, with each of them, and with all: there are no programs for other sets."""
+    """Programs are compiled without optional features, with each of them, and with all of them: other sets take the last."""
 
     def __init__(self, features: Sequence["StepFeature"] = ()):
         self._optional = tuple(feature for feature in features if feature.is_optional)
@@ -37,16 +37,23 @@ class FeatureInputs:
         """Columns of each row."""
 
     def needed(self, columns_NC: np.ndarray, index_R: Any, chunks: Sequence["Chunk"]) -> Names:
-        """The features of the program for a step with some of these rows and with these known tokens."""
+        """The features that a step with some of these rows and with these known tokens needs."""
         if not self._optional:
             return ()
         columns_RC = columns_NC[index_R]
-        return self.fit(feature.name for feature in self._optional if feature.is_needed(columns_RC, chunks))
+        return self._names(feature for feature in self._optional if feature.is_needed(columns_RC, chunks))
 
-    def fit(self, names: Iterable[str]) -> Names:
-        """The features of the program for a step that needs these."""
-        found = {*names}
-        return self.all if len(found) > 1 else (*found,)
+    def of_mixed(self, needed: Iterable[str]) -> Names:
+        """The features of the program that runs layers over any mix of tokens, for a step that needs these."""
+        return _fit(needed, self.sets) or ()
+
+    def of_decode(self, needed: Iterable[str]) -> Names | None:
+        """The same of decodes; None: the step cannot be one."""
+        return _fit(needed, self.decode_sets)
+
+    def of_logits(self, needed: Names) -> Names:
+        """The same of programs that compute logits, which need those that change them."""
+        return _fit(self.in_logits(needed), self.logits_sets) or ()
 
     def in_decodes(self, names: Names) -> Names:
         """Those that programs of decodes may have."""
@@ -88,6 +95,12 @@ class FeatureInputs:
 
 def _sets(names: Names) -> tuple[Names, ...]:
     return tuple(dict.fromkeys([(), *((name,) for name in names), names]))
+
+
+def _fit(needed: Iterable[str], sets: Sequence[Names]) -> Names | None:
+    """The smallest of the sets that has all that is needed."""
+    wanted = {*needed}
+    return next((names for names in sets if wanted <= {*names}), None)
 
 
 def _parts(counts: Mapping[str, int], start: int = 0) -> dict[str, slice]:

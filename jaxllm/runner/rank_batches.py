@@ -50,8 +50,9 @@ class RankBatches:
 
 def alike(batches: Sequence[Batch], builders: Sequence[BatchBuilder]) -> list[Batch]:
     """The same steps for the programs of the largest: for `decode` if that can run all of them, else for `forward` and what follows."""
-    features = builders[0].inputs.fit(name for batch in batches for name in batch.features)
-    is_decode = all(batch.is_decode for batch in batches) and features == builders[0].inputs.in_decodes(features)
+    inputs, needed = builders[0].inputs, {name for batch in batches for name in batch.features}
+    of_decode = inputs.of_decode(needed) if all(batch.is_decode for batch in batches) else None
+    is_decode, features = of_decode is not None, inputs.of_mixed(needed) if of_decode is None else of_decode
     if is_decode:
         layout = max((batch.layout for batch in batches), key=lambda layout: layout.num_rows)
     else:

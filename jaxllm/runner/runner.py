@@ -27,7 +27,7 @@ from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.batch import Batch, BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafter import Drafter
-from jaxllm.runner.feature_inputs import Names
+from jaxllm.runner.feature_inputs import FeatureInputs
 from jaxllm.runner.features import make_features, weights_of_features
 from jaxllm.runner.heads import Head, Hidden, PendingPart
 from jaxllm.runner.kernels import Kernels
@@ -346,8 +346,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         return True
 
     @property
-    def logits_features(self) -> Names:
-        return self.shapes.inputs.in_logits(self.shapes.inputs.all)
+    def inputs(self) -> FeatureInputs:
+        return self.shapes.inputs
 
     @property
     def workspace(self) -> jax.Array | None:
@@ -470,8 +470,9 @@ class ModelRunner(WeightsHolder, PlanRunner):
         kind, size = ("decode", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
         self._prepare_layers([batch])
         # Adapters may change nothing on the stage that made the batch.
-        needed = self.shapes.inputs.needed(batch.layout.views(batch.buffer).columns_RC, slice(None), batch.chunks)
-        program = self.program(ProgramKey(kind, size, features=needed))
+        inputs = self.shapes.inputs
+        needed = inputs.needed(batch.layout.views(batch.buffer).columns_RC, slice(None), batch.chunks)
+        program = self.program(ProgramKey(kind, size, features=inputs.of_mixed(needed)))
         (leaving_TD,) = self._run_step(program, batch.layout, [batch.buffer], entering)
         return leaving_TD  # type: ignore[no-any-return]
 

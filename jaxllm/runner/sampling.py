@@ -93,7 +93,7 @@ class Sampling:
 
     def key(self, batch: Batch) -> ProgramKey:
         """The program that samples for a batch, the same for those of all ranks."""
-        features = tuple(name for name in batch.features if name in self._device.logits_features)
+        features = self._device.inputs.of_logits(batch.features)
         return ProgramKey("sample", batch.sample_rows, batch.variant, batch.logprobs, batch.width, features)
 
     def launch(self, batches: Sequence[Batch], hidden: Hidden, mask_TW: np.ndarray | None) -> list[PendingTokens]:

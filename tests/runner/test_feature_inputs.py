@@ -87,7 +87,7 @@ def test_programs_have_no_optional_feature_each_or_all():
     assert INPUTS.decode_sets == INPUTS.logits_sets == ((), ("colour",))
     assert FeatureInputs().sets == FeatureInputs().decode_sets == ((),)
     three = FeatureInputs((Early(), Colour(), type("Third", (Early,), {"name": "third"})()))
-    assert three.fit(["early", "third"]) == three.all == ("colour", "early", "third"), (
+    assert three.of_mixed(["early", "third"]) == three.all == ("colour", "early", "third"), (
         "two of three have no program of their own"
     )
     assert (

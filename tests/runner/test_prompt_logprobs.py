@@ -21,7 +21,8 @@ NUM_LOGPROBS = 3
 class Device:
     """The logprob of a token is the index of the position before it."""
 
-    params, logits_features, put = (), ("adapters",), staticmethod(lambda arrays: arrays)
+    params, put = (), staticmethod(lambda arrays: arrays)
+    inputs = SimpleNamespace(logits_sets=((), ("adapters",)))
 
     def __init__(self, buckets):
         self.buckets, self.ranks, self.calls = buckets, Ranks(make_mesh()), []

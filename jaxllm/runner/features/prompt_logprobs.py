@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.runner.batch import Chunk
+from jaxllm.runner.feature_inputs import Names
 from jaxllm.runner.heads import Device, Hidden, alone, trim
 from jaxllm.runner.layout import padded
 from jaxllm.runner.programs.key import ProgramKey
@@ -64,12 +65,16 @@ class PromptLogprobs:
         slots = {self._slot(targets) for of_rank in work for targets in of_rank if targets.token_ids}
         return list(dict.fromkeys(self._key(num_tokens, slot) for slot in slots))
 
+    @property
+    def _logits_features(self) -> Names:
+        return self._device.inputs.logits_sets[-1]
+
     def _key(self, num_tokens: int, slot: int) -> ProgramKey:
-        return ProgramKey("prompt_logprobs", num_tokens, features=() if slot == NO_ADAPTER else self._device.logits_features)
+        return ProgramKey("prompt_logprobs", num_tokens, features=() if slot == NO_ADAPTER else self._logits_features)
 
     def _slot(self, targets: Targets) -> int:
         """The slot of the adapter that changes the logits, if any does."""
-        return targets.row.data.adapter_slot if self._device.logits_features else NO_ADAPTER
+        return targets.row.data.adapter_slot if self._logits_features else NO_ADAPTER
 
     def launch(self, work: Sequence[Sequence[Targets]], hidden: Hidden | None) -> list["PendingPromptLogprobs"]:
         """Start to score. Without hidden states there is nothing to score, only prompts that end."""
