@@ -90,6 +90,11 @@ class ModelConfig(ServedModel):
         return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 
     @property
+    def has_rope_sections(self) -> bool:
+        """Whether tokens turn by their positions in time, row and column."""
+        return any(part.rope is not None and part.rope.sections is not None for part in self.attentions)
+
+    @property
     def mixtures(self) -> tuple[MoE, ...]:
         """The distinct mixtures of experts of the layers."""
         return tuple(dict.fromkeys(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)))

@@ -6,11 +6,12 @@ import numpy as np
 
 from jaxllm.log import logger
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.feature_inputs import Names
 from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, Need, Row, Rows
 from jaxllm.sampling.variants import Variant
-from jaxllm.scheduler_output import NO_ADAPTER, RowStep, SchedulerOutput
+from jaxllm.scheduler_output import RowStep, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class Batch:
     logprobs: LogprobsKind
     sample_rows: int
     """Rows of the program that samples apart; 0 if the step samples itself."""
-    adapted: bool
-    """Whether a row has an adapter."""
+    features: Names
+    """Optional features of the program that runs layers."""
     admitted: list[Row]
     chunks: list[Chunk]
     """Known tokens among those of the step."""
@@ -92,6 +93,7 @@ class BatchBuilder:
         self.num_groups = num_groups
         self.num_updates = num_groups if num_updates is None else num_updates
         self.choice = choice or ProgramChoice(buckets)
+        self.inputs = rows.inputs
 
     def apply(self, plan: SchedulerOutput) -> Batch:
         """Free the rows of requests that ended or were preempted, then `build`."""
@@ -130,26 +132,31 @@ class BatchBuilder:
         need = Need.SAMPLE if plan.masked_request_ids else Need(rows.need_N[index_R].max(initial=Need.DECODE))
         if need >= Need.HIDDEN or (start_R + 1 < num_known_R).any():
             return None
-        adapted = bool((rows.columns[index_R, Column.ADAPTER] != NO_ADAPTER).any())
         samples_apart, width = need == Need.SAMPLE, self.buckets.fit_width(plan.num_drafts)
+        chunks = [  # the last token of a prompt, computed alone
+            Chunk(scheduled[i], int(i), int(i) * width, int(start_R[i]), 1) for i in np.flatnonzero(start_R < num_known_R)
+        ]
+        features = self.inputs.of_decode(self.inputs.needed(rows.columns, index_R, chunks))
+        if features is None:
+            return None
         size: int | None
         if samples_apart:
-            size = self.choice.rows_apart(num_rows, adapted)
+            size = self.choice.rows_apart(num_rows, features)
             if size is None:
                 return None
             logprobs = LogprobsKind.of(scheduled)
             if plan.masked_request_ids:
                 variant = max(variant, Variant.MASKED)
-            sample_rows, variant = self.choice.sample(num_rows, variant, logprobs, width, adapted)
+            sample_rows, variant = self._sample(num_rows, variant, logprobs, width, features)
         else:
-            size, variant = self.choice.decode(num_rows, variant, width, adapted)
+            size, variant = self.choice.decode(num_rows, variant, width, features)
             logprobs, sample_rows = LogprobsKind.NONE, 0
         update_index: list[int] = []
         update_block: list[int] = []
         for row, blocks in zip(scheduled, new_blocks, strict=True):
             if blocks:
                 self._extend_table(row, blocks, update_index, update_block)
-        layout = decode_layout(size, self.num_updates)
+        layout = decode_layout(size, self.num_updates, self.inputs.num_columns)
         # A fresh buffer each step: the device may still be reading the last one.
         buffer = np.zeros(layout.size, np.int32)
         views = layout.views(buffer)
@@ -162,12 +169,10 @@ class BatchBuilder:
             columns[:num_rows, Column.NUM_DRAFTS] = np.fromiter(drafts, np.int32, num_rows)
         columns[num_rows:] = rows.columns[rows.trash]
         views.token_ids_T[:num_rows] = FROM_ROW
-        chunks = []
-        for i in np.flatnonzero(start_R < num_known_R):  # the last token of a prompt, computed alone
-            views.token_ids_T[i] = scheduled[i].data.token_ids[start_R[i]]
-            chunks.append(Chunk(scheduled[i], int(i), int(i) * width, int(start_R[i]), 1))
+        for chunk in chunks:
+            views.token_ids_T[chunk.place] = chunk.row.data.token_ids[chunk.start]
         extra = self.fill_updates(layout, buffer, update_index, update_block)
-        kind = (True, samples_apart, width, width, scheduled, variant, logprobs, sample_rows, adapted)
+        kind = (True, samples_apart, width, width, scheduled, variant, logprobs, sample_rows, features)
         return Batch(buffer, layout, *kind, [], chunks, extra)
 
     def _starts(self, start_R: np.ndarray, num_known_R: np.ndarray) -> np.ndarray:
@@ -210,24 +215,36 @@ class BatchBuilder:
         logprobs = LogprobsKind.of(sampled)
         most_drafts = max((step.num_drafts for _, step in sampling), default=0)
         can_decode = variant < NO_DECODE and logprobs == LogprobsKind.NONE and not plan.num_drafts
-        is_decode = can_decode and not partial and num_tokens == len(scheduled)
-        adapted = any(row.data.adapter_slot != NO_ADAPTER for row, _ in scheduled)
+        chunks = _chunks(scheduled)
+        needed = self.inputs.needed(rows.columns, [row.index for row, _ in scheduled], chunks)
+        features = self.inputs.of_decode(needed)
+        is_decode = can_decode and not partial and num_tokens == len(scheduled) and features is not None
+        if features is None or not is_decode:
+            features = self.inputs.of_mixed(needed)
         width, next_width = self.buckets.fit_width(most_drafts), self.buckets.fit_width(plan.num_drafts)
         sample_rows = 0
         if is_decode:
-            size, variant = self.choice.decode(len(scheduled), variant, width, adapted)
-            layout = decode_layout(size, self.num_updates)
+            size, variant = self.choice.decode(len(scheduled), variant, width, features)
+            layout = decode_layout(size, self.num_updates, self.inputs.num_columns)
         else:
-            num_tokens = self.choice.tokens(max(1, num_tokens), adapted)
-            num_rows = self.buckets.rows_for_tokens(num_tokens)
-            layout = mixed_layout(num_tokens, num_rows, self.block_size, self.num_groups)
+            num_tokens = self.choice.tokens(max(1, num_tokens), features)
+            layout = self.mixed_layout(num_tokens, features)
             if sampled:
-                sample_rows, variant = self.choice.sample(len(sampled), variant, logprobs, width, adapted)
+                sample_rows, variant = self._sample(len(sampled), variant, logprobs, width, features)
         buffer = self._fill(layout, scheduled, len(sampled))
         extra = self.fill_updates(layout, buffer, update_index, update_block)
-        chunks = _chunks(scheduled)
-        kind = (is_decode, not is_decode, width, next_width, sampled, variant, logprobs, sample_rows, adapted)
+        kind = (is_decode, not is_decode, width, next_width, sampled, variant, logprobs, sample_rows, features)
         return Batch(buffer, layout, *kind, admitted, chunks, extra, errors)
+
+    def _sample(
+        self, num_rows: int, variant: Variant, logprobs: LogprobsKind, width: int, features: Names
+    ) -> tuple[int, Variant]:
+        return self.choice.sample(num_rows, variant, logprobs, width, self.inputs.of_logits(features))
+
+    def mixed_layout(self, num_tokens: int, features: Names) -> StepLayout:
+        """The layout of a step of any kind but decode, which has one of the token sizes."""
+        num_rows, num_inputs = self.buckets.rows_for_tokens(num_tokens), self.inputs.num_token_inputs(features)
+        return mixed_layout(num_tokens, num_rows, self.block_size, self.num_groups, self.inputs.num_columns, num_inputs)
 
     def empty(self, layout: StepLayout) -> np.ndarray:
         """The buffer of an empty step."""

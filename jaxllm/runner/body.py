@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxllm.cache_spec import CacheLayout
 from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import Shards
+from jaxllm.runner.feature_inputs import FeatureInputs, Names
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import LatestTokens
 from jaxllm.runner.layout import StepLayout, StepViews
@@ -40,6 +42,11 @@ class Body:
     share_layers: bool = False
     """Whether layers that are alike are traced as calls of one function: see `SharedLayers`."""
 
+    @cached_property
+    def inputs(self) -> FeatureInputs:
+        """The needs of the features."""
+        return FeatureInputs(self.features)
+
     @property
     def latest(self) -> LatestTokens:
         """How rows keep their latest tokens, and how steps continue from them."""
@@ -49,7 +56,7 @@ class Body:
         self,
         layout: StepLayout,
         width: int | None,
-        has_optional: bool,
+        names: Names,
         params: Params,
         caches: Caches,
         rows: RowArrays,
@@ -57,7 +64,7 @@ class Body:
         workspace: jax.Array | None,
         entering_TD: jax.Array | None = None,
     ) -> StepRun:
-        """Run the model over a step, with the optional features if `has_optional`.
+        """Run the model over a step, with the optional features of these names.
 
         width: tokens of each row; None: any mix. entering_TD: in a later stage of a pipeline, what the one before has computed of the step.
         """
@@ -83,8 +90,10 @@ class Body:
             exchange=self.exchange,
             share_layers=self.share_layers,
         )
-        run = StepRun(params, rows, kept, shards, columns_RC, places, token_ids_T, step)
-        features = [feature for feature in self.features if has_optional or not feature.is_optional]
+        own_columns = {name: columns_RC[:, part] for name, part in self.inputs.columns.items()}
+        token_inputs = {name: views.inputs_IT[part] for name, part in self.inputs.token_inputs(names).items()}
+        run = StepRun(params, rows, kept, shards, columns_RC, places, token_ids_T, step, own_columns, token_inputs)
+        features = [feature for feature in self.features if feature.name in names or not feature.is_optional]
         for feature in features:
             feature.before(run)
         run.hidden_TD = self.merge(params)(run.step)
@@ -102,11 +111,9 @@ class Body:
         assert found is not None, f"the engine has no {kind.__name__}"
         return found
 
-    def pass_on(
-        self, layout: StepLayout, width: int | None, has_optional: bool, *arrays: Any
-    ) -> tuple[Caches, RowArrays, jax.Array]:
+    def pass_on(self, layout: StepLayout, width: int | None, names: Names, *arrays: Any) -> tuple[Caches, RowArrays, jax.Array]:
         """The program of a stage that others follow. Returns caches, rows and what enters the next stage, [T, D]."""
-        run = self.run(layout, width, has_optional, *arrays)
+        run = self.run(layout, width, names, *arrays)
         return tuple(run.caches), run.rows, run.shards.check(run.hidden_TD, jnp.nan)
 
     def write_blocks(self, rows: RowArrays, update_2U: jax.Array) -> RowArrays:

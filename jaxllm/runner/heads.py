@@ -11,6 +11,7 @@ import numpy as np
 from jaxllm.parallel.ranks import Ranks
 from jaxllm.runner.batch import Chunk, request_failed
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.feature_inputs import FeatureInputs
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.row_arrays import Logprobs, RowArrays
 from jaxllm.runner.split_program import CompiledProgram
@@ -45,8 +46,8 @@ class Device(Protocol):
     def workspace(self) -> jax.Array | None: ...
 
     @property
-    def adapts_logits(self) -> bool:
-        """Whether adapters change logits not only by the hidden states."""
+    def inputs(self) -> FeatureInputs:
+        """The needs of the features."""
 
     def program(self, key: ProgramKey) -> CompiledProgram:
         """A compiled program."""

@@ -27,6 +27,8 @@ class Column(enum.IntEnum):
 
 
 NUM_ROW_COLUMNS = Column.SAMPLING + NUM_COLUMNS
+"""Those that every engine has. Columns of features follow: see `FeatureInputs`."""
+SAMPLING_COLUMNS = slice(Column.SAMPLING, NUM_ROW_COLUMNS)
 FROM_ROW = -1
 """In place of a token id or position: it lies in its request's row on the device."""
 
@@ -40,6 +42,8 @@ class StepViews(Generic[A]):
     update_index_U: A
     """Flat index into the block table; beyond its end for padding."""
     update_block_U: A
+    inputs_IT: A
+    """Values of each token for features; 0 where there is none."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +53,43 @@ class StepLayout:
     num_rows: int
     num_tokens: int
     num_updates: int
+    num_columns: int = NUM_ROW_COLUMNS
+    num_inputs: int = 0
 
     @property
     def size(self) -> int:
-        return self.num_rows * NUM_ROW_COLUMNS + self.num_tokens + 2 * self.num_updates
+        return self.num_rows * self.num_columns + (1 + self.num_inputs) * self.num_tokens + 2 * self.num_updates
 
     def views(self, buffer: A) -> StepViews[A]:
         """The parts of a buffer of `size` int32 values."""
-        rows_end = self.num_rows * NUM_ROW_COLUMNS
+        rows_end = self.num_rows * self.num_columns
         tokens_end = rows_end + self.num_tokens
         updates_end = tokens_end + self.num_updates
+        blocks_end = updates_end + self.num_updates
         return StepViews(
-            buffer[:rows_end].reshape(self.num_rows, NUM_ROW_COLUMNS),  # type: ignore[index]
+            buffer[:rows_end].reshape(self.num_rows, self.num_columns),  # type: ignore[index]
             buffer[rows_end:tokens_end],  # type: ignore[index]
             buffer[tokens_end:updates_end],  # type: ignore[index]
-            buffer[updates_end:],  # type: ignore[index]
+            buffer[updates_end:blocks_end],  # type: ignore[index]
+            buffer[blocks_end:].reshape(self.num_inputs, self.num_tokens),  # type: ignore[index]
         )
 
 
-def decode_layout(num_rows: int, num_updates: int = 1) -> StepLayout:
+def decode_layout(num_rows: int, num_updates: int = 1, num_columns: int = NUM_ROW_COLUMNS) -> StepLayout:
     """A step in which the host knows at most one token of each row. num_updates: most new blocks of a row, in all groups of layers."""
-    return StepLayout(num_rows, num_rows, num_rows * num_updates)
+    return StepLayout(num_rows, num_rows, num_rows * num_updates, num_columns)
 
 
-def mixed_layout(num_tokens: int, num_rows: int, block_size: int, num_groups: int = 1) -> StepLayout:
+def mixed_layout(
+    num_tokens: int,
+    num_rows: int,
+    block_size: int,
+    num_groups: int = 1,
+    num_columns: int = NUM_ROW_COLUMNS,
+    num_inputs: int = 0,
+) -> StepLayout:
     """A step of any shape. A separate program writes the new blocks of long cached prefixes that do not fit here."""
-    return StepLayout(num_rows, num_tokens, num_groups * (num_tokens // block_size + 2 * num_rows))
+    return StepLayout(num_rows, num_tokens, num_groups * (num_tokens // block_size + 2 * num_rows), num_columns, num_inputs)
 
 
 def padded(first: Any, second: Any, size: int, *, padding: int) -> np.ndarray:

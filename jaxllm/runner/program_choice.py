@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.feature_inputs import Names
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.rows import LogprobsKind
 from jaxllm.sampling.variants import Variant
@@ -22,43 +23,41 @@ class ProgramChoice:
         is_there: Callable[[ProgramKey], bool] = lambda key: True,
         ask: Callable[[ProgramKey], None] = lambda key: None,
         reach: int | None = 0,
-        adapts_layers: bool = True,
-        adapts_logits: bool = True,
     ):
         """is_there: whether a program is ready. ask: have a missing one made; called once for each that a step wanted and did without.
-        reach: how many sizes further a stand-in may be; None: any; 0: there are no stand-ins. adapts_layers, adapts_logits: where adapters
-        change what is computed."""
+        reach: how many sizes further a stand-in may be; None: any; 0: there are no stand-ins."""
         self.buckets = buckets
         self._is_there, self._ask, self._reach = is_there, ask, reach
-        self._adapts_layers, self._adapts_logits = adapts_layers, adapts_logits
         self._asked: set[ProgramKey] = set()
         self._taken: set[ProgramKey] = set()
         """Missing programs that steps took: those steps may not be launched yet, and later ones need not wait longer."""
 
-    def tokens(self, num_tokens: int, adapted: bool) -> int:
+    def tokens(self, num_tokens: int, features: Names) -> int:
         """The token size of a step of any kind but decode."""
-        wanted = ProgramKey("forward", self.buckets.fit_tokens(num_tokens), adapted=adapted and self._adapts_layers)
+        wanted = ProgramKey("forward", self.buckets.fit_tokens(num_tokens), features=features)
         return self._found(wanted, self.buckets.tokens).size
 
-    def decode(self, num_rows: int, variant: Variant, width: int, adapted: bool) -> tuple[int, Variant]:
+    def decode(self, num_rows: int, variant: Variant, width: int, features: Names) -> tuple[int, Variant]:
         """The size of a decode that samples, greedy or random, and its variant."""
-        size, adapted = self.buckets.fit_decode(num_rows), adapted and self._adapts_layers
-        found = self._found(ProgramKey("decode", size, variant, width=width, adapted=adapted), self.buckets.decode_rows)
+        wanted = ProgramKey("decode", self.buckets.fit_decode(num_rows), variant, width=width, features=features)
+        found = self._found(wanted, self.buckets.decode_rows)
         return found.size, found.variant
 
-    def rows_apart(self, num_rows: int, adapted: bool) -> int | None:
+    def rows_apart(self, num_rows: int, features: Names) -> int | None:
         """The size of a decode that another program samples; None if no program for it is ready: the step runs as any other."""
         size = self.buckets.fit_rows_apart(num_rows)
         if size is None:
             return None
-        wanted = ProgramKey("forward_rows", size, adapted=adapted and self._adapts_layers)
+        wanted = ProgramKey("forward_rows", size, features=features)
         found = self._ready(wanted, self.buckets.rows_apart, may_do_without=True)
         return None if found is None else found.size
 
-    def sample(self, num_rows: int, variant: Variant, logprobs: LogprobsKind, width: int, adapted: bool) -> tuple[int, Variant]:
+    def sample(
+        self, num_rows: int, variant: Variant, logprobs: LogprobsKind, width: int, features: Names
+    ) -> tuple[int, Variant]:
         """The size and variant of the program that samples after a step other than decode."""
-        size, adapted = self.buckets.fit_sample(num_rows), adapted and self._adapts_logits
-        found = self._found(ProgramKey("sample", size, variant, logprobs, width, adapted), self.buckets.sample_rows)
+        wanted = ProgramKey("sample", self.buckets.fit_sample(num_rows), variant, logprobs, width, features)
+        found = self._found(wanted, self.buckets.sample_rows)
         return found.size, found.variant
 
     def _found(self, wanted: ProgramKey, sizes: Sequence[int]) -> ProgramKey:

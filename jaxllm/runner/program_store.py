@@ -108,8 +108,9 @@ class ProgramStore:
         )
 
     def _path(self, key: ProgramKey) -> Path:
-        parts = (getattr(part, "name", str(part)).lower() for part in key)  # all, so that no two programs share a file
-        return self.directory / f"{'-'.join(parts)}.program"
+        *parts, features = key  # all, so that no two programs share a file
+        named = (getattr(part, "name", str(part)).lower() for part in parts)
+        return self.directory / f"{'-'.join((*named, *features))}.program"
 
 
 def _serialized(program: CompiledProgram) -> Any:

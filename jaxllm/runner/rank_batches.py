@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxllm.ranks_plan import RanksPlan
 from jaxllm.runner.batch import Batch, BatchBuilder
-from jaxllm.runner.layout import FROM_ROW, Column, StepLayout, mixed_layout
+from jaxllm.runner.layout import FROM_ROW, Column, StepLayout
 from jaxllm.runner.rows import Rows
 from jaxllm.scheduler_output import SchedulerOutput
 
@@ -50,11 +50,14 @@ class RankBatches:
 
 def alike(batches: Sequence[Batch], builders: Sequence[BatchBuilder]) -> list[Batch]:
     """The same steps for the programs of the largest: for `decode` if that can run all of them, else for `forward` and what follows."""
-    is_decode = all(batch.is_decode for batch in batches)
+    inputs, needed = builders[0].inputs, {name for batch in batches for name in batch.features}
+    of_decode = inputs.of_decode(needed) if all(batch.is_decode for batch in batches) else None
+    is_decode, features = of_decode is not None, inputs.of_mixed(needed) if of_decode is None else of_decode
     if is_decode:
         layout = max((batch.layout for batch in batches), key=lambda layout: layout.num_rows)
     else:
-        layout = _mixed(max(map(_num_tokens, batches)), builders[0])
+        num_tokens = max(1, *map(_num_tokens, batches))
+        layout = builders[0].mixed_layout(builders[0].buckets.fit_tokens(num_tokens), features)
     relaid = [_relaid(batch, builder, layout, is_decode) for batch, builder in zip(batches, builders, strict=True)]
     return [
         replace(
@@ -64,6 +67,7 @@ def alike(batches: Sequence[Batch], builders: Sequence[BatchBuilder]) -> list[Ba
             variant=max(each.variant for each in relaid),
             logprobs=max(each.logprobs for each in relaid),
             sample_rows=max(each.sample_rows for each in relaid),
+            features=features,
         )
         for batch in relaid
     ]
@@ -76,11 +80,6 @@ def _num_tokens(batch: Batch) -> int:
 def _counts(batch: Batch) -> np.ndarray:
     """Tokens of each row."""
     return batch.layout.views(batch.buffer).columns_RC[:, Column.NUM_TOKENS]
-
-
-def _mixed(num_tokens: int, builder: BatchBuilder) -> StepLayout:
-    num_tokens = builder.buckets.fit_tokens(max(1, num_tokens))
-    return mixed_layout(num_tokens, builder.buckets.rows_for_tokens(num_tokens), builder.block_size, builder.num_groups)
 
 
 def _relaid(batch: Batch, builder: BatchBuilder, layout: StepLayout, is_decode: bool) -> Batch:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column
+from jaxllm.runner.feature_inputs import FeatureInputs
+from jaxllm.runner.layout import NUM_ROW_COLUMNS, SAMPLING_COLUMNS, Column
 from jaxllm.sampling.columns import pack_columns
 from jaxllm.sampling.variants import Variant, needs_logprobs, needs_state, variant_of
 from jaxllm.sampling_params import SamplingParams
@@ -78,12 +79,13 @@ class Row:
 class Rows:
     """Rows 0 … max_rows-1 hold requests; row max_rows is the trash row that padding writes to."""
 
-    def __init__(self, max_rows: int, *, full_logprobs: bool = False):
-        """full_logprobs: requests for logprobs take full sampling."""
+    def __init__(self, max_rows: int, *, full_logprobs: bool = False, inputs: FeatureInputs | None = None):
+        """full_logprobs: requests for logprobs take full sampling. inputs: of the engine's features."""
         self.trash = max_rows
         self.full_logprobs = full_logprobs
+        self.inputs = inputs or FeatureInputs()
         self.by_request: dict[str, Row] = {}
-        self.columns = np.zeros((max_rows + 1, NUM_ROW_COLUMNS), np.int32)
+        self.columns = np.zeros((max_rows + 1, self.inputs.num_columns), np.int32)
         """Columns of each row, sent to the device in every step; START, NUM_TOKENS and TOKEN_ROW are set step by step."""
         self.columns[:, Column.ROW] = np.arange(max_rows + 1)
         self.columns[:, Column.TOKEN_ROW] = max_rows
@@ -100,7 +102,7 @@ class Rows:
         """Give a row to a request."""
         assert data.request_id not in self.by_request, f"request {data.request_id} has a row already"
         params = data.sampling_params
-        sampling_columns = pack_columns(params)
+        sampling_columns, own_columns = pack_columns(params), self.inputs.row_columns(data)
         variant, _ = sampled_by(params, full_logprobs=self.full_logprobs, is_masked=data.is_masked)
         row = Row(
             index=self._free[-1],
@@ -121,7 +123,8 @@ class Rows:
         self.need_N[row.index] = _need(row)
         self.columns[row.index, Column.WRITE_FROM] = data.num_cached_tokens
         self.columns[row.index, Column.ADAPTER] = data.adapter_slot
-        self.columns[row.index, Column.SAMPLING :] = sampling_columns
+        self.columns[row.index, SAMPLING_COLUMNS] = sampling_columns
+        self.columns[row.index, NUM_ROW_COLUMNS:] = own_columns
         return row
 
     def remove(self, request_id: str) -> None:

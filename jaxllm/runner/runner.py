@@ -27,6 +27,7 @@ from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.batch import Batch, BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafter import Drafter
+from jaxllm.runner.feature_inputs import FeatureInputs
 from jaxllm.runner.features import make_features, weights_of_features
 from jaxllm.runner.heads import Head, Hidden, PendingPart
 from jaxllm.runner.kernels import Kernels
@@ -137,7 +138,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
             num_updates=self.shapes.num_updates,
             choice=self._new_choice(config),
         )
-        self.batches = RankBatches([new_builder(Rows(max_rows, full_logprobs=full_logprobs)) for _ in range(self.ranks.num)])
+        new_rows = partial(Rows, max_rows, full_logprobs=full_logprobs, inputs=self.shapes.inputs)
+        self.batches = RankBatches([new_builder(new_rows()) for _ in range(self.ranks.num)])
         self.store = store
         self.programs = ProgramPool(
             self.shapes.lower,
@@ -228,8 +230,6 @@ class ModelRunner(WeightsHolder, PlanRunner):
             is_there=lambda key: key in self.programs,
             ask=ask,
             reach=None if self._starts_with_few else 1 if compile_.share_layers else 0,
-            adapts_layers=self.shapes.has_adapters,
-            adapts_logits=self.shapes.adapts_logits,
         )
 
     @property
@@ -265,7 +265,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
     def work_bytes(self) -> int:
         """Temporary and output bytes per device of the largest step, read from its compiled program."""
-        largest = ProgramKey("forward", self.buckets.tokens[-1], adapted=self.shapes.has_adapters)
+        num_tokens = self.buckets.tokens[-1]
+        largest = ProgramKey("forward", num_tokens, features=self.shapes.inputs.common(num_tokens))
         self.programs.compile_all([largest], SILENT)
         sizes = self.programs.get(largest).memory_analysis()
         if sizes is None:  # the backend does not report them
@@ -345,8 +346,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         return True
 
     @property
-    def adapts_logits(self) -> bool:
-        return self.shapes.adapts_logits
+    def inputs(self) -> FeatureInputs:
+        return self.shapes.inputs
 
     @property
     def workspace(self) -> jax.Array | None:
@@ -434,7 +435,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def _decode(self, step: StepInFlight) -> None:
         batch = step.batch
         step.errors = self.prepare(step.batches)
-        key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, adapted=self._is_adapted(batch))
+        key = ProgramKey("decode", batch.layout.num_rows, batch.variant, width=batch.width, features=batch.features)
         program = self.program(key)
         (drawn,) = self._run_step(program, batch.layout, _buffers(step.batches), self.enter(batch))
         self.on_sampled(self.row_arrays.last_token_N)
@@ -464,15 +465,14 @@ class ModelRunner(WeightsHolder, PlanRunner):
         self.caches, self.row_arrays, *results = program(self.params, self.caches, self.row_arrays, *arguments, self.workspace)
         return results
 
-    def _is_adapted(self, batch: Batch) -> bool:
-        """Whether a step's adapters change what is computed here."""
-        return batch.adapted and self.shapes.has_adapters
-
     def pass_on(self, batch: Batch, entering: tuple[jax.Array, ...]) -> jax.Array:
         """Start a step on a stage that others follow. Returns what enters the next stage, on the devices of this one."""
         kind, size = ("decode", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
         self._prepare_layers([batch])
-        program = self.program(ProgramKey(kind, size, adapted=self._is_adapted(batch)))
+        # Adapters may change nothing on the stage that made the batch.
+        inputs = self.shapes.inputs
+        needed = inputs.needed(batch.layout.views(batch.buffer).columns_RC, slice(None), batch.chunks)
+        program = self.program(ProgramKey(kind, size, features=inputs.of_mixed(needed)))
         (leaving_TD,) = self._run_step(program, batch.layout, [batch.buffer], entering)
         return leaving_TD  # type: ignore[no-any-return]
 
@@ -494,7 +494,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
         if batch.sample_rows and batch.variant < NO_DECODE and batch.logprobs == LogprobsKind.NONE:
             # The next step's program, unless other requests arrive.
             num_rows, width = self.buckets.fit_decode(max(len(each.sampled) for each in step.batches)), batch.next_width
-            likely.append(ProgramKey("decode", num_rows, batch.variant, width=width, adapted=self._is_adapted(batch)))
+            features = self.shapes.inputs.in_decodes(batch.features)
+            likely.append(ProgramKey("decode", num_rows, batch.variant, width=width, features=features))
         needed += self.tokens.keys(step)
         self.programs.expect(needed, likely)
         self.tokens.read(step)
@@ -506,7 +507,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def _forward_key(self, batch: Batch) -> ProgramKey:
         """The program that computes the hidden states of a step."""
         kind, size = ("forward_rows", batch.layout.num_rows) if batch.is_decode else ("forward", batch.layout.num_tokens)
-        return ProgramKey(kind, size, adapted=self._is_adapted(batch))
+        return ProgramKey(kind, size, features=batch.features)
 
     def _select(self, batches: Sequence[Batch]) -> list[tuple[Head, list[Any]]]:
         """The heads that have work in a step, with that of each rank."""

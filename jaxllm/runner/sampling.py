@@ -93,8 +93,8 @@ class Sampling:
 
     def key(self, batch: Batch) -> ProgramKey:
         """The program that samples for a batch, the same for those of all ranks."""
-        adapted = batch.adapted and self._device.adapts_logits
-        return ProgramKey("sample", batch.sample_rows, batch.variant, batch.logprobs, batch.width, adapted)
+        features = self._device.inputs.of_logits(batch.features)
+        return ProgramKey("sample", batch.sample_rows, batch.variant, batch.logprobs, batch.width, features)
 
     def launch(self, batches: Sequence[Batch], hidden: Hidden, mask_TW: np.ndarray | None) -> list[PendingTokens]:
         """Start to sample for the batches of all ranks. mask_TW: what each draw of each request may give, as of `StepInFlight`; None: any

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxllm.layers.step import Adapt
 from jaxllm.parallel.shards import PEERS_LOST, Shards
 from jaxllm.runner.body import Body
-from jaxllm.runner.layout import Column, StepLayout
+from jaxllm.runner.feature_inputs import Names
+from jaxllm.runner.layout import SAMPLING_COLUMNS, Column, StepLayout
 from jaxllm.runner.places import each_draw, next_position
 from jaxllm.runner.row_arrays import Caches, Logprobs, Params, RowArrays, Scores
 from jaxllm.runner.rows import LogprobsKind
@@ -31,12 +32,12 @@ class StepFunctions(Body):
     logprobs_mode: str
     processors: tuple[Any, ...] = ()
 
-    def forward(self, layout: StepLayout, has_optional: bool, *arrays: Any) -> tuple[Any, ...]:
-        """Run the model over a mixed step. arrays, has_optional: as in `run`.
+    def forward(self, layout: StepLayout, names: Names, *arrays: Any) -> tuple[Any, ...]:
+        """Run the model over a mixed step. arrays, names: as in `run`.
 
         Returns caches, rows, hidden_TD, and for sampling hidden_NWD and columns_NC (N = max_rows, W the most tokens that a row may
         sample); then `LatestTokens.shown`."""
-        run = self.run(layout, None, has_optional, *arrays)
+        run = self.run(layout, None, names, *arrays)
         hidden_TD, columns_RC = run.shards.check(run.hidden_TD, jnp.nan), run.columns_RC
         drafts_R1 = columns_RC[:, Column.NUM_DRAFTS, None]
         last_RW = run.places.query_start_R1[1:, None] - 1 - drafts_R1 + jnp.arange(self.latest.width)
@@ -45,12 +46,12 @@ class StepFunctions(Body):
         return tuple(run.caches), rows, hidden_TD, hidden_NWD, columns_NC, *self.latest.shown(run)
 
     def decode(
-        self, layout: StepLayout, variant: Variant, width: int, has_optional: bool, *arrays: Any
+        self, layout: StepLayout, variant: Variant, width: int, names: Names, *arrays: Any
     ) -> tuple[Caches, RowArrays, jax.Array]:
-        """Run the model over `width` tokens of each row and sample for every row, in one program. arrays, has_optional: as in `run`.
+        """Run the model over `width` tokens of each row and sample for every row, in one program. arrays, names: as in `run`.
 
         Returns caches, rows, and what the host reads of `LatestTokens.stored`."""
-        run = self.run(layout, width, has_optional, *arrays)
+        run = self.run(layout, width, names, *arrays)
         logits_TV = self.logits(run.params, run.hidden_TD, run.shards, run.adapts())
         token_T = self._draw_each(variant, logits_TV, run.rows, run.columns_RC, width, run.shards)
         token_T = run.shards.check(token_T, PEERS_LOST)
@@ -58,9 +59,9 @@ class StepFunctions(Body):
         self.latest.follow(self, variant, width, run)
         return tuple(run.caches), run.rows, drawn
 
-    def forward_rows(self, layout: StepLayout, has_optional: bool, *arrays: Any) -> tuple[Any, ...]:
+    def forward_rows(self, layout: StepLayout, names: Names, *arrays: Any) -> tuple[Any, ...]:
         """As `forward`, over one token of each row: what `decode` computes before it samples. Drafts are proposed of other steps."""
-        run = self.run(layout, 1, has_optional, *arrays)
+        run = self.run(layout, 1, names, *arrays)
         hidden_RD = run.shards.check(run.hidden_TD, jnp.nan)
         hidden_NWD, columns_NC = self._padded(hidden_RD[:, None], run.columns_RC)
         return tuple(run.caches), run.rows, hidden_RD, hidden_NWD, columns_NC
@@ -79,7 +80,7 @@ class StepFunctions(Body):
         variant: Variant,
         kind: LogprobsKind,
         width: int,
-        has_optional: bool,
+        names: Names,
         params: Params,
         rows: RowArrays,
         hidden_NWD: jax.Array,
@@ -90,8 +91,8 @@ class StepFunctions(Body):
         workspace: jax.Array | None,
     ) -> tuple[RowArrays, jax.Array, SamplingState | None, Scores]:
         """Sample the first `num_rows` rows after `forward`, up to `width` tokens each. Full sampling takes and returns its state,
-        NAMED takes the named ids, MASKED and above a mask for each token. Tokens may be NO_TOKEN or NOT_FINITE. has_optional:
-        whether the optional features change the logits of the rows.
+        NAMED takes the named ids, MASKED and above a mask for each token. Tokens may be NO_TOKEN or NOT_FINITE. names:
+        optional features that change the logits of the rows.
 
         Tokens are those of `LatestTokens.stored`; scores have `width` for each row, and are of the logits
         after the mask.
@@ -101,7 +102,7 @@ class StepFunctions(Body):
         columns_TC = each_draw(columns_RC, width)
         if width > 1:  # a row with named ids has the same for each of its tokens
             named_ids_RI = None if named_ids_RI is None else jnp.repeat(named_ids_RI, width, axis=0)
-        adapts = self.adapts(params, columns_TC[:, Column.ADAPTER]) if has_optional else ()
+        adapts = self.adapts(params, columns_TC[:, Column.ADAPTER], names)
         logits_TV = self.logits(params, hidden_TD, self.shards, adapts)
         peers = self.shards.through(workspace)
         if variant < Variant.FULL and kind == LogprobsKind.NONE:
@@ -149,7 +150,7 @@ class StepFunctions(Body):
         tokens, processed = [], []
         for index in range(width):
             part = slice(index, None, width)
-            sampling = unpack_columns(columns_TC[part, Column.SAMPLING :])
+            sampling = unpack_columns(columns_TC[part, SAMPLING_COLUMNS])
             if is_alive_R is not None:
                 sampling = replace(sampling, uses_state=jnp.where(is_alive_R, sampling.uses_state, 0))
             token_R, state, processed_RV = sample_full(
@@ -179,9 +180,10 @@ class StepFunctions(Body):
     def _normalize(self) -> bool:
         return self.logprobs_mode.endswith("logprobs")
 
-    def adapts(self, params: Params, slot_T: jax.Array) -> tuple[Adapt, ...]:
-        """The functions that adapt the logits of tokens with adapters in these slots."""
-        return tuple(adapt for feature in self.features for adapt in feature.of_logits(params, slot_T, self.shards))
+    def adapts(self, params: Params, slot_T: jax.Array, names: Names) -> tuple[Adapt, ...]:
+        """The functions by which these optional features adapt the logits of tokens with adapters in these slots."""
+        features = (feature for feature in self.features if feature.name in names)
+        return tuple(adapt for feature in features for adapt in feature.of_logits(params, slot_T, self.shards))
 
     def logits(self, params: Params, hidden_TD: jax.Array, shards: Shards, adapts: tuple[Adapt, ...]) -> jax.Array:
         """Logits of this device's part of the vocabulary. adapts: what changes them."""
@@ -203,7 +205,7 @@ class StepFunctions(Body):
 
     def draw_draft(self, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array:
         """int32[R]: a draft for each row, from whole logits, independent of the token that the target draws there."""
-        sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
+        sampling = unpack_columns(columns_RC[:, SAMPLING_COLUMNS])
         options: dict[str, Any] = {"stream": Stream.DRAFT, **self._sampling_kernels}
         token_R = sample_random(logits_RV, sampling, next_position(columns_RC), **options)
         return mark_not_finite(token_R, logit_of(token_R, logits_RV))
@@ -232,7 +234,7 @@ class StepFunctions(Body):
     def _draw(self, variant: Variant, logits_RV: jax.Array, columns_RC: jax.Array) -> jax.Array:
         if variant == Variant.GREEDY:
             return sample_greedy(logits_RV, **self._sampling_kernels)
-        sampling = unpack_columns(columns_RC[:, Column.SAMPLING :])
+        sampling = unpack_columns(columns_RC[:, SAMPLING_COLUMNS])
         return sample_random(logits_RV, sampling, next_position(columns_RC), **self._sampling_kernels)
 
     @property

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
@@ -13,6 +14,7 @@ from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import Shards
+from jaxllm.runner.batch import Chunk
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.heads import Device, Head
 from jaxllm.runner.kernels import Kernels
@@ -22,6 +24,7 @@ from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Params, RowArrays
 from jaxllm.runner.token_split import TokenSplit
+from jaxllm.scheduler_output import NewRequestData
 
 
 @dataclass
@@ -40,6 +43,10 @@ class StepRun:
     """Ids of all tokens of the step."""
     step: Step
     """The input of the model."""
+    own_columns: Mapping[str, jax.Array] = field(default_factory=dict)
+    """[R, …]: the columns that features have added to those of each row, by name of the feature."""
+    token_inputs: Mapping[str, jax.Array] = field(default_factory=dict)
+    """[…, T]: the values of each token that the features of the program have added, by name of the feature."""
     hidden_TD: jax.Array = field(init=False)
     """Hidden state of each token, once the layers have run."""
     share: Callable[[jax.Array], jax.Array] = lambda x_T: x_T
@@ -53,14 +60,35 @@ class StepRun:
 class StepFeature:
     """A part of a step that an engine may do without. Each method does nothing unless a feature overrides it."""
 
+    name = ""
+    """The name of its module, if it is optional or has columns."""
     is_optional = False
     """Whether the programs that compute layers are also compiled without the feature, for steps that do not need it."""
+    is_in_decodes = True
+    """Of an optional feature: whether programs of decodes are also compiled with it. If not, steps that need it run as `forward`."""
     changes_logits = False
     """Whether `of_logits` changes something."""
+    num_columns = 0
+    """Columns that it adds to those of each row; `row_columns` fills them, and `before` finds them in `StepRun.own_columns`."""
+    num_token_inputs = 0
+    """Values of each token that an optional feature adds to the buffers of programs with it, if it is not in decodes. Its
+    `OpRunner.before_step` fills them (`FeatureInputs.token_inputs_of`), and `before` finds them in `StepRun.token_inputs`."""
 
     def programs(self) -> Sequence[ProgramKind]:
         """Its own kinds of programs."""
         return ()
+
+    def is_needed(self, columns_RC: np.ndarray, chunks: Sequence[Chunk]) -> bool:
+        """Whether a step with these rows and known tokens needs the optional feature. Asked in each step, so it does no work by row."""
+        return True
+
+    def row_columns(self, data: NewRequestData) -> Sequence[int]:
+        """Its columns of a request's row."""
+        return ()
+
+    def is_common(self, num_tokens: int) -> bool:
+        """Whether almost every engine with the optional feature runs programs of so many tokens with it."""
+        return True
 
     def compiler_options(self, mesh: Mesh, key: ProgramKey) -> dict[str, str | bool]:
         """XLA's options for a program of the engine, its own or another's, on a GPU."""

@@ -17,7 +17,8 @@ from jaxllm.parallel.mesh import CONTEXT, TENSOR, context_size, tensor_size
 from jaxllm.parallel.ranks import Ranks
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.buckets import Buckets
-from jaxllm.runner.layout import NUM_ROW_COLUMNS, Column, StepLayout
+from jaxllm.runner.feature_inputs import FeatureInputs
+from jaxllm.runner.layout import Column, StepLayout
 from jaxllm.runner.programs.decode import Decode
 from jaxllm.runner.programs.forward import Forward
 from jaxllm.runner.programs.forward_rows import ForwardRows
@@ -162,24 +163,9 @@ class StepPrograms:
         return [key for _, key in sorted(found, key=lambda ranked: ranked[0])]
 
     @property
-    def has_adapters(self) -> bool:
-        """Whether adapters may change what is computed here."""
-        return any(feature.is_optional for feature in self.functions.features)
-
-    @property
-    def adapted_steps(self) -> tuple[bool, ...]:
-        """The values of `adapted` of programs that run layers."""
-        return tuple(sorted({False, self.has_adapters}))
-
-    @property
-    def adapts_logits(self) -> bool:
-        """Whether adapters change logits not only by the hidden states."""
-        return any(feature.changes_logits for feature in self.functions.features)
-
-    @property
-    def adapted_heads(self) -> tuple[bool, ...]:
-        """The values of `adapted` of programs that compute logits of hidden states."""
-        return tuple(sorted({False, self.adapts_logits}))
+    def inputs(self) -> FeatureInputs:
+        """The needs of the features."""
+        return self.functions.inputs
 
     def is_storable(self, key: ProgramKey) -> bool:
         """Whether another process may use the program."""
@@ -192,7 +178,7 @@ class StepPrograms:
 
     def nothing_to_sample(self) -> tuple[np.ndarray, np.ndarray]:
         """hidden_NWD and columns_NC of a step without requests, of all ranks."""
-        columns_NC = np.zeros((self.buckets.max_rows, NUM_ROW_COLUMNS), np.int32)
+        columns_NC = np.zeros((self.buckets.max_rows, self.inputs.num_columns), np.int32)
         columns_NC[:, [Column.ROW, Column.TOKEN_ROW]] = self.buckets.max_rows
         columns_NC[:, Column.ADAPTER] = NO_ADAPTER
         hidden_NWD = np.zeros(self.sampled_shape, jnp.dtype(self.model.dtype))

@@ -22,7 +22,6 @@ class FakeStage:
     """Notes the tokens of each step that it is given, and adapters that are written between steps."""
 
     peers = programs = None
-    shapes = SimpleNamespace(has_adapters=True)
     buckets = BUCKETS
 
     def __init__(self):

@@ -9,7 +9,7 @@ from jaxllm.kernel_policy import CPU
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.features.prompt_logprobs import PromptLogprobs
-from jaxllm.runner.layout import FROM_ROW, Column, StepLayout
+from jaxllm.runner.layout import FROM_ROW, NUM_ROW_COLUMNS, Column, StepLayout
 from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.rows import Rows
@@ -58,10 +58,10 @@ def plan(new_requests=(), cached=(), counts=None):
 
 
 def test_views_cover_the_buffer_without_overlap():
-    layout = StepLayout(num_rows=3, num_tokens=5, num_updates=2)
+    layout = StepLayout(num_rows=3, num_tokens=5, num_updates=2, num_columns=NUM_ROW_COLUMNS + 1, num_inputs=4)
     buffer = np.zeros(layout.size, np.int32)
     views = layout.views(buffer)
-    for view in (views.columns_RC, views.token_ids_T, views.update_index_U, views.update_block_U):
+    for view in (views.columns_RC, views.token_ids_T, views.update_index_U, views.update_block_U, views.inputs_IT):
         view += 1
     assert (buffer == 1).all()
 

@@ -20,7 +20,7 @@ MOST = 17
 """Conditions of the runner that name a feature, outside of `features/`. A new feature has its own there."""
 NAMES = re.compile(
     r"adapt|draft|placing|expert_slots|counting|expert_(counts|tokens)|token_split|\bdevices is\b|exchange is|pooling|prompt_logprobs"
-    r"|\.kind\b|Adapters|Drafts|ExpertSlots|ExpertCounts"
+    r"|images|rope_delta|\.kind\b|Adapters|Drafts|ExpertSlots|ExpertCounts"
 )
 
 
@@ -90,7 +90,7 @@ for refused in (lambda: llm.generate(prompt, SamplingParams(prompt_logprobs=1)),
         print(error)
 print(*llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=4))[0].outputs[0].token_ids)
 """
-DELETED = ("drafts", "adapters", "prompt_logprobs", "pooling")
+DELETED = ("drafts", "adapters", "rope_delta", "images", "prompt_logprobs", "pooling")
 
 
 @pytest.mark.slow

@@ -21,14 +21,15 @@ NUM_LOGPROBS = 3
 class Device:
     """The logprob of a token is the index of the position before it."""
 
-    params, adapts_logits, put = (), True, staticmethod(lambda arrays: arrays)
+    params, put = (), staticmethod(lambda arrays: arrays)
+    inputs = SimpleNamespace(logits_sets=((), ("adapters",)))
 
     def __init__(self, buckets):
         self.buckets, self.ranks, self.calls = buckets, Ranks(make_mesh()), []
 
     def program(self, key):
         def score(params, hidden_TD, chunk_2C, adapter_slot):
-            self.calls.append((chunk_2C.shape[1], key.adapted, None if adapter_slot is None else int(adapter_slot)))
+            self.calls.append((chunk_2C.shape[1], bool(key.features), None if adapter_slot is None else int(adapter_slot)))
             index_C, token_C = chunk_2C
             of_each = (np.tile(array[:, None], 1 + NUM_LOGPROBS) for array in (token_C, index_C.astype(np.float32)))
             return Logprobs(*map(jnp.asarray, (*of_each, index_C)))

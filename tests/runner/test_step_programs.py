@@ -55,7 +55,7 @@ def test_what_the_compiler_is_told_of_products_all_reduces_and_adapters(platform
     programs = SimpleNamespace(
         mesh=mesh, buckets=SimpleNamespace(policy=GPU), functions=functions, kind_of=lambda key: ProgramKind()
     )
-    assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows, adapted=adapted)) == options
+    assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows, features=("adapters",) * adapted)) == options
 
 
 def engine_programs(
@@ -98,12 +98,12 @@ def test_a_start_waits_for_few_programs_that_can_run_every_common_step(has_adapt
     is_greedy_draw = [key.kind != "forward" and key.variant == Variant.GREEDY for key in later]
     assert is_greedy_draw == sorted(is_greedy_draw), "those that random ones do as well come last"
     choice = ProgramChoice(buckets, is_there=first.__contains__, reach=None)
-    for adapted in programs.adapted_steps:
+    for features in programs.inputs.sets:
         for size in buckets.tokens:
-            assert ProgramKey("forward", choice.tokens(size, adapted), adapted=adapted) in first
+            assert ProgramKey("forward", choice.tokens(size, features), features=features) in first
         for size in buckets.decode_rows:
-            found = choice.decode(size, Variant.GREEDY, 1, adapted)
-            assert ProgramKey("decode", *found, adapted=adapted) in first
+            found = choice.decode(size, Variant.GREEDY, 1, features)
+            assert ProgramKey("decode", *found, features=features) in first
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_each_program_of_an_engine_has_a_file_of_its_own(tmp_path, num_drafts, h
     keys, store = programs.all_keys(), ProgramStore(tmp_path, jax.devices(), writable=False, strict=False)
     assert len({store._path(key) for key in keys}) == len(set(keys)) == len(keys)
     assert any(key.width > 1 for key in keys) == (num_drafts > 0)
-    assert any(key.adapted for key in keys) == has_adapters
+    assert any(key.features for key in keys) == has_adapters
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ FEATURES = (
     "drafts",
     "token_split",
     "adapters",
+    "rope_delta",
+    "images",
     "expert_slots",
     "expert_counts",
     "prompt_logprobs",

@@ -17,6 +17,7 @@ from jaxllm.parallel.mesh import TENSOR, tensor_size
 from jaxllm.parallel.shards import Shards
 from jaxllm.progress import SILENT
 from jaxllm.runner.adaptation import Adaptation
+from jaxllm.runner.batch import Chunk
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.layout import Column
 from jaxllm.runner.ops import OpRunner
@@ -40,7 +41,11 @@ class Adapters(StepFeature):
     part: slice
     kernels: Kernels
 
+    name = "adapters"
     is_optional = True
+
+    def is_needed(self, columns_RC: np.ndarray, chunks: Sequence[Chunk]) -> bool:
+        return bool((columns_RC[:, Column.ADAPTER] != NO_ADAPTER).any())
 
     def programs(self) -> Sequence[ProgramKind]:
         return [WriteProgram(self)]
@@ -48,7 +53,7 @@ class Adapters(StepFeature):
     def compiler_options(self, mesh: Mesh, key: ProgramKey) -> dict[str, str | bool]:
         """What adapters change does not depend on the product that it is added to: on one device, nodes of a CUDA graph that do not depend
         on each other run concurrently."""
-        return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if key.adapted and mesh.size == 1 else {}
+        return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if self.name in key.features and mesh.size == 1 else {}
 
     def op_runner(self, device: Any) -> "AdapterSlots":
         return AdapterSlots(device, self)
@@ -108,7 +113,11 @@ class WriteProgram(ProgramKind):
 def write(runner: Any, adapters: Adapters, program: CompiledProgram, slot: int, packed: jax.Array) -> None:
     """Write an adapter (`Adapters.packed`), whose array is taken, into a slot."""
     arrays = program(runner.params[adapters.part], packed, runner.put(np.int32(slot)))
-    runner.params = (*runner.params[: adapters.part.start], *arrays)
+    _replace(runner, adapters.part, arrays)
+
+
+def _replace(runner: Any, part: slice, arrays: Iterable[jax.Array]) -> None:
+    runner.params = (*runner.params[: part.start], *arrays, *runner.params[part.stop :])
 
 
 class AdapterSlots(OpRunner):
@@ -140,7 +149,7 @@ class AdapterSlots(OpRunner):
             return
         delete(runner.params[part])
         empty = jax.tree.leaves(self._adapters.adaptation.load(runner.shapes.mesh, SILENT))
-        runner.params = (*runner.params[: part.start], *empty)
+        _replace(runner, part, empty)
 
     def delete_arrays(self) -> None:
         delete(self._staged)

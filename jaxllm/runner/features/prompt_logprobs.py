@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.runner.batch import Chunk
+from jaxllm.runner.feature_inputs import Names
 from jaxllm.runner.heads import Device, Hidden, alone, trim
 from jaxllm.runner.layout import padded
 from jaxllm.runner.programs.key import ProgramKey
@@ -61,12 +62,19 @@ class PromptLogprobs:
 
     def keys(self, work: Sequence[Sequence[Targets]], num_tokens: int) -> list[ProgramKey]:
         """The programs that `launch` calls."""
-        adapted = {self._slot(targets) != NO_ADAPTER for of_rank in work for targets in of_rank if targets.token_ids}
-        return [ProgramKey("prompt_logprobs", num_tokens, adapted=each) for each in adapted]
+        slots = {self._slot(targets) for of_rank in work for targets in of_rank if targets.token_ids}
+        return list(dict.fromkeys(self._key(num_tokens, slot) for slot in slots))
+
+    @property
+    def _logits_features(self) -> Names:
+        return self._device.inputs.logits_sets[-1]
+
+    def _key(self, num_tokens: int, slot: int) -> ProgramKey:
+        return ProgramKey("prompt_logprobs", num_tokens, features=() if slot == NO_ADAPTER else self._logits_features)
 
     def _slot(self, targets: Targets) -> int:
         """The slot of the adapter that changes the logits, if any does."""
-        return targets.row.data.adapter_slot if self._device.adapts_logits else NO_ADAPTER
+        return targets.row.data.adapter_slot if self._logits_features else NO_ADAPTER
 
     def launch(self, work: Sequence[Sequence[Targets]], hidden: Hidden | None) -> list["PendingPromptLogprobs"]:
         """Start to score. Without hidden states there is nothing to score, only prompts that end."""
@@ -89,7 +97,7 @@ class PromptLogprobs:
         chunks = device.put([chunk_2C for (chunk_2C,) in device.ranks.rounds(list(map(self._chunks, work)), nothing)])
         adapter_slot = None if slot == NO_ADAPTER else device.put(np.int32(slot))
         num_tokens = len(hidden.hidden_TD) // device.ranks.num
-        program = device.program(ProgramKey("prompt_logprobs", num_tokens, adapted=adapter_slot is not None))
+        program = device.program(self._key(num_tokens, slot))
         return [program(device.params, hidden.hidden_TD, chunk_2C, adapter_slot) for chunk_2C in chunks]
 
     def _chunks(self, work: Sequence[Targets]) -> Iterator[tuple[np.ndarray]]:
@@ -176,7 +184,8 @@ class ScorePrompt(ProgramKind):
     name = "prompt_logprobs"
 
     def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return [ProgramKey(self.name, size, adapted=has) for size in programs.buckets.tokens for has in programs.adapted_heads]
+        sets = programs.inputs.logits_sets
+        return [ProgramKey(self.name, size, features=names) for size in programs.buckets.tokens for names in sets]
 
     def rank(self, key: ProgramKey) -> int:
         return 2
@@ -186,7 +195,7 @@ class ScorePrompt(ProgramKind):
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         hidden_TD = programs.shape((key.size, programs.model.hidden_size), programs.model.dtype)
-        adapter_slot = programs.ints() if key.adapted else None
+        adapter_slot = programs.ints() if key.features else None
         arguments = (programs.params, hidden_TD, programs.ints(2, programs.buckets.scored_positions), adapter_slot)
         return programs.lower_on_each(partial(score, programs.functions), arguments, programs.replicated, donate=())
 
@@ -199,7 +208,9 @@ def score(
     adapter_slot: of the adapter that changes the logits; None: none does.
     """
     index_C, target_C = chunk_2C
-    adapts = () if adapter_slot is None else functions.adapts(params, jnp.full(len(index_C), adapter_slot))
+    adapts = (
+        () if adapter_slot is None else functions.adapts(params, jnp.full(len(index_C), adapter_slot), functions.inputs.all)
+    )
     logits_CV = functions.logits(params, hidden_TD[index_C], functions.shards, adapts)
     scores = functions.top(functions.shards.to_rows(logits_CV), functions.shards.own_rows(target_C))
     return functions.shards.from_rows(scores, len(target_C))

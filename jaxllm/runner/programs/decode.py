@@ -24,16 +24,16 @@ class Decode(DecodeProgram):
 
     def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         return [
-            ProgramKey(self.name, size, variant, width=width, adapted=has)
+            ProgramKey(self.name, size, variant, width=width, features=names)
             for size in reversed(programs.buckets.decode_rows)
             for variant in (Variant.GREEDY, Variant.RANDOM)
             for width in programs.buckets.widths_of(size)
-            for has in programs.adapted_steps
+            for names in programs.inputs.decode_sets
         ]
 
     def is_first(self, programs: "StepPrograms", key: ProgramKey) -> bool:
         return key.variant > Variant.GREEDY and key.size in first_sizes(programs.buckets.decode_rows, FIRST_SIZES)
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
-        function = partial(programs.functions.decode, self.layout(programs, key), key.variant, key.width, key.adapted)
+        function = partial(programs.functions.decode, self.layout(programs, key), key.variant, key.width, key.features)
         return self.lower_layers(programs, key, function, 2)

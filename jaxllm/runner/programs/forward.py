@@ -1,6 +1,5 @@
 """`forward`: the model over a mixed step."""
 
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,18 +19,9 @@ class Forward(MixedProgram):
 
     name = "forward"
 
-    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return mixed_keys(programs)
-
     def is_first(self, programs: "StepPrograms", key: ProgramKey) -> bool:
         return key.size in first_sizes(programs.buckets.tokens, FIRST_SIZES)
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
-        function = partial(programs.functions.forward, self.layout(programs, key), key.adapted)
+        function = partial(programs.functions.forward, self.layout(programs, key), key.features)
         return self.lower_layers(programs, key, function, 4 + programs.functions.latest.num_shown)
-
-
-def mixed_keys(programs: "StepPrograms") -> list[ProgramKey]:
-    """`forward` of all sizes, the largest first."""
-    sizes = reversed(programs.buckets.tokens)
-    return [ProgramKey("forward", size, adapted=has) for size in sizes for has in programs.adapted_steps]

@@ -21,11 +21,11 @@ class ForwardRows(DecodeProgram):
 
     def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         sizes = programs.buckets.rows_apart
-        return [ProgramKey(self.name, size, adapted=has) for size in sizes for has in programs.adapted_steps]
+        return [ProgramKey(self.name, size, features=names) for size in sizes for names in programs.inputs.decode_sets]
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
         return wanted.is_sampled_apart
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
-        function = partial(programs.functions.forward_rows, self.layout(programs, key), key.adapted)
+        function = partial(programs.functions.forward_rows, self.layout(programs, key), key.features)
         return self.lower_layers(programs, key, function, 4)

@@ -16,5 +16,5 @@ class ProgramKey(NamedTuple):
     logprobs: LogprobsKind = LogprobsKind.NONE
     width: int = 1
     """Tokens that a row may sample; in propose, 1 if no drafts are wanted."""
-    adapted: bool = False
-    """Whether rows may have adapters."""
+    features: tuple[str, ...] = ()
+    """Names of the optional features that the step may need, sorted."""

@@ -1,6 +1,6 @@
 """The common part of the kinds of programs that compute layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.runner.layout import StepLayout, decode_layout, mixed_layout
@@ -38,9 +38,22 @@ class LayersProgram(ProgramKind):
 class MixedProgram(LayersProgram):
     """Computes tokens of any mix of prompts and decodes; the key's size counts them."""
 
+    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
+        """All sizes, the largest first."""
+        return [key for key in self._keys(programs) if programs.inputs.are_common(key.features, key.size)]
+
+    def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
+        return [key for key in reversed(self._keys(programs)) if not programs.inputs.are_common(key.features, key.size)]
+
+    def _keys(self, programs: "StepPrograms") -> list[ProgramKey]:
+        sizes = reversed(programs.buckets.tokens)
+        return [ProgramKey(self.name, size, features=names) for size in sizes for names in programs.inputs.sets]
+
     def layout(self, programs: "StepPrograms", key: ProgramKey) -> StepLayout:
         num_rows = programs.buckets.rows_for_tokens(key.size)
-        return mixed_layout(key.size, num_rows, programs.cache.block_size, len(programs.cache.groups))
+        num_inputs = programs.inputs.num_token_inputs(key.features)
+        sizes = (programs.cache.block_size, len(programs.cache.groups), programs.inputs.num_columns, num_inputs)
+        return mixed_layout(key.size, num_rows, *sizes)
 
     def compiler_options(self, programs: "StepPrograms", key: ProgramKey) -> dict[str, str | bool]:
         # One run of tokens is multiplied while another is added up (`Shards.num_runs`): XLA must look for what it can compute meanwhile.
@@ -51,4 +64,4 @@ class DecodeProgram(LayersProgram):
     """Computes the same number of tokens of each row; the key's size counts rows."""
 
     def layout(self, programs: "StepPrograms", key: ProgramKey) -> StepLayout:
-        return decode_layout(key.size, programs.num_updates)
+        return decode_layout(key.size, programs.num_updates, programs.inputs.num_columns)

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxllm.runner.programs.forward import mixed_keys
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.layers import DecodeProgram, MixedProgram
 from jaxllm.runner.split_program import Lowered
@@ -18,11 +17,8 @@ class PassOnMixed(MixedProgram):
 
     name = "forward"
 
-    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return mixed_keys(programs)
-
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
-        function = partial(programs.functions.pass_on, self.layout(programs, key), None, key.adapted)
+        function = partial(programs.functions.pass_on, self.layout(programs, key), None, key.features)
         return self.lower_layers(programs, key, function, 2)
 
 
@@ -33,8 +29,8 @@ class PassOnDecode(DecodeProgram):
 
     def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         sizes = reversed(programs.buckets.decode_rows if programs.model.generates else ())
-        return [ProgramKey(self.name, size, adapted=has) for size in sizes for has in programs.adapted_steps]
+        return [ProgramKey(self.name, size, features=names) for size in sizes for names in programs.inputs.decode_sets]
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
-        function = partial(programs.functions.pass_on, self.layout(programs, key), 1, key.adapted)
+        function = partial(programs.functions.pass_on, self.layout(programs, key), 1, key.features)
         return self.lower_layers(programs, key, function, 2)

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.runner.layout import NUM_ROW_COLUMNS
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind, Wanted, first_sizes
 from jaxllm.runner.rows import LogprobsKind
@@ -27,11 +26,11 @@ class Sample(ProgramKind):
 
     def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         return [
-            ProgramKey(self.name, size, variant, width=width, adapted=has)
+            ProgramKey(self.name, size, variant, width=width, features=names)
             for size in reversed(programs.buckets.sample_rows)
             for variant in (Variant.GREEDY, Variant.RANDOM)
             for width in programs.buckets.widths_of(size)
-            for has in programs.adapted_heads
+            for names in programs.inputs.logits_sets
         ]
 
     def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
@@ -45,11 +44,11 @@ class Sample(ProgramKind):
 
     def _of_each_size(self, programs: "StepPrograms", variants: Iterable[tuple[Variant, LogprobsKind]]) -> Iterable[ProgramKey]:
         return [
-            ProgramKey(self.name, size, variant, kind, width, has)
+            ProgramKey(self.name, size, variant, kind, width, names)
             for size in programs.buckets.sample_rows
             for variant, kind in variants
             for width in programs.buckets.widths_of(size)
-            for has in programs.adapted_heads
+            for names in programs.inputs.logits_sets
         ]
 
     def rank(self, key: ProgramKey) -> int:
@@ -73,9 +72,9 @@ class Sample(ProgramKind):
         state = programs.sampling_state if key.variant == Variant.FULL else None
         named_ids = programs.ints(key.size, MAX_LOGPROB_TOKEN_IDS) if key.logprobs == LogprobsKind.NAMED else None
         mask = programs.ints(key.size * key.width, words) if key.variant >= Variant.MASKED else None
-        function = partial(programs.functions.sample, key.size, key.variant, key.logprobs, key.width, key.adapted)
+        function = partial(programs.functions.sample, key.size, key.variant, key.logprobs, key.width, key.features)
         hidden_NWD = programs.shape(programs.sampled_shape, programs.model.dtype)
-        columns_NC = programs.ints(max_rows, NUM_ROW_COLUMNS)
+        columns_NC = programs.ints(max_rows, programs.inputs.num_columns)
         arguments = (programs.params, programs.rows, hidden_NWD, columns_NC, state, named_ids, mask, programs.workspace)
         return programs.lower_on_each(function, arguments, programs.replicated, donate=(1, 4))
 

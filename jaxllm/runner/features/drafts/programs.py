@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.runner.features.drafts.rows import drafts_of
-from jaxllm.runner.layout import NUM_ROW_COLUMNS
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind, Wanted
 from jaxllm.runner.split_program import CompiledProgram, Lowered
@@ -44,7 +43,7 @@ class Propose(ProgramKind):
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         hidden_TD = programs.shape((key.size, programs.model.hidden_size), programs.model.dtype)
         features = (hidden_TD,) * len(self.drafts.drafter.feature_layers)
-        columns_NC = programs.ints(programs.buckets.max_rows, NUM_ROW_COLUMNS)
+        columns_NC = programs.ints(programs.buckets.max_rows, programs.inputs.num_columns)
         step = (hidden_TD, columns_NC, programs.ints(key.size), features)
         arguments = (programs.params, programs.caches, programs.rows, *step, programs.workspace)
         function = partial(self.drafts.propose_apart, programs.functions, key.size, key.variant, key.width)

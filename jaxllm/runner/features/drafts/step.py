@@ -31,7 +31,7 @@ from jaxllm.runner.features.drafts.rows import (
 from jaxllm.runner.heads import Device
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import Draw, LatestTokens, with_latest
-from jaxllm.runner.layout import Column
+from jaxllm.runner.layout import SAMPLING_COLUMNS, Column
 from jaxllm.runner.places import Places, at_positions, latest_or_known, locate, make_step, next_position
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Caches, Params, RowArrays
@@ -144,7 +144,7 @@ class Drafts(LatestTokens):
             return draw(variant, logits_TV, columns_TC, shards, mask_TW)
         logits_tV = shards.to_rows(logits_TV)
         columns_tC, draft_t, index_t = shards.own_rows((columns_TC, *drafts_of_draws(drafts_of(rows), columns_RC, width)))
-        kept_NKV, sampling = drafts_of(rows).logits_NKV, unpack_columns(columns_tC[:, Column.SAMPLING :])
+        kept_NKV, sampling = drafts_of(rows).logits_NKV, unpack_columns(columns_tC[:, SAMPLING_COLUMNS])
         kept_tV = None if kept_NKV is None else kept_NKV.reshape(-1, kept_NKV.shape[-1])[index_t]
         token_t = sample_verified(logits_tV, sampling, next_position(columns_tC), draft_t, kept_tV)
         return shards.from_rows(mark_not_finite(token_t, logit_of(token_t, logits_tV)), len(columns_TC))

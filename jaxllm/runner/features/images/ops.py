@@ -1,0 +1,99 @@
+"""The host's part of images: the operations that encode them, and where in a step their embeddings are used."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllm.device_ops import EncodeItem, UseItem
+from jaxllm.media.payload import unpack
+from jaxllm.runner.batch import Batch, Chunk
+from jaxllm.runner.features.images.packing import (
+    SHIFTS,
+    SLAB_ROW,
+    Picture,
+    arrays,
+    embedding_of_tokens,
+    encode_sizes,
+    num_patches,
+    rope_shifts,
+    slab_rows,
+    together,
+)
+from jaxllm.runner.features.images.programs import Encode, run
+from jaxllm.runner.ops import OpRunner
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.programs.kind import fit
+
+if TYPE_CHECKING:
+    from jaxllm.runner.features.images.step import Images
+
+
+class ImagesOnHost(OpRunner):
+    """Collects the images of a plan, encodes them together before its step, and says where the step's tokens find their embeddings."""
+
+    ops = (EncodeItem, UseItem)
+
+    def __init__(self, runner: Any, images: "Images"):
+        self._runner, self._images = runner, images
+        self._sizes = encode_sizes(images.vision, images.sizes.max_item_patches)
+        self._waiting: list[list[Picture]] = [[] for _ in range(runner.ranks.num)]
+        """Images that the next step encodes, by rank."""
+        self._pages: dict[tuple[str, int], Sequence[int]] = {}
+        """Pages of the items whose tokens the next step computes, by request and position."""
+
+    def run(self, op: EncodeItem | UseItem) -> None:
+        if isinstance(op, UseItem):
+            self._pages[op.request_id, op.position] = op.pages
+            return
+        grid, patches_NC = unpack(op.payload)
+        vision = self._images.vision
+        assert patches_NC.shape[1] == 3 * vision.patch_size**2, f"patches of {patches_NC.shape[1]} values"
+        rows = slab_rows(op.pages, self._images.sizes.page_embeddings, len(patches_NC) // vision.merge_size**2)
+        self._waiting[op.rank].append(Picture(grid, patches_NC, rows))
+
+    def before_step(self, batches: Sequence[Batch]) -> None:
+        self._encode()
+        for batch in batches:
+            inputs_IT = self._runner.shapes.inputs.token_inputs_of(batch, self._images.name)
+            if inputs_IT is not None:
+                for chunk in batch.chunks:
+                    self._fill(inputs_IT[:, chunk.first_token : chunk.first_token + chunk.count], chunk)
+        self._pages.clear()
+
+    def _encode(self) -> None:
+        """Start to encode all that waits, of all ranks at the same time."""
+        of_ranks = [together(waiting, self._sizes[-1]) for waiting in self._waiting]
+        for waiting in self._waiting:
+            waiting.clear()
+        vision, num_rows = self._images.vision, self._images.slab_shape[0]
+        for groups in zip_longest(*of_ranks, fillvalue=()):
+            size = fit(self._sizes, max(map(num_patches, groups)))
+            program = self._runner.program(ProgramKey(Encode.name, size))
+            run(self._runner, self._images, program, [arrays(vision, group, size, num_rows) for group in groups])
+
+    def _fill(self, inputs_IT: np.ndarray, chunk: Chunk) -> None:
+        """Set the values of a chunk's tokens."""
+        request = chunk.row.data
+        if not request.items:
+            return
+        for item in request.items:
+            first, last = max(item.position, chunk.start), min(item.end, chunk.stop)
+            if first < last:
+                index = embedding_of_tokens(item)
+                rows = slab_rows(
+                    self._pages[request.request_id, item.position], self._images.sizes.page_embeddings, index.max() + 1
+                )
+                found = np.where(index < 0, 0, 1 + rows[index])
+                inputs_IT[SLAB_ROW, first - chunk.start : last - chunk.start] = found[
+                    first - item.position : last - item.position
+                ]
+        if self._images.has_rope_sections:
+            inputs_IT[SHIFTS] = rope_shifts(chunk)
+
+    def replace_lost(self) -> None:
+        """Forget what waits for a step that does not come. The slab is one of the rows' arrays."""
+        self._pages.clear()
+        for waiting in self._waiting:
+            waiting.clear()

@@ -1,0 +1,99 @@
+"""Images on their way to the device: which are encoded together, and where the tokens of prompts find their embeddings. NumPy only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxllm.layers.patch_indices import Grid, patch_indices
+from jaxllm.model_parts import Vision
+from jaxllm.request import PromptItem
+from jaxllm.rope_positions import rope_delta, rope_positions
+from jaxllm.runner.batch import Chunk
+
+SIZES = (256, 1024, 2048, 4096, 8192, 16384)
+"""Patches that a program encodes."""
+SLAB_ROW = 0
+"""Of the values of a token: 1 + its row of the slab; 0: the token keeps its own embedding."""
+SHIFTS = slice(1, 4)
+"""Its positions in time, row and column, each minus that which `rope_delta` gives it."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image to encode."""
+
+    grid: Grid
+    """In patches."""
+    patches_NC: np.ndarray
+    slab_rows: np.ndarray
+    """int32: where its embeddings go."""
+
+
+def encode_sizes(vision: Vision, max_patches: int) -> tuple[int, ...]:
+    """The sizes of the programs that encode images of at most so many patches, ascending."""
+    step = max(SIZES[0], vision.merge_size**2)
+    return (*(size for size in SIZES if size < max_patches), -(-max_patches // step) * step)
+
+
+def slab_rows(pages: Sequence[int], page_embeddings: int, count: int) -> np.ndarray:
+    """int32[count]: the rows of embeddings that lie in these pages."""
+    rows = np.asarray(pages, np.int32)[:, None] * page_embeddings + np.arange(page_embeddings, dtype=np.int32)
+    assert count <= rows.size, f"{count} embeddings in {len(pages)} pages"
+    return rows.reshape(-1)[:count]
+
+
+def together(pictures: Sequence[Picture], max_patches: int) -> list[list[Picture]]:
+    """The pictures in as few programs as first-fit finds, the largest first."""
+    groups: list[list[Picture]] = []
+    left: list[int] = []
+    for picture in sorted(pictures, key=lambda picture: -len(picture.patches_NC)):
+        count = len(picture.patches_NC)
+        assert count <= max_patches, f"an image of {count} patches, programs encode {max_patches}"
+        index = next((i for i, room in enumerate(left) if room >= count), None)
+        if index is None:
+            index = len(groups)
+            groups.append([])
+            left.append(max_patches)
+        groups[index].append(picture)
+        left[index] -= count
+    return groups
+
+
+def num_patches(pictures: Sequence[Picture]) -> int:
+    """Patches of some pictures."""
+    return sum(len(picture.patches_NC) for picture in pictures)
+
+
+def arrays(vision: Vision, pictures: Sequence[Picture], size: int, num_slab_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a program of so many patches takes: uint8 patches [P, C], and int32 indices, those of `patch_indices` [K, P] and then the row of
+    the slab of each result, beyond its end for padding."""
+    patches_PC = np.zeros((size, 3 * vision.patch_size**2), np.uint8)
+    rows = np.full(size // vision.merge_size**2, num_slab_rows, np.int32)
+    first = 0
+    for picture in pictures:
+        count = len(picture.patches_NC)
+        patches_PC[first : first + count] = picture.patches_NC
+        result = first // vision.merge_size**2
+        rows[result : result + len(picture.slab_rows)] = picture.slab_rows
+        first += count
+    packed_KP = patch_indices(vision, [picture.grid for picture in pictures], size).pack()
+    return patches_PC, np.concatenate([packed_KP.reshape(-1), rows])
+
+
+def embedding_of_tokens(item: PromptItem) -> np.ndarray:
+    """int32[num_tokens]: which of an item's embeddings stands in place of each of its tokens; -1: none."""
+    if not item.embedding_runs:
+        return np.arange(item.num_tokens, dtype=np.int32)
+    found, first = np.full(item.num_tokens, -1, np.int32), 0
+    for offset, count in item.embedding_runs:
+        found[offset : offset + count] = np.arange(first, first + count)
+        first += count
+    return found
+
+
+def rope_shifts(chunk: Chunk) -> np.ndarray:
+    """int32 [3, count]: see `SHIFTS`."""
+    items = chunk.row.data.items
+    behind_T = np.arange(chunk.start, chunk.stop, dtype=np.int32) + rope_delta(items)
+    return rope_positions(items, chunk.start, chunk.count) - behind_T

@@ -1,0 +1,214 @@
+"""Prompts with images give the same tokens however the scheduler cuts them into steps: on one device, split over devices, in ranks."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.media.payload import pack
+from jaxllm.model_parts import Vision
+from jaxllm.request import EngineCoreRequest, PromptItem
+from tests.helpers import engines, peft_files, pictures, vision_checkpoint
+from tests.helpers.slow import slow_except
+
+PAD, START, END = 261, 259, 260
+"""Ids of placeholders, and of what stands around them."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_checkpoint.write(tmp_path_factory.mktemp("qwen3_vl") / "model")
+
+
+@pytest.fixture
+def make_core(directory: Path) -> Iterator[Any]:
+    made = []
+
+    def make(**options: Any) -> EngineCore:
+        small = {
+            **engines.SMALL,
+            "max_num_batched_tokens": 16,
+            "token_buckets": (16, 112),
+            "dtype": "float32",
+            "mm_max_patches": 256,
+        }
+        made.append(EngineCore(EngineConfig.from_options(**{**small, "model": str(directory), **options})))
+        return made[-1]
+
+    yield make
+    for core in made:
+        core.shutdown()
+
+
+@cache
+def picture(seed: int, rows: int, columns: int) -> PromptItem:
+    """Random pixels in so many cells of 32 pixels."""
+    grid = (1, 2 * rows, 2 * columns)
+    patches = np.random.default_rng(seed).integers(0, 256, (4 * rows * columns, 3 * 16 * 16), dtype=np.uint8)
+    name = f"{seed} {rows} {columns}".encode()
+    return PromptItem("image", name, 0, rows * columns, pack(grid, patches), grid=(1, rows, columns))
+
+
+def request(name: str, *parts: int | PromptItem, max_tokens: int = 8, **params: Any) -> EngineCoreRequest:
+    """A prompt of runs of text, of so many tokens, and images."""
+    prompt: list[int] = []
+    items = []
+    for part in parts:
+        if isinstance(part, int):
+            prompt += [(7 * len(prompt) + i) % 250 for i in range(part)]
+        else:
+            prompt.append(START)
+            items.append(msgspec.structs.replace(part, position=len(prompt)))
+            prompt += [PAD] * part.num_tokens + [END]
+    return replace(engines.request(name, prompt, max_tokens=max_tokens, **params), items=tuple(items))
+
+
+def mixed() -> list[EngineCoreRequest]:
+    """Two images with text between; one at the very start; the first image again; text alone."""
+    return [
+        request("two", 5, picture(1, 3, 4), 4, picture(2, 2, 2), 3),
+        request("first", picture(3, 5, 2), 2),
+        request("again", 5, picture(1, 3, 4), 1),
+        request("text", 9),
+    ]
+
+
+def answers(core: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, list[int]]:
+    return {name: answer.tokens for name, answer in engines.run(core, requests).items()}
+
+
+@pytest.mark.slow
+def test_chunks_of_prompts_with_images_give_the_tokens_of_whole_prompts(make_core) -> None:
+    core = make_core(max_num_batched_tokens=112)
+    whole = answers(core, mixed())
+    assert {len(tokens) for tokens in whole.values()} == {8}
+    others = [
+        request("pixels", 5, picture(4, 3, 4), 4, picture(2, 2, 2), 3),
+        request("turned", 5, picture(1, 4, 3), 4, picture(2, 2, 2), 3),
+    ]
+    assert all(tokens != whole["two"] for tokens in answers(core, others).values()), "pixels and grid change what is said"
+    for size in (16, 5):
+        engines.reschedule(core, max_num_batched_tokens=size)
+        assert answers(core, mixed()) == whole
+        found = engines.run(core, mixed()[2:3])["again"]
+        assert found.tokens == whole["again"] and found.num_cached_tokens == 16, "the cached prefix ends inside the image"
+
+
+def golden_requests(name: str, vision: Vision) -> list[EngineCoreRequest]:
+    """The prompts of a golden."""
+    golden = pictures.golden(name)
+    found = []
+    for number, result in enumerate(golden.results):
+        prepared = [pictures.patches(pictures.picture(*golden.pictures[i]), vision) for i in result.pictures]
+        token_ids, items = pictures.expanded(result.prompt, [grid for grid, _ in prepared], vision)
+        named = [
+            msgspec.structs.replace(item, payload=pack(*patches), content_hash=bytes([i]))
+            for item, patches, i in zip(items, prepared, result.pictures, strict=True)
+        ]
+        made = engines.request(f"{number}", token_ids, max_tokens=len(result.tokens), logprobs=0)
+        found.append(replace(made, items=tuple(named)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    slow_except(
+        [("qwen3_vl", {})],
+        [
+            ("qwen3_vl", {}),
+            ("qwen3_vl", {"tensor_parallel_size": 2}),
+            *((name, {}) for name in pictures.NAMES if name != "qwen3_vl"),
+            ("qwen3_vl_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}),
+        ],
+    ),
+)
+def test_engines_say_what_transformers_says(make_core, tmp_path, name, options) -> None:
+    """In steps of at most 16 tokens. Alone, a request of one rank has steps beside another without requests."""
+    core = make_core(model=str(pictures.write(name, tmp_path / "model")), **options)
+    requests = golden_requests(name, core.model_config.vision)
+    for together in (requests, requests[:1]):
+        found = engines.run(core, together)
+        for answer, result in zip(found.values(), pictures.golden(name).results, strict=False):
+            assert answer.tokens == result.tokens
+            np.testing.assert_allclose(answer.token_logprobs.logprobs[:, 0], result.logprobs, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 3,
+            }
+        },
+        {"share_layers": True},
+        {"attention_implementation": "triton", "kernel_check": "off"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_engines_of_all_kinds_say_the_same(make_core, options) -> None:
+    expected = answers(make_core(max_num_batched_tokens=112), mixed())
+    assert answers(make_core(**options), mixed()) == expected
+
+
+@pytest.mark.slow
+def test_all_programs_of_images_may_be_made_at_the_start(make_core) -> None:
+    core = make_core(warmup="all", mm_max_patches=1024)
+    made = set(core.runner.programs._compiled)
+    of_images = {(key.kind, key.size) for key in made if key.kind == "encode" or "images" in key.features}
+    assert of_images == {("encode", 256), ("encode", 1024), ("forward", 16)}
+    answers(core, mixed())
+    assert set(core.runner.programs._compiled) == made
+
+
+@pytest.mark.slow
+def test_preempted_requests_encode_their_images_again_if_they_must(make_core) -> None:
+    core = make_core()
+    requests = [
+        request(f"{seed}", 3 + seed, picture(seed, 3, 4), 4, picture(seed % 3, 2, 2), seed, max_tokens=24)
+        for seed in range(1, 7)
+    ]
+    expected = answers(core, requests)
+    engines.reschedule(core, num_blocks=12)
+    found = engines.run(core, requests)
+    assert sum(answer.num_preemptions for answer in found.values())
+    assert {name: answer.tokens for name, answer in found.items()} == expected
+
+
+@pytest.mark.slow
+def test_adapters_and_images_in_the_same_step(make_core, directory, tmp_path) -> None:
+    adapter = peft_files.write(tmp_path / "adapter", directory, targets=["q_proj", "down_proj"], strength=0.3)
+    core = make_core(enable_lora=True, max_loras=1)
+    requests = mixed()
+    plain = answers(core, requests)
+    number = core.add_adapter("style", str(adapter))
+    while (state := core.adapter_state(number)).state == "loading":
+        core.step()
+    assert state.state == "ready", state.error
+    requests[0] = replace(requests[0], options=replace(requests[0].options, adapter="style"))
+    found = answers(core, requests)
+    assert found["two"] != plain["two"]
+    assert {**found, "two": plain["two"]} == plain
+    assert any(key.kind == "forward" and key.features == ("adapters", "images") for key in core.runner.programs._compiled)
+
+
+@pytest.mark.slow
+def test_an_engine_may_begin_anew(make_core) -> None:
+    core = make_core()
+    expected = answers(core, mixed())
+    engines.renew(core)
+    assert answers(core, mixed()) == expected
+    core.sleep(1)
+    core.wake_up()
+    assert answers(core, mixed()) == expected

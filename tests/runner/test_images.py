@@ -1,0 +1,245 @@
+"""The host's part of images: which are encoded together, what programs take, and where tokens find their embeddings."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.device_ops import EncodeItem, UseItem
+from jaxllm.encoder_sizes import EncoderSizes
+from jaxllm.kernel_policy import CPU
+from jaxllm.layers.vision import PatchIndices, VisionTower
+from jaxllm.media.payload import pack
+from jaxllm.models.load_config import load_model_config
+from jaxllm.parallel.ranks import Ranks
+from jaxllm.request import PromptItem
+from jaxllm.runner.batch import BatchBuilder
+from jaxllm.runner.buckets import Buckets
+from jaxllm.runner.feature_inputs import FeatureInputs
+from jaxllm.runner.features import images
+from jaxllm.runner.features.images import encoding_bytes, packing
+from jaxllm.runner.features.images.ops import ImagesOnHost
+from jaxllm.runner.features.images.packing import Picture, encode_sizes, together
+from jaxllm.runner.features.images.step import Images
+from jaxllm.runner.features.rope_delta import RopeDelta
+from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.rows import Rows
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
+from tests.helpers import vision_checkpoint
+
+MAX_PATCHES = 1024
+ITEM = PromptItem("image", b"a", 2, 6, grid=(1, 2, 3))
+"""Two cells below, three beside each other."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return vision_checkpoint.write(tmp_path_factory.mktemp("model") / "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def vision(directory):
+    return load_model_config(directory, dtype="float32").vision
+
+
+def picture(count, grid=(1, 2, 2), rows=(0,)):
+    return Picture(grid, np.full((count, 768), count % 251, np.uint8), np.array(rows, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("counts", "groups"),
+    [
+        ([], []),
+        ([4, 1024, 4], [[1024], [4, 4]]),
+        ([500, 600, 400, 500], [[600, 400], [500, 500]]),
+        ([24], [[24]]),
+        ([1000, 28, 900, 100, 20], [[1000, 20], [900, 100], [28]]),
+    ],
+)
+def test_images_are_encoded_in_few_programs(counts, groups):
+    found = together([picture(count) for count in counts], 1024)
+    assert [[len(each.patches_NC) for each in group] for group in found] == groups
+
+
+def test_sizes_of_programs_end_at_the_most_patches_of_an_image():
+    vision = SimpleNamespace(merge_size=2)
+    assert encode_sizes(vision, 16384) == (256, 1024, 2048, 4096, 8192, 16384)
+    assert encode_sizes(vision, 5000) == (256, 1024, 2048, 4096, 5120)
+    assert encode_sizes(vision, 256) == encode_sizes(vision, 100) == (256,)
+
+
+def test_a_program_takes_patches_their_indices_and_rows_of_the_slab(vision):
+    first, second = picture(24, (1, 4, 6), range(64, 70)), picture(4, (1, 2, 2), [7])
+    patches_PC, indices = packing.arrays(vision, [first, second], 256, 999)
+    assert patches_PC.shape == (256, 768) and (patches_PC[:24] == 24).all() and (patches_PC[24:28] == 4).all()
+    assert not patches_PC[28:].any()
+    assert indices[-64:].tolist() == [*range(64, 70), 7] + [999] * 57, "padding goes beyond the slab's end"
+    found = PatchIndices.unpack(indices[:-64].reshape(PatchIndices.num_rows(vision), 256))
+    assert found.segment_P.tolist() == [0] * 24 + [1] * 4 + [-1] * 228
+    nothing_PC, indices = packing.arrays(vision, [], 256, 999)
+    assert not nothing_PC.any() and (indices[-64:] == 999).all()
+
+
+def test_embeddings_lie_in_pages():
+    assert packing.slab_rows([3, 1], 4, 6).tolist() == [12, 13, 14, 15, 4, 5]
+    with pytest.raises(AssertionError, match="9 embeddings in 2 pages"):
+        packing.slab_rows([3, 1], 4, 9)
+    with pytest.raises(AssertionError, match="an image of 1025 patches, programs encode 1024"):
+        together([picture(1025)], 1024)
+
+
+def test_tokens_between_embeddings_keep_their_own():
+    item = msgspec.structs.replace(ITEM, embedding_runs=((0, 2), (3, 2)))
+    assert packing.embedding_of_tokens(item).tolist() == [0, 1, -1, 2, 3, -1]
+    assert packing.embedding_of_tokens(ITEM).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_few_programs_of_images_are_made_at_the_start(vision):
+    images = Images(vision, EncoderSizes.of(vision, 16384), "float32", Kernels(), None, True)
+    (encode,) = images.programs()
+    assert [key.size for key in encode.common(None)] == [2048, 1024, 256]
+    assert [key.size for key in encode.rare(None)] == [4096, 8192, 16384]
+    assert [key.size for key in encode.common(None) if encode.is_first(None, key)] == [1024]
+    inputs = FeatureInputs((RopeDelta(), images))
+    assert inputs.sets == ((), ("images",)) and inputs.decode_sets == inputs.logits_sets == ((),)
+    assert inputs.common(2048) == ("images",) and inputs.common(2049) == ()
+
+
+@pytest.mark.parametrize("num_patches", [256, 1024])
+def test_encoding_takes_no_more_memory_than_is_planned(vision, num_patches):
+    tower = VisionTower(vision, "float32")
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.state(tower))
+
+    def encode(state, patches_PC, packed_KP):
+        return nnx.merge(nnx.graphdef(tower), state)(patches_PC, PatchIndices.unpack(packed_KP), attention="xla")
+
+    patches = jax.ShapeDtypeStruct((num_patches, 768), jnp.uint8)
+    packed = jax.ShapeDtypeStruct((PatchIndices.num_rows(vision), num_patches), jnp.int32)
+    found = jax.jit(encode).lower(state, patches, packed).compile().memory_analysis()
+    assert 0 < found.temp_size_in_bytes + found.output_size_in_bytes <= encoding_bytes(vision, num_patches, "float32")
+
+
+def test_memory_is_planned_for_encoder_slab_and_the_largest_encoding(directory):
+    def planned(**options):
+        config = EngineConfig.from_options(model=str(directory), max_num_batched_tokens=64, dtype="float32", **options)
+        return images.memory_bytes(resolve_platform_defaults(config, on_gpu=False), model_config, None)
+
+    model_config = load_model_config(directory, dtype="float32")
+    vision, whole, unprofiled = model_config.vision, planned(), planned(skip_mm_profiling=True)
+    assert whole - unprofiled == encoding_bytes(vision, 16384, "float32")
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(VisionTower(vision, "float32"))))
+    row_bytes = 4 * vision.result_width
+    assert unprofiled == weights + (EncoderSizes.of(vision, 16384).num_pages * 64 + 2 * 64) * row_bytes
+    assert images.memory_bytes(EngineConfig(), replace(model_config, vision=None), None) == 0
+
+
+class Runner:
+    """Notes what is encoded; two data-parallel ranks if asked for."""
+
+    def __init__(self, images, num_ranks):
+        self.ranks = Ranks(SimpleNamespace(shape={}))
+        self.ranks.num = num_ranks
+        self.shapes = SimpleNamespace(inputs=FeatureInputs((RopeDelta(), images)))
+        self.params, self.put, self.calls = (), lambda arrays: arrays, []
+        self.row_arrays = SimpleNamespace(of_features={"images": "slab"}, replaced=lambda images: self.row_arrays)
+
+    def program(self, key):
+        def encode(params, slab, patches_PC, indices):
+            assert slab == "slab"
+            self.calls.append((key.size, patches_PC, indices))
+
+        return encode
+
+
+def new_host(vision, num_ranks=1):
+    images = Images(vision, EncoderSizes.of(vision, MAX_PATCHES), "float32", Kernels(), None, True)
+    runner = Runner(images, num_ranks)
+    config = EngineConfig.from_options(max_num_seqs=4, max_num_batched_tokens=64, decode_buckets=(2,), token_buckets=(16,))
+    buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), CPU)
+    builder = BatchBuilder(Rows(4, inputs=runner.shapes.inputs), buckets, block_size=16, max_blocks=8)
+    return ImagesOnHost(runner, images), runner, builder
+
+
+def step(builder, start, count, *, is_new=False):
+    data = NewRequestData("a", [5] * 12, 12, SamplingParams(temperature=0.0), (0,), [1], start, start, items=(ITEM,))
+    return builder.build(SchedulerOutput([data] if is_new else [], [RowStep("a", start, count, 0, [])], count, [], []))
+
+
+def test_tokens_of_a_step_find_their_embeddings_and_positions(vision):
+    host, runner, builder = new_host(vision)
+    host.run(UseItem(0, "a", 2, [9]))
+    batch = step(builder, 0, 4, is_new=True)
+    assert batch.features == ("images",) and batch.layout.num_inputs == 4
+    host.before_step([batch])
+    inputs_IT = runner.shapes.inputs.token_inputs_of(batch, "images")
+    slab_row = 9 * 64 + 1
+    assert inputs_IT[0, :5].tolist() == [0, 0, slab_row, slab_row + 1, 0]
+    # The image takes six indices and three positions: text behind it is three positions back.
+    assert batch.layout.views(batch.buffer).columns_RC[0, runner.shapes.inputs.columns["rope_delta"]].tolist() == [-3]
+    assert inputs_IT[1:, :5].tolist() == [[3, 3, 3, 2, 0], [3, 3, 3, 2, 0], [3, 3, 3, 3, 0]]
+    host.run(UseItem(0, "a", 2, [4]))
+    batch = step(builder, 4, 6)
+    host.before_step([batch])
+    inputs_IT = runner.shapes.inputs.token_inputs_of(batch, "images")
+    assert inputs_IT[0, :7].tolist() == [4 * 64 + 1 + i for i in (2, 3, 4, 5)] + [0] * 3
+    positions_3T = np.arange(4, 10) - 3 + inputs_IT[1:, :6]
+    assert positions_3T.tolist() == [[2, 2, 2, 2, 5, 6], [2, 3, 3, 3, 5, 6], [4, 2, 3, 4, 5, 6]]
+    assert not runner.calls, "nothing was to be encoded"
+
+
+def test_behind_the_last_image_a_step_does_without(vision):
+    _, _, builder = new_host(vision)
+    step(builder, 0, 8, is_new=True)
+    assert step(builder, 8, 3).features == ()
+    batch = step(builder, 11, 1)
+    assert batch.features == () and batch.is_decode
+    assert step(builder, 7, 1).features == ("images",), "the last token of an image alone"
+
+
+def test_a_step_that_uses_an_image_nobody_placed_is_an_error(vision):
+    host, _, builder = new_host(vision)
+    with pytest.raises(KeyError, match="'a', 2"):
+        host.before_step([step(builder, 0, 4, is_new=True)])
+
+
+def payload(rows, columns):
+    return pack((1, rows, columns), np.full((rows * columns, 768), rows, np.uint8))
+
+
+def test_the_images_of_a_plan_are_encoded_together_before_its_step(vision):
+    host, runner, _ = new_host(vision)
+    for rows, page in ((4, 2), (6, 0)):
+        host.run(EncodeItem(0, payload(rows, 4), [page]))
+    assert not runner.calls
+    host.before_step([])
+    ((size, patches_PC, indices),) = runner.calls
+    assert size == 256 and patches_PC[:40, 0].tolist() == [6] * 24 + [4] * 16
+    assert indices[-64:-54].tolist() == [0, 1, 2, 3, 4, 5, 128, 129, 130, 131], "the larger one first, each in its page"
+    host.before_step([])
+    assert len(runner.calls) == 1, "once"
+    host.run(EncodeItem(0, payload(4, 4), [2]))
+    host.replace_lost()
+    host.before_step([])
+    assert len(runner.calls) == 1, "what waits is lost with the slab"
+
+
+def test_ranks_encode_at_the_same_time_each_its_own(vision):
+    host, runner, _ = new_host(vision, num_ranks=2)
+    host.run(EncodeItem(1, payload(32, 32), [*range(4)]))
+    host.run(EncodeItem(0, payload(2, 2), [5]))
+    host.run(EncodeItem(1, payload(4, 2), [6]))
+    host.before_step([])
+    (size, patches_PC, indices), (second_size, second_PC, second) = runner.calls
+    assert (size, second_size) == (1024, 256) and len(patches_PC) == 2048 and len(second_PC) == 512
+    assert patches_PC[:5, 0].tolist() == [2, 2, 2, 2, 0] and (patches_PC[1024:, 0] == 32).all()
+    assert not second_PC[:256].any() and second_PC[256:265, 0].tolist() == [4] * 8 + [0]
+    num_slab_rows, of_first = EncoderSizes.of(vision, MAX_PATCHES).num_pages * 64, len(indices) // 2
+    assert indices[of_first - 256 : of_first - 254].tolist() == [320, num_slab_rows]
+    assert (second[: len(second) // 2][-64:] == num_slab_rows).all(), "a rank without images writes nothing"
