@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     slowest = largest = Outcome(-1, "", "")
     logging.disable(logging.CRITICAL)
     try:
-        findings += warm_up(folder)
+        for outcome in warm_up(folder):
+            findings.append(outcome)
+            print(f"a valid file, {outcome.kind}: {outcome.what}", file=sys.stderr)
         end = None if options.seconds is None else start + options.seconds
         batches = _batches(range(options.only, options.only + 1) if options.only is not None else range(options.files), end)
         jobs = 0 if options.only is not None else options.jobs

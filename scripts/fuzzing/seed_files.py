@@ -44,6 +44,19 @@ CONFIG: dict[str, Any] = {
     "attention_multiplier": 1.0,
 }
 """Keys of all families."""
+SEEING: dict[str, Any] = {
+    "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+        "fullatt_block_indexes": [1],
+    },
+}
+"""Of models of Qwen that see images."""
 
 
 def config(architecture: str) -> dict[str, Any]:
@@ -52,6 +65,7 @@ def config(architecture: str) -> dict[str, Any]:
         **CONFIG,
         "architectures": [architecture],
         **({"num_experts_per_tok": 1} if architecture.startswith("Llama4") else {}),
+        **(SEEING if "VL" in architecture else {}),
     }
 
 
