@@ -123,6 +123,10 @@ class Items(Protocol):
     """Computes a kind of items in the prompts of an engine; an entry of `ITEMS` makes it."""
 
     @property
+    def in_steps(self) -> tuple[str, ...]:
+        """The parts of `jaxllm.runner.features` that it needs."""
+
+    @property
     def described(self) -> Mapping[str, Any]:
         """All that the compiled programs depend on, as JSON values."""
 
@@ -196,6 +200,10 @@ class Features:
             expert_load = getattr(module, name)(config, model_config)
         made = {entry.partition(":")[0]: _load(entry)(config, model_config) for entry in ITEMS}
         items = {name: found for name, found in made.items() if found is not None}
+        if not all(_are_in_steps(*found.in_steps) for found in items.values()):
+            raise ConfigError(
+                f"{model_config.architecture} sees images, but the steps of this build have none; set language_model_only for text alone"
+            )
         if items and speculation is not None and speculation.drafter.layers:
             raise ConfigError(
                 f"speculative_config has a drafter with layers of its own, which sees token ids alone, but {model_config.architecture} "

@@ -20,6 +20,7 @@ class Images:
     sizes: EncoderSizes
     whole_tokens: int
     """Tokens of the largest image, where a step computes an image whole; 0: steps may cut images."""
+    in_steps = ("images", "rope_delta")
 
     @property
     def described(self) -> Mapping[str, Any]:

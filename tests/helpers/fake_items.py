@@ -127,6 +127,7 @@ class FakeDevice:
 class Items:
     """Makes an encoder cache for each scheduler of an engine."""
 
+    in_steps = ()
     described: Mapping[str, Any] = {"pages": 4}
 
     def new_room(self) -> EncoderCache:

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import jaxllm.runner.features
+from jaxllm import runner
 from jaxllm.config import EngineConfig
 from jaxllm.engine import features
 from jaxllm.engine.features import Features
@@ -82,6 +84,14 @@ def test_drafters_with_layers_do_not_see_images(monkeypatch, num_drafts, is_refu
             sees()
     else:
         assert [*sees().items] == ["jaxllm.vision"]
+
+
+@pytest.mark.parametrize("lacking", ["images", "rope_delta"])
+def test_a_build_whose_steps_have_no_images_takes_text_alone(monkeypatch, lacking) -> None:
+    monkeypatch.setattr(runner.features, "FEATURES", tuple(name for name in runner.features.FEATURES if name != lacking))
+    with pytest.raises(ConfigError, match="sees images, but the steps of this build have none; set language_model_only"):
+        features_of(config_of(), QWEN)()
+    assert not features_of(config_of(), None)().items
 
 
 @pytest.mark.parametrize(
