@@ -108,7 +108,7 @@ class MediaProcessor:
         kind = FAMILIES[self.vision.family]
         given = {**(self.options.mm_processor_kwargs or {}), **json.loads(overrides)}
         settings = Settings(self._of_file, given, kind.options)
-        settings.check(kind.image_processors, kind.mean, kind.std, {name: getattr(self.vision, name) for name in kind.sizes})
+        settings.check(kind.image_processors, self.vision, kind.sizes)
         return kind.of(self.vision, settings, self.options.mm_max_patches, self._directory)
 
     def _decode(self, media: Media) -> Image.Image:

@@ -9,6 +9,7 @@ from PIL import Image
 
 from jaxllm.errors import ConfigError, shortened
 from jaxllm.files import read_json
+from jaxllm.model_parts.vision import Vision
 
 MAX_PIXELS = 2**31 - 1
 _FIXED = {
@@ -78,21 +79,21 @@ class Settings:
             )
         return Image.Resampling(value)
 
-    def check(
-        self, image_processors: Sequence[str], mean: Sequence[float], std: Sequence[float], sizes: Mapping[str, int]
-    ) -> None:
-        """Raise ConfigError if the settings ask for what is not computed, or contradict the model. sizes: those of config.json."""
+    def check(self, image_processors: Sequence[str], vision: Vision, sizes: Sequence[str]) -> None:
+        """Raise ConfigError if the settings ask for what is not computed, or contradict the encoder. sizes: those that must be as it has
+        them."""
         kind = self._values.get("image_processor_type")
         if kind is not None and str(kind).removesuffix("Fast").removesuffix("Pil") not in image_processors:
             self.fault(f"image_processor_type is {shortened(repr(kind))}, known for this model: {', '.join(image_processors)}")
         for name, allowed in _FIXED.items():
             if self._values.get(name) not in allowed:
                 self.fault(f"{name} is {shortened(repr(self._values[name]))}, must be {allowed[0]}")
-        for name, numbers in (("image_mean", mean), ("image_std", std), ("rescale_factor", (1 / 255,))):
+        normal = {"image_mean": vision.image_mean, "image_std": vision.image_std, "rescale_factor": (1 / 255,)}
+        for name, numbers in normal.items():
             if (value := self._values.get(name)) is not None and not _are_equal(value, numbers):
                 self.fault(f"{name} is {shortened(repr(value))}, must be {', '.join(map(str, numbers))}, as the encoder has it")
-        for name, size in sizes.items():
-            value = self._values.get(name)
+        for name in sizes:
+            value, size = self._values.get(name), getattr(vision, name)
             if isinstance(value, Mapping) and (sides := list(value.values())) and all(side == sides[0] for side in sides):
                 value = sides[0]
             if value is not None and value != size:

@@ -20,17 +20,17 @@ SIZES = (
     *((56, 112), (300, 2), (1600, 901)),
 )
 """(width, height), among them some whose halves are rounded to even, and some at the limits of each family's rule."""
+CLIP: dict[str, Any] = {
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+}
 VISIONS: dict[VisionFamily, Vision] = {
     "qwen3_vl": Vision("qwen3_vl", 500, 16, 2, 32, 2, 2, 64, 64, temporal_patch_size=2, position_grid=8),
-    "qwen2_5_vl": Vision("qwen2_5_vl", 500, 14, 2, 32, 2, 2, 64, 64, temporal_patch_size=2),
+    "qwen2_5_vl": Vision("qwen2_5_vl", 500, 14, 2, 32, 2, 2, 64, 64, temporal_patch_size=2, **CLIP),
     "gemma3": Vision("gemma3", 500, 14, 4, 32, 2, 2, 64, 64, position_grid=64),
-    "pixtral": Vision("pixtral", 500, 14, 2, 32, 2, 2, 64, 64),
+    "pixtral": Vision("pixtral", 500, 14, 2, 32, 2, 2, 64, 64, **CLIP),
 }
 BREAK_ID, END_ID = 501, 502
-CLIP = {
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
 HALF: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 SETTINGS: dict[VisionFamily, dict[str, Any]] = {
     "qwen3_vl": {

@@ -13,9 +13,6 @@ from jaxllm.media.patches import to_patches
 from jaxllm.media.settings import Settings
 from jaxllm.model_parts.vision import Vision
 
-HALF = (0.5, 0.5, 0.5)
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-
 
 @dataclass(frozen=True)
 class Family(ABC):
@@ -25,9 +22,6 @@ class Family(ABC):
     """Names of transformers' classes that prepare images the same way, without their endings Fast and Pil."""
     options: ClassVar[tuple[str, ...]]
     """Keys of mm_processor_kwargs that change something."""
-    mean: ClassVar[tuple[float, float, float]]
-    std: ClassVar[tuple[float, float, float]]
-    """What the encoder normalises channels with."""
     placeholder: ClassVar[str]
     """The text that stands for an image in a prompt of plain text."""
     sizes: ClassVar[tuple[str, ...]] = ("patch_size", "merge_size", "temporal_patch_size")

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 from PIL import Image
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.media.families.family import HALF, Family
+from jaxllm.media.families.family import Family
 from jaxllm.media.settings import Settings
 from jaxllm.model_parts.vision import Vision
 
@@ -20,8 +20,6 @@ class Gemma3(Family):
 
     image_processors: ClassVar = ("Gemma3ImageProcessor",)
     options: ClassVar = ("resample",)
-    mean: ClassVar = HALF
-    std: ClassVar = HALF
     placeholder: ClassVar = START
 
     side: int

@@ -10,7 +10,7 @@ from PIL import Image
 
 from jaxllm.files import read_json
 from jaxllm.log import info_once
-from jaxllm.media.families.family import CLIP_MEAN, CLIP_STD, Family
+from jaxllm.media.families.family import Family
 from jaxllm.media.settings import Settings
 from jaxllm.model_parts.vision import Vision
 
@@ -24,8 +24,6 @@ class Pixtral(Family):
 
     image_processors: ClassVar = ("PixtralImageProcessor",)
     options: ClassVar = ("size", "resample")
-    mean: ClassVar = CLIP_MEAN
-    std: ClassVar = CLIP_STD
     placeholder: ClassVar = "[IMG]"
     sizes: ClassVar = ()  # transformers does not use those of the file either
 

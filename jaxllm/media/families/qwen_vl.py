@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 from PIL import Image
 
 from jaxllm.log import info_once
-from jaxllm.media.families.family import CLIP_MEAN, CLIP_STD, HALF, Family
+from jaxllm.media.families.family import Family
 from jaxllm.media.settings import Settings
 from jaxllm.model_parts.vision import Vision
 
@@ -19,8 +19,6 @@ class Qwen3VL(Family):
 
     image_processors: ClassVar = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor")
     options: ClassVar = ("min_pixels", "max_pixels", "size", "resample")
-    mean: ClassVar = HALF
-    std: ClassVar = HALF
     placeholder: ClassVar = "<|vision_start|><|image_pad|><|vision_end|>"
     has_positions: ClassVar = True
     default_pixels: ClassVar[tuple[int, int]] = (65_536, 16_777_216)
@@ -62,6 +60,4 @@ class Qwen3VL(Family):
 class Qwen2_5VL(Qwen3VL):
     """Other numbers by default."""
 
-    mean: ClassVar = CLIP_MEAN
-    std: ClassVar = CLIP_STD
     default_pixels: ClassVar = (3_136, 12_845_056)
