@@ -79,7 +79,7 @@ def architectures() -> list[str]:
 def find(raw: Mapping[str, Any], source: object, model_class: str | None = None) -> tuple[str, Read, bool]:
     """The architecture of a config.json, the function that reads it, and whether the model has a head.
 
-    `Qwen3Model` is `Qwen3ForCausalLM` without one. model_class: module:name of the function, or of what has it as `read`.
+    `Qwen3Model` is `Qwen3ForCausalLM` without one, `Qwen3VLModel` is `Qwen3VLForConditionalGeneration`. model_class: module:name of the function, or of what has it as `read`.
     Raises ModelLoadError, which names `source`, for an unknown architecture; ConfigError for a model_class that cannot be used.
     """
     by_model_type = {model_type: name for name, (model_type, _) in FAMILIES.items()}
@@ -89,7 +89,8 @@ def find(raw: Mapping[str, Any], source: object, model_class: str | None = None)
     whole = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
     if model_class is not None:
         return whole, _imported(model_class), name == whole
-    for architecture in dict.fromkeys((name, whole)):
+    seeing = f"{name.removesuffix('Model')}ForConditionalGeneration" if name.endswith("Model") else name
+    for architecture in dict.fromkeys((name, whole, seeing)):
         if (read := _read_function(architecture)) is not None:
             return architecture, read, architecture == name
     told = f"the unknown architecture {shortened(name)}" if name else "no architecture"

@@ -94,6 +94,9 @@ def test_tensors_that_do_not_fit_are_named(directory, tmp_path):
 def test_a_checkpoint_without_a_head_is_read_too(directory, tmp_path):
     """As embedding models are saved: names begin behind `model.`."""
     changed(directory, tmp_path, lambda tensors: {name.removeprefix("model."): value for name, value in tensors.items()})
+    raw = json.loads((directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["Qwen3VLModel"]}))
+    assert not load_model_config(tmp_path).generates
     for found, expected in zip(pictures.load(tmp_path)[1:], pictures.load(directory)[1:], strict=True):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
