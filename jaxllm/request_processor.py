@@ -83,7 +83,7 @@ class RequestProcessor:
         images = self.config.multimodal
         # Scripts may say how their images are prepared; servers ask `check_trusted` whether clients may.
         of_scripts = replace(images, trust_request_mm_kwargs=True)
-        media = PromptMedia(load_processor(texts.directory, self.model_config, of_scripts), images, self.config.model.model)
+        media = PromptMedia(load_processor(texts.directory, self.model_config, of_scripts), images)
         if self._metrics and media.sees_images:
             self._metrics[0].image_seconds = media.seconds
         self.input_processor = InputProcessor(

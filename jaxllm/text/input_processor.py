@@ -102,7 +102,7 @@ class InputProcessor:
         media: PromptMedia | None = None,
     ):
         self.tokenizer = tokenizer
-        self.media = media or PromptMedia(None, config.multimodal, config.model.model)
+        self.media = media or PromptMedia(None, config.multimodal)
         self._compile_grammar = compile_grammar
         self.processor_arguments = processor_arguments or {}
         self.max_model_len = max_model_len

@@ -26,9 +26,9 @@ MAX_THREADS = 4
 class PromptMedia:
     """Prepares the images of prompts for one model. Thread-safe. Errors are InvalidRequestErrors."""
 
-    def __init__(self, processor: "MediaProcessor | None", options: MediaOptions, model: str):
+    def __init__(self, processor: "MediaProcessor | None", options: MediaOptions):
         """`processor`: None for a model that takes text alone."""
-        self._processor, self._options, self._model = processor, options, model
+        self._processor, self._options = processor, options
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jaxllm-images")
         self.seconds = Observations(PHASE_SECONDS)
         """How long each image took."""
@@ -43,7 +43,7 @@ class PromptMedia:
         """Check the number of images of a prompt before they are read. `param`: what errors call them."""
         if count and self._processor is None:
             raise InvalidRequestError(
-                f"{self._model} takes text alone, and no images; leave them out, or serve a model that does", param
+                "this model takes text alone, and no images; leave them out, or serve a model that sees them", param
             )
         self._options.check_count(count, IMAGE, param)
 

@@ -61,5 +61,5 @@ class StandInProcessor:
         return ids, tuple(items)
 
 
-def stand_in_media(processor: StandInProcessor | None, model: str = "tiny", **options: Any) -> PromptMedia:
-    return PromptMedia(processor, MediaOptions(**options), model)  # type: ignore[arg-type]
+def stand_in_media(processor: StandInProcessor | None, **options: Any) -> PromptMedia:
+    return PromptMedia(processor, MediaOptions(**options))  # type: ignore[arg-type]

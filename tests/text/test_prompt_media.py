@@ -125,7 +125,7 @@ def test_a_model_of_text_alone_refuses_images() -> None:
     assert processor.process(
         "r", {"prompt_token_ids": [P], "multi_modal_data": {"image": []}}, SamplingParams()
     ).prompt_token_ids == [P]
-    with pytest.raises(InvalidRequestError, match="tiny takes text alone, and no images"):
+    with pytest.raises(InvalidRequestError, match="this model takes text alone, and no images"):
         processor.process("r", {"prompt_token_ids": [P], "multi_modal_data": {"image": picture(1, 1)}}, SamplingParams())
 
 
