@@ -5,6 +5,7 @@ All outputs of a step arrive as one message and wake the loop once. Does not imp
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import os
 import secrets
@@ -101,6 +102,7 @@ class EngineClient:
         """When the latest message arrived, or until when this process itself did not run."""
         self._ticked = math.inf
         self._was_stalled = False
+        self._latest_id, self._latest_items = "", ()  # of the latest request that was sent with its items
         self._process: int | None = None
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -179,8 +181,13 @@ class EngineClient:
         return 0 if self.load is None else self.load.sleep_level
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Queue a request. Raises EngineDeadError or EngineError."""
+        """Queue a request. Images that the one before has too, as another answer to its prompt, are not sent again. Raises EngineDeadError
+        or EngineError."""
+        if request.items and request.items is self._latest_items:
+            self._send(Add(self.name, dataclasses.replace(request, items=()), self._latest_id))
+            return
         self._send(Add(self.name, request))
+        self._latest_id, self._latest_items = request.request_id, request.items
 
     def abort(self, request_ids: list[str]) -> None:
         self._send(Abort(self.name, request_ids))

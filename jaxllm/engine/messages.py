@@ -95,6 +95,8 @@ class Add(_Message, tag="add"):
 
     client: str
     request: EngineCoreRequest
+    items_of: str = ""
+    """If set, the request has the items of the request of this id, the latest of this API server that was sent with its own."""
 
 
 class Bye(_Message, tag="bye"):
@@ -302,7 +304,7 @@ def sender_of_add(frame: bytes | memoryview) -> tuple[str, str] | None:
     """API server and request id of an Add that could not be decoded, if readable, so that the sender gets an answer."""
     try:
         fields = msgspec.msgpack.decode(frame)
-        tag, client, request = fields
+        tag, client, request, *_ = fields
         request_id = request["request_id"]
     except (msgspec.MsgspecError, RecursionError, TypeError, ValueError, KeyError, OverflowError):
         return None

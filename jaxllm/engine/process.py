@@ -1,6 +1,7 @@
 """The engine process: a core that serves API servers in other processes. Run by `jaxllm.engine.launch` as `python -m`."""
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import os
@@ -44,6 +45,7 @@ from jaxllm.log import logger
 from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.start_times import StartTimes, process_age_seconds
 
 _LAGGING_PAUSE_SECONDS = 0.25
@@ -72,6 +74,8 @@ class EngineLoop:
         self._pulse = pulse
         self._requests: dict[str, str] = {}
         """The API server of each request in the core."""
+        self._latest_items: dict[str, tuple[str, tuple[PromptItem, ...]]] = {}
+        """Of each API server the latest request that came with its items, and these."""
         self._lagging: set[str] = set()
         """API servers to notify, once they read again, that their requests were ended."""
         self._metrics: dict[str, list[Metric]] = {}
@@ -177,6 +181,7 @@ class EngineLoop:
         elif isinstance(command, Gone):
             self._end_all_of(command.client)
             self._lagging.discard(command.client)
+            self._latest_items.pop(command.client, None)
             if self._received is not None:
                 self._received.pop(command.client, None)
             self._outbox.disconnect(command.client)
@@ -214,7 +219,7 @@ class EngineLoop:
         try:
             if request.request_id in self._requests:
                 raise EngineError("there is a request of this id already")
-            self._core.add_request(request)
+            self._core.add_request(self._with_items(command))
         except EngineDeadError:
             raise
         except Exception as error:  # fails only this request
@@ -224,6 +229,17 @@ class EngineLoop:
             self._outbox.send(command.client, messages.encode(refusal))
         else:
             self._requests[request.request_id] = command.client
+
+    def _with_items(self, command: Add) -> EngineCoreRequest:
+        """The request with its items. Answers to the same prompt share them."""
+        request, client = command.request, command.client
+        if not command.items_of:
+            self._latest_items[client] = (request.request_id, request.items)
+            return request
+        owner, items = self._latest_items.get(client, ("", ()))
+        if owner != command.items_of:
+            raise EngineError("the engine could not read the images of the request")
+        return dataclasses.replace(request, items=items)
 
     def _end(self, request_ids: list[str]) -> None:
         """Abort requests in the core and drop their records."""

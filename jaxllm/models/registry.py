@@ -79,7 +79,8 @@ def architectures() -> list[str]:
 def find(raw: Mapping[str, Any], source: object, model_class: str | None = None) -> tuple[str, Read, bool]:
     """The architecture of a config.json, the function that reads it, and whether the model has a head.
 
-    `Qwen3Model` is `Qwen3ForCausalLM` without one, `Qwen3VLModel` is `Qwen3VLForConditionalGeneration`. model_class: module:name of the function, or of what has it as `read`.
+    `Qwen3Model` is `Qwen3ForCausalLM` without one, `Qwen3VLModel` is `Qwen3VLForConditionalGeneration`. model_class: module:name of the
+    function, or of what has it as `read`.
     Raises ModelLoadError, which names `source`, for an unknown architecture; ConfigError for a model_class that cannot be used.
     """
     by_model_type = {model_type: name for name, (model_type, _) in FAMILIES.items()}

@@ -28,7 +28,7 @@ from jaxllm.errors import EngineDeadError, EngineError, EngineSleepingError, Eng
 from jaxllm.metrics.metric import Counter, Gauge, Histogram
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.request import EngineCoreRequest
+from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.scheduler_stats import SchedulerStats
 from tests.helpers.engine_processes import Served, served, until
@@ -651,3 +651,34 @@ def test_the_requests_of_a_client_that_fetches_nothing_are_ended_and_it_hears_of
     commands.put(Stop())
     loop.run()
     assert isinstance(outbox.sent[-1], messages.Failed)
+
+
+def test_answers_to_a_prompt_share_its_images_which_are_sent_once(shared: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = (PromptItem("image", b"dog", position=0, num_tokens=1, payload=b"pixels"),)
+
+    def request(name: str, items: tuple[PromptItem, ...]) -> EngineCoreRequest:
+        return EngineCoreRequest(request_id=name, prompt_token_ids=[1], items=items, sampling_params=ENDLESS)
+
+    async def sent() -> list[bytes]:
+        client = shared.client(6)
+        frames: list[bytes] = []
+        monkeypatch.setattr(client, "_send", lambda message: frames.append(messages.encode(message)))
+        for name, its in (("a", items), ("b", items), ("c", ()), ("d", items), ("e", (items[0],))):
+            client.add(request(name, its))
+        monkeypatch.undo()
+        client.close()
+        return frames
+
+    frames = run(sent())
+    assert [frame.count(b"pixels") for frame in frames] == [1, 0, 0, 1, 1]
+    core, commands = FakeEngineCore(lambda request: [5] * 100), queue.SimpleQueue()  # type: ignore[var-annotated]
+    outbox = FullOutbox(room=9)
+    loop = EngineLoop(core, commands, outbox, Pulse())  # type: ignore[arg-type]
+    for frame in [*frames, messages.encode(messages.Add("another", request("f", ()), items_of="a"))]:
+        commands.put(messages.decode_client_message(frame))
+    while len(core.requests) < 5 or not outbox.sent:
+        loop._obey()
+    assert [each.items for each in core.requests] == [items, items, (), items, items]
+    assert core.requests[0].items is core.requests[1].items
+    (refusal,) = outbox.sent
+    assert isinstance(refusal, messages.Refused) and refusal.request_id == "f"

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import jaxllm.runner.features
-from jaxllm import runner
 from jaxllm.config import EngineConfig
 from jaxllm.engine import features
 from jaxllm.engine.features import Features
@@ -15,6 +13,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Vision
 from jaxllm.models.load_config import load_model_config
+from jaxllm.runner import features as step_features
 from jaxllm.vision import make_items
 from jaxllm.vision.feature import Images
 from tests.helpers import engines, goldens
@@ -88,7 +87,7 @@ def test_drafters_with_layers_do_not_see_images(monkeypatch, num_drafts, is_refu
 
 @pytest.mark.parametrize("lacking", ["images", "rope_delta"])
 def test_a_build_whose_steps_have_no_images_takes_text_alone(monkeypatch, lacking) -> None:
-    monkeypatch.setattr(runner.features, "FEATURES", tuple(name for name in runner.features.FEATURES if name != lacking))
+    monkeypatch.setattr(step_features, "FEATURES", tuple(name for name in step_features.FEATURES if name != lacking))
     with pytest.raises(ConfigError, match="sees images, but the steps of this build have none; set language_model_only"):
         features_of(config_of(), QWEN)()
     assert not features_of(config_of(), None)().items
