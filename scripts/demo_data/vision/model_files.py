@@ -152,7 +152,11 @@ def write_model_files(directory: Path, sizes: Sizes, tokenizer: Tokenizer) -> No
     """Writes all files of the model but its weights and its card."""
     directory.mkdir(parents=True, exist_ok=True)
     generation = {"do_sample": False, "temperature": 0.0, "eos_token_id": list(STOP_IDS), "pad_token_id": END_OF_TEXT_ID}
-    contents = {"config.json": sizes.config_json(), "generation_config.json": generation, "preprocessor_config.json": PREPROCESSOR}
+    contents = {
+        "config.json": sizes.config_json(),
+        "generation_config.json": generation,
+        "preprocessor_config.json": PREPROCESSOR,
+    }
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     chat_tokenizer.save_tokenizer(tokenizer, directory, SPECIAL_TOKENS, CHAT_TEMPLATE)

@@ -76,14 +76,26 @@ def _third(place: float) -> int | None:
 _PLACES = (("top left", "top", "top right"), ("left", "center", "right"), ("bottom left", "bottom", "bottom right"))
 _COLOUR = ("What colour is {t}?", "What color is {t}?", "Which colour does {t} have?", "What is the color of {t}?",
            "Tell me the colour of {t}.", "Which color is {t}?", "Colour of {t}?")  # fmt: skip
-_COLOUR_OF_ONE = ("What colour is it?", "What colour is this?", "Which colour is the shape?", "What color do you see?", "What color is this shape?")
+_COLOUR_OF_ONE = (
+    "What colour is it?",
+    "What colour is this?",
+    "Which colour is the shape?",
+    "What color do you see?",
+    "What color is this shape?",
+)
 _SHAPE = ("What shape is {c}?", "Which shape is {c}?", "What shape does the {c} thing have?", "What is the {c} shape?",
           "What is the shape of the {c} one?", "Which shape is the {c} one?", "Name the {c} shape.")  # fmt: skip
 _SHAPE_OF_ONE = ("What shape is it?", "What shape is this?", "Which shape do you see?", "What is the shape?", "Name the shape.")
 _COUNT = ("How many {w} are there?", "How many {w} do you see?", "Count the {w}.", "How many {w}?", "How many {w} are in the picture?",
           "What is the number of {w}?", "How many {w} can you see in the image?")  # fmt: skip
 _EXISTS = ("Is there {t}?", "Do you see {t}?", "Is there {t} in the picture?", "Can you see {t}?", "Does the image show {t}?")
-_WHERE = ("Where is {t}?", "Where is {t} in the picture?", "Where do you see {t}?", "In which part of the image is {t}?", "Where's {t}?")
+_WHERE = (
+    "Where is {t}?",
+    "Where is {t} in the picture?",
+    "Where do you see {t}?",
+    "In which part of the image is {t}?",
+    "Where's {t}?",
+)
 _BIGGER = ("Which is {w}, {a} or {b}?", "What is {w}: {a} or {b}?", "Is {a} or {b} {w}?", "Which one is {w}, {a} or {b}?")
 _BESIDE = ("Is {a} {r} {b}?", "Is {a} {r} {b} in the picture?", "Does {a} lie {r} {b}?", "Would you say {a} is {r} {b}?")
 _NEXT_TO = ("What is {r} {b}?", "Which shape is {r} {b}?", "What do you see {r} {b}?", "What lies {r} {b}?")
@@ -99,9 +111,14 @@ _SUM = ("Compute this.", "What is the result?", "Calculate it.", "Solve this.", 
         "How much is that?", "What is the answer?", "Calculate what you see.", "Work out the calculation in the picture.")  # fmt: skip
 _TALLEST = ("Which bar is the {w}?", "Which bar is {w}?", "What colour is the {w} bar?", "What color is the {w} bar?",
             "Name the colour of the {w} bar.", "Which colour has the {w} bar?")  # fmt: skip
-_SAME = ("Are the two pictures the same or different?", "Do both pictures show the same shape in the same colour?",
-         "Do the two images show the same thing?", "Same or different?", "Are these two the same?", "Compare the two pictures.",
-         "Is it the same shape and colour in both images?")  # fmt: skip
+_SAME = (
+    "Are the two pictures the same or different?",
+    "Same or different?",
+    "Compare the two pictures.",
+    "Are these the same or different?",
+)
+_IS_SAME = ("Do both pictures show the same shape in the same colour?", "Do the two images show the same thing?", "Are these two the same?",
+            "Is it the same shape and colour in both images?", "Are both pictures the same?")  # fmt: skip
 _MORE = ("Which picture has more shapes?", "Which image has more shapes?", "Which of the two pictures shows more shapes?",
          "In which image are more shapes?", "Where are more shapes, in the first or the second picture?")  # fmt: skip
 
@@ -141,7 +158,9 @@ def _count(rng: random.Random, things: Sequence[Thing]) -> Question:
     draw = rng.random()
     one = rng.choice(things)
     if draw < 0.45:
-        return Question("count", wording(rng, _COUNT, w=rng.choice(("shapes", "shapes", "objects", "things"))), str(len(things)))
+        return Question(
+            "count", wording(rng, _COUNT, w=rng.choice(("shapes", "shapes", "objects", "things"))), str(len(things))
+        )
     if draw < 0.8:
         shape = one.shape if rng.random() < 0.85 else rng.choice(SHAPES)
         return Question("count", wording(rng, _COUNT, w=_plural(shape)), str(sum(thing.shape == shape for thing in things)))
@@ -197,7 +216,9 @@ def about_bars(rng: random.Random, scene: Bars) -> Iterator[Question]:
     tallest = rng.choice(("tallest", "tallest", "highest", "longest", "biggest"))
     yield Question("tallest", wording(rng, _TALLEST, w=tallest), scene.colours[ordered[-1]])
     if rng.random() < 0.6:
-        yield Question("tallest", wording(rng, _TALLEST, w=rng.choice(("shortest", "lowest", "smallest"))), scene.colours[ordered[0]])
+        yield Question(
+            "tallest", wording(rng, _TALLEST, w=rng.choice(("shortest", "lowest", "smallest"))), scene.colours[ordered[0]]
+        )
     if rng.random() < 0.4:
         yield Question("count", wording(rng, _COUNT, w="bars"), str(len(scene.colours)))
 
@@ -207,7 +228,10 @@ def about_pair(rng: random.Random, first: Shapes, second: Shapes) -> Iterator[Qu
     if len(first.things) == len(second.things) == 1:
         (one,), (other,) = first.things, second.things
         is_same = (one.shape, one.colour) == (other.shape, other.colour)
-        yield Question("same", wording(rng, _SAME), "the same" if is_same else "different")
+        if rng.random() < 0.5:
+            yield Question("same", wording(rng, _SAME), "the same" if is_same else "different")
+        else:
+            yield Question("same", wording(rng, _IS_SAME), _yes(is_same))
         place, thing = rng.choice((("first", one), ("second", other)))
         if rng.random() < 0.4:
             forms = ("What is in the {p} picture?", "What does the {p} image show?", "Describe the {p} picture.")
@@ -309,7 +333,15 @@ def _talk(rng: random.Random) -> Dialogue:
     return replace(dialogue, messages=messages)
 
 
-_SPOKEN: dict[str, float] = {"add": 2, "compare": 1, "spell": 0.6, "list_place": 0.6, "fact": 1, "introduction": 0.3, "beyond": 0.7}
+_SPOKEN: dict[str, float] = {
+    "add": 2,
+    "compare": 1,
+    "spell": 0.6,
+    "list_place": 0.6,
+    "fact": 1,
+    "introduction": 0.3,
+    "beyond": 0.7,
+}
 """Kinds of dialogue without pictures from the demo model, and how often they are drawn; and small talk, as often as `_TALK_SHARE` says."""
 _TALK_SHARE = 1.5
 

@@ -185,28 +185,29 @@ class Packer:
 
     def add(self, document: Document) -> bool:
         """Puts a document where the least is left over; False: it does not fit."""
-        length, shape = len(document.tokens), self._shape
-        row = _best_fit(self._used_R, length, shape.tokens)
+        shape = self._shape
+        row = _best_fit(self._used_R, len(document.tokens), shape.tokens)
         used_V, picture_rows = self._used_V.copy(), []
         for pixels in document.pictures:
             size = pixels.shape[0] * pixels.shape[1] // PATCH**2
-            picture_rows.append(_best_fit(used_V, size, shape.patches))
-            if picture_rows[-1] is None:
+            place = _best_fit(used_V, size, shape.patches)
+            if place is None:
                 return False
-            used_V[picture_rows[-1]] += size
+            picture_rows.append(place)
+            used_V[place] += size
         if row is None:
             return False
-        self._place(document, row, picture_rows)
+        self.put(document, row, picture_rows)
         return True
 
-    def _place(self, document: Document, row: int, picture_rows: Sequence[int | None]) -> None:
+    def put(self, document: Document, row: int, picture_rows: Sequence[int]) -> None:
+        """Puts a document and its pictures into these rows, where there is room for them."""
         batch, shape = self._batch, self._shape
         start = int(self._used_R[row])
         where = slice(start, start + len(document.tokens))
         ids = document.tokens & TOKEN_MASK
         sources = []
         for pixels, place in zip(document.pictures, picture_rows, strict=True):
-            assert place is not None
             patches, places = to_patches(pixels)
             at = int(self._used_V[place])
             to = slice(at, at + len(patches))
