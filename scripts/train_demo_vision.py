@@ -11,6 +11,7 @@ from weights that an earlier run wrote; the optimizer's moments begin at zero, s
 import argparse
 import json
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tokenizers import Tokenizer
 
 from scripts.demo_data.elapsed import STARTED, report
-from scripts.demo_data.vision import card, model_files
+from scripts.demo_data.vision import card, model_files, scoring
 from scripts.demo_data.vision.model_files import Sizes
 from scripts.demo_data.vision.rows import BatchShape
 from scripts.demo_data.vision.workers import working
@@ -71,10 +72,16 @@ def main() -> None:
     with working(output / "tokenizer.json", shape, arguments.seed, arguments.processes) as workers:
         trainer = start_trainer(arguments, shape)  # compiles while pictures are drawn
         try:
-            trainer.train(workers, STARTED + arguments.seconds, max_steps=arguments.steps, report=report)
+            trainer.train(
+                workers,
+                STARTED + arguments.seconds,
+                max_steps=arguments.steps,
+                report=report,
+                checkpoint=lambda: save(arguments, trainer),
+            )
         finally:
             save(arguments, trainer)
-    test(arguments, tokenizer, trainer)
+    test(arguments, tokenizer, trainer.num_parameters)
 
 
 def start_trainer(arguments: argparse.Namespace, shape: BatchShape):
@@ -96,29 +103,37 @@ def start_trainer(arguments: argparse.Namespace, shape: BatchShape):
 
 
 def save(arguments: argparse.Namespace, trainer) -> None:
-    """Writes the weights beside the model's other files."""
+    """Writes the weights beside the model's other files, unless the training has spoilt them."""
+    import numpy as np
+
     from scripts.demo_data.vision.model import save_weights
 
+    if not all(np.isfinite(value).all() for value in trainer.weights.values()):
+        report("the weights are not finite and not saved")
+        return
     file = arguments.output / "model.safetensors"
     save_weights(trainer.weights, arguments.sizes, file)
     report(f"saved {file}: {file.stat().st_size / 1e6:.2f} MB of weights")
 
 
-def test(arguments: argparse.Namespace, tokenizer: Tokenizer, trainer) -> None:
+def test(arguments: argparse.Namespace, tokenizer: Tokenizer, num_parameters: int) -> None:
     """Prints the scores of what was written, and writes them into the model's card."""
     import jax
 
-    from scripts.demo_data.vision.answers import Answerer, evaluate
+    from scripts.demo_data.vision.answers import Answerer
     from scripts.demo_data.vision.model import load_weights
 
     until = time.monotonic() + arguments.test_seconds
     sizes, weights = load_weights(arguments.output)
-    batch = 16 if arguments.tiny else 250
-    answerer = Answerer(weights, sizes, tokenizer, "float32" if arguments.tiny else "bfloat16", batch)
-    scores, text = evaluate(answerer, tokenizer, arguments.questions, lambda: time.monotonic() > until, batch)
+    on_cpu = jax.default_backend() == "cpu"
+    answerer = Answerer(weights, sizes, tokenizer, "float32" if on_cpu else "bfloat16", batch=15 if on_cpu else 250)
+    questions = scoring.held_out(arguments.questions)
+    random.Random(0).shuffle(questions)  # if time runs out, all skills have been asked about
+    answers = answerer.answer(questions, lambda: time.monotonic() > until)
+    scores, text = scoring.score(questions[: len(answers)], answers)
     report(text)
     made = f"{jax.devices()[0].device_kind}, {arguments.seconds:.0f} s"
-    (arguments.output / "README.md").write_text(card.card(scores, trainer.num_parameters, made), encoding="utf-8")
+    (arguments.output / "README.md").write_text(card.card(scores, num_parameters, made), encoding="utf-8")
     report("done")
 
 

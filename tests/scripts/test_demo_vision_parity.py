@@ -8,8 +8,7 @@ import pytest
 from scripts.demo_data.packing import TOKEN_MASK
 from scripts.demo_data.vision import model_files, rows, scenes
 from scripts.demo_data.vision.model import init_weights, save_weights
-from scripts.demo_data.dialogue import exchange
-from scripts.demo_data.vision.questions import PICTURE, PictureDialogue
+from scripts.demo_data.vision.questions import PICTURE
 from tests.helpers.demo_vision import NARROW, all_logits
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -34,8 +33,8 @@ def checkpoint(tokenizer, tmp_path_factory):
 def _prompt(tokenizer, rng: random.Random) -> rows.Document:
     """Text, a picture, text, a picture of another size, text."""
     shown = (scenes.Text(96, 192, "AB", "red", "AB"), scenes.Bars(224, 128, ("red", "blue"), (0.3, 0.6)))
-    dialogue = exchange("read", f"First {PICTURE} then {PICTURE} which of them?", "the first")
-    return rows.Documents(tokenizer).of_question(PictureDialogue(dialogue, shown), rng)
+    pictures = tuple(scene.draw(rng) for scene in shown)
+    return rows.Documents(tokenizer).of_prompt(f"First {PICTURE} then {PICTURE} which of them?", pictures)
 
 
 def test_logits_equal_those_of_transformers(checkpoint, tokenizer):

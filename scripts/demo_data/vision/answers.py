@@ -1,6 +1,5 @@
-"""Greedy answers of the model without the engine, and their score by skill."""
+"""Greedy answers of the model without the engine."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import jax
@@ -13,11 +12,9 @@ from ..chat_tokenizer import STOP_IDS
 from ..packing import TOKEN_MASK
 from .model import Weights, encode_pictures, logits, text_hidden
 from .model_files import Sizes
-from .questions import PictureDialogue, held_out_questions
-from .rows import Batch, BatchShape, Document, Documents, Packer
+from .rows import Batch, BatchShape, Documents, Packer
+from .scoring import MAX_ANSWER_TOKENS, Asked
 
-MAX_ANSWER_TOKENS = 96
-"""Six shapes as JSON."""
 MAX_PROMPT_TOKENS = 160
 MAX_PATCHES = 400
 
@@ -33,18 +30,22 @@ class Answerer:
     def __init__(self, weights: Weights, sizes: Sizes, tokenizer: Tokenizer, dtype: str, batch: int):
         self._weights = {name: value.astype(dtype) for name, value in weights.items()}
         self._tokenizer = tokenizer
+        self._documents = Documents(tokenizer)
         self._shape = answer_shape(batch)
         self._generate = jax.jit(lambda weights, batch, lengths: _generate(weights, sizes, batch, lengths))
 
-    def answer(self, documents: Sequence[Document]) -> list[str]:
-        """The greedy answer to each document, which ends where an answer begins."""
+    def answer(self, questions: Sequence[Asked], is_late: Callable[[], bool] = lambda: False) -> list[str]:
+        """The greedy answer to each question, or to those that come before it is late."""
         answers: list[str] = []
-        for at in range(0, len(documents), self._shape.rows):
-            some = documents[at : at + self._shape.rows]
+        for at in range(0, len(questions), self._shape.rows):
+            if is_late():
+                break
+            some = questions[at : at + self._shape.rows]
             batch = self._shape.empty()
             packer = Packer(self._shape, batch)
-            lengths = np.full(self._shape.rows, 0, np.int32)
-            for row, document in enumerate(some):
+            lengths = np.zeros(self._shape.rows, np.int32)
+            for row, asked in enumerate(some):
+                document = self._documents.of_prompt(asked.prompt, asked.pictures)
                 packer.put(document, row, [row] * len(document.pictures))
                 lengths[row] = len(document.tokens)
             out = np.asarray(self._generate(self._weights, batch, lengths))
@@ -76,44 +77,3 @@ def _generate(weights: Weights, sizes: Sizes, batch: Batch, lengths_R: Array) ->
     start = (jnp.int32(0), ids_RT, lengths_R == 0)
     _, ids, _ = jax.lax.while_loop(lambda carry: (carry[0] < MAX_ANSWER_TOKENS) & ~jnp.all(carry[2]), step, start)
     return ids[rows[:, None], lengths_R[:, None] + jnp.arange(MAX_ANSWER_TOKENS)]
-
-
-def score(
-    questions: Sequence[PictureDialogue], answers: Sequence[str], show_wrong: int = 2
-) -> tuple[dict[str, tuple[int, int]], str]:
-    """How many answers of each skill are exactly right, of how many; and a report with the first wrong ones of each."""
-    right: dict[str, int] = defaultdict(int)
-    asked: dict[str, int] = defaultdict(int)
-    wrong: dict[str, list[str]] = defaultdict(list)
-    for made, answer in zip(questions, answers, strict=True):
-        dialogue = made.dialogue
-        asked[dialogue.kind] += 1
-        if answer.strip() == dialogue.answer:
-            right[dialogue.kind] += 1
-        else:
-            wrong[dialogue.kind].append(f"    {dialogue.messages[-2]['content']!r}: {dialogue.answer!r}, not {answer!r}")
-    scores = {kind: (right[kind], count) for kind, count in asked.items()}
-    total = sum(right.values())
-    lines = [f"exact answers: {total} of {len(questions)} = {100 * total / max(1, len(questions)):.1f} %"]
-    for kind, (hits, count) in scores.items():
-        lines += [f"  {kind:<10} {hits:>4} of {count} = {100 * hits / count:5.1f} %", *wrong[kind][:show_wrong]]
-    return scores, "\n".join(lines)
-
-
-def evaluate(
-    answerer: Answerer, tokenizer: Tokenizer, count: int, is_late: Callable[[], bool] = lambda: False, batch: int = 250
-) -> tuple[dict[str, tuple[int, int]], str]:
-    """The score on `count` held-out questions of each skill, or on those that were answered before it was late."""
-    documents, asked = Documents(tokenizer), []
-    answers: list[str] = []
-    waiting: list[Document] = []
-    for made, rng in held_out_questions(count):
-        if is_late():
-            break
-        asked.append(made)
-        waiting.append(documents.of_question(made, rng))
-        if len(waiting) == batch:
-            answers += answerer.answer(waiting)
-            waiting.clear()
-    answers += answerer.answer(waiting)
-    return score(asked, answers)

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-
 import jax.numpy as jnp
 from jax import Array
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..chat_tokenizer import TURN_END, TURN_START, render_dialogue, render_question
+from ..chat_tokenizer import TURN_END, TURN_START, render_dialogue
 from ..packing import STARTS, TOKEN_MASK, flag_dialogues
 from .model_files import IMAGE_PAD_ID
 from .questions import PictureDialogue, training_dialogue
@@ -144,11 +144,11 @@ class Documents:
         drawn = (tuple(scene.draw(rng) for scene in made.scenes) for made in dialogues)
         return [self._expand(tokens, pictures) for tokens, pictures in zip(flagged, drawn, strict=True)]
 
-    def of_question(self, made: PictureDialogue, rng: random.Random) -> Document:
-        """A dialogue up to where its last answer begins."""
-        tokens = np.array(self._tokenizer.encode(render_question(made.dialogue)).ids, np.uint16)
+    def of_prompt(self, prompt: str, pictures: tuple[np.ndarray, ...]) -> Document:
+        """A rendered dialogue up to where an answer begins."""
+        tokens = np.array(self._tokenizer.encode(prompt).ids, np.uint16)
         tokens[0] |= STARTS
-        return self._expand(tokens, tuple(scene.draw(rng) for scene in made.scenes))
+        return self._expand(tokens, pictures)
 
     @staticmethod
     def _expand(tokens: np.ndarray, pictures: tuple[np.ndarray, ...]) -> Document:

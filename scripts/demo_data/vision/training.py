@@ -1,10 +1,13 @@
 """The training of the model: float32 weights, a step in bfloat16, for a given time."""
 
 import math
+import queue
 import random
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +25,8 @@ from .workers import Workers
 
 _KEPT = 48
 """Batches that stay on the device, to be trained on again when no new one has come."""
+_READY = 4
+"""New batches on the device that wait for their turn."""
 _IN_FLIGHT = 4
 """Steps that are dispatched before the host waits for one."""
 
@@ -112,52 +117,63 @@ class Trainer:
         *,
         max_steps: int | None,
         report: Callable[[str], None],
+        checkpoint: Callable[[], None],
         log_seconds: float = 10.0,
+        checkpoint_seconds: float = 120.0,
     ) -> None:
         """Trains until the deadline (of `time.monotonic`) or for `max_steps`.
 
         A batch that was trained on is kept for a while: when the workers have none ready, one of those is taken again.
         """
-        begin = last_log = time.monotonic()
+        begin = last_log = last_checkpoint = time.monotonic()
         kept: deque[Batch] = deque(maxlen=_KEPT)
         in_flight: deque[Measures] = deque()
         recent: list[Measures] = []
         rng = random.Random(0)
         step = logged_step = repeated = 0
-        rate = 0.0
-        while True:
-            now = time.monotonic()
-            progress = (now - begin) / max(deadline - begin, 1e-9)
-            if max_steps is not None:
-                progress = max(progress, step / max_steps)
-            if progress >= 1.0:
-                break
-            taken = workers.take(timeout=0.002 if kept else 5.0)
-            if taken is not None:
-                kept.append(jax.device_put(taken))
-                batch = kept[-1]
-            elif kept:
-                batch = kept[rng.randrange(len(kept))]
-                repeated += 1
-            else:
-                continue
-            rate = self.recipe.rate(step, progress)
-            self.weights, self._moments, measures = self._step(self.weights, self._moments, jnp.float32(rate), batch)
-            in_flight.append(measures)
-            step += 1
-            if len(in_flight) > _IN_FLIGHT:  # keeps the host's clock close to the device's without waiting for the newest step
-                recent.append(jax.device_get(in_flight.popleft()))
-            if recent and time.monotonic() - last_log >= log_seconds:
-                loss, accuracy = np.mean(recent, axis=0)
-                if not math.isfinite(loss):
-                    raise RuntimeError(f"the loss is not finite at step {step}; lower --rate")
-                speed = (step - logged_step) / (time.monotonic() - last_log)
-                report(
-                    f"step {step:>6}  {100 * progress:5.1f} %  rate {rate:.5f}  loss {loss:.4f}  tokens right {100 * accuracy:.1f} %  "
-                    f"{speed:.2f} steps/s  repeated {100 * repeated / step:.0f} %"
-                )
-                recent.clear()
-                last_log, logged_step = time.monotonic(), step
+        with _feeding(workers) as ready:
+            while True:
+                now = time.monotonic()
+                progress = (now - begin) / max(deadline - begin, 1e-9)
+                if max_steps is not None:
+                    progress = max(progress, step / max_steps)
+                if progress >= 1.0:
+                    break
+                try:
+                    taken = ready.get(block=not kept, timeout=60)
+                except queue.Empty:
+                    if not kept:
+                        raise RuntimeError("no batch came within a minute; raise --processes") from None
+                    batch = kept[rng.randrange(len(kept))]
+                    repeated += 1
+                else:
+                    if isinstance(taken, Exception):
+                        raise taken
+                    batch = taken
+                    kept.append(batch)
+                rate = self.recipe.rate(step, progress)
+                self.weights, self._moments, measures = self._step(self.weights, self._moments, jnp.float32(rate), batch)
+                in_flight.append(measures)
+                step += 1
+                if (
+                    len(in_flight) > _IN_FLIGHT
+                ):  # keeps the host's clock close to the device's without waiting for the newest step
+                    recent.append(jax.device_get(in_flight.popleft()))
+                now = time.monotonic()
+                if recent and now - last_log >= log_seconds:
+                    loss, accuracy = np.mean(recent, axis=0)
+                    if not math.isfinite(loss):
+                        raise RuntimeError(f"the loss is not finite at step {step}; lower --rate")
+                    report(
+                        f"step {step:>6}  {100 * progress:5.1f} %  rate {rate:.5f}  loss {loss:.4f}  "
+                        f"tokens right {100 * accuracy:.1f} %  {(step - logged_step) / (now - last_log):.2f} steps/s  "
+                        f"repeated {100 * repeated / step:.0f} %"
+                    )
+                    recent.clear()
+                    last_log, logged_step = now, step
+                if now - last_checkpoint >= checkpoint_seconds:
+                    checkpoint()
+                    last_checkpoint = now
         if step == 0:
             raise RuntimeError("no time was left to train; raise --seconds")
         jax.block_until_ready(self.weights)
@@ -166,3 +182,30 @@ class Trainer:
             f"trained {step} steps, {workers.num_taken} batches (tokens {100 * tokens:.0f} % and patches {100 * patches:.0f} % full) "
             f"in {time.monotonic() - begin:.0f} s"
         )
+
+
+@contextmanager
+def _feeding(workers: Workers) -> Iterator["queue.Queue[Batch | Exception]"]:
+    """A queue into which a thread puts batches that are on the device, or the error that ended it."""
+    ready: queue.Queue[Batch | Exception] = queue.Queue(_READY)
+    stop = threading.Event()
+
+    def feed() -> None:
+        try:
+            while not stop.is_set():
+                taken = workers.take(timeout=0.5)
+                if taken is not None:
+                    ready.put(jax.device_put(taken))
+        except Exception as error:
+            ready.put(error)
+
+    thread = threading.Thread(target=feed, daemon=True)
+    thread.start()
+    try:
+        yield ready
+    finally:
+        stop.set()
+        while thread.is_alive():  # it may wait for room
+            with suppress(queue.Empty):
+                ready.get_nowait()
+            thread.join(0.1)
