@@ -7,7 +7,7 @@ import numpy as np
 from scripts.demo_data.packing import TOKEN_MASK
 from scripts.demo_data.vision.model import Weights, encode_pictures, logits, text_hidden
 from scripts.demo_data.vision.model_files import Sizes
-from scripts.demo_data.vision.rows import BatchShape, Document, Packer
+from scripts.demo_data.vision.rows import Batch, BatchShape, Document, Packer
 
 NARROW = Sizes(
     width=64,
@@ -32,10 +32,11 @@ def all_logits(weights: Weights, document: Document) -> np.ndarray:
     batch = shape.empty()
     Packer(shape, batch).put(document, 0, [0] * len(document.pictures))
 
-    @jax.jit
-    def compute(weights, batch):
-        pictures = encode_pictures(weights, NARROW, batch.patches_VPC, batch.places_VP4, batch.segment_VP)
-        ids, segment = (batch.tokens_RT & TOKEN_MASK).astype(jnp.int32), jnp.zeros((1, 256), jnp.int32)
-        return logits(weights, text_hidden(weights, NARROW, ids, batch.positions_R3T, segment, batch.source_RT, pictures))
+    return np.asarray(_compute(weights, batch))[0, : len(document.tokens)]
 
-    return np.asarray(compute(weights, batch))[0, : len(document.tokens)]
+
+@jax.jit
+def _compute(weights: Weights, batch: Batch) -> jax.Array:
+    pictures = encode_pictures(weights, NARROW, batch.patches_VPC, batch.places_VP4, batch.segment_VP)
+    ids, segment = (batch.tokens_RT & TOKEN_MASK).astype(jnp.int32), jnp.zeros((1, 256), jnp.int32)
+    return logits(weights, text_hidden(weights, NARROW, ids, batch.positions_R3T, segment, batch.source_RT, pictures))

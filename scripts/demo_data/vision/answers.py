@@ -40,19 +40,22 @@ class Answerer:
         for at in range(0, len(questions), self._shape.rows):
             if is_late():
                 break
-            some = questions[at : at + self._shape.rows]
-            batch = self._shape.empty()
-            packer = Packer(self._shape, batch)
-            lengths = np.zeros(self._shape.rows, np.int32)
-            for row, asked in enumerate(some):
-                document = self._documents.of_prompt(asked.prompt, asked.pictures)
-                packer.put(document, row, [row] * len(document.pictures))
-                lengths[row] = len(document.tokens)
-            out = np.asarray(self._generate(self._weights, batch, lengths))
-            for row in range(len(some)):
-                ended = np.flatnonzero(np.isin(out[row], STOP_IDS))
-                ids = out[row, : ended[0] if len(ended) else len(out[row])]
-                answers.append(self._tokenizer.decode(ids.tolist()))
+            answers += self._tokenizer.decode_batch(self.token_ids(questions[at : at + self._shape.rows]))
+        return answers
+
+    def token_ids(self, questions: Sequence[Asked]) -> list[list[int]]:
+        """The answers to one batch of questions, without the tokens that end them."""
+        batch = self._shape.empty()
+        packer = Packer(self._shape, batch)
+        lengths = np.zeros(self._shape.rows, np.int32)
+        for row, asked in enumerate(questions):
+            document = self._documents.of_prompt(asked.prompt, asked.pictures)
+            packer.put(document, row, [row] * len(document.pictures))
+            lengths[row] = len(document.tokens)
+        answers = []
+        for ids in np.asarray(self._generate(self._weights, batch, lengths))[: len(questions)]:
+            ended = np.flatnonzero(np.isin(ids, STOP_IDS))
+            answers.append(ids[: ended[0] if len(ended) else len(ids)].tolist())
         return answers
 
 

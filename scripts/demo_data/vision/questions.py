@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .. import talk, tasks
-from ..dialogue import Dialogue, join_and, with_articles, with_system, wording
+from ..dialogue import Dialogue, is_held_out, join_and, with_articles, with_system, wording
 from . import scenes
 from .drawing import COLOURS, SHAPES, Thing
 from .scenes import Bars, Scene, Shapes, Text
@@ -242,39 +242,73 @@ def about_pair(rng: random.Random, first: Shapes, second: Shapes) -> Iterator[Qu
         yield Question("more", wording(rng, _MORE), answer)
 
 
-def _one_scene(rng: random.Random) -> tuple[Scene, list[Question]]:
-    draw = rng.random()
-    scene: Shapes | Text | Bars
-    if draw < 0.58:
-        scene = scenes.shapes(rng, rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 5, 6)))
-        return scene, list(about_shapes(rng, scene))
-    if draw < 0.8:
-        scene = scenes.text(rng)
-        return scene, list(about_text(rng, scene))
-    if draw < 0.91:
-        scene = scenes.sum_text(rng)
-        return scene, list(about_text(rng, scene))
-    scene = scenes.bars(rng)
-    return scene, list(about_bars(rng, scene))
+def ask(rng: random.Random, shown: Sequence[Scene]) -> list[Question]:
+    """What can be asked about a picture or about two, in any order."""
+    match list(shown):
+        case [Shapes() as scene]:
+            made = list(about_shapes(rng, scene))
+        case [Text() as scene]:
+            made = list(about_text(rng, scene))
+        case [Bars() as scene]:
+            made = list(about_bars(rng, scene))
+        case [Shapes() as first, Shapes() as second]:
+            made = list(about_pair(rng, first, second))
+        case _:
+            raise ValueError(f"no questions about {shown}")
+    rng.shuffle(made)
+    return made
+
+
+def _shapes(rng: random.Random) -> tuple[Scene, ...]:
+    return (scenes.shapes(rng, rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 5, 6))),)
+
+
+def _text(rng: random.Random) -> tuple[Scene, ...]:
+    return (scenes.text(rng),)
+
+
+def _sum(rng: random.Random) -> tuple[Scene, ...]:
+    return (scenes.sum_text(rng),)
+
+
+def _bars(rng: random.Random) -> tuple[Scene, ...]:
+    return (scenes.bars(rng),)
 
 
 _HALF = scenes.MAX_CELLS // 2
 
 
-def _two_scenes(rng: random.Random) -> tuple[tuple[Scene, ...], list[Question]]:
-    if rng.random() < 0.5:
-        first, second = (scenes.shapes(rng, 1, _HALF) for _ in range(2))
-        draw = rng.random()
-        (one,), (other,) = first.things, second.things
-        if draw < 0.7:
-            other = replace(other, colour=one.colour)
-        if draw < 0.45 or 0.7 < draw < 0.85:
-            other = replace(other, shape=one.shape)
-        second = replace(second, things=(other,))
-    else:
-        counts = rng.sample(range(1, 6), 2) if rng.random() < 0.8 else [rng.randint(2, 5)] * 2
-        first, second = (scenes.shapes(rng, count, _HALF) for count in counts)
-    return (first, second), list(about_pair(rng, first, second))
+def _one_each(rng: random.Random) -> tuple[Scene, ...]:
+    """Two pictures of one shape, often of the same shape or colour or both."""
+    first, second = (scenes.shapes(rng, 1, _HALF) for _ in range(2))
+    (one,), (other,) = first.things, second.things
+    draw = rng.random()
+    if draw < 0.7:
+        other = replace(other, colour=one.colour)
+    if draw < 0.45 or 0.7 < draw < 0.85:
+        other = replace(other, shape=one.shape)
+    return first, replace(second, things=(other,))
+
+
+def _several_each(rng: random.Random) -> tuple[Scene, ...]:
+    """Two pictures of up to five shapes, in one of five as many."""
+    counts = rng.sample(range(1, 6), 2) if rng.random() < 0.8 else [rng.randint(2, 5)] * 2
+    return tuple(scenes.shapes(rng, count, _HALF) for count in counts)
+
+
+_SHOWN: dict[Callable[[random.Random], tuple[Scene, ...]], float] = {
+    _shapes: 0.51,
+    _text: 0.2,
+    _sum: 0.1,
+    _bars: 0.07,
+    _one_each: 0.06,
+    _several_each: 0.06,
+}
+"""What pictures show, and how often."""
+
+
+def _draw_shown(rng: random.Random) -> tuple[Scene, ...]:
+    return rng.choices(tuple(_SHOWN), tuple(_SHOWN.values()))[0](rng)
 
 
 def _with_pictures(rng: random.Random, question: str, count: int) -> str:
@@ -283,31 +317,28 @@ def _with_pictures(rng: random.Random, question: str, count: int) -> str:
     return pictures + question if draw < 0.7 else f"{pictures}\n{question}" if draw < 0.8 else question + pictures
 
 
+def _key(shown: Sequence[Scene]) -> str:
+    """Two pictures have one key together: if each had its own, those of few contents would be held out of no pair."""
+    return " and ".join(scene.key for scene in shown)
+
+
 def _dialogue(rng: random.Random, shown: tuple[Scene, ...], questions: Sequence[Question]) -> PictureDialogue:
     messages: list[dict[str, str]] = []
     for question in questions:
         content = question.text if messages else _with_pictures(rng, question.text, len(shown))
         messages += [{"role": "user", "content": content}, {"role": "assistant", "content": question.answer}]
-    keys = tuple(scene.key for scene in shown)
-    if len(shown) == 2:
-        keys = (" and ".join(keys),)  # each alone is held out too seldom to say anything of pairs
-    return PictureDialogue(Dialogue(questions[0].kind, tuple(messages), keys), shown)
+    return PictureDialogue(Dialogue(questions[0].kind, tuple(messages), (_key(shown),)), shown)
 
 
 def seen(rng: random.Random, max_questions: int = 7) -> PictureDialogue:
     """One to `max_questions` questions about a picture, or about two."""
-    if rng.random() < 0.12:
-        shown, questions = _two_scenes(rng)
-    else:
-        scene, questions = _one_scene(rng)
-        shown = (scene,)
-    rng.shuffle(questions)
-    return _dialogue(rng, shown, questions[: rng.randint(1, max_questions)])
+    shown = _draw_shown(rng)
+    return _dialogue(rng, shown, ask(rng, shown)[: rng.randint(1, max_questions)])
 
 
 def not_seen(rng: random.Random) -> PictureDialogue:
     """A question about a picture that is not there."""
-    question = rng.choice(_one_scene(rng)[1] if rng.random() < 0.8 else _two_scenes(rng)[1])
+    question = ask(rng, _draw_shown(rng))[0]
     messages = ({"role": "user", "content": question.text}, {"role": "assistant", "content": NO_PICTURE})
     return PictureDialogue(Dialogue("none", messages, (f"none|{question.text.lower()}",)))
 
@@ -368,30 +399,33 @@ def training_dialogue(rng: random.Random) -> PictureDialogue:
     return made
 
 
-SKILLS: dict[str, Callable[[random.Random], tuple[tuple[Scene, ...], list[Question]]]] = {
-    **dict.fromkeys(
-        ("colour", "shape", "count", "exists", "where", "bigger", "beside", "describe", "json", "read", "sum", "tallest"),
-        lambda rng: ((made := _one_scene(rng))[0:1], made[1]),
-    ),
-    **dict.fromkeys(("same", "more"), _two_scenes),
+SKILLS: dict[str, Callable[[random.Random], tuple[Scene, ...]]] = {
+    **dict.fromkeys(("colour", "shape", "count", "exists", "where", "bigger", "beside", "describe", "json"), _shapes),
+    "read": _text,
+    "sum": _sum,
+    "tallest": _bars,
+    "same": _one_each,
+    "more": _several_each,
 }
-"""Kinds of question with one right answer about pictures, and what makes some of them."""
+"""Kinds of question about pictures that are scored, and the pictures for them."""
 
 
 def held_out_questions(count: int, seed: int = 0) -> Iterator[tuple[PictureDialogue, random.Random]]:
     """`count` held-out questions of each skill and of "none", one in a dialogue, and the random numbers to draw their pictures with."""
-    for kind in (*SKILLS, "none"):
-        rng = random.Random(f"{seed}|{kind}")
+    for skill in (*SKILLS, "none"):
+        rng = random.Random(f"{seed}|{skill}")
         made = 0
         while made < count:
-            if kind == "none":
-                found = not_seen(rng)
-            else:
-                shown, questions = SKILLS[kind](rng)
-                questions = [question for question in questions if question.kind == kind]
-                if not questions:
-                    continue
-                found = _dialogue(rng, shown, [rng.choice(questions)])
-            if found.dialogue.held_out:
+            found = not_seen(rng) if skill == "none" else _held_out(rng, skill)
+            if found is not None and found.dialogue.held_out:
                 made += 1
-                yield found, random.Random(f"{seed}|{kind}|{made}")
+                yield found, random.Random(f"{seed}|{skill}|{made}")
+
+
+def _held_out(rng: random.Random, skill: str) -> PictureDialogue | None:
+    """A held-out question of a skill; None: what was drawn is not held out, or cannot be asked about in this way."""
+    shown = SKILLS[skill](rng)
+    if not is_held_out(_key(shown)):
+        return None
+    fitting = [question for question in ask(rng, shown) if question.kind == skill]
+    return _dialogue(rng, shown, fitting[:1]) if fitting else None
