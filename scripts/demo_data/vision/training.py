@@ -63,9 +63,11 @@ def batch_loss(weights: Weights, sizes: Sizes, batch: Batch, dtype: str = "bfloa
     segment_RT = jnp.cumsum(starts_RT, axis=1)
     pictures = encode_pictures(cast, sizes, batch.patches_VPC, batch.places_VP4, batch.segment_VP)
     hidden = text_hidden(cast, sizes, ids_RT, batch.positions_R3T, segment_RT, batch.source_RT, pictures)
-    scores_RTV = logits(cast, hidden[:, :-1])
-    next_RT = ids_RT[:, 1:]
-    wanted_RT = (((tokens_RT & TRAINED) != 0) & ~starts_RT)[:, 1:]
+    scores_RTV = logits(cast, hidden)
+    next_RT = jnp.roll(ids_RT, -1, axis=1)
+    wanted_RT = jnp.roll(
+        ((tokens_RT & TRAINED) != 0) & ~starts_RT, -1, axis=1
+    )  # the first token of a row always starts a document
     # Picked by comparing, not by indexing: the gradient of an index is a scatter, which a GPU does slowly.
     is_next = jnp.arange(sizes.vocab_size) == next_RT[..., None]
     losses = jax.nn.logsumexp(scores_RTV, axis=-1) - jnp.sum(jnp.where(is_next, scores_RTV, 0.0), axis=-1)
