@@ -13,10 +13,12 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.demo_data.vision import scoring
+from scripts.measuring.command_line import engine_option
 
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "jaxllm" / "data" / "demo_vision"
 
@@ -26,21 +28,26 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="a model directory; default: the one in jaxllm")
     parser.add_argument("--direct", action="store_true", help="without the engine")
-    parser.add_argument("--dtype", default="auto", help="the engine's option")
+    parser.add_argument(
+        "options", nargs="*", type=engine_option, metavar="name=value", help="engine options, e.g. dtype=float32"
+    )
     parser.add_argument("--questions", type=int, default=100, help="of each skill")
     parser.add_argument("--show-wrong", type=int, default=2, help="how many wrong answers of each skill to print")
     parser.add_argument("--minimum", type=float, default=0.0, help="exit with 1 if a smaller share of the answers is right")
     parser.add_argument("--json", type=Path, help="write the scores to this file as well")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.direct and arguments.options:
+        parser.error("--direct computes without the engine: leave out its options")
+    return arguments
 
 
-def answers_of_engine(model: Path, dtype: str, questions: list[scoring.Asked]) -> list[str]:
+def answers_of_engine(model: Path, options: dict[str, Any], questions: list[scoring.Asked]) -> list[str]:
     """Answers from `jaxllm.LLM`."""
     from PIL import Image
 
     from jaxllm import LLM, SamplingParams
 
-    llm = LLM(model=str(model), dtype=dtype, limit_mm_per_prompt={"image": 2})
+    llm = LLM(model=str(model), **options)
     prompts = [
         {"prompt": asked.prompt}
         | ({"multi_modal_data": {"image": [Image.fromarray(p) for p in asked.pictures]}} if asked.pictures else {})
@@ -72,7 +79,7 @@ def main() -> None:
     if arguments.direct:
         answers = answers_of_model(arguments.model, questions)
     else:
-        answers = answers_of_engine(arguments.model, arguments.dtype, questions)
+        answers = answers_of_engine(arguments.model, dict(arguments.options), questions)
     scores, text = scoring.score(questions, answers, arguments.show_wrong)
     print(text)
     print(f"answered in {time.monotonic() - begin:.1f} s")
