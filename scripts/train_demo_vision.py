@@ -29,8 +29,19 @@ from scripts.demo_data.vision.workers import working
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "jaxllm" / "data" / "demo_vision"
 ROW_TOKENS, ROW_PATCHES = 256, 400
 """The longest dialogues, and the largest picture, fit."""
-NARROW = Sizes(width=64, layers=2, heads=2, kv_heads=1, mlp_width=128, tower_width=64, tower_layers=2, tower_heads=2,
-               tower_mlp_width=128, head_width=64, rope_sections=(12, 10, 10))  # fmt: skip
+NARROW = Sizes(
+    width=64,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    mlp_width=128,
+    tower_width=64,
+    tower_layers=2,
+    tower_heads=2,
+    tower_mlp_width=128,
+    head_width=64,
+    rope_sections=(12, 10, 10),
+)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from scripts.demo_data import chat_tokenizer, packing
-from scripts.demo_data.vision import drawing, model_files, questions, rows, scenes, scoring
+from scripts.demo_data.vision import dialogues, drawing, model_files, questions, rows, scenes, scoring
+from scripts.demo_data.vision.dialogues import NO_PICTURE, PICTURE, SKILLS
 from scripts.demo_data.vision.model_files import IMAGE_PAD_ID
-from scripts.demo_data.vision.questions import NO_PICTURE, PICTURE, SKILLS
 
 SHAPE = rows.BatchShape(6, 256, 6, 400)
 
@@ -37,7 +37,7 @@ def the_thing(things, words: str):
 
 
 def test_the_same_seed_makes_the_same_dialogues_and_pictures():
-    first, second = (questions.seen(random.Random(3)) for _ in range(2))
+    first, second = (dialogues.seen(random.Random(3)) for _ in range(2))
     assert first == second
     drawn = [scene.draw(random.Random(4)) for scene in (*first.scenes, *second.scenes)]
     assert (drawn[0] == drawn[len(first.scenes)]).all()
@@ -46,7 +46,7 @@ def test_the_same_seed_makes_the_same_dialogues_and_pictures():
 def test_pictures_have_sizes_that_need_no_resizing():
     rng = random.Random(0)
     for _ in range(300):
-        for scene in questions.seen(rng).scenes:
+        for scene in dialogues.seen(rng).scenes:
             assert scene.width % scenes.CELL == scene.height % scenes.CELL == 0
             assert scenes.MIN_CELLS <= scenes.num_cells(scene) <= scenes.MAX_CELLS
 
@@ -149,8 +149,8 @@ def test_pairs_are_compared():
 
 def test_nothing_held_out_is_trained_on():
     rng = random.Random(0)
-    trained = {key for _ in range(1500) for key in questions.training_dialogue(rng).dialogue.keys}
-    made = [dialogue for dialogue, _ in questions.held_out_questions(4)]
+    trained = {key for _ in range(1500) for key in dialogues.training_dialogue(rng).dialogue.keys}
+    made = [dialogue for dialogue, _ in dialogues.held_out_questions(4)]
     held_out = {key for dialogue in made for key in dialogue.dialogue.keys}
     assert trained and not trained & held_out
     assert Counter(dialogue.dialogue.kind for dialogue in made) == dict.fromkeys((*SKILLS, "none"), 4)
@@ -204,7 +204,7 @@ def test_the_chat_template_writes_pictures_where_they_stand():
         content = [image, {"type": "text", "text": "How many circles?"}]
         expected = f"<|im_start|>user\n{PICTURE}How many circles?<|im_end|>\n<|im_start|>assistant\n"
         assert template.render(messages=[{"role": "user", "content": content}], add_generation_prompt=True) == expected
-    made = questions.seen(random.Random(1)).dialogue
+    made = dialogues.seen(random.Random(1)).dialogue
     assert template.render(messages=made.messages) == chat_tokenizer.render_dialogue(made)
 
 

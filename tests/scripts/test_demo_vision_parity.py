@@ -7,8 +7,8 @@ import pytest
 
 from scripts.demo_data.packing import TOKEN_MASK
 from scripts.demo_data.vision import model_files, rows, scenes
+from scripts.demo_data.vision.dialogues import PICTURE
 from scripts.demo_data.vision.model import init_weights, save_weights
-from scripts.demo_data.vision.questions import PICTURE
 from tests.helpers.demo_vision import NARROW, all_logits
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -49,12 +49,16 @@ def test_logits_equal_those_of_transformers(checkpoint, tokenizer):
     ids = (document.tokens & TOKEN_MASK).astype(np.int64)
     assert (ids == model.config.image_token_id).sum() == pictures["image_grid_thw"].prod(axis=1).sum() // 4
     with torch.no_grad():
-        expected = model(
-            input_ids=torch.tensor(ids[None]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            mm_token_type_ids=torch.tensor((ids == model.config.image_token_id)[None].astype(np.int32)),
-            pixel_values=torch.tensor(pictures["pixel_values"]),
-            image_grid_thw=torch.tensor(pictures["image_grid_thw"]),
-        ).logits[0].numpy()  # fmt: skip
+        expected = (
+            model(
+                input_ids=torch.tensor(ids[None]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                mm_token_type_ids=torch.tensor((ids == model.config.image_token_id)[None].astype(np.int32)),
+                pixel_values=torch.tensor(pictures["pixel_values"]),
+                image_grid_thw=torch.tensor(pictures["image_grid_thw"]),
+            )
+            .logits[0]
+            .numpy()
+        )
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(all_logits(weights, document), expected, atol=1e-4)

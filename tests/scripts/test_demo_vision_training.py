@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scripts.demo_data.packing import TRAINED
-from scripts.demo_data.vision import model_files, optimizer, questions, rows, scoring
+from scripts.demo_data.vision import dialogues, model_files, optimizer, rows, scoring
 from scripts.demo_data.vision.model import PATCHES, init_weights, load_weights, place_embeddings, save_weights, weight_shapes
 from scripts.demo_data.vision.model_files import Sizes
 from scripts.demo_data.vision.training import Recipe
@@ -79,7 +79,7 @@ def test_answers_with_pictures_are_those_of_the_whole_computation(tokenizer):
     from scripts.demo_data.vision.answers import Answerer
 
     weights = _weights()
-    some = [scoring.ask(*entry) for entry in questions.held_out_questions(1)][-4:]
+    some = [scoring.ask(*entry) for entry in dialogues.held_out_questions(1)][-4:]
     answers = Answerer(weights, NARROW, tokenizer, "float32", 4).token_ids(some)
     documents = rows.Documents(tokenizer)
     for asked, answer in zip(some, answers, strict=True):
@@ -95,7 +95,7 @@ def test_pictures_and_dialogues_in_a_row_do_not_see_each_other(tokenizer):
 
     weights = _weights()
     rng = random.Random(0)
-    documents = rows.Documents(tokenizer).of([questions.seen(rng, 2) for _ in range(8)], rng)
+    documents = rows.Documents(tokenizer).of([dialogues.seen(rng, 2) for _ in range(8)], rng)
     first, second = sorted(documents, key=lambda document: len(document.tokens))[:2]
 
     def loss(*some) -> tuple[float, int]:

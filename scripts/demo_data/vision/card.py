@@ -23,7 +23,7 @@ pictures work. It looks at simple drawings and is not a useful assistant: photog
 ## Training
 
 Only on drawn pictures and generated dialogues (`scripts/demo_data/vision`); nothing was downloaded. Pictures have random sizes,
-backgrounds, noise, blur and compression; the loss is on answers alone. What is held out is decided by a hash of a picture's content.
+backgrounds, noise, blur and compression; the loss is on answers alone. A hash of a picture's content decides whether it is held out.
 
     python scripts/train_demo_vision.py      # {made}
 

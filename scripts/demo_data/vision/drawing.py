@@ -175,7 +175,7 @@ def num_fonts() -> int:
 
 @functools.cache
 def _noise() -> np.ndarray:
-    """Int16 [512, 512, 3] of a normal distribution of deviation 1/16, times 256: shared by all pictures, which cut pieces out of it."""
+    """Int16 [512, 512, 3], normal with deviation 16: pictures cut pieces out of it."""
     return np.round(np.random.default_rng(0).normal(0, 16, (512, 512, 3))).astype(np.int16)
 
 

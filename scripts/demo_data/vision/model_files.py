@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from .. import chat_tokenizer
 from ..chat_tokenizer import END_OF_TEXT_ID, STOP_IDS
-from .questions import IMAGE_PAD, PICTURE, training_dialogue
+from .dialogues import IMAGE_PAD, PICTURE, training_dialogue
 from .scenes import CELL, MAX_CELLS, MIN_CELLS
 
 VISION_START, VISION_END, VIDEO_PAD = "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from ..chat_tokenizer import TURN_END, TURN_START, render_dialogue
 from ..packing import STARTS, TOKEN_MASK, flag_dialogues
+from .dialogues import PictureDialogue, training_dialogue
 from .model_files import IMAGE_PAD_ID
-from .questions import PictureDialogue, training_dialogue
 from .scenes import CELL
 
 PATCH = CELL // 2
@@ -109,7 +109,7 @@ def to_patches(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def mrope_positions(ids: np.ndarray, grids: Sequence[tuple[int, int]]) -> np.ndarray:
     """Time, row and column [3, T] of the tokens of a prompt with pictures of these heights and widths, in embeddings.
 
-    Text advances all three. A picture at position s is at time s, rows s …, columns s …; what follows it goes on behind the largest.
+    Text advances all three. A picture at position s has time s, rows and columns from s; what follows goes on behind the largest.
     """
     positions = np.empty((3, len(ids)), np.int16)
     at = now = 0

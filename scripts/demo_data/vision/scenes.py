@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from PIL import ImageDraw
 
-from ..words import PLAIN_WORDS, first_name
+from ..words import PLAIN_WORDS, SIGNS, first_name
 from .drawing import COLOURS, SHAPES, Thing, canvas, draw_thing, font, num_fonts, shade, spoil
 
 CELL = 32
@@ -18,9 +18,6 @@ MIN_CELLS, MAX_CELLS = 16, 100
 _LETTERS, _DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
 _CLEAR = "ABCDEFGHJKLMNPQRTUVWXY346789"
 """Signs that look like no other, for texts that mix letters and digits."""
-_SHORT_WORDS = ("OPEN", "STOP", "EXIT", "PUSH", "PULL", "HELLO", "SALE", "TAXI", "HOTEL", "CAFE", "YES", "NO", "OK", "HOME", "BUS",
-                "NEW", "FREE", "RADIO", "WATER", "HOUSE", "TABLE", "MUSIC", "GARDEN", "WINDOW", "SUMMER", "WINTER", "JAX", "GPU",
-                "TRAIN", "PARK", "BANK", "SHOP", "LEFT", "RIGHT", "START", "END", "PAUSE", "PLAY", "MENU", "HELP")  # fmt: skip
 
 
 class Scene(Protocol):
@@ -142,7 +139,7 @@ def word(rng: random.Random) -> str:
         return "".join(rng.choice(_CLEAR) for _ in range(rng.randint(2, 6)))
     chosen = ""
     while not 2 <= len(chosen) <= 6:
-        chosen = rng.choice((rng.choice(_SHORT_WORDS), rng.choice(PLAIN_WORDS), first_name(rng)))
+        chosen = rng.choice((rng.choice(SIGNS), rng.choice(PLAIN_WORDS), first_name(rng)))
     form = rng.random()
     return chosen.upper() if form < 0.5 else chosen.capitalize() if form < 0.8 else chosen.lower()
 

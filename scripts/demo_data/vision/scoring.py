@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..chat_tokenizer import render_question
-from .questions import PictureDialogue, held_out_questions
+from .dialogues import PictureDialogue, held_out_questions
 
 MAX_ANSWER_TOKENS = 96
 """Enough for six shapes as JSON."""

@@ -181,8 +181,8 @@ class Trainer:
         jax.block_until_ready(self.weights)
         tokens, patches = workers.filled
         report(
-            f"trained {step} steps, {workers.num_taken} batches (tokens {100 * tokens:.0f} % and patches {100 * patches:.0f} % full) "
-            f"in {time.monotonic() - begin:.0f} s"
+            f"trained {step} steps in {time.monotonic() - begin:.0f} s on {workers.num_taken} batches, "
+            f"{100 * tokens:.0f} % full of tokens and {100 * patches:.0f} % of patches"
         )
 
 
