@@ -8,6 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxllm.media import Media, MediaOptions, payload
+from jaxllm.media.processor import make_processor
+from jaxllm.model_parts import Vision
 from scripts.demo_data import chat_tokenizer, packing
 from scripts.demo_data.vision import dialogues, drawing, model_files, questions, rows, scenes, scoring
 from scripts.demo_data.vision.dialogues import NO_PICTURE, PICTURE, SKILLS
@@ -165,6 +168,19 @@ def test_patches_stand_in_merge_order():
     for patch, (row, column, height, width) in zip(patches, places, strict=True):
         expected = pixels[16 * row : 16 * row + 16, 16 * column : 16 * column + 16].transpose(2, 0, 1)
         assert (patch == expected.reshape(-1)).all() and (height, width) == (4, 6)
+
+
+def test_the_engine_prepares_pictures_as_they_are_trained_on(tokenizer, tmp_path):
+    model_files.write_model_files(tmp_path, model_files.Sizes(), tokenizer)
+    vision = Vision("qwen3_vl", IMAGE_PAD_ID, 16, 2, 128, 4, 2, 384, 256, temporal_patch_size=2, position_grid=16)
+    processor = make_processor(tmp_path, vision, MediaOptions())
+    rng = random.Random(0)
+    for width, height in ((128, 128), (96, 192), (320, 320), (512, 192)):
+        pixels = scenes.Text(width, height, "7", "red", "7").draw(rng)
+        processed = processor.process(Media("image", pixels))
+        patches, _ = rows.to_patches(pixels)
+        assert processed.grid == (1, height // scenes.CELL, width // scenes.CELL)
+        assert (payload.unpack(processed.payload)[1] == patches).all()
 
 
 def test_positions_of_a_picture_count_rows_and_columns_and_the_text_goes_on_behind_the_largest():
