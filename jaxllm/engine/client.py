@@ -43,7 +43,7 @@ from jaxllm.engine.sockets import ENGINE_SOCKET, FROZEN_SECONDS, MAX_QUEUED_MESS
 from jaxllm.errors import EngineDeadError, EngineError
 from jaxllm.log import logger
 from jaxllm.progress import Progress
-from jaxllm.request import EngineCoreRequest
+from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.scheduler_stats import SchedulerStats
 
 HELLO_SECONDS = 0.25
@@ -102,7 +102,7 @@ class EngineClient:
         """When the latest message arrived, or until when this process itself did not run."""
         self._ticked = math.inf
         self._was_stalled = False
-        self._latest_id, self._latest_items = "", ()  # of the latest request that was sent with its items
+        self._latest_id, self._latest_items = "", tuple[PromptItem, ...]()  # of the latest request that was sent with its items
         self._process: int | None = None
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

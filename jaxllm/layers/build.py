@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.linear import Linear
+from jaxllm.layers.parameters import parameters
 from jaxllm.layers.vision import VisionTower
 from jaxllm.model_config import ModelConfig
 
@@ -36,7 +37,8 @@ def take_formats(config: ModelConfig, blocks: nnx.Module) -> None:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Values in the checkpoint: copies of KV heads, padding and scales not counted, a tied head counted once."""
+    """Values in the checkpoint, of an encoder of images too: copies of KV heads, padding and scales not counted, a tied head and the frames
+    of a patch counted once."""
     plain = dataclasses.replace(config.as_stored(), formats=())
     return sum(math.prod(leaf.shape) for leaf in _leaves(plain))
 
@@ -46,5 +48,8 @@ def weight_bytes(config: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in _leaves(config.as_stored()))
 
 
-def _leaves(config: ModelConfig):  # type: ignore[no-untyped-def]
-    return [variable for _, variable in nnx.to_flat_state(nnx.state(build_model(config)))]
+def _leaves(config: ModelConfig) -> list[nnx.Variable]:
+    models: list[nnx.Module] = [build_model(config)]
+    if config.vision is not None and config.vision.encoder is not None:
+        models.append(build_tower(config))
+    return [variable for model in models for _, variable in parameters(model)]

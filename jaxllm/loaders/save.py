@@ -1,5 +1,6 @@
 """Writes a model as a Hugging Face checkpoint that transformers, and everything that reads its format, can load."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,17 +17,23 @@ from jaxllm.model_config import ModelConfig
 
 
 def save_safetensors(
-    config: ModelConfig, state: nnx.State, directory: Path, described: Mapping[str, Any], *, dtype: str | None = None
+    config: ModelConfig,
+    state: nnx.State,
+    directory: Path,
+    described: Mapping[str, Any],
+    *,
+    dtype: str | None = None,
+    tower: nnx.State | None = None,
 ) -> None:
     """Write config.json and model.safetensors. `dtype` is that of the file, but for fp8 weights; default: `config.dtype`.
 
     `config` must be for one device (`ModelConfig.as_stored`), as the state's arrays must be. `described` is the config.json that it
-    was read from.
+    was read from. tower: of the encoder of images, if the model has one.
     """
     assert config == config.as_stored(), "save the weights as trained on one device"
     stored_dtype = jnp.dtype(dtype or config.dtype)
     tensors: dict[str, np.ndarray] = {}
-    for _, variable in parameters(state):
+    for _, variable in itertools.chain(parameters(state), parameters(tower) if tower is not None else ()):
         format, part = variable.get_metadata("format"), variable.get_metadata("part")
         source_of(variable).write(format.saved(part, variable[...], stored_dtype), tensors)
     directory.mkdir(parents=True, exist_ok=True)

@@ -64,10 +64,12 @@ def load_tower(
 ) -> nnx.State:
     """The encoder's state with every array on its devices. Raises ModelLoadError."""
     if load_format == "orbax" or (load_format == "auto" and orbax.is_checkpoint(directory)):
-        raise ModelLoadError(
-            f"{directory} holds a converted text model, without its encoder of images; load the checkpoint that it was converted from, "
-            "or use --language-model-only"
-        )
+        if not orbax.has_encoder(directory):
+            raise ModelLoadError(
+                f"{directory} holds a converted text model, without its encoder of images; convert the model again, or use "
+                "--language-model-only"
+            )
+        return orbax.restore_tower(config, tower, directory, mesh, progress=progress)
     encoder = tower.vision.encoder
     assert encoder is not None
     return load_checkpoint(

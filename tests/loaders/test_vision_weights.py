@@ -1,6 +1,11 @@
 """The encoder of images as a part of an engine's weights."""
 
 import json
+import math
+import runpy
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,11 +14,12 @@ from flax import nnx
 
 from jaxllm.config import ModelOptions
 from jaxllm.errors import ModelLoadError
-from jaxllm.layers.build import build_model, build_tower
+from jaxllm.layers.build import build_model, build_tower, num_parameters, weight_bytes
 from jaxllm.layers.parameters import parameters
-from jaxllm.loaders import safetensors
+from jaxllm.loaders import orbax, safetensors
 from jaxllm.loaders.formats import open_checkpoint
 from jaxllm.loaders.load import check_weights, load_weights
+from jaxllm.loaders.save import save_safetensors
 from jaxllm.loaders.vision import load_tower, vision_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
@@ -21,6 +27,8 @@ from jaxllm.progress import SILENT
 from jaxllm.runner.weights import Weights
 from tests.helpers import pictures, vision_checkpoint
 from tests.helpers.slow import slow_except
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +136,33 @@ def test_values_of_the_text_part_count_where_the_whole_has_none(directory, tmp_p
     assert (config.dtype, config.eos_token_ids) == ("float16", (0,))
     (tmp_path / "config.json").write_text(json.dumps({**raw, "eos_token_id": [3]}))
     assert load_model_config(tmp_path).eos_token_ids == (3,)
+
+
+def test_a_converted_checkpoint_and_a_saved_one_keep_the_encoder(directory, tmp_path):
+    converted, saved = tmp_path / "converted", tmp_path / "saved"
+    runpy.run_path(str(SCRIPTS / "convert_checkpoint.py"))["convert"](directory, converted, "auto")
+    config, text, tower = pictures.load(directory)
+    save_safetensors(config, text, saved, json.loads((directory / "config.json").read_text()), tower=tower)
+    check_weights(load_model_config(saved), saved)
+    for found in (pictures.load(converted), pictures.load(saved)):
+        assert found[0] == config
+        jax.tree.map(np.testing.assert_array_equal, found[1:], (text, tower))
+    on_two = load_tower(config, build_tower(config), converted, mesh=make_mesh(2))
+    assert all(variable[...].sharding.is_fully_replicated for _, variable in parameters(on_two))
+    shutil.rmtree(converted / orbax.ENCODER)
+    with pytest.raises(ModelLoadError, match=r"encoder.orbax is truncated or corrupt; convert it again"):
+        pictures.load(converted)
+    (converted / f"{orbax.ENCODER}.json").unlink()
+    with pytest.raises(ModelLoadError, match="without its encoder of images; convert the model again, or use --language-model"):
+        pictures.load(converted)
+
+
+def test_the_size_of_a_model_counts_its_encoder(directory):
+    config = load_model_config(directory)
+    alone = replace(config, vision=None)
+    count = sum(math.prod(variable.shape) for _, variable in parameters(build_tower(config)))
+    assert num_parameters(config) - num_parameters(alone) == count
+    tensors = open_checkpoint(directory).entries
+    of_file = sum(math.prod(tensors[name].shape) for name in tensors if ".visual." in name)
+    assert of_file - count == 3 * 16 * 16 * 32, "a frame more"
+    assert weight_bytes(config) - weight_bytes(alone) == 4 * count
