@@ -288,7 +288,7 @@ def bomb(format: str, size: tuple[int, int] = (12000, 12000)) -> bytes:
     )
 
 
-def test_bad_images_cost_their_own_request_alone(client: httpx.Client, expected: str) -> None:
+def test_bad_images_cost_their_own_request_alone(client: httpx.Client, server: ServerProcess, expected: str) -> None:
     files = {
         **BAD_FILES,
         "GIF": bomb("GIF"),
@@ -314,6 +314,7 @@ def test_bad_images_cost_their_own_request_alone(client: httpx.Client, expected:
     assert "At most 8 image(s)" in refused(client, [small] * 400)
     assert "1001 entries" in refused(client, [small] * 1000)
     assert text_of(chat(client)) == expected
+    assert not re.search("Traceback|Warning|DecompressionBomb", server.log()), server.log()
 
 
 def test_images_of_odd_kinds_work(client: httpx.Client, expected: str) -> None:
