@@ -3,11 +3,12 @@
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from flax import nnx
 
@@ -16,13 +17,14 @@ from jaxllm.layers.dense_attention import dense_step
 from jaxllm.layers.vision import PatchIndices, patch_indices
 from jaxllm.loaders.load import load_weights
 from jaxllm.loaders.vision import load_tower
+from jaxllm.media.payload import pack
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Vision
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
-from jaxllm.request import PromptItem
+from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.rope_positions import rope_positions
-from tests.helpers import vision_checkpoint
+from tests.helpers import engines, vision_checkpoint
 from tests.helpers.goldens import FOLDER
 
 NAMES = tuple(sorted(path.parent.name for path in FOLDER.glob("*/pictures.json")))
@@ -180,3 +182,18 @@ def _logits(config: ModelConfig):
         return model.logits(model(step))
 
     return forward
+
+
+def requests(name: str, vision: Vision) -> list[EngineCoreRequest]:
+    """The prompts of a golden as an engine takes them, for all tokens of their answers."""
+    whole, found = golden(name), []
+    for number, result in enumerate(whole.results):
+        prepared = [patches(picture(*whole.pictures[i]), vision) for i in result.pictures]
+        token_ids, items = expanded(result.prompt, [grid for grid, _ in prepared], vision)
+        named = [
+            msgspec.structs.replace(item, payload=pack(*each), content_hash=bytes([i]))
+            for item, each, i in zip(items, prepared, result.pictures, strict=True)
+        ]
+        made = engines.request(f"{number}", token_ids, max_tokens=len(result.tokens), logprobs=0)
+        found.append(replace(made, items=tuple(named)))
+    return found

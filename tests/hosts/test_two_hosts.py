@@ -17,7 +17,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
-from tests.helpers import goldens, host_scenario, rank_scenario, stage_scenario
+from tests.helpers import goldens, host_scenario, image_scenario, pictures, rank_scenario, stage_scenario
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -118,6 +118,19 @@ def test_stages_on_two_hosts_compute_what_one_device_does(directory):
         for name, numbers in wanted.items():
             np.testing.assert_allclose(found[name], numbers, atol=1e-4, err_msg=name)
         assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"tensor_parallel_size": 2}, {"data_parallel_size": 2, "enable_expert_parallel": True}],
+    ids=["split layers", "a rank each"],
+)
+def test_images_on_two_hosts_are_those_of_one_device(tmp_path, layout):
+    pictures.write(image_scenario.NAME, tmp_path / "model")
+    wanted = [result.tokens for result in pictures.golden(image_scenario.NAME).results]
+    with two_hosts(image_scenario, tmp_path, num_devices=1, **layout) as hosts:
+        assert json.loads(line_of(hosts[0], tmp_path / "host0")) == [wanted, wanted, wanted, wanted[:1]]
+        assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in tmp_path.glob("host?")]
 
 
 @pytest.fixture(scope="module")

@@ -181,7 +181,10 @@ ZEROS = np.zeros((8, 6), np.float32)
     ("tensors", "message"),
     [
         ({}, "no tensor named"),
-        (pair("model.visual.blocks.0.attn.q_proj"), "it changes model.visual.blocks.0.attn.q_proj, which the model does not have"),
+        (
+            pair("model.visual.blocks.0.attn.q_proj"),
+            "it changes model.visual.blocks.0.attn.q_proj, which the model does not have",
+        ),
         (pair("model.layers.0.self_attn.o_proj"), "it changes model.layers.0.self_attn.o_proj, which the model does not have"),
         (
             pair("model.layers.7.self_attn.q_proj"),
