@@ -1,4 +1,4 @@
-"""The openai package: completions, chat, streams, tools, structured outputs, responses, embeddings, errors; sync and async."""
+"""The openai package: completions, chat, streams, tools, structured outputs, responses, embeddings, images, errors; sync and async."""
 
 import asyncio
 import json
@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 URL, MODEL, KEY = os.environ["URL"] + "/v1", os.environ["MODEL"], os.environ["KEY"]
 QUESTION = [{"role": "user", "content": "What is 27 + 15?"}]
+IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAACAAAAAgAQAAAABbAUdZAAAADElEQVR4nGNgGNwAAACgAAGwBmIYAAAAAElFTkSuQmCC"
 ADD = {
     "type": "function",
     "function": {
@@ -107,6 +108,28 @@ def check_embeddings() -> None:
     assert all(abs(a - b) < 1e-6 for a, b in zip(packed.data[1].embedding, plain.data[1].embedding, strict=True))
 
 
+def check_images() -> None:
+    """A model that sees images takes one, another refuses it."""
+    client = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
+    sees = "image" in (client.models.retrieve(MODEL).model_extra or {}).get("input_modalities", ())
+    of_chat = [{"type": "image_url", "image_url": {"url": IMAGE}}, {"type": "text", "text": "What is it?"}]
+    of_responses = [
+        {"type": "input_image", "image_url": IMAGE, "detail": "auto"},
+        {"type": "input_text", "text": "What is it?"},
+    ]
+    asked = {"model": MODEL, "temperature": 0}
+    for ask in (
+        lambda: client.chat.completions.create(**asked, messages=[{"role": "user", "content": of_chat}], max_tokens=4),
+        lambda: client.responses.create(**asked, input=[{"role": "user", "content": of_responses}], max_output_tokens=4),
+    ):
+        try:
+            answer = ask()
+        except openai.BadRequestError as error:
+            assert not sees and "takes text alone" in error.body["message"], error.body
+        else:
+            assert sees and answer.usage.total_tokens > 4
+
+
 def check_errors() -> None:
     client = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
     for fields, kind in (({"model": "nobody"}, openai.NotFoundError), ({"temperature": -9}, openai.BadRequestError)):
@@ -134,6 +157,7 @@ check_sync()
 check_tools_and_structure()
 check_responses()
 check_embeddings()
+check_images()
 check_errors()
 asyncio.run(check_async())
-print(f"openai {openai.__version__}: sync, async, streams, tools, parse, responses, embeddings, errors")
+print(f"openai {openai.__version__}: sync, async, streams, tools, parse, responses, embeddings, images, errors")
