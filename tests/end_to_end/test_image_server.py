@@ -262,10 +262,28 @@ def test_clients_that_leave_while_their_image_is_encoded(client: httpx.Client, s
     assert text_of(chat(client)) == expected
 
 
-def test_images_are_encoded_again_after_sleep(client: httpx.Client, expected: str) -> None:
-    assert client.post("/sleep?level=1").status_code == 200
+@pytest.mark.parametrize("level", [1, 2])
+def test_images_are_encoded_again_after_sleep(client: httpx.Client, expected: str, level: int) -> None:
+    """With weights that are copied back, and with weights that are read again."""
+    assert text_of(chat(client)) == expected
+    encoded_before = counter(client, "mm_encoder_patches_total")
+    assert client.post(f"/sleep?level={level}").status_code == 200
     assert client.post("/wake_up").status_code == 200
     assert text_of(chat(client)) == expected
+    assert counter(client, "mm_encoder_patches_total") > encoded_before, "the slab was lost"
+
+
+def test_conversations_with_images_become_vectors(client: httpx.Client) -> None:
+    def vector(file: bytes) -> np.ndarray:
+        parts = [image_of(file), {"type": "text", "text": TEXT}]
+        reply = client.post("/v1/embeddings", json={"model": "seer", "messages": [{"role": "user", "content": parts}]})
+        assert reply.status_code == 200, reply.text
+        return np.array(reply.json()["data"][0]["embedding"])
+
+    other = encoded(Image.fromarray(pictures.picture(6, 90, 130)))
+    found = vector(FILE)
+    np.testing.assert_allclose(found, vector(FILE), atol=1e-5)
+    assert np.abs(found - vector(other)).max() > 1e-3
 
 
 def refused(client: httpx.Client, parts: list[dict[str, Any]], status: int = 400) -> str:
