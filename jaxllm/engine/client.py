@@ -181,13 +181,18 @@ class EngineClient:
         return 0 if self.load is None else self.load.sleep_level
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Queue a request. Images that the one before has too, as another answer to its prompt, are not sent again. Raises EngineDeadError
-        or EngineError."""
+        """Queue a request. Raises EngineDeadError or EngineError. Images that the one before has too, another answer to the same prompt
+        that was added in the same turn of the event loop, are not sent again."""
         if request.items and request.items is self._latest_items:
             self._send(Add(self.name, dataclasses.replace(request, items=()), self._latest_id))
             return
         self._send(Add(self.name, request))
         self._latest_id, self._latest_items = request.request_id, request.items
+        if request.items:
+            self._loop.call_soon(self._forget_items)  # others free them once the answer begins
+
+    def _forget_items(self) -> None:
+        self._latest_items = ()
 
     def abort(self, request_ids: list[str]) -> None:
         self._send(Abort(self.name, request_ids))
