@@ -661,6 +661,7 @@ def test_answers_to_a_prompt_share_its_images_which_are_sent_once(shared: Served
 
     async def sent() -> list[bytes]:
         client = shared.client(6)
+        await client.ready()
         frames: list[bytes] = []
         monkeypatch.setattr(client, "_send", lambda message: frames.append(messages.encode(message)))
         for name, its in (("a", items), ("b", items), ("c", ()), ("d", items)):
