@@ -38,7 +38,7 @@ class Transformers:
     """A checkpoint with the processor of images that its files name."""
 
     def __init__(self, directory: Path, family: str):
-        import torch
+        torch = pytest.importorskip("torch")
         import transformers
 
         torch.set_grad_enabled(False)
