@@ -1,6 +1,5 @@
 """JAX-native checkpoints of converted models: restored straight into sharded arrays, without renaming or transposing."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.errors import ModelLoadError
-from jaxllm.files import read_json
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import axes_of, parameters, state_of
@@ -20,13 +18,12 @@ from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.axes import sharding
 
 WEIGHTS = "weights.orbax"
-TABLE = "weights.orbax.json"
-_FORMAT = 1
+"""The folder of the weights in a model directory."""
 
 
 def is_checkpoint(directory: Path) -> bool:
     """Whether `save` wrote into this directory."""
-    return (directory / TABLE).is_file()
+    return (directory / WEIGHTS).is_dir()  # orbax gives it this name once it is whole
 
 
 def save(config: ModelConfig, state: nnx.State, directory: Path) -> None:
@@ -41,10 +38,6 @@ def save(config: ModelConfig, state: nnx.State, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((directory / WEIGHTS).absolute(), arrays, force=True)
-    table = {name: {"shape": list(array.shape), "dtype": str(array.dtype)} for name, array in arrays.items()}
-    text = json.dumps({"format": _FORMAT, "architecture": config.architecture, "parameters": table}, indent=1)
-    # Last, so that an interrupted save does not look like a checkpoint.
-    (directory / TABLE).write_text(text + "\n", encoding="utf-8")
 
 
 def restore(
@@ -94,18 +87,16 @@ def restore(
 
 def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays that `save` wrote, by name."""
-    path = directory / TABLE
-    if not path.is_file():
-        raise ModelLoadError(f"{directory} has no {TABLE}: it is not an orbax checkpoint of this project")
-    table = read_json(path, error=ModelLoadError)
+    import orbax.checkpoint as ocp
+
+    if not is_checkpoint(directory):
+        raise ModelLoadError(f"{directory} has no {WEIGHTS}: it is not an orbax checkpoint of this project")
     try:
-        found = {name: tuple(fields["shape"]) for name, fields in table["parameters"].items()}
-        known = table["format"] == _FORMAT
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{path} is corrupt ({error!r}); convert the model again") from error
-    if not known:
-        raise ModelLoadError(f"{path} has format {table['format']}, this version reads {_FORMAT}; convert the model again")
-    return found
+        with ocp.StandardCheckpointer() as checkpointer:
+            arrays = checkpointer.metadata((directory / WEIGHTS).absolute()).item_metadata.tree
+        return {name: tuple(array.shape) for name, array in arrays.items()}
+    except Exception as error:  # orbax documents no exception types
+        raise ModelLoadError(f"{directory / WEIGHTS} is truncated or corrupt; convert it again ({error!r})") from error
 
 
 def _name(path: tuple[str | int, ...]) -> str:

@@ -75,13 +75,15 @@ def test_orbax_misfits_come_in_one_error(converted, tmp_path):
 
 def test_damaged_orbax_checkpoint_is_told(converted, tmp_path):
     directory = shutil.copytree(converted, tmp_path / "model")
-    shutil.rmtree(directory / orbax.WEIGHTS)
-    with pytest.raises(ModelLoadError, match="truncated or corrupt"):
+    weights = directory / orbax.WEIGHTS
+    for part in ("d", "ocdbt.process_0"):
+        shutil.rmtree(weights / part)
+    with pytest.raises(ModelLoadError, match="truncated or corrupt.*convert it again"):
         goldens.load(directory)
-    (directory / orbax.TABLE).write_text("{}")
-    with pytest.raises(ModelLoadError, match="corrupt.*convert the model again"):
+    (weights / "_METADATA").write_text("{}")
+    with pytest.raises(ModelLoadError, match="truncated or corrupt.*convert it again"):
         goldens.load(directory)
-    (directory / orbax.TABLE).unlink()
+    shutil.rmtree(weights)
     with pytest.raises(ModelLoadError, match="not an orbax checkpoint"):
         goldens.load(directory, load_format="orbax")
 
