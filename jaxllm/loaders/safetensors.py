@@ -4,16 +4,16 @@ Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape,
 """
 
 import itertools
-import json
 import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 import numpy as np
+from safetensors.numpy import save_file
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.files import open_regular
@@ -128,17 +128,6 @@ def _sharing(entries: Mapping[str, TensorEntry]) -> tuple[str, str] | None:
 
 
 def write(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a safetensors file. Arrays must be of a type in DTYPES, or bytes."""
-    codes = {dtype: code for code, dtype in NUMPY_TYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, array in tensors.items():
-        end = position + array.nbytes
-        header[name] = {"dtype": codes[array.dtype], "shape": list(array.shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins on a multiple of 8
-    with file.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        for array in tensors.values():
-            stream.write(np.ascontiguousarray(array).tobytes())
+    """Write a safetensors file."""
+    contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    save_file(contiguous, file, {"format": "pt"})

@@ -33,7 +33,7 @@ def save_safetensors(
     text = json.dumps(_config_json(config, described, str(stored_dtype)), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     partial = directory / "model.safetensors.partial"
-    safetensors.write(partial, dict(sorted(tensors.items())))
+    safetensors.write(partial, tensors)
     partial.replace(directory / "model.safetensors")
 
 
