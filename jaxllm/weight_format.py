@@ -218,10 +218,6 @@ class WeightFormat:
         """A part without a checkpoint; weights have this deviation, or about the same."""
         return deviation * draw.normal()
 
-    def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
-        """A part as a checkpoint holds it, in which plain weights have this type."""
-        return np.asarray(array).astype(dtype)
-
     def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
         """The quantization_config of a saved model, which was read with this one; None: it needs none for this format."""
         return None

@@ -12,6 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the weights only pass through; no accelerator is needed
 
 from jaxllm.errors import JaxLLMError
@@ -19,11 +20,11 @@ from jaxllm.hub import resolve_model
 from jaxllm.layers.build import build_model
 from jaxllm.loaders import orbax
 from jaxllm.loaders.load import load_weights
-from jaxllm.loaders.save import with_formats
 from jaxllm.model_config import DTYPES
 from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization_options import ONLINE
+from scripts.saving import with_formats
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")
 

@@ -15,10 +15,10 @@ from jaxllm.loaders import gguf as gguf_loader
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.gguf import READABLE
 from jaxllm.loaders.load import load_checkpoint, load_weights
-from jaxllm.loaders.save import save_safetensors
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.text.tokenizer import load_tokenizer
+from scripts.saving import save_safetensors
 from tests.helpers import goldens, tiny_tokenizers
 from tests.helpers.slow import slow_except
 

@@ -19,9 +19,9 @@ from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.layout import expand
 from jaxllm.loaders.load import load_checkpoint, loading_bytes
 from jaxllm.loaders.reader import Files, Reader
-from jaxllm.loaders.save import save_safetensors
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
+from scripts.saving import save_safetensors
 from tests.helpers import goldens
 from tests.helpers.slow import slow_except
 from tests.quantization.test_checkpoints import DYNAMIC, per_block, per_channel, write

@@ -14,10 +14,10 @@ from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.load import load_checkpoint, load_weights
 from jaxllm.loaders.safetensors import Checkpoint
-from jaxllm.loaders.save import save_safetensors
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
+from scripts.saving import save_safetensors
 from tests.helpers import goldens
 from tests.helpers.slow import slow_except
 

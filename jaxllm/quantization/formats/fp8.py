@@ -189,9 +189,6 @@ class Fp8(WeightFormat):
             draw.full(deviation / _DUMMY_DEVIATION, "float32") if part == "scale" else narrow(_DUMMY_DEVIATION * draw.normal())
         )
 
-    def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
-        return np.asarray(array)
-
     def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
         """Compressed-tensors with a scale per output channel."""
         if not self.computes:

@@ -28,9 +28,6 @@ class KVScales(WeightFormat):
     def transit_bytes(self, part: str) -> float | None:
         return 0
 
-    def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
-        return np.asarray(array)
-
 
 def _scale(files: Files, tensor: Tensor) -> np.ndarray:
     """The scale of keys or of values, float32 [1], under any of the names that writers give it."""

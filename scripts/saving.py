@@ -13,22 +13,24 @@ from jaxllm.errors import JaxLLMError
 from jaxllm.layers.parameters import parameters, source_of
 from jaxllm.loaders import safetensors
 from jaxllm.model_config import ModelConfig
+from jaxllm.weight_format import PLAIN
 
 
 def save_safetensors(
     config: ModelConfig, state: nnx.State, directory: Path, described: Mapping[str, Any], *, dtype: str | None = None
 ) -> None:
-    """Write config.json and model.safetensors. `dtype` is that of the file, but for fp8 weights; default: `config.dtype`.
+    """Write config.json and model.safetensors. `dtype` is that of plain weights in the file; default: `config.dtype`.
 
-    `config` must be for one device (`ModelConfig.as_stored`), as the state's arrays must be. `described` is the config.json that it
-    was read from.
+    `config` must be for one device (`ModelConfig.as_stored`), as the state's arrays must be, without experts in 4 bits. `described` is
+    the config.json that it was read from.
     """
-    assert config == config.as_stored(), "save the weights as trained on one device"
+    assert config == config.as_stored() and not config.has_packed_experts, "save the weights as trained on one device"
     stored_dtype = jnp.dtype(dtype or config.dtype)
     tensors: dict[str, np.ndarray] = {}
     for _, variable in parameters(state):
-        format, part = variable.get_metadata("format"), variable.get_metadata("part")
-        source_of(variable).write(format.saved(part, variable[...], stored_dtype), tensors)
+        array = np.asarray(variable[...])
+        is_plain = variable.get_metadata("format") == PLAIN
+        source_of(variable).write(array.astype(stored_dtype) if is_plain else array, tensors)
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_config_json(config, described, str(stored_dtype)), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
