@@ -11,10 +11,10 @@ from jaxllm.errors import JaxLLMError, ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.layers.parameters import parameters
 from jaxllm.loaders import orbax
-from jaxllm.loaders.dummy import init_params
 from jaxllm.loaders.load import load_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
+from scripts.demo_data.initial_weights import init_params
 from tests.helpers import goldens
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
