@@ -85,7 +85,7 @@ class Files(Protocol):
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """The tensors by name; empty before there is a checkpoint."""
+        """The tensors by name."""
 
     def stored(self, tensor: Tensor, index: Index) -> np.ndarray:
         """A part of a tensor as the file has it."""
@@ -209,10 +209,6 @@ class WeightFormat:
     def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
         """A part of a tensor that needs others to be read (`beside`), as plain numbers."""
         raise NotImplementedError
-
-    def transit_bytes(self, part: str) -> float | None:
-        """Bytes of a stored value on its way through the host; 0: negligible, None: as in the model's type."""
-        return None
 
     def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
         """A part without a checkpoint; weights have this deviation, or about the same."""

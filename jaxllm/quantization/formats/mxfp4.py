@@ -164,9 +164,6 @@ class Mxfp4(WeightFormat):
                 f"scales up to 2^{LARGEST_EXPONENT - _BIAS}; use --dequantize"
             )
 
-    def transit_bytes(self, part: str) -> float | None:
-        return (BLOCK // 2 + 1) / BLOCK if part == WHOLE else 1
-
     def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
         """Weights have a deviation of 0.023."""
         if part == WHOLE:
