@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face checkpoint that transformers, and everything that reads its format, can load."""
+"""Writes models: as Hugging Face checkpoints that transformers, and everything that reads their format, can load; for orbax."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxllm.errors import JaxLLMError
 from jaxllm.layers.parameters import parameters, source_of
-from jaxllm.loaders import safetensors
+from jaxllm.loaders import orbax, safetensors
 from jaxllm.model_config import ModelConfig
 from jaxllm.weight_format import PLAIN
 
@@ -37,6 +37,20 @@ def save_safetensors(
     partial = directory / "model.safetensors.partial"
     safetensors.write(partial, tensors)
     partial.replace(directory / "model.safetensors")
+
+
+def save_orbax(config: ModelConfig, state: nnx.State, directory: Path) -> None:
+    """Write the weights into a model directory as `jaxllm.loaders.orbax` restores them.
+
+    `config` is the one that the state's model was built with; it must be for one device (`ModelConfig.as_stored`).
+    """
+    import orbax.checkpoint as ocp
+
+    assert config == config.as_stored(), "save the weights as loaded for one device"
+    arrays = {orbax.name_of(path): variable[...] for path, variable in parameters(state)}
+    directory.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((directory / orbax.WEIGHTS).absolute(), arrays, force=True)
 
 
 def _config_json(config: ModelConfig, described: Mapping[str, Any], dtype: str) -> dict[str, Any]:

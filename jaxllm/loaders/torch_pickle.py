@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
 from jaxllm.errors import shortened
 from jaxllm.loaders.checkpoint import MAX_DIMS, MAX_NAME
 
@@ -26,19 +29,11 @@ _MAX_INTEGER_BITS = 64
 _MAX_ARGUMENTS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class StorageType:
-    """A type of values, by safetensors' name."""
-
-    dtype: str
-    itemsize: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
     """Values that tensors are views of: a member of the archive."""
 
-    type: StorageType
+    dtype: np.dtype
     key: str
 
 
@@ -174,10 +169,10 @@ def _set_items(target: dict[str, Any], values: list[Any]) -> None:
 
 
 def _storage(saved_id: Any) -> Storage:
-    kind, storage_type, key, *_ = _typed(tuple, saved_id)
-    if _typed(str, kind) != "storage" or not isinstance(storage_type, StorageType):
+    kind, dtype, key, *_ = _typed(tuple, saved_id)
+    if _typed(str, kind) != "storage" or not isinstance(dtype, np.dtype):
         raise TypeError
-    return Storage(storage_type, _typed(str, key))
+    return Storage(dtype, _typed(str, key))
 
 
 def _named(name: str) -> Any:
@@ -208,19 +203,19 @@ def _new_dictionary() -> dict[str, Any]:
     return {}
 
 
-_NAMES: Mapping[str, Callable[..., Any] | StorageType] = {
+_NAMES: Mapping[str, Callable[..., Any] | np.dtype] = {
     "collections OrderedDict": _new_dictionary,
     "torch._utils _rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils _rebuild_parameter": _rebuild_parameter,
-    "torch BFloat16Storage": StorageType("BF16", 2),
-    "torch HalfStorage": StorageType("F16", 2),
-    "torch FloatStorage": StorageType("F32", 4),
-    "torch DoubleStorage": StorageType("F64", 8),
-    "torch LongStorage": StorageType("I64", 8),
-    "torch IntStorage": StorageType("I32", 4),
-    "torch ShortStorage": StorageType("I16", 2),
-    "torch CharStorage": StorageType("I8", 1),
-    "torch ByteStorage": StorageType("U8", 1),
-    "torch BoolStorage": StorageType("BOOL", 1),
+    "torch BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "torch HalfStorage": np.dtype(np.float16),
+    "torch FloatStorage": np.dtype(np.float32),
+    "torch DoubleStorage": np.dtype(np.float64),
+    "torch LongStorage": np.dtype(np.int64),
+    "torch IntStorage": np.dtype(np.int32),
+    "torch ShortStorage": np.dtype(np.int16),
+    "torch CharStorage": np.dtype(np.int8),
+    "torch ByteStorage": np.dtype(np.uint8),
+    "torch BoolStorage": np.dtype(np.bool_),
 }
 """Modules and names that a file may use, and their substitutes here: nothing of PyTorch, and nothing else, is ever called."""

@@ -20,6 +20,7 @@ from jaxllm.loaders.load import load_checkpoint, load_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
+from scripts.saving import save_orbax
 from tests.helpers import goldens
 from tests.helpers.slow import slow_except
 
@@ -323,7 +324,7 @@ def test_converted_checkpoints_of_blocks_load_again(tmp_path, quantization):
 
 def test_plain_orbax_weights_are_not_quantised_while_loading(tmp_path):
     config, state = load(goldens.FOLDER / "qwen3")
-    orbax.save(config, state, tmp_path)
+    save_orbax(config, state, tmp_path)
     shutil.copy(goldens.FOLDER / "qwen3" / "config.json", tmp_path)
     with pytest.raises(
         ModelLoadError, match=r"convert the original again with scripts/convert_checkpoint\.py --quantization fp8"
