@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors.numpy import save_file
 
 from jaxllm.errors import JaxLLMError
 from jaxllm.layers.parameters import parameters, source_of
-from jaxllm.loaders import orbax, safetensors
+from jaxllm.loaders import orbax
 from jaxllm.model_config import ModelConfig
 from jaxllm.weight_format import PLAIN
 
@@ -35,8 +36,14 @@ def save_safetensors(
     text = json.dumps(_config_json(config, described, str(stored_dtype)), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     partial = directory / "model.safetensors.partial"
-    safetensors.write(partial, tensors)
+    write_safetensors(partial, tensors)
     partial.replace(directory / "model.safetensors")
+
+
+def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write tensors by name."""
+    contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    save_file(contiguous, file, {"format": "pt"})
 
 
 def save_orbax(config: ModelConfig, state: nnx.State, directory: Path) -> None:

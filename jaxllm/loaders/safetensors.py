@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 import msgspec
-import numpy as np
-from safetensors.numpy import save_file
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.files import open_regular
@@ -125,9 +123,3 @@ def _sharing(entries: Mapping[str, TensorEntry]) -> tuple[str, str] | None:
     """Two tensors that share bytes, which no writer makes."""
     placed = sorted((entry.start, entry.start + entry.num_bytes, name) for name, entry in entries.items() if entry.num_bytes)
     return next(((name, after) for (_, end, name), (start, _, after) in itertools.pairwise(placed) if end > start), None)
-
-
-def write(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a safetensors file."""
-    contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    save_file(contiguous, file, {"format": "pt"})

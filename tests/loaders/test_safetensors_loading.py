@@ -11,13 +11,12 @@ from flax import nnx
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.layers.parameters import axes_of, parameters
-from jaxllm.loaders import safetensors
 from jaxllm.loaders.load import load_checkpoint, load_weights
 from jaxllm.loaders.safetensors import Checkpoint
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
-from scripts.saving import save_safetensors
+from scripts.saving import save_safetensors, write_safetensors
 from tests.helpers import goldens
 from tests.helpers.slow import slow_except
 
@@ -38,7 +37,7 @@ def rewrite(directory, change):
     checkpoint = Checkpoint(directory)
     tensors = {name: np.array(checkpoint.tensor(name)) for name in checkpoint.entries}
     change(tensors)
-    safetensors.write(directory / "model.safetensors", tensors)
+    write_safetensors(directory / "model.safetensors", tensors)
 
 
 def assert_equal(a: nnx.State, b: nnx.State):
@@ -87,7 +86,7 @@ def test_sharded_checkpoint_equals_the_single_file(directory, tmp_path):
     names = sorted(checkpoint.entries)
     files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
     for file, part in files.items():
-        safetensors.write(sharded / file, {name: checkpoint.tensor(name) for name in part})
+        write_safetensors(sharded / file, {name: checkpoint.tensor(name) for name in part})
     (sharded / "model.safetensors").unlink()
     index = {"weight_map": {name: file for file, part in files.items() for name in part}}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -110,7 +109,7 @@ def test_only_tensors_that_are_needed_are_touched(directory, monkeypatch, layers
     checkpoint = Checkpoint(directory)
     names = sorted(checkpoint.entries)
     for name in names:
-        safetensors.write(directory / f"{name}.safetensors", {name: checkpoint.tensor(name)})
+        write_safetensors(directory / f"{name}.safetensors", {name: checkpoint.tensor(name)})
     (directory / "model.safetensors").unlink()
     index = {"weight_map": {name: f"{name}.safetensors" for name in names}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -281,7 +280,7 @@ def test_written_files_can_be_read_by_the_safetensors_library(tmp_path):
         "b": np.ones(3, np.float16),
         "c": np.ones((2, 1), ml_dtypes.bfloat16),
     }
-    safetensors.write(tmp_path / "model.safetensors", tensors)
+    write_safetensors(tmp_path / "model.safetensors", tensors)
     read = library.load_file(tmp_path / "model.safetensors")
     for name, array in tensors.items():
         np.testing.assert_array_equal(np.asarray(read[name], np.float32), np.asarray(array, np.float32))

@@ -21,7 +21,6 @@ from jaxllm.engine import kernel_shapes
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import ConfigError, JaxLLMError, ModelLoadError
 from jaxllm.layers.build import build_model, num_parameters, weight_bytes
-from jaxllm.loaders import safetensors
 from jaxllm.loaders.load import load_weights
 from jaxllm.model_config import ModelConfig
 from jaxllm.models.load_config import load_model_config
@@ -29,6 +28,7 @@ from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization.formats.mxfp4 import Mxfp4
 from jaxllm.quantization.mxfp4 import widen
 from jaxllm.start_times import StartTimes
+from scripts.saving import write_safetensors
 from tests.helpers import engines, goldens
 from tests.helpers.slow import slow_except
 
@@ -109,7 +109,7 @@ def tensors_of() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str
 def write(directory: Path, tensors: dict[str, np.ndarray], **config: object) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG | config))
-    safetensors.write(directory / "model.safetensors", tensors)
+    write_safetensors(directory / "model.safetensors", tensors)
     return directory
 
 
