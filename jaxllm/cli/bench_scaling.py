@@ -114,10 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             log_level="debug" if arguments.verbose else "info",
             hear=screen.hear,
         )
-        try:
-            experiment.run(results, plan.tensor_parallel_sizes, measure, output)
-        finally:
-            screen.clear()
+        experiment.run(results, plan.tensor_parallel_sizes, measure, output)
     return _finish(arguments, results, output)
 
 
