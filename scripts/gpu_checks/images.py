@@ -8,7 +8,9 @@ import contextlib
 import copy
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from jaxllm.runner.features.images.step import Images
 from scripts.gpu_checks import Outcome, kernels_in_use, left_out, skip
 from scripts.gpu_checks.logits import compare
 from scripts.gpu_checks.tensor_parallel_traffic import full_precision
+from scripts.kernels.compiling import first_line
 from scripts.measuring import seeing_models
 from tests.helpers import vision_checkpoint
 
@@ -46,18 +49,22 @@ TIE = 1e-3
 Prompt = dict[str, Any]
 
 
-def check(*, tiny: bool, deadline: float) -> Iterator[Outcome]:
-    """The encoders, then the engines; nothing begins after the deadline (`time.perf_counter`)."""
-    for name in list(ENCODERS)[: 1 if tiny else None]:
+def check(*, tiny: bool, deadline: float, share: tuple[int, int] = (0, 1)) -> Iterator[Outcome]:
+    """What this share (index, number of shares) has of encoders and engines; nothing begins after the deadline (`time.perf_counter`)."""
+    index, num_shares = share
+    checks = [
+        *((f"encoder of {name}", partial(_check_encoder, name)) for name in list(ENCODERS)[: 1 if tiny else None]),
+        *((name, partial(_check_engine, name)) for name in list(FAMILIES)[: 1 if tiny else None]),
+    ]
+    for title, run in checks[index::num_shares]:
         if time.perf_counter() > deadline:
-            yield left_out(f"images, encoder of {name}")
+            yield left_out(f"images, {title}")
             continue
-        yield from _check_encoder(name, tiny=tiny)
-    for name in list(FAMILIES)[: 1 if tiny else None]:
-        if time.perf_counter() > deadline:
-            yield left_out(f"images, {name}")
-            continue
-        yield from _check_engine(name, tiny=tiny)
+        try:
+            yield from run(tiny=tiny)
+        except Exception as problem:
+            traceback.print_exc()
+            yield Outcome(f"images, {title}", False, first_line(problem, limit=1000))
 
 
 def _check_encoder(name: str, *, tiny: bool) -> Iterator[Outcome]:

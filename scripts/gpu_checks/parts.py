@@ -66,7 +66,7 @@ def _outcomes(part: str, args: argparse.Namespace, until: float, done: Collectio
     elif part == "images":
         from scripts.gpu_checks import images
 
-        yield from images.check(tiny=args.tiny, deadline=until)
+        yield from images.check(tiny=args.tiny, deadline=until, share=args.share)
     elif part == "engine":
         from scripts.gpu_checks import engine
 
