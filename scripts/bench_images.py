@@ -307,10 +307,10 @@ class Bench:
         rows, num_output = self.sizes.rows, self.sizes.num_output
         title = f"{rows} requests, an image of {{}} x {{}} each, {num_output} output tokens".format(*self.sizes.medium)
         self._generate([self.image(self.sizes.medium) for _ in range(rows)], num_output)  # does not count
-        for told, prepared in (("", True), (", with preparing the pixels", False)):
+        for told, prepared in (("", True), (", from pixels", False)):
             seconds = self._generate([self.image(self.sizes.medium, prepared=prepared) for _ in range(rows)], num_output)
-            note = f"{rows / seconds:.1f} images/s, {seconds:.2f} s{told}"
-            self.note(title, rows * num_output / seconds, "tokens/s", note=note)
+            note = f"{rows / seconds:.1f} images/s, {seconds:.2f} s"
+            self.note(title + told, rows * num_output / seconds, "tokens/s", note=note)
 
     def _generate(self, prompts: Sequence[Prompt], num_output: int) -> float:
         """Seconds of requests that are given at once."""
