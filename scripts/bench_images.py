@@ -3,6 +3,7 @@
 usage: bench_images.py [MODEL_DIR] [--parts encode,between,…] [--seconds N] [--json FILE] [--markdown FILE] [engine options as name=value …]
 
 first     a request with an image of 1920 x 1080 on an engine that has just started: what it waits for its first token
+programs  wait until all programs are made, before all parts that follow, whether named or not
 encode    the program that encodes 256, 1024, 8160 (1920 x 1080) and 16384 patches alone, and its share of a large bf16 product's speed
 between   64 requests decode while four images of 1024 x 1024 arrive a second: time between tokens, against none and against texts
 together  64 requests with an image of 1024 x 1024 each, 128 output tokens, all given at once
@@ -193,13 +194,6 @@ class Bench:
         end_all(self.engine)
         return seconds
 
-    def all_programs(self) -> None:
-        """Wait until every program is made, so that no step waits for one or runs a larger one in its place."""
-        began = time.perf_counter()
-        self.engine.finish_compiling()
-        if (seconds := time.perf_counter() - began) > 0.5:
-            self.note(f"wait for all {len(self.core.runner.programs)} programs", seconds, "s")
-
     # Parts
 
     def first(self) -> None:
@@ -211,6 +205,11 @@ class Bench:
         note = f"{waited:.1f} s after the start, {compiled} programs compiled meanwhile"
         self.note(name.format("the engine's first request"), 1e3 * seconds, "ms", note=note)
         self.note(name.format("the second"), 1e3 * self.first_token(self.image(self.sizes.large)), "ms")
+
+    def programs(self) -> None:
+        began = time.perf_counter()
+        self.engine.finish_compiling()
+        self.note(f"wait for all {len(self.core.runner.programs)} programs", time.perf_counter() - began, "s")
 
     def encode(self) -> None:
         runner = self.core.runner
@@ -262,7 +261,6 @@ class Bench:
         return 1e3 * min(times[1:]), 1e3 * float(np.median(alone))
 
     def between(self) -> None:
-        self.all_programs()
         count = round(self.sizes.seconds * self.sizes.images_per_second)
         images = [self.image(self.sizes.medium) for _ in range(count + 4)]
         texts = [{"prompt_token_ids": self.ids(self.num_tokens(images[0]))} for _ in images]
@@ -303,7 +301,6 @@ class Bench:
         return np.array(found)
 
     def together(self) -> None:
-        self.all_programs()
         rows, num_output = self.sizes.rows, self.sizes.num_output
         title = f"{rows} requests, an image of {{}} x {{}} each, {num_output} output tokens".format(*self.sizes.medium)
         self._generate([self.image(self.sizes.medium) for _ in range(rows)], num_output)  # does not count
@@ -322,7 +319,6 @@ class Bench:
         return seconds
 
     def same(self) -> None:
-        self.all_programs()
         image, count = self.image(self.sizes.large), self.sizes.num_same
         beginning, length = image["prompt_token_ids"][:-32], self.num_tokens(image) - 32
         text = self.ids(length)
@@ -361,12 +357,11 @@ class Bench:
             self.note(f"prepare {size[0]} x {size[1]} from {name}, one core", core, "ms", 60, note=note)
 
     def text(self) -> None:
-        self.all_programs()
         seeing = self._texts()
         self.llm.shutdown()
         with tempfile.TemporaryDirectory() as directory:
             self.llm = self.start(seeing_models.write(Path(directory, "twin"), seeing_models.text_twin(self.config)))
-            self.all_programs()
+            self.programs()
             for name, ms_of_twin in self._texts().items():
                 title, note = (
                     f"text alone, {name}: speed against a model that sees no images",
@@ -401,7 +396,7 @@ def encode_flops(vision: Any, num_patches: int) -> float:
     return vision.num_layers * of_layer + (1 + vision.num_deepstack) * of_merger + num_patches * 6 * vision.patch_size**2 * D
 
 
-PARTS = ("first", "encode", "between", "together", "same", "prepare", "text")
+PARTS = ("first", "programs", "encode", "between", "together", "same", "prepare", "text")
 
 
 def main() -> None:
@@ -425,7 +420,7 @@ def main() -> None:
             Path(directory, "qwen3-vl"), seeing_models.tiny(config) if args.tiny else config
         )
         bench = Bench(args, model)
-        for part in (part for part in PARTS if part in args.parts):
+        for part in (part for part in PARTS if part in (*args.parts, "programs")):
             if time.monotonic() > began + args.seconds:
                 left_out.append(f"{part} (there was no time for it)")
                 continue

@@ -62,4 +62,4 @@ def test_every_part_finds_its_rows_with_toy_sizes(tmp_path, monkeypatch, capsys)
     assert rows["an image of 256 x 160 in 5 requests: encoded"].value == 1
     told = (tmp_path / "table.md").read_text()
     assert told in capsys.readouterr().out and told.count("\n| ") == len(rows) + 1
-    assert set(PARTS) == {"first", "encode", "between", "together", "same", "prepare", "text"}
+    assert set(PARTS) == {"first", "programs", "encode", "between", "together", "same", "prepare", "text"}
