@@ -402,23 +402,26 @@ PARTS = ("first", "programs", "encode", "between", "together", "same", "prepare"
 def main() -> None:
     """Measure the parts, the most important first; one that fails is told, and the others go on."""
     parser = script_parser(__doc__, 3)
-    parser.add_argument("model", type=Path, nargs="?", metavar="MODEL_DIR")
+    parser.add_argument("words", nargs="*", metavar="MODEL_DIR or name=value", help="a model, and engine options")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=420.0, help="no part begins after this")
     parser.add_argument("--part-seconds", type=float, default=150.0, help="a part that takes longer is ended")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, for a machine without a GPU")
     parser.add_argument("--json", type=Path, help="write all rows here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
-    parser.add_argument("options", nargs="*", type=engine_option, help="engine options, name=value")
     args = parser.parse_intermixed_args()
+    models = [word for word in args.words if "=" not in word]
+    args.options = [engine_option(word) for word in args.words if "=" in word]
+    if len(models) > 1:
+        parser.error(f"one model at a time, not {', '.join(models)}")
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"--parts {', '.join(sorted(unknown))} is unknown; there are {', '.join(PARTS)}")
     began, left_out = time.monotonic(), []
     with tempfile.TemporaryDirectory() as directory:
         config = seeing_models.QWEN3_VL_8B
-        model = args.model or seeing_models.write(
-            Path(directory, "qwen3-vl"), seeing_models.tiny(config) if args.tiny else config
-        )
+        model = Path(models[0]) if models else Path(directory, "qwen3-vl")
+        if not models:
+            seeing_models.write(model, seeing_models.tiny(config) if args.tiny else config)
         bench = Bench(args, model)
         for part in (part for part in PARTS if part in (*args.parts, "programs")):
             if time.monotonic() > began + args.seconds:
