@@ -12,19 +12,20 @@ import shutil
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the weights only pass through; no accelerator is needed
 
 from jaxllm.errors import JaxLLMError
 from jaxllm.hub import resolve_model
 from jaxllm.layers.build import build_model, build_tower
-from jaxllm.loaders import orbax
 from jaxllm.loaders.load import load_weights
-from jaxllm.loaders.save import with_formats
+from jaxllm.loaders.orbax import ENCODER
 from jaxllm.loaders.vision import load_tower
 from jaxllm.model_config import DTYPES
 from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization_options import ONLINE
+from scripts.saving import save_orbax, with_formats
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")
 
@@ -43,10 +44,10 @@ def convert(source: Path, output: Path, dtype: str, quantization: str | None = N
     config = load_model_config(source, dtype=dtype, on_gpu=True, quantization=quantization, dequantize=dequantize)
     mesh, load_format = make_mesh(1), "safetensors"
     state = load_weights(config, build_model(config), source, load_format=load_format, mesh=mesh, progress=show)
-    tower = None
     if config.vision is not None:
         tower = load_tower(config, build_tower(config), source, load_format=load_format, mesh=mesh, progress=show)
-    orbax.save(config, state, output, tower)
+        save_orbax(config, tower, output, ENCODER)
+    save_orbax(config, state, output)
     for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
         if not file.name.endswith(".index.json"):
             copy = output / file.relative_to(source)

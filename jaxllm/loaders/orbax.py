@@ -1,6 +1,8 @@
-"""JAX-native checkpoints of converted models: restored straight into sharded arrays, without renaming or transposing."""
+"""JAX-native checkpoints of converted models: restored straight into sharded arrays, without renaming or transposing.
 
-import json
+`scripts/convert_checkpoint.py` writes them, in the shapes for one device, so that every mesh size can restore them.
+"""
+
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.errors import ModelLoadError
-from jaxllm.files import read_json
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.layers.parameters import axes_of, parameters, state_of
+from jaxllm.layers.parameters import ParamPath, axes_of, parameters, state_of
 from jaxllm.layers.vision import VisionTower
 from jaxllm.loaders.layout import Progress, expand, raise_on_misfit, stored_sharding
 from jaxllm.model_config import ModelConfig
@@ -21,45 +22,19 @@ from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.axes import sharding
 
 WEIGHTS = "weights.orbax"
-TABLE = f"{WEIGHTS}.json"
+"""The folder of the weights in a model directory."""
 ENCODER = "encoder.orbax"
-"""The encoder of images, beside the weights of the text model."""
-_FORMAT = 1
+"""That of an encoder of images."""
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether `save` wrote into this directory."""
-    return (directory / TABLE).is_file()
+    """Whether a model directory has one."""
+    return (directory / WEIGHTS).is_dir()  # orbax gives it this name once it is whole
 
 
 def has_encoder(directory: Path) -> bool:
-    """Whether `save` wrote an encoder of images into this directory."""
-    return (directory / f"{ENCODER}.json").is_file()
-
-
-def save(config: ModelConfig, state: nnx.State, directory: Path, tower: nnx.State | None = None) -> None:
-    """Write the weights into a model directory, in the stored shapes, so that every mesh size can restore them.
-
-    `config` is the one that the state's model was built with; it must be for one device (`ModelConfig.as_stored`). tower: that of the
-    encoder of images.
-    """
-    assert config == config.as_stored(), "save the weights as loaded for one device"
-    if tower is not None:
-        _save(config, tower, directory, ENCODER)
-    # Last, so that an interrupted save does not look like a checkpoint.
-    _save(config, state, directory, WEIGHTS)
-
-
-def _save(config: ModelConfig, state: nnx.State, directory: Path, part: str) -> None:
-    import orbax.checkpoint as ocp
-
-    arrays = {_name(path): variable[...] for path, variable in parameters(state)}
-    directory.mkdir(parents=True, exist_ok=True)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((directory / part).absolute(), arrays, force=True)
-    table = {name: {"shape": list(array.shape), "dtype": str(array.dtype)} for name, array in arrays.items()}
-    text = json.dumps({"format": _FORMAT, "architecture": config.architecture, "parameters": table}, indent=1)
-    (directory / f"{part}.json").write_text(text + "\n", encoding="utf-8")
+    """Whether it has an encoder of images too."""
+    return (directory / ENCODER).is_dir()
 
 
 def restore(
@@ -73,7 +48,7 @@ def restore(
     found = _shapes(directory, WEIGHTS)
     # A head that is not needed is read and dropped.
     as_stored = replace(config.as_stored(), generates=config.generates or any(name.startswith("head.") for name in found))
-    stored = {_name(path): variable for path, variable in parameters(build_model(as_stored))}
+    stored = {name_of(path): variable for path, variable in parameters(build_model(as_stored))}
     if reason := next(filter(None, (format.unrestorable(found) for format in config.formats)), ""):
         raise ModelLoadError(f"{directory} {reason}")
     return _restore(config, model, directory, WEIGHTS, stored, mesh, progress)
@@ -83,7 +58,7 @@ def restore_tower(
     config: ModelConfig, tower: VisionTower, directory: Path, mesh: Mesh, *, progress: Progress | None = None
 ) -> nnx.State:
     """The state of the encoder of images, as `restore`."""
-    stored = {_name(path): variable for path, variable in parameters(tower)}
+    stored = {name_of(path): variable for path, variable in parameters(tower)}
     return _restore(config, tower, directory, ENCODER, stored, mesh, progress)
 
 
@@ -110,7 +85,7 @@ def _restore(
     options = {}
     if isinstance(model, CausalLM) and model.is_stage:
         options["partial_restore"] = True
-        wanted = {name: wanted[name] for name in (_name(path) for path, _ in parameters(model))}
+        wanted = {name: wanted[name] for name in (name_of(path) for path, _ in parameters(model))}
     arguments = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), **options)
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=largest_gb + 1)) as checkpointer:
@@ -122,7 +97,7 @@ def _restore(
         progress(total, total)
     placed = {}
     for path, variable in parameters(model):
-        array, axes, shape = arrays.pop(_name(path)), axes_of(variable), tuple(variable.shape)
+        array, axes, shape = arrays.pop(name_of(path)), axes_of(variable), tuple(variable.shape)
         if array.shape != shape:
             array = convert(expand, sharding(mesh, axes), array, axes=axes, shape=shape)
         placed[path] = array
@@ -130,20 +105,19 @@ def _restore(
 
 
 def _shapes(directory: Path, part: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the arrays that `save` wrote, by name."""
-    path = directory / f"{part}.json"
-    if not path.is_file():
-        raise ModelLoadError(f"{directory} has no {path.name}: it is not an orbax checkpoint of this project")
-    table = read_json(path, error=ModelLoadError)
+    """Shapes of the arrays, by name."""
+    import orbax.checkpoint as ocp
+
+    if not (directory / part).is_dir():
+        raise ModelLoadError(f"{directory} has no {part}: it is not an orbax checkpoint of this project")
     try:
-        found = {name: tuple(fields["shape"]) for name, fields in table["parameters"].items()}
-        known = table["format"] == _FORMAT
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{path} is corrupt ({error!r}); convert the model again") from error
-    if not known:
-        raise ModelLoadError(f"{path} has format {table['format']}, this version reads {_FORMAT}; convert the model again")
-    return found
+        with ocp.StandardCheckpointer() as checkpointer:
+            arrays = checkpointer.metadata((directory / part).absolute()).item_metadata.tree
+        return {name: tuple(array.shape) for name, array in arrays.items()}
+    except Exception as error:  # orbax documents no exception types
+        raise ModelLoadError(f"{directory / part} is truncated or corrupt; convert it again ({error!r})") from error
 
 
-def _name(path: tuple[str | int, ...]) -> str:
+def name_of(path: ParamPath) -> str:
+    """The name of a parameter's array."""
     return ".".join(map(str, path))
