@@ -8,6 +8,7 @@ from scripts.attacking import (  # noqa: F401
     files,
     health,
     hostile,
+    images,
     origins,
     places,
     processes,

@@ -35,7 +35,8 @@ class RehearsedServer:
         environment = {**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": str(tree), **host_environment(0)}
         if fault:
             environment["JAXLLM_FAULT"] = fault
-        command = [sys.executable, "-c", RUN, "serve", "demo", *FLAGS, "--port", str(self.port), *flags]
+        model = () if "--model" in flags else ("demo",)
+        command = [sys.executable, "-c", RUN, "serve", *model, *FLAGS, "--port", str(self.port), *flags]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=tree
