@@ -105,12 +105,18 @@ class Vision:
     deepstack_layers: tuple[int, ...] = ()
     """Layers of the encoder behind which further results are taken, each added to the tokens behind one more of the first text layers."""
     video_token_id: int | None = None
+    """The placeholder of one embedding of a video."""
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Mean of red, green and blue, in a range of 0 to 1, that the encoder subtracts: that of the family."""
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Deviation that it divides by."""
     encoder: VisionEncoder | None = None
     """Its layers."""
+
+    @property
+    def item_kinds(self) -> tuple[str, ...]:
+        """Kinds of items that prompts may have."""
+        return ("image", "video") if self.family == "qwen3_vl" else ("image",)
 
     @property
     def head_dim(self) -> int:
