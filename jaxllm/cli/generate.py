@@ -194,7 +194,7 @@ def _as_input(llm: "LLM", job: prompts.Prompt) -> Any:
         return {"prompt_token_ids": job.token_ids}
     if not job.images:
         return job.text
-    before = "".join(llm.llm_engine.input_processor.media.image_texts(len(job.images)))
+    before = "".join(llm.llm_engine.input_processor.media.placeholders(["image"] * len(job.images)))
     return {"prompt": f"{before}{job.text}", "multi_modal_data": {"image": list(job.images)}}
 
 

@@ -72,7 +72,7 @@ def test_the_order_of_images_is_that_of_the_parts(directory: Path) -> None:
 def test_the_placeholder_of_every_family_is_that_of_its_chats(family: str, tmp_path: Path) -> None:
     llm, core = seeing(write(tmp_path, family))
     llm.chat([{"role": "user", "content": [{"type": "image_pil", "image_pil": PICTURE}]}], ONE, use_tqdm=False)
-    (text,) = llm.llm_engine.input_processor.media.image_texts(1)
+    (text,) = llm.llm_engine.input_processor.media.placeholders(["image"])
     llm.generate({"prompt": text, "multi_modal_data": {"image": PICTURE}}, ONE, use_tqdm=False)
     ((chat,), (plain,)) = (request.items for request in core.requests)
     assert chat.content_hash == plain.content_hash and chat.num_tokens == plain.num_tokens and chat.position > plain.position

@@ -1,4 +1,7 @@
-"""Images, and time steps of videos, on their way to the device: which are encoded together, and where the tokens of prompts find their embeddings. NumPy only."""
+"""Images, and time steps of videos, on their way to the device: which are encoded together, and where tokens find their embeddings.
+
+NumPy only.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
