@@ -10,8 +10,8 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.media import ProcessedMedia
 from jaxllm.media.addresses import MediaReader, is_remote
 from jaxllm.request_options import placement
-from jaxllm.text.chat_media import MediaRef, split_media
-from jaxllm.text.prompt_media import DATA, KWARGS, A, by_kind
+from jaxllm.text.chat_media import A, MediaRef, split_media
+from jaxllm.text.prompt_media import DATA, KWARGS, by_kind
 from server.options import LimitOptions
 from server.request_bodies import BodyMemory
 

@@ -13,6 +13,7 @@ _OBJECT_TYPES = ("image_pil", "image")
 """Parts of scripts, with the image itself, or of `transformers`, also with its address."""
 _VIDEO_TYPES = ("video_url", "video")
 """Parts that are videos: with an address, as vLLM has them, and of scripts, with the frames themselves."""
+A = {"image": "an image", "video": "a video"}
 PARTS: Mapping[str, Mapping[str, str]] = {"image": {"type": "image"}, "video": {"type": "video"}}
 """What chat templates see of an item, by its kind."""
 
@@ -24,7 +25,7 @@ class MediaRef:
     kind: str
     """"image" or "video"."""
     source: Any
-    """An address (data:, http:, https:, file:), the bytes of a file, a Pillow image, an array, or frames; None: what was sent with this uuid."""
+    """An address (data:, http:, https:, file:), the bytes of a file, a Pillow image, an array, frames; None: what came with this uuid."""
     uuid: str | None
     """The caller's name of the content."""
     name: str

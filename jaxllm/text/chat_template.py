@@ -21,7 +21,7 @@ import jinja2.sandbox
 
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.log import logger
-from jaxllm.text.chat_media import PARTS
+from jaxllm.text.chat_media import PARTS, A
 
 if TYPE_CHECKING:
     from jaxllm.text.tokenizer import Tokenizer  # a process that only renders loads no tokenizers
@@ -245,7 +245,7 @@ class _ImageTexts:
                 continue
             if (text := next(self._texts, None)) is None:
                 raise InvalidRequestError(
-                    f"{where} has an image or a video, but the chat template and the model take text alone", "messages"
+                    f"{where} has {A[part['type']]}, but the chat template and the model take text alone", "messages"
                 )
             texts.insert(len(texts) if self._interleaved else num_images, text)
             num_images += 1

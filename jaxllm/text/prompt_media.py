@@ -12,6 +12,7 @@ from jaxllm.media import Media, MediaOptions, ProcessedMedia
 from jaxllm.metrics.buckets import PHASE_SECONDS
 from jaxllm.observations import Observations
 from jaxllm.request import PromptItem
+from jaxllm.text.chat_media import A
 
 if TYPE_CHECKING:
     from jaxllm.media.processor import MediaProcessor  # imports Pillow
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 KINDS = ("image", "video")
 DATA, UUIDS, KWARGS = KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 """Keys of a prompt, as vLLM has them."""
-A = {"image": "an image", "video": "a video"}
 MAX_THREADS = 4
 """Images prepared at once; each takes tens of milliseconds, mostly without the interpreter's lock."""
 
@@ -155,10 +155,13 @@ def processed_in(prompt: Any) -> list[ProcessedMedia] | None:
     data = prompt.get(DATA) if isinstance(prompt, Mapping) else None
     if not data:
         return []
-    items = [data.get(kind) or [] for kind in KINDS] if isinstance(data, Mapping) else [None]
-    if not all(isinstance(each, list) and all(isinstance(item, ProcessedMedia) for item in each) for each in items):
-        return None
-    return [item for each in items for item in each]
+    items: list[Any] = []
+    for kind in KINDS:
+        of_kind = data.get(kind) or [] if isinstance(data, Mapping) else None
+        if not isinstance(of_kind, list) or not all(isinstance(item, ProcessedMedia) for item in of_kind):
+            return None
+        items += of_kind
+    return items
 
 
 def _done(prompt: Any, images: "Sequence[Future[ProcessedMedia]]") -> Any:
