@@ -159,6 +159,7 @@ def _of_animation(data: bytes, name: str, options: MediaOptions) -> Clip:
     seconds, now = [], 0.0
     try:
         for each in ImageSequence.Iterator(image):
+            each.load()  # before it WebP does not say how long
             seconds.append(now)
             now += (each.info.get("duration") or 0) / 1000 or SECONDS_OF_A_STILL
     except Exception:  # readers of damaged files raise anything

@@ -119,6 +119,11 @@ class Vision:
         return ("image", "video") if self.family == "qwen3_vl" else ("image",)
 
     @property
+    def max_patch_values(self) -> int:
+        """Most values of pixels that a patch has: of one frame, or of all frames that a patch of a video has."""
+        return 3 * self.patch_size**2 * (self.temporal_patch_size if "video" in self.item_kinds else 1)
+
+    @property
     def head_dim(self) -> int:
         """Width of a head of the encoder's attention."""
         return self.hidden_size // self.num_heads

@@ -79,7 +79,7 @@ def _check_parallel(parallel: ParallelOptions, architecture: str) -> None:
 
 def _check_plans(config: EngineConfig, vision: Vision, sizes: EncoderSizes) -> None:
     """A plan brings the images that it encodes to every host."""
-    num_ranks, patch_bytes = config.parallel.num_ranks, 3 * vision.patch_size**2
+    num_ranks, patch_bytes = config.parallel.num_ranks, vision.max_patch_values
     num_bytes = num_ranks * sizes.max_encoded_patches * patch_bytes
     if config.parallel.nnodes > 1 and num_bytes > MAX_PLAN_BYTES // 2:
         most = MAX_PLAN_BYTES // 2 // (num_ranks * patch_bytes)
