@@ -72,14 +72,14 @@ class MediaReader:
             return thread.submit(asyncio.run, self.read(references)).result()
 
     async def _fetch(self, references: Sequence[Reference]) -> list[bytes]:
-        urls, names, kinds = zip(*((each.source, each.name, each.kind) for each in references), strict=True)
+        names, kinds = [each.name for each in references], [each.kind for each in references]
         if self._fetcher is None:
             raise InvalidRequestError(
                 f"{names[0]} is a URL; this server fetches none (--allowed-media-domains names hosts that it may ask); send the "
                 f"{'video as data:video' if kinds[0] == 'video' else 'picture as data:image'}/…;base64,…",
                 names[0],
             )
-        return await self._fetcher.fetch(urls, names, kinds)
+        return await self._fetcher.fetch([each.source for each in references], names, kinds)
 
     def _read_here(self, reference: Reference) -> Any:
         """What a reference names on this machine; None for http(s)."""
