@@ -17,8 +17,12 @@ ANIMATIONS = ("GIF", "PNG", "WEBP")
 """Formats of images that may have several frames."""
 CONTAINERS = {"mp4": "MP4 or MOV", "matroska": "WebM or Matroska"}
 """Formats of videos, by FFmpeg's names. Others are not tried: some name further files and addresses, which would then be read."""
+MAX_FRAMES = 1 << 18
+"""Of a file: more than an hour at 60 frames a second."""
 SECONDS_OF_A_STILL = 0.1
 """How long viewers show a frame of an animation that says nothing."""
+_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
+"""By the degrees to the left that a camera's file asks for."""
 ASKED_OF_FRAMES = ("fps", "frames_indices", "do_sample_frames")
 TOLD_OF_FRAMES = ("total_num_frames", "duration", "video_backend", "width", "height")
 """Keys of vLLM's metadata of frames; the second ones say nothing that the frames do not."""
@@ -60,6 +64,13 @@ def open_clip(data: Any, name: str, options: MediaOptions) -> Clip:
 
 
 _FRAME = (bytes, Image.Image, np.ndarray)
+
+
+def has_pictures(data: Any) -> bool:
+    """Whether a video comes as Pillow images, perhaps with metadata beside them."""
+    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Mapping):
+        data = data[0]
+    return isinstance(data, list | tuple) and any(isinstance(each, Image.Image) for each in data)
 
 
 def refuse(name: str, fault: str) -> NoReturn:
@@ -143,7 +154,9 @@ def _of_file(data: bytes, name: str, options: MediaOptions) -> Clip:
 
 
 def _check_work(width: int, height: int, count: int, name: str, options: MediaOptions) -> None:
-    """Refuse a file whose frames, which are all decoded, have too many pixels."""
+    """Refuse a file with too many frames, or whose frames, which are all decoded, have too many pixels."""
+    if count > MAX_FRAMES:
+        refuse(name, f"has {count} frames or more, must have at most {MAX_FRAMES}; send a shorter one")
     if (pixels := width * height * count) > options.mm_max_video_pixels:
         refuse(
             name,
@@ -154,14 +167,16 @@ def _check_work(width: int, height: int, count: int, name: str, options: MediaOp
 
 def _of_animation(data: bytes, name: str, options: MediaOptions) -> Clip:
     image = open_image(data, name, options)
-    count = getattr(image, "n_frames", 1)
-    _check_work(*image.size, count, name, options)
-    seconds, now = [], 0.0
+    seconds: list[float] = []
+    now = 0.0
     try:
         for each in ImageSequence.Iterator(image):
+            _check_work(*image.size, len(seconds) + 1, name, options)
             each.load()  # before it WebP does not say how long
             seconds.append(now)
             now += (each.info.get("duration") or 0) / 1000 or SECONDS_OF_A_STILL
+    except InvalidRequestError:
+        raise
     except Exception:  # readers of damaged files raise anything
         refuse(name, "is damaged or incomplete; send the whole file")
 
@@ -201,14 +216,16 @@ def _of_container(data: bytes, format: str, name: str, options: MediaOptions) ->
         with opened() as container:
             stream = container.streams.video[0]
             size, fps = (stream.codec_context.width, stream.codec_context.height), float(stream.average_rate or 0)
-            length = float(container.duration or 0) / av.time_base
-    except (av.FFmpegError, ValueError, OSError):
+            count = stream.frames or round(float(container.duration or 0) / av.time_base * fps)
+            check_size(*size, name, options)
+            _check_work(*size, count, name, options)
+            turn = next(container.decode(stream)).rotation % 360
+    except InvalidRequestError:
+        raise
+    except (av.FFmpegError, ValueError, OSError, StopIteration):
         damaged()
     if not 0 < fps < 1e6:
         damaged()
-    count = stream_frames if (stream_frames := stream.frames) else round(length * fps)
-    check_size(*size, name, options)
-    _check_work(*size, count, name, options)
 
     def read(wanted: Sequence[int]) -> Iterator[Image.Image]:
         chosen, found = iter(wanted), None
@@ -222,9 +239,12 @@ def _of_container(data: bytes, format: str, name: str, options: MediaOptions) ->
                         )
                     if place == number:
                         found = frame.to_image()
+                        found = found.transpose(_TURNS[turn]) if turn in _TURNS else found
                         yield found
                         if (number := next(chosen, None)) is None:
                             return
+        except InvalidRequestError:
+            raise
         except (av.FFmpegError, ValueError, OSError):
             damaged()
         # A header may count a few frames more than there are.
@@ -233,4 +253,5 @@ def _of_container(data: bytes, format: str, name: str, options: MediaOptions) ->
         for _ in (number, *chosen):
             yield found
 
-    return Clip(*size, [number / fps for number in range(count)], fps, False, read)
+    upright = size[::-1] if turn in (90, 270) else size
+    return Clip(*upright, [number / fps for number in range(count)], fps, False, read)

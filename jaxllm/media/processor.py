@@ -17,7 +17,7 @@ from PIL import Image
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.media import payload
 from jaxllm.media.cache import ProcessedCache
-from jaxllm.media.clips import open_clip
+from jaxllm.media.clips import has_pictures, open_clip
 from jaxllm.media.clips import refuse as refuse_video
 from jaxllm.media.expansion import expand
 from jaxllm.media.families import FAMILIES, Family
@@ -100,6 +100,13 @@ class MediaProcessor:
             return kept
         if media.data is None:
             refuse_video(media.name, "has a uuid and no content, and no video of that uuid is kept here; send its content")
+        # A script may give the same Pillow images to several prompts, which load them on first use.
+        with self._lock if has_pictures(media.data) else contextlib.nullcontext():
+            processed = self._prepare_video(video, media, content)
+        self.cache.put(content, processed)
+        return processed
+
+    def _prepare_video(self, video: QwenVideo, media: Media, content: bytes) -> ProcessedMedia:
         clip = open_clip(media.data, media.name, self.options)
         numbers = video.chosen(clip, media.name)
         size = video.resized(len(numbers), clip.width, clip.height)
@@ -111,8 +118,7 @@ class MediaProcessor:
                 f"has frames that make {rows * columns} patches, more than --mm-max-patches, {self.options.mm_max_patches}; crop them",
             )
         grid = (1, rows // merge, columns // merge)
-        with self._lock if isinstance(media.data, list | tuple) else contextlib.nullcontext():
-            patches = [payload.pack((1, rows, columns), step) for step in video.steps(clip.read(numbers), size)]
+        patches = [payload.pack((1, rows, columns), step) for step in video.steps(clip.read(numbers), size)]
         labels = video.labels([clip.seconds[number] for number in numbers])
         steps = tuple(
             ProcessedMedia(
@@ -125,16 +131,8 @@ class MediaProcessor:
             )
             for place, (each, label) in enumerate(zip(patches, labels, strict=True))
         )
-        processed = ProcessedMedia(
-            kind="video",
-            content_hash=content,
-            num_tokens=len(steps) * grid[1] * grid[2],
-            grid=(len(steps), *grid[1:]),
-            payload=b"",
-            steps=steps,
-        )
-        self.cache.put(content, processed)
-        return processed
+        num_tokens = len(steps) * grid[1] * grid[2]
+        return ProcessedMedia("video", content, num_tokens, (len(steps), *grid[1:]), payload=b"", steps=steps)
 
     def _video_parts(self, media: Media) -> Iterator[bytes]:
         """What the hash of a video covers: its uuid, or its file, or the pixels of its frames and their metadata."""
@@ -198,7 +196,8 @@ class MediaProcessor:
             )
         try:
             text = json.dumps(overrides, sort_keys=True)
-            self._family_of(text), self._video_of(text)
+            self._family_of(text)
+            self._video_of(text)
             return text
         except (ConfigError, TypeError, ValueError) as error:
             raise InvalidRequestError(str(error), "mm_processor_kwargs") from None
@@ -206,9 +205,8 @@ class MediaProcessor:
     def _make_family(self, overrides: str) -> Family:
         """By the JSON text of a request's mm_processor_kwargs. Raises ConfigError."""
         kind, given = FAMILIES[self.vision.family], self._given(overrides)
-        if kind.video is not None:
-            given.pop(VIDEOS, None)
-        settings = Settings(self._of_file, given, kind.options)
+        options = kind.options if kind.video is None else (*kind.options, VIDEOS)
+        settings = Settings(self._of_file, given, options)
         settings.check(kind.image_processors, kind.mean, kind.std, {name: getattr(self.vision, name) for name in kind.sizes})
         return kind.of(self.vision, settings, self.options.mm_max_patches, self._directory)
 

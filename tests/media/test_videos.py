@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from PIL import Image
 
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.media import Media, MediaOptions
+from jaxllm.media.clips import open_clip
 from jaxllm.media.payload import unpack
 from jaxllm.media.processor import MediaProcessor, make_processor
 from tests.helpers import videos
@@ -130,7 +132,7 @@ def test_files_of_videos_need_a_package(tmp_path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("format", "codec"), [("mp4", "mpeg4"), ("webm", "libvpx")])
-def test_files_of_videos(tmp_path, format: str, codec: str) -> None:
+def test_files_of_videos(tmp_path, format: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     av = pytest.importorskip("av")
     file = io.BytesIO()
     with av.open(file, "w", format=format) as container:
@@ -148,6 +150,11 @@ def test_files_of_videos(tmp_path, format: str, codec: str) -> None:
     for damaged in (file.getvalue()[: len(file.getvalue()) // 2], file.getvalue()[:40]):
         with pytest.raises(InvalidRequestError, match="is damaged, incomplete"):
             prepare.process(video(damaged))
+    monkeypatch.setattr("jaxllm.media.clips._TURNS", {0: Image.Transpose.ROTATE_90})
+    turned = processor(tmp_path).process(
+        video([*map(np.asarray, open_clip(file.getvalue(), "", MediaOptions()).read([0, 24]))])
+    )
+    assert turned.grid == (1, 3, 2), "its header would say so"
     small = processor(tmp_path, mm_max_video_pixels=100_000)
     with pytest.raises(InvalidRequestError, match="has 25 frames of 96 x 64 pixels, together 153600"):
         small.process(video(file.getvalue()))
@@ -222,6 +229,22 @@ def test_videos_that_are_refused(tmp_path, data: Any, fault: str) -> None:
     with pytest.raises(InvalidRequestError, match=fault) as caught:
         processor(tmp_path).process(video(data))
     assert caught.value.param == "here"
+
+
+def test_frames_of_a_file_are_counted(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm.media.clips.MAX_FRAMES", 3)
+    with pytest.raises(InvalidRequestError, match="has 4 frames or more, must have at most 3; send a shorter one"):
+        processor(tmp_path).process(video(animation("GIF")))
+
+
+def test_pictures_of_a_script_may_be_in_several_prompts(tmp_path) -> None:
+    """Pillow reads them from their files when they are first used."""
+    prepare, expected = processor(tmp_path), processor(tmp_path).process(video([picture(64, 32, i) for i in range(4)]))
+    files = [Image.open(io.BytesIO(encoded(picture(64, 32, i)))) for i in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(prepare.process, [video((files, {"fps": fps})) for fps in range(1, 9)])]
+    for each in found:
+        assert [step.payload for step in each.steps] == [step.payload for step in expected.steps]
 
 
 def test_limits_are_options(tmp_path) -> None:
