@@ -215,6 +215,8 @@ def _of_container(data: bytes, format: str, name: str, options: MediaOptions) ->
     try:
         with opened() as container:
             stream = container.streams.video[0]
+            if stream.codec_context is None:
+                damaged()
             size, fps = (stream.codec_context.width, stream.codec_context.height), float(stream.average_rate or 0)
             count = stream.frames or round(float(container.duration or 0) / av.time_base * fps)
             check_size(*size, name, options)

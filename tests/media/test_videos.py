@@ -72,9 +72,10 @@ def test_frames_get_the_size_of_the_image_processor_where_their_area_is_enough(t
 @pytest.mark.torch
 def test_frames_sizes_and_times_are_those_of_transformers(tmp_path) -> None:
     torch = pytest.importorskip("torch")
-    from transformers.models.qwen3_vl import processing_qwen3_vl, video_processing_qwen3_vl
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor as kind
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-    kind = video_processing_qwen3_vl.Qwen3VLVideoProcessor
     prepare = processor(tmp_path, mm_max_patches=1 << 20)
     rule, draw = prepare._video, np.random.RandomState(0)
     assert rule is not None
@@ -86,9 +87,9 @@ def test_frames_sizes_and_times_are_those_of_transformers(tmp_path) -> None:
         numbers = rule.chosen(clip, "here")
         assert numbers == expected.tolist()
         if max(width, height) <= 200 * min(width, height):
-            size = video_processing_qwen3_vl.smart_resize(len(numbers), height, width, 2, 32, 4096, 25165824)
+            size = smart_resize(len(numbers), height, width, 2, 32, 4096, 25165824)
             assert rule.resized(len(numbers), width, height)[::-1] == size
-        seconds = processing_qwen3_vl.Qwen3VLProcessor._calculate_timestamps(None, list(numbers), fps)
+        seconds = Qwen3VLProcessor._calculate_timestamps(None, list(numbers), fps)
         assert [*rule.labels([number / fps for number in numbers])] == [f"<{each:.1f} seconds>" for each in seconds]
     given = frames(0, 6, 64, 96)
     expected, *grid = kind.patchify(None, torch.tensor(given.transpose(0, 3, 1, 2))[None], 16, 2, 2)
