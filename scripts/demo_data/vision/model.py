@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from jaxllm.loaders import safetensors
+from scripts.saving import write_safetensors
 
 from .model_files import Sizes
 from .rows import MERGED
@@ -111,7 +112,7 @@ def save_weights(weights: Weights, sizes: Sizes, file: Path, dtype: str = "bfloa
         for name in sorted(tensors)
     }
     partial_file = file.with_suffix(".partial")
-    safetensors.write(partial_file, stored)
+    write_safetensors(partial_file, stored)
     partial_file.replace(file)
 
 
