@@ -40,6 +40,11 @@ class PromptMedia:
         """Whether the model takes images."""
         return self._processor is not None
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of items that the model takes."""
+        return () if self._processor is None else self._processor.kinds
+
     def check_count(self, kinds: Sequence[str], param: str = "prompt") -> None:
         """Check the kinds of a prompt's items, and how many there are, before they are read. `param`: what errors call them."""
         for kind in sorted({*kinds}):
@@ -47,7 +52,7 @@ class PromptMedia:
                 raise InvalidRequestError(
                     f"{self._model} takes text alone, and no {kind}s; leave them out, or serve a model that does", param
                 )
-            if kind not in self._processor.kinds:
+            if kind not in self.kinds:
                 raise InvalidRequestError(f"{self._model} takes no {kind}s; leave them out, or serve a model that does", param)
             self._options.check_count(kinds.count(kind), kind, param)
 

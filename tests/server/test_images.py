@@ -227,7 +227,7 @@ def test_ollama_takes_images_of_messages_and_prompts(seeing: Client, core: FakeE
 
 
 def test_models_say_what_they_see(seeing: Client, reading: Client) -> None:
-    assert seeing.get("/v1/models").json()["data"][0]["input_modalities"] == ["text", "image"]
+    assert seeing.get("/v1/models").json()["data"][0]["input_modalities"] == ["text", "image", "video"]
     assert reading.get("/v1/models").json()["data"][0]["input_modalities"] == ["text"]
 
 
