@@ -142,7 +142,10 @@ class MediaProcessor:
         data, metadata = media.data, None
         if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Mapping):
             data, metadata = data
-        yield repr(metadata).encode()
+        as_lists = {
+            name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in (metadata or {}).items()
+        }
+        yield f"{type(data).__name__} {as_lists}".encode()
         for frame in data if isinstance(data, list | tuple) else (data,):
             if isinstance(frame, bytes):
                 yield frame
@@ -153,6 +156,8 @@ class MediaProcessor:
                     load(frame, media.name)
                 palette = frame.palette.tobytes() if frame.palette is not None else b""
                 yield from (f"{frame.mode} {frame.size} {frame.info.get('transparency')}".encode(), palette, frame.tobytes())
+            else:
+                yield type(frame).__name__.encode()
 
     def placeholder(self, kind: str = "image") -> str:
         """The text that stands for an item of a kind in a prompt of plain text."""

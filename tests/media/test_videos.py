@@ -166,6 +166,7 @@ def test_hashes_cover_frames_their_order_and_times(tmp_path) -> None:
     variants = [
         video(given),
         video((given, {"fps": 3})),
+        video((given, {"fps": 3, "frames_indices": [0, 1, 2, 4]})),
         video(given[::-1]),
         video(given[:2]),
         video([encoded(Image.fromarray(frame)) for frame in given]),
@@ -180,6 +181,23 @@ def test_hashes_cover_frames_their_order_and_times(tmp_path) -> None:
     assert prepare.cache.num_bytes == sum(each.num_bytes for each in found)
     other = processor(tmp_path, mm_processor_kwargs={"videos_kwargs": {"min_pixels": 20_000}})
     assert other.process(variants[0]).content_hash != found[0].content_hash
+
+
+def test_all_numbers_of_frames_count(tmp_path) -> None:
+    """NumPy writes long arrays with dots."""
+    prepare, given = processor(tmp_path), frames(0, 20, 32, 32)
+    one, other = np.arange(20), np.arange(20)
+    other[10] = 9
+    with np.printoptions(threshold=10):
+        hashes = {prepare.process(video((given, {"frames_indices": indices}))).content_hash for indices in (one, other)}
+    assert len(hashes) == 2
+
+
+def test_a_file_and_a_list_of_it_are_not_the_same(tmp_path) -> None:
+    prepare, file = processor(tmp_path), animation("GIF")
+    prepare.process(video(file))
+    with pytest.raises(InvalidRequestError, match=r"has 1 frame\(s\)"):
+        prepare.process(video([file]))
 
 
 def test_text_and_tokens_of_a_video(tmp_path) -> None:
