@@ -136,11 +136,14 @@ def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
     images = Images(vision, EncoderSizes.of(vision, 16384), "float32", Kernels(), None, True)
     items = [replace_item(position=5000 * i, num_tokens=count) for i, count in enumerate(cells)]
     wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
-    (encode,), inputs = images.programs(), FeatureInputs((RopeDelta(), images))
+    (encode, of_videos), inputs = images.programs(), FeatureInputs((RopeDelta(), images))
     assert inputs.of_items(items) == (("images",) if cells else ())
     wanted = replace(wanted, items=items, features=inputs.of_items(items), num_tokens=4096)
     keys = [*encode.common(None), *encode.rare(None)]
     assert {key.size for key in keys if encode.is_needed(key, wanted)} == patches
+    assert not any(of_videos.is_needed(key, wanted) for key in of_videos.rare(None))
+    of_frames = replace(wanted, items=[msgspec.structs.replace(item, kind="video") for item in items])
+    assert {key.size for key in of_videos.rare(None) if of_videos.is_needed(key, of_frames)} == patches
     mixed = [ProgramKey("forward", size, features=names) for size in (2048, 4096, 8192) for names in inputs.sets]
     assert [key for key in mixed if Forward().is_needed(key, wanted)] == [key for key in mixed[3:4] if cells]
 

@@ -23,6 +23,7 @@ class Encode(ProgramKind):
     """See `Images.encode`. The key's size counts patches. With data-parallel ranks, a rank without images encodes padding meanwhile."""
 
     name = "encode"
+    item_kind = "image"
     frames = 1
     """Frames in a patch."""
 
@@ -43,7 +44,7 @@ class Encode(ProgramKind):
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
         # Each image may be encoded alone, and all of them as far as a step encodes so much.
-        sizes, counts = self.images.sizes, [item.num_embeddings for item in wanted.items]
+        sizes, counts = self.images.sizes, [item.num_embeddings for item in wanted.items if item.kind == self.item_kind]
         alone = [count * sizes.patches_per_embedding for count in counts]
         together = min(sum(alone), max(sizes.max_step_patches, *alone, 0)) if alone else 0
         return key.size in {fit(self.sizes, num_patches) for num_patches in (*alone, together) if num_patches}
@@ -74,6 +75,7 @@ class EncodeVideo(Encode):
     """The same for frames of videos, as many as a patch has. Made for the first video, or ahead when nothing else is to be made."""
 
     name = "encode_video"
+    item_kind = "video"
 
     def __init__(self, images: "Images", sizes: tuple[int, ...]):
         super().__init__(images, sizes)
