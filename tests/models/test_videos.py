@@ -79,6 +79,9 @@ def test_engines_say_what_transformers_says(directory):
         assert answer.tokens == golden.tokens
         np.testing.assert_allclose(answer.token_logprobs.logprobs[:, 0], golden.logprobs, atol=1e-4)
         np.testing.assert_allclose(answer.prompt_logprobs.logprobs[:, 0], golden.prompt_logprobs, atol=1e-4)
+    again = engines.request("1", token_ids, max_tokens=len(golden.tokens))
+    answer = engines.run(core, [replace(again, items=items)])["1"]
+    assert answer.tokens == golden.tokens and answer.num_cached_tokens == (len(token_ids) - 1) // 16 * 16
     kinds = {key.kind for key in core.runner.programs._compiled}
     core.shutdown()
     assert {"encode", "encode_video"} <= kinds
