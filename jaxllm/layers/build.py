@@ -37,8 +37,8 @@ def take_formats(config: ModelConfig, blocks: nnx.Module) -> None:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Values in the checkpoint, of an encoder of images too: copies of KV heads, padding and scales not counted, a tied head and the frames
-    of a patch counted once."""
+    """Values in the checkpoint, of an encoder of images too: copies of KV heads, padding and scales not counted, a tied head, and of
+    models without videos the frames of a patch, counted once."""
     plain = dataclasses.replace(config.as_stored(), formats=())
     return sum(math.prod(leaf.shape) for leaf in _leaves(plain))
 

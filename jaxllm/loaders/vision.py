@@ -70,8 +70,6 @@ def load_tower(
                 "--language-model-only"
             )
         return orbax.restore_tower(config, tower, directory, mesh, progress=progress)
-    encoder = tower.vision.encoder
-    assert encoder is not None
     return load_checkpoint(
-        config, tower, directory, mesh=mesh, load_format=load_format, progress=progress, prefixes=encoder.prefixes
+        config, tower, directory, mesh=mesh, load_format=load_format, progress=progress, encoder=tower.vision.encoder
     )

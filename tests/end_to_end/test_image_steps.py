@@ -16,6 +16,7 @@ from jaxllm.media.payload import pack
 from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.runner import runner
 from tests.helpers import engines, peft_files, pictures, vision_checkpoint
+from tests.helpers.picture_requests import golden_requests
 from tests.helpers.slow import slow_except
 
 PAD, START, END = 261, 259, 260
@@ -116,7 +117,7 @@ def test_chunks_of_prompts_with_images_give_the_tokens_of_whole_prompts(make_cor
 def test_engines_say_what_transformers_says(make_core, tmp_path, name, options) -> None:
     """In steps of at most 16 tokens. Alone, a request of one rank has steps beside another without requests."""
     core = make_core(model=str(pictures.write(name, tmp_path / "model")), **options)
-    requests = pictures.requests(name, core.model_config.vision)
+    requests = golden_requests(name, core.model_config.vision, logprobs=0)
     for together in (requests, requests[:1]):
         found = engines.run(core, together)
         for answer, result in zip(found.values(), pictures.golden(name).results, strict=False):
@@ -150,8 +151,8 @@ def test_engines_of_all_kinds_say_the_same(make_core, options) -> None:
 def test_all_programs_of_images_may_be_made_at_the_start(make_core) -> None:
     core = make_core(warmup="all", mm_max_patches=1024)
     made = set(core.runner.programs._compiled)
-    of_images = {(key.kind, key.size) for key in made if key.kind == "encode" or "images" in key.features}
-    assert of_images == {("encode", 256), ("encode", 1024), ("forward", 16)}
+    of_images = {(key.kind, key.size) for key in made if key.kind.startswith("encode") or "images" in key.features}
+    assert of_images == {*((kind, size) for kind in ("encode", "encode_video") for size in (256, 1024)), ("forward", 16)}
     answers(core, mixed())
     assert set(core.runner.programs._compiled) == made
 

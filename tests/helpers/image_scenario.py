@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.engine.core import EngineCore
-from tests.helpers import engines, pictures
+from tests.helpers import engines
+from tests.helpers.picture_requests import golden_requests
 from tests.helpers.stage_scenario import print_answers
 
 NAME = "qwen3_vl_moe"
@@ -20,7 +21,7 @@ def answers(core: EngineCore) -> list[list[list[int]]]:
     """The tokens of each prompt: all at once; again with what is cached; after sleep; and one alone, beside which ranks are idle."""
     vision = core.model_config.vision
     assert vision is not None
-    requests = pictures.requests(NAME, vision)
+    requests = golden_requests(NAME, vision)
     found = [engines.run(core, requests), engines.run(core, requests)]
     core.sleep(1)
     core.wake_up()
