@@ -1,5 +1,6 @@
 """Puts into a prompt the tokens that stand for its images."""
 
+import itertools
 from collections.abc import Sequence
 
 from jaxllm.errors import InvalidRequestError
@@ -32,12 +33,14 @@ def expand(
     end = 0  # of what was copied from the prompt
     for number, media in enumerate(processed):
         start = token_ids.index(image_id, end)
-        ids = family.token_ids(*media.grid[1:])
-        is_expanded = may_be_expanded and token_ids[start : start + len(ids)] == ids
+        ids = list(media.token_ids)
+        before = ids.index(image_id)
+        is_expanded = may_be_expanded and start >= before and token_ids[start - before : start - before + len(ids)] == ids
+        start -= before if is_expanded else 0
         if not is_expanded and found != len(processed):
             raise InvalidRequestError(
                 f"the prompt has image placeholders at token {start}, but not the {len(ids)} tokens that stand for image {number + 1}, of "
-                f"{media.grid[1]} x {media.grid[2]} embeddings; put one placeholder (token {image_id}) for each image",
+                f"{media.num_embeddings} embeddings; put one placeholder (token {image_id}) for each image",
                 "prompt",
             )
         expanded += token_ids[end:start]
@@ -45,6 +48,18 @@ def expand(
         items.append(_item(family, media, len(expanded)))
         expanded += ids
     return expanded + token_ids[end:], tuple(items)
+
+
+def embedding_runs(token_ids: Sequence[int], image_id: int) -> tuple[tuple[int, int], ...]:
+    """(offset, count) of each run of this token; empty: all are this token."""
+    runs = []
+    offset = 0
+    for is_image, run in itertools.groupby(token_ids, lambda token_id: token_id == image_id):
+        count = len(list(run))
+        if is_image:
+            runs.append((offset, count))
+        offset += count
+    return () if runs == [(0, len(token_ids))] else tuple(runs)
 
 
 def _item(family: Family, media: ProcessedMedia, position: int) -> PromptItem:

@@ -16,7 +16,7 @@ from PIL import Image
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.media import payload
 from jaxllm.media.cache import ProcessedCache
-from jaxllm.media.expansion import expand
+from jaxllm.media.expansion import embedding_runs, expand
 from jaxllm.media.families import FAMILIES, Family
 from jaxllm.media.image_files import check_size, load, open_image, refuse
 from jaxllm.media.media import Media, ProcessedMedia
@@ -87,7 +87,7 @@ class MediaProcessor:
 
     def count_tokens(self, width: int, height: int) -> int:
         """Tokens of an image of this size in pixels."""
-        return len(self._family.token_ids(*self._family.grid(width, height)))
+        return len(self._family.token_ids(width, height))
 
     def _with(self, overrides: Mapping[str, Any] | None) -> Family:
         """The family's preparation under the mm_processor_kwargs of a request."""
@@ -131,22 +131,22 @@ class MediaProcessor:
         return to_rgb(image, name, self.options.background)
 
     def _prepare(self, family: Family, image: Image.Image, content: bytes, name: str) -> ProcessedMedia:
-        rows, columns = family.grid(*image.size)
+        tiles, rows, columns = grid = family.grid(*image.size)
         merge = self.vision.merge_size
-        if (count := rows * columns * merge**2) > self.options.mm_max_patches:
+        if (count := tiles * rows * columns * merge**2) > self.options.mm_max_patches:
             refuse(
                 name,
                 f"has {image.width} x {image.height} pixels, which make {count} patches, more than --mm-max-patches, "
                 f"{self.options.mm_max_patches}; crop it",
             )
-        grid = (1, rows, columns)
+        token_ids = tuple(family.token_ids(*image.size))
         return ProcessedMedia(
             kind="image",
             content_hash=self._digest(content, struct.pack("<3i", *grid)),
-            num_tokens=len(family.token_ids(rows, columns)),
+            token_ids=token_ids,
             grid=grid,
-            payload=payload.pack((1, rows * merge, columns * merge), family.patches(image)),
-            embedding_runs=family.embedding_runs(rows, columns),
+            payload=payload.pack((tiles, rows * merge, columns * merge), family.patches(image)),
+            embedding_runs=embedding_runs(token_ids, self.vision.image_token_id),
         )
 
     def _hash(self, family: Family, kind: str, *content: bytes) -> bytes:

@@ -1,5 +1,6 @@
 """What a family of models says about images: their size, their patches, and the tokens that stand for them."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,11 +48,11 @@ class Family(ABC):
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """Width and height, in pixels, that an image is resized to."""
 
-    def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of embeddings of an image of this size in pixels."""
+    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+        """How many tiles an image of this size in pixels is cut into, and the rows and columns of embeddings of each."""
         width, height = self.resized(width, height)
         side = self.vision.patch_size * self.vision.merge_size
-        return height // side, width // side
+        return 1, height // side, width // side
 
     def patches(self, image: Image.Image) -> np.ndarray:
         """Patches of an RGB image, uint8 [patches, 3 · patch_size²], in the order in which the encoder takes them."""
@@ -60,13 +61,10 @@ class Family(ABC):
             image = image.resize(size, self.resample)
         return to_patches(image, self.vision.patch_size, self.vision.merge_size)
 
-    def token_ids(self, rows: int, columns: int) -> list[int]:
-        """The tokens of a prompt that stand for an image of so many embeddings."""
-        return [self.vision.image_token_id] * (rows * columns)
-
-    def embedding_runs(self, rows: int, columns: int) -> tuple[tuple[int, int], ...]:
-        """(offset, count) of each run of these tokens that an embedding replaces; empty: all of them."""
-        return ()
+    def token_ids(self, width: int, height: int) -> list[int]:
+        """The tokens of a prompt that stand for an image of this size in pixels: a placeholder for each embedding, and what the family
+        puts between and around them."""
+        return [self.vision.image_token_id] * math.prod(self.grid(width, height))
 
     def expand_text(self, text: str, num_images: int) -> str:
         """The text with what the family writes around each image, before it is tokenized."""

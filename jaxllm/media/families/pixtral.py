@@ -49,13 +49,11 @@ class Pixtral(Family):
             width, height = max(1, math.floor(width / shrink)), max(1, math.floor(height / shrink))
         return ((width - 1) // side + 1) * side, ((height - 1) // side + 1) * side
 
-    def token_ids(self, rows: int, columns: int) -> list[int]:
+    def token_ids(self, width: int, height: int) -> list[int]:
+        _, rows, columns = self.grid(width, height)
         ids = ([self.vision.image_token_id] * columns + [self.break_token_id]) * rows
         ids[-1] = self.end_token_id
         return ids
-
-    def embedding_runs(self, rows: int, columns: int) -> tuple[tuple[int, int], ...]:
-        return tuple((row * (columns + 1), columns) for row in range(rows))
 
 
 def _token_ids(directory: Path, settings: Settings) -> tuple[int, int]:
