@@ -28,14 +28,16 @@ if TYPE_CHECKING:
     import torch
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "idefics3": {"family": "idefics3", "tied": False},
     "mistral3": {"family": "mistral3", "tied": False},
     "qwen2_5_vl": {"family": "qwen2_5_vl", "tied": False},
     "qwen3_vl": {"family": "qwen3_vl"},
     "qwen3_vl_moe": {"family": "qwen3_vl_moe", "tied": False},
+    "smolvlm": {"family": "smolvlm"},
 }
 """Arguments of `vision_checkpoint.write`."""
 CELLS = ((2, 3), (4, 2))
-"""Height and width of the pictures, in cells."""
+"""Height and width of the pictures, in cells: see `pictures.sizes`."""
 
 
 class Reference:
@@ -68,6 +70,10 @@ class Reference:
             for place, image, (height, width) in zip(whole, images, sizes, strict=True):
                 place[:, :height, :width] = ((image / 255 - vision.image_mean) / vision.image_std).transpose(2, 0, 1)
             return {"pixel_values": torch.tensor(whole, dtype=dtype), "image_sizes": torch.tensor(sizes)}
+        if vision.has_tiles:
+            tiles = np.concatenate([image.reshape(-1, image.shape[1], *image.shape[1:]) for image in images])
+            found = torch.tensor(((tiles / 255 - vision.image_mean) / vision.image_std).transpose(0, 3, 1, 2), dtype=dtype)
+            return {"pixel_values": found[None] if vision.family == "idefics3" else found}
         grids, arrays = zip(*(pictures.patches(image, vision) for image in images), strict=True)
         values = np.concatenate(arrays).reshape(-1, 3, 1, vision.patch_size**2) / 255
         mean, std = (np.reshape(of_color, (3, 1, 1)) for of_color in (vision.image_mean, vision.image_std))
@@ -136,8 +142,7 @@ def compute(arguments: dict[str, Any]) -> dict[str, Any] | None:
         reference = Reference(vision_checkpoint.write(Path(folder), **arguments))
     exact, vision = reference.double(), reference.config.vision
     assert vision is not None
-    side = vision.patch_size * vision.merge_size
-    sizes = [(i, rows * side, columns * side) for i, (rows, columns) in enumerate(CELLS)]
+    sizes = pictures.sizes(vision, CELLS)
     images = [pictures.picture(*size) for size in sizes]
     results = []
     for prompt, chosen in prompts(np.random.RandomState(arguments["seed"]), vision.image_token_id):

@@ -55,6 +55,13 @@ class Settings:
         """A positive integer, the default where it is null or absent."""
         return self._positive(name, default if (value := self._values.get(name)) is None else value)
 
+    def boolean(self, name: str, default: bool) -> bool:
+        """The default where it is null or absent."""
+        value = self._values.get(name)
+        if value is not None and type(value) is not bool:
+            self.fault(f"{name} is {shortened(repr(value))}, must be true or false")
+        return default if value is None else bool(value)
+
     def sizes(self, name: str, *keys: str) -> Mapping[str, int]:
         """An object of positive integers with some of these keys; others may be null. Empty where it is null or absent."""
         value = self._values.get(name)

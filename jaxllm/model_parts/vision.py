@@ -6,7 +6,7 @@ from typing import Literal
 from jaxllm.model_parts.mlp import MLP, Activation
 from jaxllm.model_parts.norm import Norm
 
-VisionFamily = Literal["qwen3_vl", "qwen2_5_vl", "gemma3", "pixtral"]
+VisionFamily = Literal["qwen3_vl", "qwen2_5_vl", "gemma3", "pixtral", "idefics3"]
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,8 @@ class Vision:
     """Mean of red, green and blue, in a range of 0 to 1, that the encoder subtracts: that of the family."""
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Deviation that it divides by."""
+    has_tiles: bool = False
+    """Whether an image consists of tiles that each fill the table of learned positions, whose patches attend to each other."""
     encoder: VisionEncoder | None = None
     """Its layers."""
 

@@ -67,12 +67,22 @@ def picture(seed: int, height: int, width: int) -> np.ndarray:
     return np.random.RandomState(seed).randint(0, 256, (height, width, 3)).astype(np.uint8)
 
 
+def sizes(vision: Vision, cells: Sequence[tuple[int, int]]) -> list[Size]:
+    """Pictures of these heights and widths in cells; where pictures have tiles, so many tiles below each other as cells."""
+    side = vision.patch_size * vision.merge_size
+    if vision.has_tiles:
+        tile = vision.position_grid // vision.merge_size
+        cells = [(tile * rows, tile) for rows, _ in cells]
+    return [(i, rows * side, columns * side) for i, (rows, columns) in enumerate(cells)]
+
+
 def patches(pixels: np.ndarray, vision: Vision) -> tuple[tuple[int, int, int], np.ndarray]:
     """The grid of patches of a picture whose sides are whole cells, and the patches, uint8 [N, 3 · patch_size²], cell by cell."""
     size, merge = vision.patch_size, vision.merge_size
     h, w = (length // size for length in pixels.shape[:2])
     cells = pixels.reshape(h // merge, merge, size, w // merge, merge, size, 3)
-    return (1, h, w), cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(h * w, 3 * size**2)
+    grid = (h // w, w, w) if vision.has_tiles else (1, h, w)
+    return grid, cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(h * w, 3 * size**2)
 
 
 def expanded(
@@ -92,6 +102,10 @@ def expanded(
             rows, columns = grid[1:]
             own = ([token] * columns + [token + 1]) * (rows - 1) + [token] * columns + [token + 2]
             runs = tuple((row * (columns + 1), columns) for row in range(rows))
+            item = PromptItem("image", item.content_hash, item.position, len(own), embedding_runs=runs)
+        if vision.has_tiles:  # a token stands before each tile and behind the last, the next of the vocabulary
+            own = ([token + 1] + [token] * grid[1] * grid[2]) * t + [token + 1]
+            runs = tuple((1 + tile * (1 + grid[1] * grid[2]), grid[1] * grid[2]) for tile in range(t))
             item = PromptItem("image", item.content_hash, item.position, len(own), embedding_runs=runs)
         items.append(item)
         token_ids += own if item.embedding_runs else [token] * item.num_tokens

@@ -28,8 +28,12 @@ SPECIAL = (
     "[IMG]",
     "[IMG_BREAK]",
     "[IMG_END]",
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
 )
-PICTURES = {"mistral3": "[IMG]"}
+PICTURES = {"mistral3": "[IMG]", "idefics3": "<image>", "smolvlm": "<image>"}
 """What a chat template writes for a picture; other families write Qwen's tokens."""
 QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -115,7 +119,7 @@ def _values(name: str, shape: tuple[int, ...], generator: np.random.RandomState,
         return generator.normal(0, 0.2, shape)
     if len(shape) == 1:
         return generator.uniform(0.5, 1.5, shape)
-    if name.endswith("pos_embed.weight"):
+    if name.endswith(("pos_embed.weight", "position_embedding.weight")):
         return generator.normal(0, 0.5, shape)
     if "embed_tokens" in name:  # a tied head makes the last token the likeliest next one where its embedding is large
         return generator.normal(0, gain * (0.02 if tied else 0.15), shape)
@@ -124,7 +128,7 @@ def _values(name: str, shape: tuple[int, ...], generator: np.random.RandomState,
 
 
 def _is_of_encoder(name: str) -> bool:
-    return any(part in name for part in ("visual.", "vision_tower.", "multi_modal_projector."))
+    return any(part in name for part in ("visual.", "vision_tower.", "multi_modal_projector.", "vision_model.", "connector."))
 
 
 def _tokenizer() -> Tokenizer:
@@ -245,6 +249,44 @@ def _mistral3(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes]:
     return config, shapes | _decoder(text, "language_model.model", None if tied else "language_model.lm_head")
 
 
+def _idefics3(ids: dict[str, int], tied: bool, kind: str, name: str) -> tuple[dict[str, Any], Shapes]:
+    """4 tokens for each tile."""
+    text = {**TEXT, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    vision = {
+        "model_type": f"{kind}_vision",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 58,
+        "patch_size": 14,
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    config = {
+        "architectures": [name],
+        "model_type": kind,
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": ids["<image>"],
+        "scale_factor": 2,
+    }
+    D, F, L = vision["hidden_size"], vision["intermediate_size"], text["hidden_size"]
+    tower: Shapes = {
+        **_linear("embeddings.patch_embedding", (D, 3, 14, 14)),
+        "embeddings.position_embedding.weight": ((58 // 14) ** 2, D),
+        **_norm("post_layernorm", D),
+    }
+    for i in range(vision["num_hidden_layers"]):
+        layer = f"encoder.layers.{i}"
+        tower |= {**_norm(f"{layer}.layer_norm1", D), **_norm(f"{layer}.layer_norm2", D)}
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            tower |= _linear(f"{layer}.self_attn.{part}", (D, D))
+        tower |= {**_linear(f"{layer}.mlp.fc1", (F, D)), **_linear(f"{layer}.mlp.fc2", (D, F))}
+    shapes = {f"model.vision_model.{name}": shape for name, shape in tower.items()}
+    shapes["model.connector.modality_projection.proj.weight"] = (L, 4 * D)
+    return config, shapes | _decoder(text, "model.text_model", None if tied else "lm_head")
+
+
 def _decoder(text: dict[str, Any], prefix: str, head: str | None, *, head_norms: bool = False, bias: bool = False) -> Shapes:
     """Names and shapes of a decoder of Llama's form, with experts if the config has them."""
     L, F, H = text["hidden_size"], text["intermediate_size"], text["head_dim"]
@@ -285,6 +327,8 @@ FAMILIES: dict[str, Callable[[dict[str, int], bool], tuple[dict[str, Any], Shape
     "qwen3_vl_moe": lambda ids, tied: _qwen3_vl(ids, tied, EXPERTS),
     "qwen2_5_vl": _qwen2_5_vl,
     "mistral3": _mistral3,
+    "idefics3": lambda ids, tied: _idefics3(ids, tied, "idefics3", "Idefics3ForConditionalGeneration"),
+    "smolvlm": lambda ids, tied: _idefics3(ids, tied, "smolvlm", "SmolVLMForConditionalGeneration"),
 }
 _QWEN3 = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -312,10 +356,20 @@ _PIXTRAL = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
+_IDEFICS3 = {
+    "image_processor_type": "SmolVLMImageProcessor",
+    "size": {"longest_edge": 2 * 58},
+    "max_image_size": {"longest_edge": 58},
+    "do_image_splitting": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 PREPROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
     "qwen2_5_vl": _QWEN2_5,
     "mistral3": _PIXTRAL,
+    "idefics3": _IDEFICS3,
+    "smolvlm": _IDEFICS3,
 }
 """Areas from 64² to 512² pixels, so that prompts stay short."""

@@ -19,7 +19,7 @@ from scripts import make_picture_goldens
 from tests.helpers import goldens, pictures, vision_checkpoint
 from tests.helpers.slow import slow_except
 
-PAD_TO, NUM_PATCHES = 128, 64
+PAD_TO, NUM_PATCHES = 128, 96
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +100,7 @@ def test_other_weights_and_sizes_equal_transformers_itself(name, tmp_path):
     vision_checkpoint.write(tmp_path, **make_picture_goldens.VARIANTS[name], seed=77)
     config, text, tower = pictures.load(tmp_path)
     vision = config.vision
-    side = vision.patch_size * vision.merge_size
-    images = [pictures.picture(i, rows * side, columns * side) for i, (rows, columns) in enumerate([(5, 3), (1, 6), (4, 4)])]
+    images = [pictures.picture(*size) for size in pictures.sizes(vision, [(5, 3), (1, 6), (4, 4)])]
     prompt = [7, 8, vision.image_token_id, 9, vision.image_token_id, 10, vision.image_token_id, 11, 12]
     token_ids, items = pictures.expanded(prompt, [pictures.patches(image, vision)[0] for image in images], vision)
     encoded = pictures.encode(config, tower, images, num_patches=160)

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,7 +20,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """The preparation of images for one model. Subclasses add their settings as fields."""
+    """The preparation of images for one model. Subclasses add their settings as fields; those that do not compare shape no patches."""
 
     image_processors: ClassVar[tuple[str, ...]]
     """Names of transformers' classes that prepare images the same way, without their endings Fast and Pil."""
@@ -73,4 +73,5 @@ class Family(ABC):
     def as_json(self) -> Mapping[str, Any]:
         """All that shapes the patches of an image: part of the hash of its content."""
         vision = {"patch_size": self.vision.patch_size, "merge_size": self.vision.merge_size, "family": self.vision.family}
-        return {name: value for name, value in vars(self).items() if name != "vision"} | vision
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.compare and field.name != "vision"}
+        return own | vision
