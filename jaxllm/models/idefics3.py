@@ -47,7 +47,7 @@ def _vision(c: ConfigReader, output_size: int) -> Vision:
         prefixes=(TOWER, CONNECTOR),
         patch=f"{TOWER}embeddings.patch_embedding",
         # transformers finds rows of this table by products in float32, for some sizes with an error; for those of models without.
-        positions=f"{TOWER}embeddings.position_embedding",
+        positions=f"{TOWER}embeddings.position_embedding.weight",
         layer_name=f"{TOWER}encoder.layers.{{}}",
         layer=VisionLayer(_norm("layer_norm1", eps), _norm("layer_norm2", eps), mlp, qkv, "self_attn.out_proj"),
         last_norm=_norm(f"{TOWER}post_layernorm", eps),

@@ -38,6 +38,7 @@ FAMILIES = {
     "GraniteForCausalLM": ("granite", "jaxllm.models.granite:read"),
     "GraniteMoeForCausalLM": ("granitemoe", "jaxllm.models.granite_moe:read"),
     "Idefics3ForConditionalGeneration": ("idefics3", "jaxllm.models.idefics3:read"),
+    "InternVLForConditionalGeneration": ("internvl", "jaxllm.models.internvl:read"),
     "Llama4ForCausalLM": ("llama4_text", "jaxllm.models.llama4:read"),
     "Llama4ForConditionalGeneration": ("llama4", "jaxllm.models.llama4:read"),
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),

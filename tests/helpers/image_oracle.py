@@ -18,6 +18,7 @@ _CLASSES = {
     "qwen2_5_vl": ("qwen2_vl", "Qwen2VLImageProcessorPil"),
     "gemma3": ("gemma3", "Gemma3ImageProcessorPil"),
     "pixtral": ("pixtral", "PixtralImageProcessorPil"),
+    "idefics3": ("smolvlm", "SmolVLMImageProcessorPil"),
 }
 
 
@@ -47,8 +48,10 @@ def transformers_values(family: VisionFamily, image: Image.Image, **given: Any) 
         warnings.simplefilter("ignore")
         found = kind(**settings)(image, return_tensors="np", **given)["pixel_values"]
     mean, std = (np.array(settings[key]) for key in ("image_mean", "image_std"))
-    if vision.temporal_patch_size == 1:  # the whole picture
-        (whole,) = found
+    if vision.temporal_patch_size == 1:  # the whole picture, or its tiles, which are laid below each other
+        side = vision.position_grid * patch if vision.has_tiles else None
+        found = found.reshape(-1, *found.shape[-3:])[..., :side, :side]
+        whole = found.swapaxes(0, 1).reshape(3, -1, found.shape[-1])
         _, height, width = whole.shape
         cut = whole.reshape(3, height // patch // merge, merge, patch, width // patch // merge, merge, patch)
         found = cut.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, patch, patch)

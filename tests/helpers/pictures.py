@@ -103,7 +103,10 @@ def expanded(
             own = ([token] * columns + [token + 1]) * (rows - 1) + [token] * columns + [token + 2]
             runs = tuple((row * (columns + 1), columns) for row in range(rows))
             item = PromptItem("image", item.content_hash, item.position, len(own), embedding_runs=runs)
-        if vision.has_tiles:  # a token stands before each tile and behind the last, the next of the vocabulary
+        if vision.family == "internvl":  # a token stands before the tiles and another behind, the next two of the vocabulary
+            own, runs = [token + 1, *[token] * int(np.prod(grid)), token + 2], ((1, int(np.prod(grid))),)
+            item = PromptItem("image", item.content_hash, item.position, len(own), embedding_runs=runs)
+        if vision.family == "idefics3":  # a token stands before each tile and behind the last, the next of the vocabulary
             own = ([token + 1] + [token] * grid[1] * grid[2]) * t + [token + 1]
             runs = tuple((1 + tile * (1 + grid[1] * grid[2]), grid[1] * grid[2]) for tile in range(t))
             item = PromptItem("image", item.content_hash, item.position, len(own), embedding_runs=runs)

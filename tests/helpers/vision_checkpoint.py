@@ -28,12 +28,18 @@ SPECIAL = (
     "[IMG]",
     "[IMG_BREAK]",
     "[IMG_END]",
+    "<start_of_image>",
+    "<image_soft_token>",
+    "<end_of_image>",
     "<image>",
     "<fake_token_around_image>",
     "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+    "<IMG_CONTEXT>",
+    "<img>",
+    "</img>",
 )
-PICTURES = {"mistral3": "[IMG]", "idefics3": "<image>", "smolvlm": "<image>"}
+PICTURES = {"mistral3": "[IMG]", "idefics3": "<image>", "smolvlm": "<image>", "internvl": "<IMG_CONTEXT>", "internvl_large": "<IMG_CONTEXT>"}
 """What a chat template writes for a picture; other families write Qwen's tokens."""
 QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -119,7 +125,7 @@ def _values(name: str, shape: tuple[int, ...], generator: np.random.RandomState,
         return generator.normal(0, 0.2, shape)
     if len(shape) == 1:
         return generator.uniform(0.5, 1.5, shape)
-    if name.endswith(("pos_embed.weight", "position_embedding.weight")):
+    if name.endswith(("pos_embed.weight", "position_embedding.weight", "position_embeddings", "cls_token")):
         return generator.normal(0, 0.5, shape)
     if "embed_tokens" in name:  # a tied head makes the last token the likeliest next one where its embedding is large
         return generator.normal(0, gain * (0.02 if tied else 0.15), shape)
@@ -287,6 +293,61 @@ def _idefics3(ids: dict[str, int], tied: bool, kind: str, name: str) -> tuple[di
     return config, shapes | _decoder(text, "model.text_model", None if tied else "lm_head")
 
 
+def _internvl(ids: dict[str, int], tied: bool, is_large: bool = False) -> tuple[dict[str, Any], Shapes]:
+    """4 tokens for each tile. is_large: as the larger of the two released encoders, with other norms and biases."""
+    text = {**TEXT, "model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    text["tie_word_embeddings"] = tied
+    vision = {
+        "model_type": "internvl_vision",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": [56, 56],
+        "patch_size": [14, 14],
+        "hidden_act": "gelu",
+        "attention_bias": not is_large,
+        "use_qk_norm": is_large,
+        "norm_type": "rms_norm" if is_large else "layer_norm",
+        "use_mean_pooling": not is_large,
+    }
+    config = {
+        "architectures": ["InternVLForConditionalGeneration"],
+        "model_type": "internvl",
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": ids["<IMG_CONTEXT>"],
+        "image_seq_length": 4,
+        "downsample_ratio": 0.5,
+        "projector_hidden_act": "gelu",
+    }
+    D, F, L = vision["hidden_size"], vision["intermediate_size"], text["hidden_size"]
+    tower: Shapes = {
+        "embeddings.cls_token": (1, 1, D),
+        "embeddings.position_embeddings": (1, 16 + 1, D),
+        **_linear("embeddings.patch_embeddings.projection", (D, 3, 14, 14)),
+    }
+    if is_large:
+        tower |= _norm("layernorm", D)
+    for i in range(vision["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}"
+        tower |= {f"{layer}.lambda_1": (D,), f"{layer}.lambda_2": (D,)}
+        for norm in ("layernorm_before", "layernorm_after"):
+            tower |= _norm(f"{layer}.{norm}", D, bias=not is_large)
+        for part in "qkv":
+            tower |= _linear(f"{layer}.attention.{part}_proj", (D, D), bias=not is_large)
+            if is_large and part != "v":
+                tower[f"{layer}.attention.{part}_norm.weight"] = (D,)
+        tower |= _linear(f"{layer}.attention.projection_layer", (D, D))
+        tower |= {**_linear(f"{layer}.mlp.fc1", (F, D)), **_linear(f"{layer}.mlp.fc2", (D, F))}
+    shapes = {f"vision_tower.{name}": shape for name, shape in tower.items()}
+    shapes |= {f"multi_modal_projector.{name}": shape for name, shape in {
+        **_norm("layer_norm", 4 * D), **_linear("linear_1", (L, 4 * D)), **_linear("linear_2", (L, L))
+    }.items()}
+    head = None if tied else "language_model.lm_head"
+    return config, shapes | _decoder(text, "language_model.model", head, head_norms=True)
+
+
 def _decoder(text: dict[str, Any], prefix: str, head: str | None, *, head_norms: bool = False, bias: bool = False) -> Shapes:
     """Names and shapes of a decoder of Llama's form, with experts if the config has them."""
     L, F, H = text["hidden_size"], text["intermediate_size"], text["head_dim"]
@@ -328,6 +389,8 @@ FAMILIES: dict[str, Callable[[dict[str, int], bool], tuple[dict[str, Any], Shape
     "qwen2_5_vl": _qwen2_5_vl,
     "mistral3": _mistral3,
     "idefics3": lambda ids, tied: _idefics3(ids, tied, "idefics3", "Idefics3ForConditionalGeneration"),
+    "internvl": _internvl,
+    "internvl_large": lambda ids, tied: _internvl(ids, tied, is_large=True),
     "smolvlm": lambda ids, tied: _idefics3(ids, tied, "smolvlm", "SmolVLMForConditionalGeneration"),
 }
 _QWEN3 = {
@@ -364,6 +427,13 @@ _IDEFICS3 = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+_INTERNVL = {
+    "image_processor_type": "GotOcr2ImageProcessorFast",
+    "size": {"height": 56, "width": 56},
+    "max_patches": 4,
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+}
 PREPROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
@@ -371,5 +441,7 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "mistral3": _PIXTRAL,
     "idefics3": _IDEFICS3,
     "smolvlm": _IDEFICS3,
+    "internvl": _INTERNVL,
+    "internvl_large": _INTERNVL,
 }
 """Areas from 64² to 512² pixels, so that prompts stay short."""

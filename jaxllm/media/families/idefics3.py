@@ -1,6 +1,5 @@
 """Idefics 3 and SmolVLM: images are enlarged to whole tiles; see Idefics3ImageProcessor and Idefics3Processor in transformers."""
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,21 +7,17 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from PIL import Image
-from tokenizers import Tokenizer
 
-from jaxllm.errors import ConfigError
-from jaxllm.files import read_bounded
 from jaxllm.log import info_once
 from jaxllm.media.families.family import HALF
 from jaxllm.media.families.tiles import Tiled, most_tiles, with_whole
+from jaxllm.media.families.tokens import encoder
 from jaxllm.media.settings import Settings
 from jaxllm.model_parts.vision import Vision
-from jaxllm.rust_failures import failures_as
 
 AROUND, WHOLE, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
 MAX_SIDE = 4096
 """Pixels along the longest side, whatever the settings say."""
-MAX_TOKENIZER_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -36,6 +31,8 @@ class Idefics3(Tiled):
     placeholder: ClassVar = IMAGE
     sizes: ClassVar = ()
 
+    max_tiles: int
+    """Most tiles of an image, the whole image included."""
     longest_edge: int
     splits: bool
     """Whether an image gets several tiles."""
@@ -52,7 +49,9 @@ class Idefics3(Tiled):
         tiles, splits = most_tiles(vision, settings, max_patches), settings.boolean("do_image_splitting", True)
         if splits and with_whole(math.ceil(min(longest, MAX_SIDE) / side) ** 2) > tiles:
             info_once(f"images get at most {tiles} tiles, some fewer than the model takes: raise --mm-max-patches for more")
-        encode = _encoder(directory / "tokenizer.json", vision.image_token_id)
+        encode = encoder(directory / "tokenizer.json")
+        if encode(IMAGE) != (vision.image_token_id,) or len(encode(AROUND)) > 1:
+            settings.fault(f"the tokenizer in {directory} must have the tokens {AROUND} and {IMAGE}, the latter as {vision.image_token_id}")
         return cls(vision, settings.resample(Image.Resampling.LANCZOS), side, tiles, longest, splits, encode)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
@@ -114,26 +113,3 @@ class Idefics3(Tiled):
 
     def _rounded_up(self, length: int) -> int:
         return math.ceil(length / self.side) * self.side
-
-
-def _encoder(path: Path, image_token_id: int) -> Callable[[str], tuple[int, ...]]:
-    """The tokens of texts between embeddings, by a tokenizer.json. Raises ConfigError."""
-
-    def refused(reason: str) -> ConfigError:
-        return ConfigError(f"{path} is not a tokenizer: {reason}; download it again")
-
-    with failures_as(refused):
-        tokenizer = Tokenizer.from_buffer(read_bounded(path, MAX_TOKENIZER_BYTES))
-        tokenizer.no_truncation()
-    if tokenizer.token_to_id(AROUND) is None or tokenizer.token_to_id(IMAGE) != image_token_id:
-        raise ConfigError(
-            f"{path} has the token {IMAGE} as {tokenizer.token_to_id(IMAGE)} and {AROUND} as {tokenizer.token_to_id(AROUND)}; the model "
-            f"needs both, {IMAGE} as {image_token_id}"
-        )
-
-    @functools.lru_cache(1024)
-    def encode(text: str) -> tuple[int, ...]:
-        with failures_as(refused):
-            return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    return encode

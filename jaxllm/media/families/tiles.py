@@ -18,8 +18,6 @@ class Tiled(Family):
 
     side: int
     """Pixels along each side of a tile."""
-    max_tiles: int
-    """Most tiles of an image, the whole image included."""
 
     @abstractmethod
     def cut(self, image: Image.Image) -> list[Image.Image]:
