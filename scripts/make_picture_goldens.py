@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 VARIANTS: dict[str, dict[str, Any]] = {
     "idefics3": {"family": "idefics3", "tied": False},
     "internvl": {"family": "internvl"},
-    "internvl_large": {"family": "internvl_large", "tied": False},
+    "internvl_large": {"family": "internvl", "variant": "large", "tied": False},
     "mistral3": {"family": "mistral3", "tied": False},
     "qwen2_5_vl": {"family": "qwen2_5_vl", "tied": False},
     "qwen3_vl": {"family": "qwen3_vl"},

@@ -3,6 +3,7 @@
 Source: arXiv:2504.10479.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,12 @@ from jaxllm.models import llama, qwen2, qwen3, qwen_moe
 from jaxllm.models.config_reader import ConfigReader
 
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
-TEXT = {"qwen2": qwen2.read, "qwen3": qwen3.read, "qwen3_moe": qwen_moe.read_qwen3_moe, "llama": llama.read}
+TEXT: dict[Any, Callable[..., ModelConfig]] = {
+    "qwen2": qwen2.read,
+    "qwen3": qwen3.read,
+    "qwen3_moe": qwen_moe.read_qwen3_moe,
+    "llama": llama.read,
+}
 """By the text model's model_type."""
 VISION_DEFAULTS: dict[str, Any] = {
     "hidden_size": 1024,
@@ -52,7 +58,9 @@ def _vision(c: ConfigReader, output_size: int) -> Vision:
     patch_size, merge_size = _side(v, "patch_size"), int(1 / c.number("downsample_ratio", 0.5))
     grid = _side(v, "image_size") // patch_size
     if not grid or not merge_size or grid % merge_size:
-        c.faults.append(f"downsample_ratio is {c.number('downsample_ratio', 0.5)}, does not divide the {grid} patches of a tile's side")
+        c.faults.append(
+            f"downsample_ratio is {c.number('downsample_ratio', 0.5)}, does not divide the {grid} patches of a tile's side"
+        )
     width, eps = v.integer("intermediate_size"), v.number("layer_norm_eps")
     is_plain = v.raw.get("norm_type") == "rms_norm"
 

@@ -26,10 +26,15 @@ VISIONS: dict[VisionFamily, Vision] = {
     "qwen2_5_vl": Vision("qwen2_5_vl", 500, 14, 2, 32, 2, 2, 64, 64, temporal_patch_size=2),
     "gemma3": Vision("gemma3", 500, 14, 4, 32, 2, 2, 64, 64, position_grid=64),
     "pixtral": Vision("pixtral", 500, 14, 2, 32, 2, 2, 64, 64),
+    "internvl": Vision("internvl", 503, 14, 2, 32, 2, 2, 64, 64, position_grid=4, has_tiles=True),
     "idefics3": Vision("idefics3", 500, 14, 3, 32, 2, 2, 64, 64, position_grid=6, has_tiles=True),
 }
 BREAK_ID, END_ID = 501, 502
-TILE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>")
+TILE_TOKENS = (
+    *("<image>", "<fake_token_around_image>", "<global-img>", "<IMG_CONTEXT>", "<img>", "</img>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
+)
+"""From id 500 on."""
 NEWLINES = 256
 """The id of two newlines."""
 CLIP = {
@@ -63,6 +68,16 @@ SETTINGS: dict[VisionFamily, dict[str, Any]] = {
         "resample": 3,
         "rescale_factor": 0.00392156862745098,
         **CLIP,
+    },
+    "internvl": {
+        "image_processor_type": "GotOcr2ImageProcessorFast",
+        "size": {"height": 56, "width": 56},
+        "crop_to_patches": False,
+        "min_patches": 1,
+        "max_patches": 12,
+        "resample": 3,
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
     },
     "idefics3": {
         "image_processor_type": "SmolVLMImageProcessor",

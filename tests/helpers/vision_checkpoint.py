@@ -39,7 +39,12 @@ SPECIAL = (
     "<img>",
     "</img>",
 )
-PICTURES = {"mistral3": "[IMG]", "idefics3": "<image>", "smolvlm": "<image>", "internvl": "<IMG_CONTEXT>", "internvl_large": "<IMG_CONTEXT>"}
+PICTURES = {
+    "mistral3": "[IMG]",
+    "idefics3": "<image>",
+    "smolvlm": "<image>",
+    "internvl": "<IMG_CONTEXT>",
+}
 """What a chat template writes for a picture; other families write Qwen's tokens."""
 QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -93,14 +98,21 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def write(
-    directory: Path, family: str = "qwen3_vl", *, seed: int = 0, dtype: str = "float32", gain: float = 2.0, tied: bool = True
+    directory: Path,
+    family: str = "qwen3_vl",
+    *,
+    variant: str | None = None,
+    seed: int = 0,
+    dtype: str = "float32",
+    gain: float = 2.0,
+    tied: bool = True,
 ) -> Path:
-    """A checkpoint of a family of FAMILIES. dtype: of the file. gain: of the text model's products, the larger the wilder its text. tied:
+    """A checkpoint of a family, or of its variant, of FAMILIES. dtype: of the file. gain: of the text model's products, the larger the wilder its text. tied:
     whether the head is the embedding."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
-    config, shapes = FAMILIES[family](ids, tied)
+    config, shapes = FAMILIES[family if variant is None else f"{family}_{variant}"](ids, tied)
     config |= {"dtype": dtype, "tie_word_embeddings": tied, "eos_token_id": ids["<|im_end|>"]}
     _write_json(directory / "config.json", config)
     _write_json(directory / "preprocessor_config.json", PREPROCESSORS[family])
@@ -341,9 +353,14 @@ def _internvl(ids: dict[str, int], tied: bool, is_large: bool = False) -> tuple[
         tower |= _linear(f"{layer}.attention.projection_layer", (D, D))
         tower |= {**_linear(f"{layer}.mlp.fc1", (F, D)), **_linear(f"{layer}.mlp.fc2", (D, F))}
     shapes = {f"vision_tower.{name}": shape for name, shape in tower.items()}
-    shapes |= {f"multi_modal_projector.{name}": shape for name, shape in {
-        **_norm("layer_norm", 4 * D), **_linear("linear_1", (L, 4 * D)), **_linear("linear_2", (L, L))
-    }.items()}
+    shapes |= {
+        f"multi_modal_projector.{name}": shape
+        for name, shape in {
+            **_norm("layer_norm", 4 * D),
+            **_linear("linear_1", (L, 4 * D)),
+            **_linear("linear_2", (L, L)),
+        }.items()
+    }
     head = None if tied else "language_model.lm_head"
     return config, shapes | _decoder(text, "language_model.model", head, head_norms=True)
 
@@ -442,6 +459,5 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "idefics3": _IDEFICS3,
     "smolvlm": _IDEFICS3,
     "internvl": _INTERNVL,
-    "internvl_large": _INTERNVL,
 }
 """Areas from 64² to 512² pixels, so that prompts stay short."""

@@ -44,14 +44,18 @@ class Idefics3(Tiled):
         grid, patch = vision.position_grid, vision.patch_size
         side = settings.sizes("max_image_size", "longest_edge").get("longest_edge", grid * patch)
         if side // patch != grid:
-            settings.fault(f"max_image_size is {side}, must make {grid} patches of {patch} pixels, for which the encoder has positions")
+            settings.fault(
+                f"max_image_size is {side}, must make {grid} patches of {patch} pixels, for which the encoder has positions"
+            )
         longest = settings.sizes("size", "longest_edge").get("longest_edge", 4 * side)
         tiles, splits = most_tiles(vision, settings, max_patches), settings.boolean("do_image_splitting", True)
         if splits and with_whole(math.ceil(min(longest, MAX_SIDE) / side) ** 2) > tiles:
             info_once(f"images get at most {tiles} tiles, some fewer than the model takes: raise --mm-max-patches for more")
         encode = encoder(directory / "tokenizer.json")
         if encode(IMAGE) != (vision.image_token_id,) or len(encode(AROUND)) > 1:
-            settings.fault(f"the tokenizer in {directory} must have the tokens {AROUND} and {IMAGE}, the latter as {vision.image_token_id}")
+            settings.fault(
+                f"the tokenizer in {directory} must have the tokens {AROUND} and {IMAGE}, the latter as {vision.image_token_id}"
+            )
         return cls(vision, settings.resample(Image.Resampling.LANCZOS), side, tiles, longest, splits, encode)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:

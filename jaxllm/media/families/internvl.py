@@ -1,4 +1,4 @@
-"""InternVL: images become the arrangement of tiles nearest to their shape; see GotOcr2ImageProcessor and InternVLProcessor in transformers."""
+"""InternVL: images are resized to the tiles whose shape is nearest; see GotOcr2ImageProcessor and InternVLProcessor in transformers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,9 @@ class InternVL(Tiled):
             info_once(f"images get at most {tiles} tiles, fewer than the model takes: raise --mm-max-patches for more")
             most = max(1, tiles - 1)
         if fewest > most:
-            settings.fault(f"min_patches is {fewest}, must be at most {most}: max_patches, or what --mm-max-patches leaves of it")
+            settings.fault(
+                f"min_patches is {fewest}, must be at most {most}: max_patches, or what --mm-max-patches leaves of it"
+            )
         start, end = token_ids(directory, settings, START, END)
         return cls(vision, settings.resample(Image.Resampling.BICUBIC), side, fewest, most, start, end)
 
