@@ -111,6 +111,8 @@ class Vision:
     """Deviation that it divides by."""
     encoder: VisionEncoder | None = None
     """Its layers."""
+    attends_within: bool = False
+    """Whether the tokens of an image see each other in the text model: earlier ones also see later ones. A step computes all of them."""
 
     @property
     def head_dim(self) -> int:
