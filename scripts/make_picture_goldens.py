@@ -3,8 +3,9 @@
     python scripts/make_picture_goldens.py [--only NAME ...] [--output DIR]
 
 Needs torch and transformers. The checkpoints are not kept: `tests/helpers/vision_checkpoint.py` writes the same weights anywhere. Each
-file has what the encoder makes of two pictures of different sizes, and for prompts with both, one or none of them the prompt's log
-probabilities and 64 greedy tokens with theirs, computed in float32. Seeds are taken as `make_goldens.py` takes them.
+file has what the encoder makes of two pictures, of different sizes if the family has several, and for prompts with both, one or none of
+them the prompt's log probabilities and 64 greedy tokens with theirs, computed in float32. Seeds are taken as `make_goldens.py` takes
+them.
 """
 
 import argparse
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "gemma3": {"family": "gemma3"},
     "idefics3": {"family": "idefics3", "tied": False},
     "internvl": {"family": "internvl"},
     "internvl_large": {"family": "internvl", "variant": "large", "tied": False},
@@ -72,6 +74,9 @@ class Reference:
             for place, image, (height, width) in zip(whole, images, sizes, strict=True):
                 place[:, :height, :width] = ((image / 255 - vision.image_mean) / vision.image_std).transpose(2, 0, 1)
             return {"pixel_values": torch.tensor(whole, dtype=dtype), "image_sizes": torch.tensor(sizes)}
+        if vision.family == "gemma3":
+            whole = [((image / 255 - vision.image_mean) / vision.image_std).transpose(2, 0, 1) for image in images]
+            return {"pixel_values": torch.tensor(np.stack(whole), dtype=dtype)}
         if vision.has_tiles:
             tiles = np.concatenate([image.reshape(-1, image.shape[1], *image.shape[1:]) for image in images])
             found = torch.tensor(((tiles / 255 - vision.image_mean) / vision.image_std).transpose(0, 3, 1, 2), dtype=dtype)
@@ -99,6 +104,8 @@ class Reference:
         given = self.pixels(images) if images else {}
         if self.config.vision.family.startswith("qwen"):
             given["mm_token_type_ids"] = (ids == self.config.vision.image_token_id).int()
+        if self.config.vision.attends_within:  # transformers' own masks are causal without them
+            given["token_type_ids"] = (ids == self.config.vision.image_token_id).int()
         return torch.log_softmax(self.model(input_ids=ids, **given).logits[0], -1)
 
 

@@ -94,10 +94,11 @@ class Linear(nnx.Module):
         joined: int = 0,
         bias: bool = False,
         transposed: bool = False,
+        weight: str = "weight",
     ):
         """modules: the checkpoint's modules, `joined` along a dimension of their outputs.
         inputs: the stored dimensions that are contracted; None: as in `shape`.
-        transposed: the checkpoint holds [inputs, outputs]."""
+        transposed: the checkpoint holds [inputs, outputs]. weight: what it calls the weight in a module."""
         operand_and_letters, output = subscripts.split("->")
         operand, letters = operand_and_letters.split(",")
         self.num_contracted = n = sum(letter not in output for letter in letters)
@@ -110,7 +111,7 @@ class Linear(nnx.Module):
         """Whether devices split the inputs, so that each computes a part of the sum."""
         self.shape, self.axes = tuple(shape), tuple(axes)
         self.inputs = tuple(shape[:n] if inputs is None else inputs)
-        source = output_major(self.modules, "weight", joined, self.inputs, transposed=transposed)
+        source = output_major(self.modules, weight, joined, self.inputs, transposed=transposed)
         self.weight: nnx.Param | PackedWeight = abstract_param(shape, axes, dtype, source=source)
         source = output_major(self.modules, "bias", joined)
         self.bias = abstract_param(shape[n:], axes[n:], dtype, source=source, init="zeros") if bias else None

@@ -28,7 +28,7 @@ AXIS = "vision"
 
 class VisionTower(nnx.Module):
     """Encodes the patches of some images at once; patches attend to those of their own segment. Sources: arXiv:2511.21631 (Qwen3-VL),
-    arXiv:2502.13923 (Qwen2.5-VL).
+    arXiv:2502.13923 (Qwen2.5-VL), arXiv:2303.15343 (SigLIP).
 
     Built without values: a loader gives them. P patches of C values, D its width, L the width of the text model.
     """
@@ -200,6 +200,8 @@ class PatchMerger(nnx.Module):
                 dtype,
                 modules=[Module(linear.name, (linear.outputs,))],
                 bias=linear.bias,
+                transposed=linear.transposed,
+                weight=linear.weight,
             )
             for linear, width in zip(part.linears, inputs, strict=False)
         )

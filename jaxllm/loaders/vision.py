@@ -68,8 +68,6 @@ def load_tower(
             f"{directory} holds a converted text model, without its encoder of images; load the checkpoint that it was converted from, "
             "or use --language-model-only"
         )
-    encoder = tower.vision.encoder
-    assert encoder is not None
     return load_checkpoint(
-        config, tower, directory, mesh=mesh, load_format=load_format, progress=progress, prefixes=encoder.prefixes
+        config, tower, directory, mesh=mesh, load_format=load_format, progress=progress, encoder=tower.vision.encoder
     )

@@ -36,6 +36,10 @@ class MergerLinear:
     activation: Activation | None = None
     """Of its outputs."""
     bias: bool = True
+    weight: str = "weight"
+    """Name of its weight within the module."""
+    transposed: bool = False
+    """Whether the checkpoint holds [inputs, outputs]."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,16 @@ class VisionEncoder:
     """Patches along each side of a window, within which patches attend to each other; 0: to all of their image."""
     full_layers: tuple[int, ...] = ()
     """Layers without windows, in an encoder that has windows."""
+    other_prefix: str | None = None
+    """In place of the first of `prefixes` in the names of other checkpoints of the family."""
+    ignored: tuple[str, ...] = ()
+    """How the names of tensors begin that are not loaded."""
+
+    def name_of(self, name: str) -> str | None:
+        """What the encoder calls a tensor of a checkpoint; None: it is not one of the encoder's."""
+        if self.other_prefix is not None and name.startswith(self.other_prefix):
+            name = self.prefixes[0] + name.removeprefix(self.other_prefix)
+        return name if name.startswith(self.prefixes) and not name.startswith(self.ignored) else None
 
 
 @dataclass(frozen=True)
@@ -119,6 +133,8 @@ class Vision:
     """Whether an image consists of tiles that each fill the table of learned positions, whose patches attend to each other."""
     encoder: VisionEncoder | None = None
     """Its layers."""
+    attends_within: bool = False
+    """Whether the tokens of an image see each other in the text model: earlier ones also see later ones. A step computes all of them."""
 
     @property
     def head_dim(self) -> int:

@@ -44,7 +44,7 @@ def make_items(config: EngineConfig, model_config: ModelConfig) -> Images | None
 
 def _whole_tokens(config: EngineConfig, model_config: ModelConfig, vision: Vision, sizes: EncoderSizes) -> int:
     """See Images. Raises ConfigError if a step cannot compute the largest image."""
-    see_each_other, most, least = vision.family == "gemma3", config.scheduler.max_num_batched_tokens, sizes.max_item_embeddings
+    see_each_other, most, least = vision.attends_within, config.scheduler.max_num_batched_tokens, sizes.max_item_embeddings
     if not (see_each_other or config.multimodal.disable_chunked_mm_input):
         return 0
     assert most is not None

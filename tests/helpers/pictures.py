@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array, lax
 
+from jaxllm.layers.attend import Attend
 from jaxllm.layers.build import build_model, build_tower
-from jaxllm.layers.dense_attention import dense_step
+from jaxllm.layers.dense_attention import dense_attend, dense_step
 from jaxllm.layers.vision import PatchIndices, patch_indices
 from jaxllm.loaders.load import load_weights
 from jaxllm.loaders.vision import load_tower
@@ -68,11 +71,13 @@ def picture(seed: int, height: int, width: int) -> np.ndarray:
 
 
 def sizes(vision: Vision, cells: Sequence[tuple[int, int]]) -> list[Size]:
-    """Pictures of these heights and widths in cells; where pictures have tiles, so many tiles below each other as cells."""
-    side = vision.patch_size * vision.merge_size
+    """Pictures of these heights and widths in cells; where pictures have one size, as many of that; where they have tiles, so many tiles
+    below each other as cells."""
+    side, whole = vision.patch_size * vision.merge_size, vision.position_grid // vision.merge_size
+    if vision.family == "gemma3":
+        cells = [(whole, whole)] * len(cells)
     if vision.has_tiles:
-        tile = vision.position_grid // vision.merge_size
-        cells = [(tile * rows, tile) for rows, _ in cells]
+        cells = [(whole * rows, whole) for rows, _ in cells]
     return [(i, rows * side, columns * side) for i, (rows, columns) in enumerate(cells)]
 
 
@@ -165,6 +170,15 @@ def inputs(
     return ids, given, is_given, rope_positions(items, 0, pad_to)
 
 
+def attend(vision: Vision, is_given_T: Array) -> Attend:
+    """Dense attention of one sequence with these tokens of pictures. If these see each other, there is text between pictures."""
+    index_T = jnp.arange(len(is_given_T))
+    if not vision.attends_within:
+        return dense_attend(index_T)
+    next_text_T = lax.cummin(jnp.where(is_given_T, len(is_given_T), index_T), reverse=True)
+    return dense_attend(index_T, num_later_T=jnp.where(is_given_T, next_text_T - index_T - 1, 0))
+
+
 def set_given(step, vision: Vision, given_TX, is_given_T, rope_3T) -> None:
     """Put what an encoder made into a step."""
     L = vision.output_size
@@ -192,7 +206,8 @@ def _logits(config: ModelConfig):
     @jax.jit
     def forward(state, token_ids_T, given_TX, is_given_T, rope_3T):
         model = nnx.merge(graph, state)
-        step = dense_step(token_ids_T, jax.numpy.arange(len(token_ids_T)))
+        step = dense_step(token_ids_T, jnp.arange(len(token_ids_T)))
+        step.attend = attend(config.vision, is_given_T)
         set_given(step, config.vision, given_TX, is_given_T, rope_3T)
         return model.logits(model(step))
 

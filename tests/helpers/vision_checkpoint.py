@@ -40,6 +40,7 @@ SPECIAL = (
     "</img>",
 )
 PICTURES = {
+    "gemma3": "<start_of_image>",
     "mistral3": "[IMG]",
     "idefics3": "<image>",
     "smolvlm": "<image>",
@@ -107,8 +108,10 @@ def write(
     gain: float = 2.0,
     tied: bool = True,
 ) -> Path:
-    """A checkpoint of a family, or of its variant, of FAMILIES. dtype: of the file. gain: of the text model's products, the larger the wilder its text. tied:
-    whether the head is the embedding."""
+    """A checkpoint of a family, or of its variant, of FAMILIES.
+
+    dtype: of the file. gain: of the text model's products, the larger the wilder its text. tied: whether the head is the embedding.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
@@ -267,6 +270,54 @@ def _mistral3(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes]:
     return config, shapes | _decoder(text, "language_model.model", None if tied else "language_model.lm_head")
 
 
+def _gemma3(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes]:
+    """As released: 9 tokens for each picture, one more than a window has."""
+    text = {
+        **{key: value for key, value in TEXT.items() if key != "hidden_act"},
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "rope_theta": 10000.0,
+        "rope_local_base_freq": 1000.0,
+        "tie_word_embeddings": tied,
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 84,
+        "patch_size": 14,
+        "hidden_act": "gelu_pytorch_tanh",
+        "vision_use_head": False,
+    }
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": vision,
+        "mm_tokens_per_image": 9,
+        "boi_token_index": ids["<start_of_image>"],
+        "eoi_token_index": ids["<end_of_image>"],
+        "image_token_index": ids["<image_soft_token>"],
+    }
+    D, L = vision["hidden_size"], text["hidden_size"]
+    shapes = {f"vision_tower.vision_model.{name}": shape for name, shape in _siglip(vision).items()}
+    shapes |= {
+        "multi_modal_projector.mm_soft_emb_norm.weight": (D,),
+        "multi_modal_projector.mm_input_projection_weight": (D, L),
+    }
+    head = None if tied else "language_model.lm_head"
+    shapes |= _decoder(text, "language_model.model", head, head_norms=True)
+    for i in range(text["num_hidden_layers"]):
+        layer = f"language_model.model.layers.{i}"
+        shapes |= {f"{layer}.{name}_feedforward_layernorm.weight": (L,) for name in ("pre", "post")}
+    return config, shapes
+
+
 def _idefics3(ids: dict[str, int], tied: bool, kind: str, name: str) -> tuple[dict[str, Any], Shapes]:
     """4 tokens for each tile."""
     text = {**TEXT, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
@@ -288,21 +339,27 @@ def _idefics3(ids: dict[str, int], tied: bool, kind: str, name: str) -> tuple[di
         "image_token_id": ids["<image>"],
         "scale_factor": 2,
     }
-    D, F, L = vision["hidden_size"], vision["intermediate_size"], text["hidden_size"]
-    tower: Shapes = {
-        **_linear("embeddings.patch_embedding", (D, 3, 14, 14)),
-        "embeddings.position_embedding.weight": ((58 // 14) ** 2, D),
+    D, L = vision["hidden_size"], text["hidden_size"]
+    shapes = {f"model.vision_model.{name}": shape for name, shape in _siglip(vision).items()}
+    shapes["model.connector.modality_projection.proj.weight"] = (L, 4 * D)
+    return config, shapes | _decoder(text, "model.text_model", None if tied else "lm_head")
+
+
+def _siglip(vision: dict[str, Any]) -> Shapes:
+    """The layers of an encoder."""
+    D, F, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    shapes: Shapes = {
+        **_linear("embeddings.patch_embedding", (D, 3, patch, patch)),
+        "embeddings.position_embedding.weight": ((vision["image_size"] // patch) ** 2, D),
         **_norm("post_layernorm", D),
     }
     for i in range(vision["num_hidden_layers"]):
         layer = f"encoder.layers.{i}"
-        tower |= {**_norm(f"{layer}.layer_norm1", D), **_norm(f"{layer}.layer_norm2", D)}
-        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            tower |= _linear(f"{layer}.self_attn.{part}", (D, D))
-        tower |= {**_linear(f"{layer}.mlp.fc1", (F, D)), **_linear(f"{layer}.mlp.fc2", (D, F))}
-    shapes = {f"model.vision_model.{name}": shape for name, shape in tower.items()}
-    shapes["model.connector.modality_projection.proj.weight"] = (L, 4 * D)
-    return config, shapes | _decoder(text, "model.text_model", None if tied else "lm_head")
+        shapes |= {**_norm(f"{layer}.layer_norm1", D), **_norm(f"{layer}.layer_norm2", D)}
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes |= _linear(f"{layer}.self_attn.{name}", (D, D))
+        shapes |= {**_linear(f"{layer}.mlp.fc1", (F, D)), **_linear(f"{layer}.mlp.fc2", (D, F))}
+    return shapes
 
 
 def _internvl(ids: dict[str, int], tied: bool, is_large: bool = False) -> tuple[dict[str, Any], Shapes]:
@@ -405,6 +462,7 @@ FAMILIES: dict[str, Callable[[dict[str, int], bool], tuple[dict[str, Any], Shape
     "qwen3_vl_moe": lambda ids, tied: _qwen3_vl(ids, tied, EXPERTS),
     "qwen2_5_vl": _qwen2_5_vl,
     "mistral3": _mistral3,
+    "gemma3": _gemma3,
     "idefics3": lambda ids, tied: _idefics3(ids, tied, "idefics3", "Idefics3ForConditionalGeneration"),
     "internvl": _internvl,
     "internvl_large": lambda ids, tied: _internvl(ids, tied, is_large=True),
@@ -436,6 +494,12 @@ _PIXTRAL = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
+_GEMMA3 = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 84, "width": 84},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 _IDEFICS3 = {
     "image_processor_type": "SmolVLMImageProcessor",
     "size": {"longest_edge": 2 * 58},
@@ -456,6 +520,7 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _QWEN3,
     "qwen2_5_vl": _QWEN2_5,
     "mistral3": _PIXTRAL,
+    "gemma3": _GEMMA3,
     "idefics3": _IDEFICS3,
     "smolvlm": _IDEFICS3,
     "internvl": _INTERNVL,

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.kernel_policy import CPU
 from jaxllm.layers.build import build_model
-from jaxllm.layers.dense_attention import dense_attend
 from jaxllm.layers.step import Step
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.shards import make_shards
@@ -83,7 +82,7 @@ def test_two_devices_compute_what_one_does(name, min_tokens, loaded):
 
     def forward(state, token_ids_T, given_TX, is_given_T, rope_3T):
         model, positions_T = nnx.merge(graph, state), jnp.arange(PAD_TO)
-        step = Step(token_ids_T, positions_T, dense_attend(positions_T), shards)
+        step = Step(token_ids_T, positions_T, pictures.attend(split.vision, is_given_T), shards)
         pictures.set_given(step, split.vision, given_TX, is_given_T, rope_3T)
         return shards.all_columns(model.logits(model(step), shards))
 

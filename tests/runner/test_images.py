@@ -1,6 +1,7 @@
 """The host's part of images: which are encoded together, what programs take, and where tokens find their embeddings."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -32,6 +33,7 @@ from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.rows import Rows
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
+from pallas_kernels.span_attention import Later, span_attention
 from tests.helpers import vision_checkpoint
 
 MAX_PATCHES = 1024
@@ -153,6 +155,19 @@ def test_memory_is_planned_for_encoder_slab_and_the_largest_encoding(directory):
     assert images.memory_bytes(EngineConfig(), replace(model_config, vision=None), None) == 0
 
 
+@pytest.mark.slow
+def test_attention_within_images_takes_no_more_memory_than_is_planned(tmp_path):
+    model_config = load_model_config(vision_checkpoint.write(tmp_path, "gemma3"), dtype="float32")
+    config = resolve_platform_defaults(EngineConfig.from_options(max_num_batched_tokens=4096), on_gpu=False)
+    part = model_config.attentions[0]
+    heads = (4096, part.num_kv_heads)
+    shapes = ((*heads, part.group_size, part.head_dim), (*heads, part.head_dim), (*heads, part.head_dim))
+    q, k, v = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    later = Later(jax.ShapeDtypeStruct((4096,), jnp.int32), 255)
+    found = jax.jit(partial(span_attention, scale=1.0)).lower(q, k, v, later).compile().memory_analysis()
+    assert 0 < found.temp_size_in_bytes + found.output_size_in_bytes <= images.span_bytes(config, model_config, 255)
+
+
 class Runner:
     """Notes what is encoded; two data-parallel ranks if asked for."""
 
@@ -171,8 +186,8 @@ class Runner:
         return encode
 
 
-def new_host(vision, num_ranks=1):
-    images = Images(vision, EncoderSizes.of(vision, MAX_PATCHES), "float32", Kernels(), None, True)
+def new_host(vision, num_ranks=1, has_rope_sections=True):
+    images = Images(vision, EncoderSizes.of(vision, MAX_PATCHES), "float32", Kernels(), None, has_rope_sections)
     runner = Runner(images, num_ranks)
     config = EngineConfig.from_options(max_num_seqs=4, max_num_batched_tokens=64, decode_buckets=(2,), token_buckets=(16,))
     buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), CPU)
@@ -205,6 +220,21 @@ def test_tokens_of_a_step_find_their_embeddings_and_positions(vision):
     positions_3T = np.arange(4, 10) - 3 + inputs_IT[1:, :6]
     assert positions_3T.tolist() == [[2, 2, 2, 2, 5, 6], [2, 3, 3, 3, 5, 6], [4, 2, 3, 4, 5, 6]]
     assert not runner.calls, "nothing was to be encoded"
+
+
+def test_tokens_that_see_each_other_say_how_many_follow(vision):
+    """The second step begins behind a cached prefix that ends inside of the image."""
+    host, runner, builder = new_host(replace(vision, attends_within=True), has_rope_sections=False)
+    for start, count, expected in ((0, 10, [0, 0, 5, 4, 3, 2, 1, 0, 0, 0]), (4, 5, [3, 2, 1, 0, 0])):
+        host.run(UseItem(0, "a", 2, [9]))
+        batch = step(builder, start, count, is_new=start == 0)
+        host.before_step([batch])
+        inputs_IT = runner.shapes.inputs.token_inputs_of(batch, "images")
+        assert len(inputs_IT) == 2 and inputs_IT[packing.SLAB_ROW, 6 - start] == 9 * 64 + 5
+        assert inputs_IT[packing.NUM_LATER].tolist() == expected + [0] * (16 - count)
+    host.run(UseItem(0, "a", 2, [9]))
+    with pytest.raises(AssertionError, match="the step cuts an image"):
+        host.before_step([step(builder, 4, 3)])
 
 
 def test_behind_the_last_image_a_step_does_without(vision):

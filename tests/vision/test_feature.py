@@ -20,7 +20,7 @@ from tests.helpers import engines, goldens
 QWEN = Vision(
     "qwen3_vl", 5, patch_size=16, merge_size=2, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, output_size=64
 )
-GEMMA = replace(QWEN, family="gemma3", merge_size=4, position_grid=64, patch_size=14)
+GEMMA = replace(QWEN, family="gemma3", merge_size=4, position_grid=64, patch_size=14, attends_within=True)
 
 
 def config_of(**options: object) -> EngineConfig:

@@ -10,6 +10,7 @@ from jaxllm.device_ops import EncodeItem, UseItem
 from jaxllm.media.payload import unpack
 from jaxllm.runner.batch import Batch, Chunk
 from jaxllm.runner.features.images.packing import (
+    NUM_LATER,
     SHIFTS,
     SLAB_ROW,
     Picture,
@@ -86,9 +87,11 @@ class ImagesOnHost(OpRunner):
                     self._pages[request.request_id, item.position], self._images.sizes.page_embeddings, index.max() + 1
                 )
                 found = np.where(index < 0, 0, 1 + rows[index])
-                inputs_IT[SLAB_ROW, first - chunk.start : last - chunk.start] = found[
-                    first - item.position : last - item.position
-                ]
+                own = slice(first - chunk.start, last - chunk.start)
+                inputs_IT[SLAB_ROW, own] = found[first - item.position : last - item.position]
+                if self._images.vision.attends_within:
+                    assert last == item.end, "the step cuts an image whose tokens see each other"
+                    inputs_IT[NUM_LATER, own] = np.arange(last - first)[::-1]
         if self._images.has_rope_sections:
             inputs_IT[SHIFTS] = rope_shifts(chunk)
 

@@ -16,7 +16,9 @@ SIZES = (256, 1024, 2048, 4096, 8192, 16384)
 SLAB_ROW = 0
 """Of the values of a token: 1 + its row of the slab; 0: the token keeps its own embedding."""
 SHIFTS = slice(1, 4)
-"""Its positions in time, row and column, each minus that which `rope_delta` gives it."""
+"""With ropes in sections: its positions in time, row and column, each minus that which `rope_delta` gives it."""
+NUM_LATER = -1
+"""Where tokens of an image see each other: how many of those behind it are of the same image."""
 
 
 @dataclass(frozen=True)
