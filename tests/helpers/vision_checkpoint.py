@@ -7,6 +7,7 @@ layers and four heads of 16, encoders two layers and two heads of 16. Equal argu
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,14 @@ def write(
     gain: float = 2.0,
     tied: bool = True,
 ) -> Path:
-    """A checkpoint of a family, or of its variant, of FAMILIES.
+    """A checkpoint of a family of FAMILIES, or of a variant of VARIANTS.
 
     dtype: of the file. gain: of the text model's products, the larger the wilder its text. tied: whether the head is the embedding.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
-    config, shapes = FAMILIES[family if variant is None else f"{family}_{variant}"](ids, tied)
+    config, shapes = (FAMILIES[family] if variant is None else VARIANTS[family, variant])(ids, tied)
     config |= {"dtype": dtype, "tie_word_embeddings": tied, "eos_token_id": ids["<|im_end|>"]}
     _write_json(directory / "config.json", config)
     _write_json(directory / "preprocessor_config.json", PREPROCESSORS[family])
@@ -465,9 +466,9 @@ FAMILIES: dict[str, Callable[[dict[str, int], bool], tuple[dict[str, Any], Shape
     "gemma3": _gemma3,
     "idefics3": lambda ids, tied: _idefics3(ids, tied, "idefics3", "Idefics3ForConditionalGeneration"),
     "internvl": _internvl,
-    "internvl_large": lambda ids, tied: _internvl(ids, tied, is_large=True),
     "smolvlm": lambda ids, tied: _idefics3(ids, tied, "smolvlm", "SmolVLMForConditionalGeneration"),
 }
+VARIANTS = {("internvl", "large"): partial(_internvl, is_large=True)}
 _QWEN3 = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "size": {"shortest_edge": 4096, "longest_edge": 262144},
