@@ -1,7 +1,8 @@
-"""An image as it came with a prompt, and what becomes of it before the engine gets it."""
+"""An image or a video as it came with a prompt, and what becomes of it before the engine gets it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, Union
 
 if TYPE_CHECKING:
     import numpy as np
@@ -13,9 +14,10 @@ class Media:
     """One item of a prompt as it came."""
 
     kind: str
-    """"image"."""
-    data: Union[bytes, "PIL.Image.Image", "np.ndarray", None]
-    """The bytes of a file, a Pillow image, or uint8 [height, width, 3 or 4 or none]; None: the one that was prepared with this uuid."""
+    """"image" or "video"."""
+    data: Union[bytes, "PIL.Image.Image", "np.ndarray", Sequence[Any], None]
+    """The bytes of a file, a Pillow image, or uint8 [height, width, 3 or 4 or none]; of a video the bytes of a file, uint8 [frames, height,
+    width, 3 or 4], a list of images, or (frames, metadata); None: the one that was prepared with this uuid."""
     uuid: str | None = None
     """The caller's name of the content: items with equal ones are the same, whatever their data."""
     name: str = "prompt"
@@ -24,7 +26,7 @@ class Media:
 
 @dataclass(frozen=True)
 class ProcessedMedia:
-    """An image ready to be encoded."""
+    """An image, or a video, ready to be encoded."""
 
     kind: str
     content_hash: bytes
@@ -32,11 +34,24 @@ class ProcessedMedia:
     token_ids: tuple[int, ...]
     """The tokens of a prompt that stand for it."""
     grid: tuple[int, int, int]
-    """Its embeddings: how many tiles, and the rows and columns of each. An image that is not cut into tiles is one."""
+    """Its embeddings: how many tiles or time steps, and the rows and columns of each. An image that is not cut into tiles is one."""
     payload: bytes
     """Its patches: see jaxllm/media/payload.py."""
     embedding_runs: tuple[tuple[int, int], ...] = ()
     """(offset, count) of each run of its tokens that an embedding replaces; empty: all are replaced."""
+    steps: tuple["ProcessedMedia", ...] = ()
+    """The time steps of a video, which has no payload itself: each is an item of its own."""
+    label: str = ""
+    """Text before a time step."""
+
+    @property
+    def items(self) -> "tuple[ProcessedMedia, ...]":
+        """What is encoded and stands in prompts as one item."""
+        return self.steps or (self,)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(item.payload) for item in self.items)
 
     @property
     def num_tokens(self) -> int:

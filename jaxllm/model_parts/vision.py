@@ -125,6 +125,7 @@ class Vision:
     deepstack_layers: tuple[int, ...] = ()
     """Layers of the encoder behind which further results are taken, each added to the tokens behind one more of the first text layers."""
     video_token_id: int | None = None
+    """The placeholder of one embedding of a video."""
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Mean of red, green and blue, in a range of 0 to 1, that the encoder subtracts: that of the family."""
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -135,6 +136,16 @@ class Vision:
     """Its layers."""
     attends_within: bool = False
     """Whether the tokens of an image see each other in the text model: earlier ones also see later ones. A step computes all of them."""
+
+    @property
+    def item_kinds(self) -> tuple[str, ...]:
+        """Kinds of items that prompts may have."""
+        return ("image", "video") if self.family == "qwen3_vl" else ("image",)
+
+    @property
+    def max_patch_values(self) -> int:
+        """Most values of pixels that a patch has: of one frame, or of all frames that a patch of a video has."""
+        return 3 * self.patch_size**2 * (self.temporal_patch_size if "video" in self.item_kinds else 1)
 
     @property
     def head_dim(self) -> int:

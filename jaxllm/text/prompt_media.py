@@ -1,4 +1,4 @@
-"""The images of prompts, between a caller and the engine: checked, prepared in threads, and put at their placeholders."""
+"""The images and videos of prompts, between a caller and the engine: checked, prepared in threads, and put at their placeholders."""
 
 import os
 import threading
@@ -12,11 +12,12 @@ from jaxllm.media import Media, MediaOptions, ProcessedMedia
 from jaxllm.metrics.buckets import PHASE_SECONDS
 from jaxllm.observations import Observations
 from jaxllm.request import PromptItem
+from jaxllm.text.chat_media import A
 
 if TYPE_CHECKING:
     from jaxllm.media.processor import MediaProcessor  # imports Pillow
 
-IMAGE = "image"
+KINDS = ("image", "video")
 DATA, UUIDS, KWARGS = KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 """Keys of a prompt, as vLLM has them."""
 MAX_THREADS = 4
@@ -39,13 +40,21 @@ class PromptMedia:
         """Whether the model takes images."""
         return self._processor is not None
 
-    def check_count(self, count: int, param: str = "prompt") -> None:
-        """Check the number of images of a prompt before they are read. `param`: what errors call them."""
-        if count and self._processor is None:
-            raise InvalidRequestError(
-                f"{self._model} takes text alone, and no images; leave them out, or serve a model that does", param
-            )
-        self._options.check_count(count, IMAGE, param)
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of items that the model takes."""
+        return () if self._processor is None else self._processor.kinds
+
+    def check_count(self, kinds: Sequence[str], param: str = "prompt") -> None:
+        """Check the kinds of a prompt's items, and how many there are, before they are read. `param`: what errors call them."""
+        for kind in sorted({*kinds}):
+            if self._processor is None:
+                raise InvalidRequestError(
+                    f"{self._model} takes text alone, and no {kind}s; leave them out, or serve a model that does", param
+                )
+            if kind not in self.kinds:
+                raise InvalidRequestError(f"{self._model} takes no {kind}s; leave them out, or serve a model that does", param)
+            self._options.check_count(kinds.count(kind), kind, param)
 
     def check_trusted(self, kwargs: Mapping[str, Any] | None, param: str = KWARGS) -> None:
         """Check whether a client may set how images are prepared. For servers; scripts may."""
@@ -54,9 +63,9 @@ class PromptMedia:
                 f"{param} of requests is refused; the server takes it with --trust-request-mm-kwargs", param
             )
 
-    def image_texts(self, count: int) -> list[str]:
-        """What stands for each image in prompts of plain text."""
-        return [] if self._processor is None else [self._processor.placeholder(number) for number in range(1, count + 1)]
+    def placeholders(self, kinds: Sequence[str]) -> list[str]:
+        """What stands for items of these kinds in prompts of plain text."""
+        return [] if self._processor is None else [self._processor.placeholder(kind) for kind in kinds]
 
     def submit(self, prompt: Any) -> "list[Future[ProcessedMedia]]":
         """Prepare the images of a prompt in threads. Prompts without any need none."""
@@ -117,23 +126,33 @@ class PromptMedia:
             if value is not None and not isinstance(value, Mapping):
                 raise InvalidRequestError(f"{key} is a {type(value).__name__}, must be an object", key)
         for key, value in ((DATA, data), (UUIDS, uuids)):
-            if other := next((kind for kind in value or () if kind != IMAGE), None):
-                raise InvalidRequestError(f"{key} has {other!r}, must have {IMAGE} alone: models take text and images", key)
-        images, names = _as_list((data or {}).get(IMAGE)), _as_list((uuids or {}).get(IMAGE))
-        if not images and names:
-            images = [None] * len(names)
-        if names and len(names) != len(images):
-            raise InvalidRequestError(f"{UUIDS} has {len(names)} for {len(images)} images; give one each, or None", UUIDS)
-        self.check_count(len(images), DATA)
-        names = names or [None] * len(images)
-        return [_as_media(image, names[place], f"{DATA}.{IMAGE}[{place}]") for place, image in enumerate(images)], kwargs
+            if other := next((kind for kind in value or () if kind not in KINDS), None):
+                raise InvalidRequestError(f"{key} has {other!r}, must have {' or '.join(KINDS)}", key)
+        found = [each for kind in KINDS for each in self._read_kind(kind, (data or {}).get(kind), (uuids or {}).get(kind))]
+        return found, kwargs
+
+    def _read_kind(self, kind: str, data: Any, uuids: Any) -> list[Media | ProcessedMedia]:
+        """The items of a kind."""
+        items, names = (_as_videos if kind == "video" else _as_list)(data), _as_list(uuids)
+        if not items and names:
+            items = [None] * len(names)
+        if names and len(names) != len(items):
+            raise InvalidRequestError(f"{UUIDS} has {len(names)} for {len(items)} {kind}s; give one each, or None", UUIDS)
+        self.check_count([kind] * len(items), DATA)
+        names = names or [None] * len(items)
+        return [_as_media(kind, item, names[place], f"{DATA}.{kind}[{place}]") for place, item in enumerate(items)]
 
 
 def with_processed(prompt: Any, processed: Sequence[ProcessedMedia]) -> Any:
-    """The prompt with these in place of its images."""
+    """The prompt with these in place of its images and videos."""
     if not processed:
         return prompt
-    return {**{key: value for key, value in prompt.items() if key not in KEYS}, DATA: {IMAGE: list(processed)}}
+    return {**{key: value for key, value in prompt.items() if key not in KEYS}, DATA: by_kind(processed)}
+
+
+def by_kind(items: "Sequence[Media | ProcessedMedia]") -> dict[str, list[Any]]:
+    """Items as `multi_modal_data` has them."""
+    return {kind: found for kind in KINDS if (found := [item for item in items if item.kind == kind])}
 
 
 def processed_in(prompt: Any) -> list[ProcessedMedia] | None:
@@ -141,8 +160,13 @@ def processed_in(prompt: Any) -> list[ProcessedMedia] | None:
     data = prompt.get(DATA) if isinstance(prompt, Mapping) else None
     if not data:
         return []
-    images = data.get(IMAGE) if isinstance(data, Mapping) else None
-    return images if isinstance(images, list) and all(isinstance(image, ProcessedMedia) for image in images) else None
+    items: list[Any] = []
+    for kind in KINDS:
+        of_kind = data.get(kind) or [] if isinstance(data, Mapping) else None
+        if not isinstance(of_kind, list) or not all(isinstance(item, ProcessedMedia) for item in of_kind):
+            return None
+        items += of_kind
+    return items
 
 
 def _done(prompt: Any, images: "Sequence[Future[ProcessedMedia]]") -> Any:
@@ -156,15 +180,29 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
-def _as_media(image: Any, uuid: Any, name: str) -> Media | ProcessedMedia:
+def _as_videos(value: Any) -> list[Any]:
+    """A video, or a list of videos, as a list. A list of frames is one video, and so is (frames, metadata)."""
+    if not isinstance(value, (list, tuple)):
+        return _as_list(value)
+    is_frames = bool(value) and all(_is_frame(each) for each in value)
+    is_described = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+    return [value] if is_frames or is_described else list(value)
+
+
+def _is_frame(value: Any) -> bool:
+    """Whether it is a Pillow image, or an array of one image."""
+    return getattr(value, "ndim", 0) in (2, 3) or hasattr(value, "getbands")
+
+
+def _as_media(kind: str, image: Any, uuid: Any, name: str) -> Media | ProcessedMedia:
     if uuid is not None and not isinstance(uuid, str):
         raise InvalidRequestError(f"{UUIDS} has {uuid!r}, must have strings", UUIDS)
     if isinstance(image, (Media, ProcessedMedia)):
         return image
     if image is None and uuid is None:
-        raise InvalidRequestError(f"{name} is None; give an image, or the uuid of one that was sent before", name)
+        raise InvalidRequestError(f"{name} is None; give {A[kind]}, or the uuid of one that was sent before", name)
     if isinstance(image, str):
         raise InvalidRequestError(
             f"{name} is a string; give its bytes, a Pillow image or an array, or send an address in a chat", name
         )
-    return Media(IMAGE, bytes(image) if isinstance(image, (bytearray, memoryview)) else image, uuid, name)
+    return Media(kind, bytes(image) if isinstance(image, (bytearray, memoryview)) else image, uuid, name)

@@ -58,6 +58,7 @@ def chat_template(picture: str) -> str:
         "{%- if message.content is string -%}{{ message.content }}"
         "{%- else -%}{%- for part in message.content -%}"
         f"{{%- if part.type == 'image' or 'image' in part or 'image_url' in part -%}}{picture}"
+        "{%- elif part.type == 'video' or 'video' in part -%}<|vision_start|><|video_pad|><|vision_end|>"
         "{%- elif 'text' in part -%}{{ part.text }}{%- endif -%}"
         "{%- endfor -%}{%- endif -%}<|im_end|>\n{%- endfor -%}"
         "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"

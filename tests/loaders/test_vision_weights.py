@@ -55,12 +55,12 @@ def test_every_device_has_the_whole_encoder(directory, load_format):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_the_weights_of_a_still_picture_are_those_of_its_frames_together(directory):
+def test_the_weights_of_all_frames_of_a_patch_are_kept_in_float32(directory):
     config, _, tower = pictures.load(directory, dtype="bfloat16")
     stored = open_checkpoint(directory).tensor("model.visual.patch_embed.proj.weight")
     found = tower["patch"][...]
     assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, stored.sum(axis=2, dtype=np.float32).reshape(len(stored), -1).T)
+    np.testing.assert_array_equal(found, stored.reshape(len(stored), 3, 2, -1).transpose(2, 1, 3, 0))
 
 
 def test_without_its_encoder_a_model_takes_text_alone(directory):

@@ -99,14 +99,14 @@ def test_programs_encode_whole_tiles(grid, merge, sizes):
 
 def test_a_program_takes_patches_their_indices_and_rows_of_the_slab(vision):
     first, second = picture(24, (1, 4, 6), range(64, 70)), picture(4, (1, 2, 2), [7])
-    patches_PC, indices = packing.arrays(vision, [first, second], 256, 999)
+    patches_PC, indices = packing.arrays(vision, [first, second], 256, 999, 768)
     assert patches_PC.shape == (256, 768) and (patches_PC[:24] == 24).all() and (patches_PC[24:28] == 4).all()
     assert not patches_PC[28:].any()
     assert indices[-64:].tolist() == [*range(64, 70), 7] + [999] * 57, "padding goes beyond the slab's end"
     found = PatchIndices.unpack(indices[:-64].reshape(PatchIndices.num_rows(vision), 256))
     assert found.segment_P.tolist() == [0] * 24 + [1] * 4 + [-1] * 228
-    nothing_PC, indices = packing.arrays(vision, [], 256, 999)
-    assert not nothing_PC.any() and (indices[-64:] == 999).all()
+    nothing_PC, indices = packing.arrays(vision, [], 256, 999, 1536)
+    assert nothing_PC.shape == (256, 1536) and not nothing_PC.any() and (indices[-64:] == 999).all()
 
 
 def test_embeddings_lie_in_pages():
@@ -125,9 +125,11 @@ def test_tokens_between_embeddings_keep_their_own():
 
 def test_few_programs_of_images_are_made_at_the_start(vision):
     images = Images(vision, EncoderSizes.of(vision, 16384), "float32", Kernels(), None, True)
-    (encode,) = images.programs()
+    encode, of_videos = images.programs()
     assert [key.size for key in encode.common(None)] == [2048, 1024, 256]
     assert [key.size for key in encode.rare(None)] == [4096, 8192, 16384]
+    assert not [*of_videos.common(None)], "those of videos are made for the first video"
+    assert [key.size for key in of_videos.rare(None)] == [256, 1024, 2048, 4096, 8192, 16384]
     assert [key.size for key in encode.common(None) if encode.is_first(None, key)] == [1024]
     inputs = FeatureInputs((RopeDelta(), images))
     assert inputs.sets == ((), ("images",)) and inputs.decode_sets == inputs.logits_sets == ((),)
@@ -149,11 +151,14 @@ def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
     images = Images(vision, EncoderSizes.of(vision, 16384), "float32", Kernels(), None, True)
     items = [replace_item(position=5000 * i, num_tokens=count) for i, count in enumerate(cells)]
     wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
-    (encode,), inputs = images.programs(), FeatureInputs((RopeDelta(), images))
+    (encode, of_videos), inputs = images.programs(), FeatureInputs((RopeDelta(), images))
     assert inputs.of_items(items) == (("images",) if cells else ())
     wanted = replace(wanted, items=items, features=inputs.of_items(items), num_tokens=4096)
     keys = [*encode.common(None), *encode.rare(None)]
     assert {key.size for key in keys if encode.is_needed(key, wanted)} == patches
+    assert not any(of_videos.is_needed(key, wanted) for key in of_videos.rare(None))
+    of_frames = replace(wanted, items=[msgspec.structs.replace(item, kind="video") for item in items])
+    assert {key.size for key in of_videos.rare(None) if of_videos.is_needed(key, of_frames)} == patches
     mixed = [ProgramKey("forward", size, features=names) for size in (2048, 4096, 8192) for names in inputs.sets]
     assert [key for key in mixed if Forward().is_needed(key, wanted)] == [key for key in mixed[3:4] if cells]
 

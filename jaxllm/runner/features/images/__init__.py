@@ -45,7 +45,7 @@ def encoding_bytes(vision: Vision, num_patches: int, dtype: str) -> int:
     the scores of a chunk of queries, where attention is plain JAX."""
     itemsize, width = jnp.dtype(dtype).itemsize, vision.hidden_size
     of_layer = (7 * width + 2 * vision.intermediate_size) * itemsize
-    of_pixels = 4 * (3 * vision.patch_size**2 + 2 * width)
+    of_pixels = 4 * (vision.max_patch_values + 2 * width)
     of_results = (1 + vision.num_deepstack) * width * itemsize + 2 * vision.result_width * itemsize // vision.merge_size**2
     scores = 4 * 4 * vision.num_heads * min(1024, num_patches) * min(2048, num_patches)
     # XLA keeps more at a time than a layer needs: by half, on a CPU with the sizes of Qwen3-VL-8B.

@@ -16,10 +16,9 @@ from jaxllm.runner.batch import Chunk
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.features.images.ops import ImagesOnHost
 from jaxllm.runner.features.images.packing import NUM_LATER, SHIFTS, SLAB_ROW, encode_sizes
-from jaxllm.runner.features.images.programs import Encode
+from jaxllm.runner.features.images.programs import Encode, EncodeVideo
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.paged_context import PagedContext
-from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Params
 from jaxllm.runner.step_feature import StepFeature, StepRun
 from pallas_kernels.span_attention import Later
@@ -56,8 +55,9 @@ class Images(StepFeature):
     def slab_shape(self) -> tuple[int, int]:
         return self.sizes.num_pages * self.sizes.page_embeddings, self.vision.result_width
 
-    def programs(self) -> Sequence[ProgramKind]:
-        return [Encode(self, encode_sizes(self.vision, self.sizes.max_item_patches))]
+    def programs(self) -> Sequence[Encode]:
+        kinds = [Encode, EncodeVideo] if "video" in self.vision.item_kinds else [Encode]
+        return [kind(self, encode_sizes(self.vision, self.sizes.max_item_patches)) for kind in kinds]
 
     def op_runner(self, device: Any) -> ImagesOnHost:
         return ImagesOnHost(device, self)
