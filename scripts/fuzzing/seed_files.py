@@ -66,6 +66,7 @@ def config(architecture: str) -> dict[str, Any]:
         "architectures": [architecture],
         **({"num_experts_per_tok": 1} if architecture.startswith("Llama4") else {}),
         **(SEEING if "VL" in architecture else {}),
+        **({"vision_config": {"image_size": 64, "patch_size": 16}} if architecture.startswith(("Idefics3", "SmolVLM")) else {}),
     }
 
 
