@@ -24,8 +24,8 @@ class EncoderSizes:
 
     @classmethod
     def of(cls, vision: Vision, max_patches: int) -> "EncoderSizes":
-        """The sizes for a model's encoder. max_patches: most patches of an image, where images differ in size. The slab holds what a step
-        encodes, beside as much that requests still compute."""
+        """The sizes for a model's encoder. max_patches: most patches of an image, where images differ in size. The slab holds the
+        embeddings of one step, and as many that requests still compute with."""
         per_embedding = vision.merge_size**2
         max_item_patches = vision.position_grid**2 if vision.family == "gemma3" else max_patches
         num_rows = max(STEP_PATCHES, max_item_patches) // per_embedding

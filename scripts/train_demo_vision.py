@@ -114,7 +114,7 @@ def start_trainer(arguments: argparse.Namespace, shape: BatchShape):
 
 
 def save(arguments: argparse.Namespace, trainer) -> None:
-    """Writes the weights beside the model's other files, unless the training has spoilt them."""
+    """Saves the weights in the model's directory, if all are finite."""
     import numpy as np
 
     from scripts.demo_data.vision.model import save_weights

@@ -1,4 +1,4 @@
-"""Where the patches of images lie: what an encoder of images must know of each patch beside its pixels. Computed on the host."""
+"""Indices that a vision encoder needs for each patch in addition to its pixels: segments, positions, windows. Computed on the host."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ Grid = tuple[int, int, int]
 
 
 class PatchIndices(NamedTuple):
-    """Of each patch of some images, one image behind the other, each frame in cells of merge_size² patches; and of padding behind them.
+    """Indices of each patch of some images, image after image, each frame in cells of merge_size² patches, then of padding.
 
     Arrays of NumPy on the host, of JAX in a trace.
     """

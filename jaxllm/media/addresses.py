@@ -32,7 +32,7 @@ class Reference(Protocol):
     def uuid(self) -> str | None: ...
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
 
 
 class MediaReader:
@@ -67,7 +67,7 @@ class MediaReader:
         return [Media(each.kind, data, each.uuid, each.name) for each, data in zip(references, found, strict=True)]
 
     def read_now(self, references: Sequence[Reference]) -> list[Media]:
-        """`read` in a thread of its own, so that it can be called inside of an event loop too."""
+        """Runs `read` in a separate thread, so that it can also be called inside an event loop."""
         with ThreadPoolExecutor(1, "jaxllm-media") as thread:
             return thread.submit(asyncio.run, self.read(references)).result()
 
@@ -82,7 +82,7 @@ class MediaReader:
         return await self._fetcher.fetch([each.source for each in references], names, kinds)
 
     def _read_here(self, reference: Reference) -> Any:
-        """What a reference names on this machine; None for http(s)."""
+        """Source of a reference that needs no network: an object, or bytes; None for http(s)."""
         if not isinstance(reference.source, str):
             return reference.source
         if is_remote(reference):

@@ -15,9 +15,9 @@ class ProcessedCache:
         self._lock = threading.Lock()
         self.num_bytes = 0
         self.num_queries = 0
-        """Images that were asked for."""
+        """Images looked up."""
         self.num_hits = 0
-        """Those that were there."""
+        """Images found."""
 
     def __len__(self) -> int:
         return len(self._items)

@@ -246,7 +246,7 @@ def _too_large(name: str, max_bytes: int) -> MediaFetchError:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in words of ours: those of libraries name addresses and URLs."""
+    """Reason of an error. Does not quote the library's text, which names addresses and URLs."""
     if isinstance(error, aiohttp.ClientSSLError):
         return "its server's certificate is not valid"
     if isinstance(error, aiohttp.ClientConnectorError):

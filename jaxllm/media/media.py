@@ -21,7 +21,7 @@ class Media:
     uuid: str | None = None
     """The caller's name of the content: items with equal ones are the same, whatever their data."""
     name: str = "prompt"
-    """What errors call it, e.g. messages[0].content[1]: the `param` of InvalidRequestError."""
+    """Its name in errors, e.g. messages[0].content[1]: the `param` of InvalidRequestError."""
 
 
 @dataclass(frozen=True)

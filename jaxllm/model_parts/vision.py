@@ -34,7 +34,7 @@ class MergerLinear:
     name: str
     outputs: int
     activation: Activation | None = None
-    """Of its outputs."""
+    """Applied to its outputs."""
     bias: bool = True
     weight: str = "weight"
     """Name of its weight within the module."""
@@ -48,9 +48,9 @@ class Merger:
 
     linears: tuple[MergerLinear, ...]
     norm: Norm | None = None
-    """Of each patch."""
+    """Norm of each patch."""
     joined_norm: Norm | None = None
-    """Of the joined patches."""
+    """Norm of the joined patches."""
     channel_major: bool = False
     """Whether the values of the joined patches alternate, instead of coming patch by patch."""
     averages: bool = False

@@ -29,7 +29,7 @@ class MediaRef:
     uuid: str | None
     """The caller's name of the content."""
     name: str
-    """What errors call it: messages[0].content[1]."""
+    """Its name in errors, e.g. messages[0].content[1]."""
 
 
 def split_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[MediaRef]]:

@@ -1,4 +1,4 @@
-"""What transformers' image processors make of a picture, as the uint8 patches that an encoder gets here."""
+"""Runs transformers' image processors on an image, and returns uint8 patches as encoders take them here."""
 
 import hashlib
 import importlib
@@ -24,7 +24,7 @@ _CLASSES = {
 
 
 def digest(patches: np.ndarray) -> str:
-    """Of the shape and the values."""
+    """SHA-256 of the shape and the values."""
     return hashlib.sha256(repr(patches.shape).encode() + np.ascontiguousarray(patches).tobytes()).hexdigest()
 
 

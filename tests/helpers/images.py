@@ -112,7 +112,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def processor(directory: Path, family: VisionFamily = "qwen3_vl", **options: Any) -> MediaProcessor:
-    """What prepares images of a family, as its checkpoints want it."""
+    """Image processor of a family with the settings of its checkpoints."""
     write_settings(directory, family)
     return make_processor(directory, VISIONS[family], MediaOptions(**options))
 

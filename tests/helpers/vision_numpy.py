@@ -29,7 +29,7 @@ def layer_norm(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Of all of [N, heads, d] to all."""
+    """Full attention of q, k, v [N, heads, d]: [N, heads · d]."""
     scores = np.einsum("phd,qhd->hpq", q, k) / math.sqrt(q.shape[-1])
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("hpq,qhd->phd", weights / weights.sum(-1, keepdims=True), v).reshape(len(q), -1)

@@ -1,4 +1,4 @@
-"""What checkpoints and options may ask for, and what is refused at the start."""
+"""Image processor settings of checkpoints and options, and those that are refused at the start."""
 
 import json
 from typing import Any

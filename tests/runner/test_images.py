@@ -41,7 +41,7 @@ from tests.helpers import vision_checkpoint
 
 MAX_PATCHES = 1024
 ITEM = PromptItem("image", b"a", 2, 6, grid=(1, 2, 3))
-"""Two cells below, three beside each other."""
+"""Two rows of three cells."""
 
 
 @pytest.fixture(scope="module")

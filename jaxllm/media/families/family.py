@@ -1,4 +1,4 @@
-"""What a family of models says about images: their size, their patches, and the tokens that stand for them."""
+"""Image preprocessing of a model family: size after resizing, patches, and placeholder tokens."""
 
 import math
 from abc import ABC, abstractmethod

@@ -20,7 +20,7 @@ MAX_PATCHES = 400
 
 
 def answer_shape(rows: int) -> BatchShape:
-    """Of a batch of one question a row with its pictures."""
+    """Shape of a batch of `rows` questions, one in each row, with their images."""
     return BatchShape(rows, MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS, rows, MAX_PATCHES)
 
 

@@ -69,7 +69,7 @@ _SHOWN: dict[Callable[[random.Random], tuple[Scene, ...]], float] = {
     _one_each: 0.06,
     _several_each: 0.06,
 }
-"""What pictures show, and how often."""
+"""Generators of scenes, each with its probability."""
 
 
 def _draw_shown(rng: random.Random) -> tuple[Scene, ...]:
@@ -138,7 +138,7 @@ _SPOKEN: dict[str, float] = {
     "introduction": 0.3,
     "beyond": 0.7,
 }
-"""Kinds of dialogue of the demo model that need no picture, and how often they are drawn, besides small talk."""
+"""Kinds of dialogue of the text demo model that need no image, and the weight of each. Small talk is drawn separately."""
 _TALK_SHARE = 1.5
 
 

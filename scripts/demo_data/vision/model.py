@@ -23,7 +23,7 @@ Weights = dict[str, Array]
 
 _TOWER, _TEXT = "model.visual.", "model.language_model."
 PATCHES = _TOWER + "patch_embed.proj.weight"
-"""Of the two time slices of the checkpoint the sum: a still picture is the same at both times."""
+"""Holds the sum of the two frames of the checkpoint: an image is the same in both."""
 EMBEDDINGS = _TEXT + "embed_tokens.weight"
 POSITIONS = _TOWER + "pos_embed.weight"
 _EPSILON = 1e-6

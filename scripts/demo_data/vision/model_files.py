@@ -1,4 +1,4 @@
-"""The files of the model beside its weights: config, tokenizer with chat template, settings of pictures."""
+"""Writes the files of the model except its weights: config, tokenizer with chat template, image processor settings."""
 
 import json
 import random

@@ -301,7 +301,7 @@ def about_pair(rng: random.Random, first: Shapes, second: Shapes) -> Iterator[Qu
 
 
 def ask(rng: random.Random, shown: Sequence[Scene]) -> list[Question]:
-    """What can be asked about a picture or about two, in any order."""
+    """All questions about one image or about two, in random order."""
     match list(shown):
         case [Shapes() as scene]:
             made = list(about_shapes(rng, scene))

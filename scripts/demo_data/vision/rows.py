@@ -68,7 +68,7 @@ class BatchShape:
 
     @property
     def num_bytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.arrays)
 
     def batch(self, memory: memoryview | bytearray) -> Batch:
@@ -80,7 +80,7 @@ class BatchShape:
         return Batch(*arrays)
 
     def empty(self) -> Batch:
-        """A batch of its own memory."""
+        """A batch in newly allocated memory."""
         return self.batch(bytearray(self.num_bytes))
 
 

@@ -1,4 +1,4 @@
-"""What may be in a picture: shapes, a text, a sum or bars. A scene knows its contents; it is drawn when they are wanted."""
+"""Scenes that images show: shapes, a text, a sum or bars. A scene holds its contents; pixels are drawn on demand."""
 
 import math
 import random
@@ -103,7 +103,7 @@ class Text:
     text: str
     colour: str
     shown: str
-    """What is written: for a sum it may have an equals sign and no blanks."""
+    """The text as drawn: for a sum it may have an equals sign and no blanks."""
 
     @property
     def key(self) -> str:

@@ -47,7 +47,7 @@ class Recipe:
 
 
 class Measures(NamedTuple):
-    """Of one step."""
+    """Metrics of one step."""
 
     loss: Array
     accuracy: Array
@@ -108,7 +108,7 @@ class Trainer:
 
     @property
     def temporary_bytes(self) -> int:
-        """Memory that a step takes beside weights and batch."""
+        """Memory of a step in addition to weights and batch."""
         analysis = self._step.memory_analysis()
         return 0 if analysis is None else analysis.temp_size_in_bytes
 

@@ -17,7 +17,7 @@ from jaxllm.runner.batch import Chunk
 SIZES = (256, 1024, 2048, 4096, 8192, 16384)
 """Patches that a program encodes."""
 SLAB_ROW = 0
-"""Of the values of a token: 1 + its row of the slab; 0: the token keeps its own embedding."""
+"""Index in the values of a token: 1 + its row of the slab; 0: the token keeps its own embedding."""
 SHIFTS = slice(1, 4)
 """With ropes in sections: its positions in time, row and column, each minus that which `rope_delta` gives it."""
 NUM_LATER = -1
