@@ -1,4 +1,4 @@
-"""The encoders of images in NumPy and float64, written from the papers' formulas with loops over pictures: an oracle without torch."""
+"""Vision encoders in NumPy and float64, written from the papers' formulas with loops over images: an oracle without torch."""
 
 import math
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def places_of(h: int, w: int, merge: int) -> np.ndarray:
 
 
 def qwen3_vl(weights: Weights, config: Mapping[str, Any], grid: tuple[int, int, int], patches: np.ndarray) -> np.ndarray:
-    """[tokens, result_width] of one picture."""
+    """[tokens, result_width] of one image."""
     weights = {
         name.removeprefix("model.visual."): value.astype(np.float64) for name, value in weights.items() if "visual" in name
     }
