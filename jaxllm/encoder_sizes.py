@@ -1,4 +1,4 @@
-"""How much of a prompt's images is encoded in a step and kept on the device: sizes that scheduler and runner share."""
+"""Sizes of the vision encoder's budget per step and of its cache on the device, shared by scheduler and runner."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from jaxllm.device_ops import PAGE_TOKENS
 from jaxllm.model_parts.vision import Vision
 
 STEP_PATCHES = 8192
-"""Decodes of the same step wait for these: with an encoder of 0.4 B parameters on an H100 about 40 ms (computed, not measured)."""
+"""Patches encoded per step. Decodes of the step wait for them: about 40 ms for 0.4 B parameters on an H100 (computed, not measured)."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class ImageMix:
     """The number of images is uniform in [base·(1-ratio), base·(1+ratio)]."""
     max_items: int = 255
     sizes: Mapping[Size, float] = field(default_factory=lambda: dict(DEFAULT_SIZES))
-    """How likely each is, in any scale."""
+    """Relative probability of each size."""
 
     def counts(self, rng: np.random.Generator, num_prompts: int) -> list[int]:
         """The number of images of each prompt. Raises ConfigError if each would have more than `max_items`."""
@@ -44,7 +44,7 @@ class ImageMix:
 def with_images(prompts: Sequence[LoadPrompt], mix: ImageMix, rng: np.random.Generator) -> list[LoadPrompt]:
     """The text prompts as chat messages, each with its images behind the text, as data URLs of JPEG noise.
 
-    Noise is what compresses worst, so that such requests are larger than those with photos.
+    Noise compresses worst, so such requests are larger than those with photos.
     """
     sizes = list(mix.sizes)
     weights = np.array([mix.sizes[size] for size in sizes], float)

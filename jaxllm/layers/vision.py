@@ -1,4 +1,4 @@
-"""The encoder of images: from patches of pixels to embeddings that stand in prompts. One class for all families: see `VisionEncoder`."""
+"""The vision encoder, which computes embeddings of patches of pixels. One class for all families: see `VisionEncoder`."""
 
 from functools import partial
 

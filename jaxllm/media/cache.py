@@ -1,4 +1,4 @@
-"""Keeps prepared images up to a number of bytes: the ones used last."""
+"""A cache of prepared images, limited in bytes; keeps the most recently used."""
 
 import threading
 from collections import OrderedDict

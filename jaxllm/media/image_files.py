@@ -1,4 +1,4 @@
-"""Opens files of images: of known formats alone, and none whose pixels would take more memory than allowed. Damaged files are refused."""
+"""Opens image files of known formats. Refuses damaged files, and images whose pixels would take more memory than allowed."""
 
 import io
 import warnings

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Media:
-    """One item of a prompt as it came."""
+    """One item of a prompt, before preprocessing."""
 
     kind: str
     """"image" or "video"."""

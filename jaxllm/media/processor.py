@@ -34,7 +34,7 @@ HASH_BYTES = 32
 VIDEOS = "videos_kwargs"
 """The key of mm_processor_kwargs for what concerns videos alone, as transformers has it."""
 MAX_OVERRIDES = 64
-"""Different mm_processor_kwargs of requests that are kept ready."""
+"""Number of cached processors for mm_processor_kwargs of requests."""
 
 
 def make_processor(directory: Path, vision: Vision, options: MediaOptions) -> "MediaProcessor":

@@ -1,4 +1,4 @@
-"""How a model sees images: the encoder that turns their patches into embeddings of the text model's width."""
+"""Vision encoder of a model, which computes embeddings of patches in the text model's width."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Qwen 3 VL: Qwen 3 whose ropes turn by time, row and column, with an encoder of images of any size. Source: arXiv:2511.21631."""
+"""Qwen 3 VL: Qwen 3 whose ropes turn by time, row and column, with a vision encoder for images of any size. Source: arXiv:2511.21631."""
 
 import math
 from dataclasses import replace

@@ -103,7 +103,7 @@ def _sets(names: Names) -> tuple[Names, ...]:
 
 
 def _fit(needed: Iterable[str], sets: Sequence[Names]) -> Names | None:
-    """The smallest of the sets that has all that is needed."""
+    """The smallest set that contains all needed features; None: no set does."""
     wanted = {*needed}
     return next((names for names in sets if wanted <= {*names}), None)
 

@@ -1,4 +1,4 @@
-"""Pictures of many sizes and modes, drawn the same way everywhere, and descriptions of models that see them."""
+"""Images of many sizes and modes, drawn the same way everywhere, and descriptions of models that see them."""
 
 import io
 import json

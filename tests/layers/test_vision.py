@@ -1,4 +1,4 @@
-"""The encoder of images against formulas in NumPy and float64."""
+"""The vision encoder against formulas in NumPy and float64."""
 
 import json
 

@@ -10,7 +10,7 @@ from jaxllm.model_parts import MoE
 from jaxllm.models.load_config import load_model_config
 from jaxllm.models.registry import FAMILIES
 from scripts.make_goldens import VARIANTS
-from scripts.make_picture_goldens import VARIANTS as WITH_IMAGES
+from scripts.make_picture_goldens import VARIANTS as PICTURES
 
 
 def read(directory, config, raw):
@@ -69,5 +69,5 @@ def test_absent_keys_mean_transformers_defaults(tmp_path, name):
 
 def test_every_family_has_a_variant():
     tested = {config.model_type.removesuffix("_text") for config in VARIANTS.values()}
-    tested |= {arguments["family"] for arguments in WITH_IMAGES.values()}
+    tested |= {arguments["family"] for arguments in PICTURES.values()}
     assert {model_type.removesuffix("_text") for model_type, _ in FAMILIES.values()} == tested

@@ -46,7 +46,7 @@ class Family(ABC):
     @classmethod
     @abstractmethod
     def of(cls, vision: Vision, settings: Settings, max_patches: int, directory: Path) -> Self:
-        """By the settings of a checkpoint in a directory. Raises ConfigError."""
+        """Reads the settings of a checkpoint in a directory. Raises ConfigError."""
 
     @abstractmethod
     def resized(self, width: int, height: int) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class Family(ABC):
         return text
 
     def as_json(self) -> Mapping[str, Any]:
-        """All that shapes the patches of an image: part of the hash of its content."""
+        """Settings that the patches of an image depend on; hashed with its content."""
         vision = {"patch_size": self.vision.patch_size, "merge_size": self.vision.merge_size, "family": self.vision.family}
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.compare and field.name != "vision"}
         return own | vision

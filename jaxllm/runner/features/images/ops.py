@@ -1,4 +1,4 @@
-"""The host's part of images: the operations that encode them, and where in a step their embeddings are used."""
+"""Runs a plan's operations that encode images, and maps tokens of a step to their embeddings. The host's part of the feature."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ImagesOnHost(OpRunner):
-    """Collects the images of a plan, encodes them together before its step, and says where the step's tokens find their embeddings."""
+    """Collects the images of a plan, encodes them together before its step, and maps the step's tokens to their embeddings."""
 
     ops = (EncodeItem, UseItem)
 
