@@ -1,4 +1,4 @@
-"""Measures images in prompts through `LLM` with dummy weights of Qwen3-VL-8B's sizes; prints a Markdown table beside goals.
+"""Measures images in prompts through `LLM` with dummy weights of Qwen3-VL-8B's sizes; prints a Markdown table with goals.
 
 usage: bench_images.py [MODEL_DIR] [--parts encode,between,…] [--seconds N] [--json FILE] [--markdown FILE] [engine options as name=value …]
 
@@ -61,16 +61,16 @@ Prompt = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the work; images are (width, height) in pixels."""
+    """Sizes of the work; images are (width, height) in pixels."""
 
     large: tuple[int, int] = (1920, 1080)
     medium: tuple[int, int] = (1024, 1024)
     patches: tuple[int, ...] = (256, 1024, 8160, 16384)
     repeats: int = 20
-    """Of a program that encodes."""
+    """Runs of each program that encodes."""
     rows: int = 64
     seconds: float = 8.0
-    """Of decodes with images, and without."""
+    """Duration of decodes with images, and of those without."""
     images_per_second: float = 4.0
     num_output: int = 128
     num_same: int = 100
@@ -400,7 +400,7 @@ PARTS = ("first", "programs", "encode", "between", "together", "same", "prepare"
 
 
 def main() -> None:
-    """Measure the parts, the most important first; one that fails is told, and the others go on."""
+    """Measure the parts, the most important first. A part that fails is reported, and the others run."""
     parser = script_parser(__doc__, 3)
     parser.add_argument("words", nargs="*", metavar="MODEL_DIR or name=value", help="a model, and engine options")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {', '.join(PARTS)}")

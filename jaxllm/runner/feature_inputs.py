@@ -49,7 +49,7 @@ class FeatureInputs:
         return _fit(needed, self.sets) or ()
 
     def of_items(self, items: Sequence["PromptItem"]) -> Names:
-        """The same for steps that compute items of a prompt."""
+        """The features of the program for mixed tokens, for a step that computes these items."""
         return self.of_mixed(feature.name for feature in self._optional if feature.computes(items))
 
     def of_decode(self, needed: Iterable[str]) -> Names | None:
