@@ -40,13 +40,13 @@ class ProcessedMedia:
     embedding_runs: tuple[tuple[int, int], ...] = ()
     """(offset, count) of each run of its tokens that an embedding replaces; empty: all are replaced."""
     steps: tuple["ProcessedMedia", ...] = ()
-    """The time steps of a video, which has no payload itself: each is an item of its own."""
+    """The time steps of a video, each a separate item; the video itself has no payload."""
     label: str = ""
     """Text before a time step."""
 
     @property
     def items(self) -> "tuple[ProcessedMedia, ...]":
-        """What is encoded and stands in prompts as one item."""
+        """The items that are encoded and placed in prompts separately."""
         return self.steps or (self,)
 
     @property

@@ -38,7 +38,7 @@ MAX_OVERRIDES = 64
 
 
 def make_processor(directory: Path, vision: Vision, options: MediaOptions) -> "MediaProcessor":
-    """By the files in a model directory. Raises ConfigError."""
+    """The processor for a model directory. Raises ConfigError."""
     return MediaProcessor(vision, options, directory)
 
 
@@ -136,7 +136,7 @@ class MediaProcessor:
         return ProcessedMedia("video", content, token_ids, (len(steps), *grid[1:]), payload=b"", steps=steps)
 
     def _video_parts(self, media: Media) -> Iterator[bytes]:
-        """What the hash of a video covers: its uuid, or its file, or the pixels of its frames and their metadata."""
+        """Bytes that the hash of a video covers: its uuid, or its file, or the pixels of its frames and their metadata."""
         if media.uuid is not None:
             yield from (b"uuid", media.uuid.encode("utf-8", "surrogatepass"))
             return

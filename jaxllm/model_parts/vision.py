@@ -91,10 +91,10 @@ class VisionEncoder:
     other_prefix: str | None = None
     """In place of the first of `prefixes` in the names of other checkpoints of the family."""
     ignored: tuple[str, ...] = ()
-    """How the names of tensors begin that are not loaded."""
+    """Prefixes of the tensors that are not loaded."""
 
     def name_of(self, name: str) -> str | None:
-        """What the encoder calls a tensor of a checkpoint; None: it is not one of the encoder's."""
+        """The encoder's name for a tensor of a checkpoint; None: it is not one of the encoder's."""
         if self.other_prefix is not None and name.startswith(self.other_prefix):
             name = self.prefixes[0] + name.removeprefix(self.other_prefix)
         return name if name.startswith(self.prefixes) and not name.startswith(self.ignored) else None

@@ -15,7 +15,7 @@ _VIDEO_TYPES = ("video_url", "video")
 """Parts that are videos: with an address, as vLLM has them, and of scripts, with the frames themselves."""
 A = {"image": "an image", "video": "a video"}
 PARTS: Mapping[str, Mapping[str, str]] = {"image": {"type": "image"}, "video": {"type": "video"}}
-"""What chat templates see of an item, by its kind."""
+"""The part that chat templates receive for an item, by its kind."""
 
 
 @dataclass(frozen=True)

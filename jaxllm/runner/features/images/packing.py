@@ -1,4 +1,4 @@
-"""Images, and time steps of videos, on their way to the device: which are encoded together, and where tokens find their embeddings.
+"""Packs images, and time steps of videos, for the device: groups those encoded together, and maps tokens to their embeddings.
 
 NumPy only.
 """
@@ -74,8 +74,8 @@ def num_patches(pictures: Sequence[Picture]) -> int:
 def arrays(
     vision: Vision, pictures: Sequence[Picture], size: int, num_slab_rows: int, patch_values: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What a program of so many patches takes: uint8 patches [P, C], and int32 indices, those of `patch_indices` [K, P] and then the row of
-    the slab of each result, beyond its end for padding."""
+    """Inputs of a program of P = `size` patches: uint8 patches [P, C], and int32 indices, those of `patch_indices` [K, P] and then the row
+    of the slab of each result, beyond its end for padding."""
     patches_PC = np.zeros((size, patch_values), np.uint8)
     rows = np.full(size // vision.merge_size**2, num_slab_rows, np.int32)
     first = 0

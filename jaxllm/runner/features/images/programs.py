@@ -72,7 +72,7 @@ class Encode(ProgramKind):
 
 
 class EncodeVideo(Encode):
-    """The same for frames of videos, as many as a patch has. Made for the first video, or ahead when nothing else is to be made."""
+    """Encodes videos, as many frames at once as a patch has. Compiled for the first video, or ahead when nothing else is to be compiled."""
 
     name = "encode_video"
     item_kind = "video"
