@@ -1,4 +1,4 @@
-"""Reads the pictures and videos at the addresses that requests give: data: URLs, files below an allowed directory, and http(s) URLs."""
+"""Reads the images and videos at the addresses that requests give: data: URLs, files below an allowed directory, and http(s) URLs."""
 
 import asyncio
 import base64
@@ -76,7 +76,7 @@ class MediaReader:
         if self._fetcher is None:
             raise InvalidRequestError(
                 f"{names[0]} is a URL; this server fetches none (--allowed-media-domains names hosts that it may ask); send the "
-                f"{'video as data:video' if kinds[0] == 'video' else 'picture as data:image'}/…;base64,…",
+                f"{'video as data:video' if kinds[0] == 'video' else 'image as data:image'}/…;base64,…",
                 names[0],
             )
         return await self._fetcher.fetch([each.source for each in references], names, kinds)
@@ -91,9 +91,9 @@ class MediaReader:
             return self._decode(reference)
         if scheme == "file":
             return self._read_file(reference)
-        example = "video; give data:video/mp4" if reference.kind == "video" else "picture; give data:image/png"
+        example = "a video; give data:video/mp4" if reference.kind == "video" else "an image; give data:image/png"
         raise InvalidRequestError(
-            f"{reference.name} has no address of a {example};base64,… or an http or https URL",
+            f"{reference.name} has no address of {example};base64,… or an http or https URL",
             reference.name,
         )
 
@@ -111,7 +111,7 @@ class MediaReader:
         except ValueError:
             raise InvalidRequestError(f"{name} is not valid base64", name) from None
         if not all(data):
-            raise InvalidRequestError(f"{name} is an empty picture", name)
+            raise InvalidRequestError(f"{name} is an empty image", name)
         return data if is_frames else data[0]
 
     def _read_file(self, reference: Reference) -> bytes:
@@ -119,7 +119,7 @@ class MediaReader:
         if self._directory is None:
             raise InvalidRequestError(
                 f"{name} is a file of the server, and none may be read (--allowed-local-media-path names a directory); send the "
-                "picture itself",
+                "image itself",
                 name,
             )
         try:
@@ -137,7 +137,7 @@ class MediaReader:
         return data
 
     def _too_large(self, reference: Reference) -> InvalidRequestError:
-        most, what = self._max_bytes(reference.kind), "video" if reference.kind == "video" else "picture"
+        most, what = self._max_bytes(reference.kind), "video" if reference.kind == "video" else "image"
         return InvalidRequestError(f"{reference.name} has more than {most} bytes; send a smaller {what}", reference.name)
 
 

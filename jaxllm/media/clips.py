@@ -206,7 +206,7 @@ def _of_container(data: bytes, format: str, name: str, options: MediaOptions) ->
     def opened() -> Any:
         container = av.open(io.BytesIO(data), format=format)
         if not container.streams.video:
-            refuse(name, "has no pictures, only other streams")
+            refuse(name, "has no video stream, only others")
         return container
 
     def damaged() -> NoReturn:
