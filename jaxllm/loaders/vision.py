@@ -1,4 +1,4 @@
-"""Loads the vision encoder, which a checkpoint holds in addition to the text model: the weights of an engine's feature.
+"""Loads the encoder of images, which a checkpoint holds beside the text model: the weights of an engine's feature.
 
     def weights(config, model_config, model):  # of the feature's module, see `jaxllm/runner/features/__init__.py`
         return vision_weights(config.model, model_config)

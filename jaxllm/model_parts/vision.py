@@ -22,7 +22,7 @@ class VisionLayer:
     qkv_bias: bool = True
     out_bias: bool = True
     qk_norms: tuple[Norm, Norm] | None = None
-    """Of the queries and the keys of all heads together."""
+    """Norms of queries and keys, over all heads together."""
     scales: tuple[str, str] | None = None
     """Tensors of factors of the values that attention and MLP add."""
 

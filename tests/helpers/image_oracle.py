@@ -51,7 +51,7 @@ def transformers_values(family: VisionFamily, image: Image.Image, **given: Any) 
         warnings.simplefilter("ignore")
         found = kind(**settings)(image, return_tensors="np", **given)["pixel_values"]
     mean, std = (np.array(settings[key]) for key in ("image_mean", "image_std"))
-    if vision.temporal_patch_size == 1:  # the whole picture, or its tiles, which are laid below each other
+    if vision.temporal_patch_size == 1:  # the whole image, or its tiles, which are laid below each other
         side = vision.position_grid * patch if vision.has_tiles else None
         found = np.concatenate([np.reshape(each, (-1, *np.shape(each)[-3:])) for each in found])[..., :side, :side]
         whole = found.swapaxes(0, 1).reshape(3, -1, found.shape[-1])

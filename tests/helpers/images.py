@@ -89,7 +89,7 @@ SETTINGS: dict[VisionFamily, dict[str, Any]] = {
         **HALF,
     },
 }
-"""Of checkpoints on the hub, but tiles are smaller."""
+"""preprocessor_config.json of checkpoints on the hub, but with smaller tiles."""
 
 
 def write_settings(directory: Path, family: VisionFamily, **changed: Any) -> None:
