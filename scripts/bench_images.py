@@ -224,7 +224,7 @@ class Bench:
             began = time.perf_counter()
             program = runner.programs.get(key)
             compiled = time.perf_counter() - began
-            on_host = arrays(self.vision, [given], key.size, images.slab_shape[0])
+            on_host = arrays(self.vision, [given], key.size, images.slab_shape[0], given.patches_NC.shape[1])
             ms, ms_with_copy = self._encode_ms(runner, images, program, on_host)
             share = encode_flops(self.vision, num_patches) / (ms / 1e3) / self.gemm_flops
             note = f"segment attention {images.kernels.segment_attention}; {share:.1%} of a product's speed; "
