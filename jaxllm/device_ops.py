@@ -64,7 +64,7 @@ class UseItem(RankOp, frozen=True):
 
     request_id: str
     position: int
-    """Of the item's first token in the prompt."""
+    """Index of the item's first token in the prompt."""
     pages: list[int]
 
 

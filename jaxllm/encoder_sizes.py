@@ -1,4 +1,4 @@
-"""How much of a prompt's images is encoded in a step and kept on the device: sizes that scheduler and runner share."""
+"""Sizes of the vision encoder's budget per step and of its cache on the device, shared by scheduler and runner."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from jaxllm.device_ops import PAGE_TOKENS
 from jaxllm.model_parts.vision import Vision
 
 STEP_PATCHES = 8192
-"""Decodes of the same step wait for these: with an encoder of 0.4 B parameters on an H100 about 40 ms (computed, not measured)."""
+"""Patches encoded per step. Decodes of the step wait for them: about 40 ms for 0.4 B parameters on an H100 (computed, not measured)."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class EncoderSizes:
 
     @classmethod
     def of(cls, vision: Vision, max_patches: int) -> "EncoderSizes":
-        """The sizes for a model's encoder. max_patches: most patches of an image, where images differ in size. The slab holds what a step
-        encodes, beside as much that requests still compute."""
+        """The sizes for a model's encoder. max_patches: most patches of an image, where images differ in size. The slab holds the
+        embeddings of one step, and as many that requests still compute with."""
         per_embedding = vision.merge_size**2
         max_item_patches = vision.position_grid**2 if vision.family == "gemma3" else max_patches
         num_rows = max(STEP_PATCHES, max_item_patches) // per_embedding

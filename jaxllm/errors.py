@@ -4,7 +4,7 @@ JaxLLMError
 ├── ConfigError            (ValueError)  an engine option is wrong, unknown or contradicts another
 ├── InvalidRequestError    (ValueError)  one request cannot be served; names the parameter
 ├── AdapterNotFoundError  (InvalidRequestError)  the adapter that a request names is not loaded
-├── MediaFetchError       (InvalidRequestError)  a picture that a request names by its URL cannot be fetched; has an HTTP status
+├── MediaFetchError       (InvalidRequestError)  an image that a request names by its URL cannot be fetched; has an HTTP status
 ├── AdapterError                         a LoRA adapter is missing, faulty, or does not fit the model or the options
 ├── GrammarError           (ValueError)  an output's form cannot be compiled, or the output cannot go on in it
 ├── ModelLoadError                       a checkpoint is missing, incomplete, corrupt or of an unknown kind
@@ -59,7 +59,7 @@ class AdapterNotFoundError(InvalidRequestError):
 
 
 class MediaFetchError(InvalidRequestError):
-    """A picture cannot be fetched. `status` is that of an HTTP reply: 422 if its server refuses, 502 if to try again may help."""
+    """An image cannot be fetched. `status` is that of an HTTP reply: 422 if its server refuses, 502 if to try again may help."""
 
     def __init__(self, message: str, param: str | None, status: int):
         super().__init__(message, param)

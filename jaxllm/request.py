@@ -122,8 +122,8 @@ class PromptItem(msgspec.Struct, frozen=True):
     payload: bytes = b""
     """Its content, in a form that only what computes it reads."""
     grid: tuple[int, int, int] | None = None
-    """Of an image or video: how many of its tokens lie behind each other in time, below and beside each other. Models with
-    three-dimensional positions place tokens by it. None: the tokens are a plain sequence."""
+    """Tokens of an image or video in time, height and width. Models with three-dimensional positions compute positions from it.
+    None: the tokens are a plain sequence."""
     embedding_runs: tuple[tuple[int, int], ...] = ()
     """(offset, count) of each run of its tokens that an embedding replaces; the others keep those of their ids. Empty: all are replaced."""
 

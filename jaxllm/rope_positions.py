@@ -40,5 +40,5 @@ def rope_delta(items: Sequence[PromptItem]) -> int:
 
 
 def _change(item: PromptItem) -> int:
-    """What an item adds to position minus index of the tokens behind it."""
+    """Change that an item makes to position minus index of the tokens after it."""
     return 0 if item.grid is None else max(item.grid[1:]) - item.num_tokens

@@ -191,7 +191,7 @@ class WeightFormat:
         raise NotImplementedError
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
-        """The tensors that a weight of these parts is read from; by default its own, and those beside them."""
+        """The tensors that a weight of these parts is read from; by default its own, and those of `Files.beside`."""
         found: dict[str, Expected] = {}
         for tensor in (tensor for spec in parts.values() for tensor in spec.source.tensors):
             found[tensor.name] = Expected(tensor.shape)

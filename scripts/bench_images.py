@@ -1,4 +1,4 @@
-"""Measures images in prompts through `LLM` with dummy weights of Qwen3-VL-8B's sizes; prints a Markdown table beside goals.
+"""Measures images in prompts through `LLM` with dummy weights of Qwen3-VL-8B's sizes; prints a Markdown table with goals.
 
 usage: bench_images.py [MODEL_DIR] [--parts encode,between,…] [--seconds N] [--json FILE] [--markdown FILE] [engine options as name=value …]
 
@@ -43,7 +43,7 @@ from jaxllm import LLM
 from jaxllm.http_client.datasets import PromptWriter
 from jaxllm.media import Media
 from jaxllm.parallel.topology import Topology
-from jaxllm.runner.features.images.packing import Picture, arrays, encode_sizes
+from jaxllm.runner.features.images.packing import EncoderInput, arrays, encode_sizes
 from jaxllm.runner.features.images.programs import Encode
 from jaxllm.runner.features.images.step import Images
 from jaxllm.runner.memory import reserve_device_memory
@@ -61,16 +61,16 @@ Prompt = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the work; images are (width, height) in pixels."""
+    """Sizes of the work; images are (width, height) in pixels."""
 
     large: tuple[int, int] = (1920, 1080)
     medium: tuple[int, int] = (1024, 1024)
     patches: tuple[int, ...] = (256, 1024, 8160, 16384)
     repeats: int = 20
-    """Of a program that encodes."""
+    """Runs of each program that encodes."""
     rows: int = 64
     seconds: float = 8.0
-    """Of decodes with images, and without."""
+    """Duration of decodes with images, and of those without."""
     images_per_second: float = 4.0
     num_output: int = 128
     num_same: int = 100
@@ -219,24 +219,24 @@ class Bench:
         for num_patches in self.sizes.patches:
             if num_patches > sizes[-1]:
                 continue
-            picture = self._picture(num_patches)
+            given = self._input(num_patches)
             key = ProgramKey(Encode.name, fit(sizes, num_patches))
             began = time.perf_counter()
             program = runner.programs.get(key)
             compiled = time.perf_counter() - began
-            on_host = arrays(self.vision, [picture], key.size, images.slab_shape[0])
+            on_host = arrays(self.vision, [given], key.size, images.slab_shape[0], given.patches_NC.shape[1])
             ms, ms_with_copy = self._encode_ms(runner, images, program, on_host)
             share = encode_flops(self.vision, num_patches) / (ms / 1e3) / self.gemm_flops
             note = f"segment attention {images.kernels.segment_attention}; {share:.1%} of a product's speed; "
             note += f"{ms_with_copy:.2f} ms with pixels from the host; program made in {compiled:.1f} s"
             self.note(f"encode {num_patches} patches (program of {key.size})", ms, "ms", goals.get(num_patches), note=note)
 
-    def _picture(self, num_patches: int) -> Any:
+    def _input(self, num_patches: int) -> Any:
         merge = self.vision.merge_size
         cells = num_patches // merge**2
         rows = next(rows for rows in range(int(cells**0.5), 0, -1) if cells % rows == 0)
         patches = self._random.integers(0, 256, (num_patches, 3 * self.vision.patch_size**2), dtype=np.uint8)
-        return Picture((1, rows * merge, cells // rows * merge), patches, np.arange(cells, dtype=np.int32))
+        return EncoderInput((1, rows * merge, cells // rows * merge), patches, np.arange(cells, dtype=np.int32))
 
     def _encode_ms(self, runner: Any, images: Any, program: Any, on_host: tuple[Any, Any]) -> tuple[float, float]:
         """Milliseconds of a program back to back with its inputs on the device, and of it alone from the host's arrays on."""
@@ -400,7 +400,7 @@ PARTS = ("first", "programs", "encode", "between", "together", "same", "prepare"
 
 
 def main() -> None:
-    """Measure the parts, the most important first; one that fails is told, and the others go on."""
+    """Measure the parts, the most important first. A part that fails is reported, and the others run."""
     parser = script_parser(__doc__, 3)
     parser.add_argument("words", nargs="*", metavar="MODEL_DIR or name=value", help="a model, and engine options")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {', '.join(PARTS)}")

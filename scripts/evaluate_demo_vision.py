@@ -1,10 +1,10 @@
-"""Scores the demo model that sees: exact answers to held-out questions about drawn pictures, by skill.
+"""Scores the demo model that sees: exact answers to held-out questions about drawn images, by skill.
 
     python scripts/evaluate_demo_vision.py                      # through the engine, as users meet it
     python scripts/evaluate_demo_vision.py --direct             # the plain model in JAX, without the engine
     python scripts/evaluate_demo_vision.py --minimum 0.9        # fails if fewer answers are right
 
-The questions are generated and held out by hash, so they are the same on every machine and never trained on. Pictures are drawn by
+The questions are generated and held out by hash, so they are the same on every machine and never trained on. Images are drawn by
 Pillow, whose versions may differ in single pixels.
 """
 
@@ -50,7 +50,7 @@ def answers_of_engine(model: Path, options: dict[str, Any], questions: list[scor
     llm = LLM(model=str(model), **options)
     prompts = [
         {"prompt": asked.prompt}
-        | ({"multi_modal_data": {"image": [Image.fromarray(p) for p in asked.pictures]}} if asked.pictures else {})
+        | ({"multi_modal_data": {"image": [Image.fromarray(p) for p in asked.images]}} if asked.images else {})
         for asked in questions
     ]
     params = SamplingParams(temperature=0.0, max_tokens=scoring.MAX_ANSWER_TOKENS)

@@ -1,8 +1,8 @@
-"""Write tests/goldens/images.json: digests of what transformers' image processors make of the pictures of tests/helpers/images.py.
+"""Write tests/goldens/images.json: digests of what transformers' image processors make of the images of tests/helpers/images.py.
 
     python scripts/make_image_goldens.py
 
-Needs Pillow and NumPy alone: its classes for Pillow are imported one by one. Run it after a change of the pictures.
+Needs Pillow and NumPy alone: its classes for Pillow are imported one by one. Run it after a change of the images.
 """
 
 import json

@@ -56,7 +56,7 @@ class Reference:
         ).eval()
 
     def double(self) -> "Reference":
-        """The same in float64."""
+        """A copy that computes in float64."""
         found = copy.copy(self)
         found.model = copy.deepcopy(self.model).double()
         return found
@@ -88,7 +88,7 @@ class Reference:
         return {"pixel_values": torch.tensor(frames, dtype=dtype), "image_grid_thw": torch.tensor(grids)}
 
     def features(self, images: list[np.ndarray]) -> np.ndarray:
-        """What the encoder makes of pictures, [tokens, result_width]."""
+        """Image embeddings, [tokens, result_width]."""
         import torch
 
         found = self.model.model.get_image_features(**self.pixels(images))

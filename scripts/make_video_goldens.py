@@ -48,7 +48,7 @@ class VideoReference(Reference):
         return {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([grid])}
 
     def video_features(self, video: np.ndarray) -> np.ndarray:
-        """What the encoder makes of a video, [tokens, result_width]."""
+        """Video embeddings, [tokens, result_width]."""
         import torch
 
         found = self.model.model.get_video_features(**self.inputs(video))

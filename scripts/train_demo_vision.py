@@ -1,10 +1,10 @@
-"""Trains the demo model that sees, a small Qwen3-VL: tokenizer, drawn pictures with questions, model, files, test.
+"""Trains the demo model that sees, a small Qwen3-VL: tokenizer, drawn images with questions, model, files, test.
 
     python scripts/train_demo_vision.py --seconds 480 --output jaxllm/data/demo_vision     # on a GPU
     python scripts/train_demo_vision.py --tiny --output /tmp/demo_vision                   # the whole way in small, on a CPU
 
 `--seconds` counts from the start of the script to the end of the training; then the weights are written, and only then tested, for
-`--test-seconds` at most. Nothing is downloaded: the pictures are drawn (scripts/demo_data/vision). `--resume DIRECTORY` goes on
+`--test-seconds` at most. Nothing is downloaded: the images are drawn (scripts/demo_data/vision). `--resume DIRECTORY` goes on
 from weights that an earlier run wrote; the optimizer's moments begin at zero, so take a lower `--rate`.
 """
 
@@ -28,7 +28,7 @@ from scripts.demo_data.vision.workers import working
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "jaxllm" / "data" / "demo_vision"
 ROW_TOKENS, ROW_PATCHES = 256, 400
-"""The longest dialogues, and the largest picture, fit."""
+"""The longest dialogues, and the largest image, fit."""
 NARROW = Sizes(
     width=64,
     layers=2,
@@ -52,18 +52,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--test-seconds", type=float, default=70.0, help="for the test behind it, at most")
     parser.add_argument("--steps", type=int, help="end after so many steps, if that is earlier")
     parser.add_argument("--rows", type=int, default=240, help=f"rows of {ROW_TOKENS} tokens in a step")
-    parser.add_argument("--picture-rows", type=int, default=256, help=f"rows of {ROW_PATCHES} patches in a step")
+    parser.add_argument("--image-rows", type=int, default=256, help=f"rows of {ROW_PATCHES} patches in a step")
     parser.add_argument("--rate", type=float, default=0.003, help="the highest learning rate")
     parser.add_argument("--warmup-steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that draw pictures")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that draw images")
     parser.add_argument("--questions", type=int, default=500, help="held-out questions of each skill in the test at the end")
     parser.add_argument("--resume", type=Path, help="a directory with weights to go on from")
     parser.add_argument("--tiny", action="store_true", help="narrow layers, 20 steps, little data: tries the script itself")
     arguments = parser.parse_args()
     arguments.sizes = NARROW if arguments.tiny else Sizes()
     if arguments.tiny:
-        vars(arguments).update(rows=6, picture_rows=6, steps=20, processes=1, questions=2, warmup_steps=5)
+        vars(arguments).update(rows=6, image_rows=6, steps=20, processes=1, questions=2, warmup_steps=5)
     return arguments
 
 
@@ -79,9 +79,9 @@ def main() -> None:
     model_files.write_model_files(output, arguments.sizes, tokenizer)
     report(f"tokenizer of {tokenizer.get_vocab_size()} tokens, files written to {output}")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    shape = BatchShape(arguments.rows, ROW_TOKENS, arguments.picture_rows, ROW_PATCHES)
+    shape = BatchShape(arguments.rows, ROW_TOKENS, arguments.image_rows, ROW_PATCHES)
     with working(output / "tokenizer.json", shape, arguments.seed, arguments.processes) as workers:
-        trainer = start_trainer(arguments, shape)  # compiles while pictures are drawn
+        trainer = start_trainer(arguments, shape)  # compiles while images are drawn
         try:
             trainer.train(
                 workers,
@@ -107,14 +107,14 @@ def start_trainer(arguments: argparse.Namespace, shape: BatchShape):
     trainer = Trainer(arguments.sizes, shape, recipe, weights)
     report(
         f"step compiled for {jax.devices()[0].device_kind}: {trainer.num_parameters / 1e6:.2f} M parameters, "
-        f"{shape.rows * shape.tokens} tokens and {shape.picture_rows * shape.patches} patches a step "
+        f"{shape.rows * shape.tokens} tokens and {shape.image_rows * shape.patches} patches a step "
         f"({shape.num_bytes / 2**20:.0f} MiB), {trainer.temporary_bytes / 2**30:.1f} GiB of temporary memory"
     )
     return trainer
 
 
 def save(arguments: argparse.Namespace, trainer) -> None:
-    """Writes the weights beside the model's other files, unless the training has spoilt them."""
+    """Saves the weights in the model's directory, if all are finite."""
     import numpy as np
 
     from scripts.demo_data.vision.model import save_weights

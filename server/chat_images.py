@@ -22,7 +22,7 @@ class TakenImages(NamedTuple):
     messages: list[dict[str, Any]]
     """With a mark in place of each image, for the chat template."""
     images: list[ProcessedMedia]
-    """Those of each kind in their order."""
+    """Items of each kind, in their order."""
     kinds: Sequence[str] = ()
     """Their kinds, in the order of the messages."""
 

@@ -28,7 +28,7 @@ ITEMS = [item(2, (1, 3, 5)), item(17, (1, 4, 2)), item(25, None, 6), item(31, (3
 """The second begins where the first ends."""
 
 
-def test_every_chunk_of_a_prompt_with_pictures():
+def test_every_chunk_of_a_prompt_with_images():
     whole = one_by_one(ITEMS, 130)
     for start in range(120):
         for count in (1, 3, 10, 40):

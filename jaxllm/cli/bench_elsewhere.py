@@ -28,7 +28,7 @@ REFUSED = {
 NO_EFFECT = {
     "disable-shuffle skip-chat-template": "prompts of a file are sent in its order and as they are",
     "skip-tokenizer-init": "no tokenizer is loaded without --tokenizer",
-    "enable-multimodal-chat": "pictures are always sent in chat messages",
+    "enable-multimodal-chat": "images are always sent in chat messages",
     "disable-detokenize": "token ids are measured, which are never made text",
     "async-engine": "the engine is measured as `LLM` runs it",
 }

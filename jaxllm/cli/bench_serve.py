@@ -187,15 +187,15 @@ def _prompts(arguments: argparse.Namespace) -> "tuple[list[LoadPrompt], LoadProm
     longest = max(prompts, key=lambda prompt: prompt.num_prompt_tokens or 0)
     warm_up = writer.prompt(writer.ids(longest.num_prompt_tokens or 128), longest.num_output_tokens)
     if name == "random-mm":
-        from jaxllm.http_client import random_pictures
+        from jaxllm.http_client import random_images
 
-        mix = random_pictures.PictureMix(
+        mix = random_images.ImageMix(
             arguments.random_mm_base_items_per_request,
             arguments.random_mm_num_mm_items_range_ratio,
             arguments.random_mm_limit_mm_per_prompt,
-            arguments.random_mm_bucket_config or random_pictures.DEFAULT_SIZES,
+            arguments.random_mm_bucket_config or random_images.DEFAULT_SIZES,
         )
-        *prompts, warm_up = random_pictures.with_pictures([*prompts, warm_up], mix, rng)
+        *prompts, warm_up = random_images.with_images([*prompts, warm_up], mix, rng)
     return prompts, warm_up
 
 
@@ -229,7 +229,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if name in NEEDS_PATH and not path:
         raise UsageError(f"--dataset-name {name} needs --dataset-path")
     if name == "random-mm" and BACKENDS[arguments.backend] != "openai-chat":
-        raise UsageError("--dataset-name random-mm is for --backend openai-chat: pictures are parts of messages")
+        raise UsageError("--dataset-name random-mm is for --backend openai-chat: images are parts of messages")
     if path and name not in NEEDS_PATH:
         raise UsageError(f"--dataset-path is for {', '.join(NEEDS_PATH)}; add --dataset-name")
     if arguments.chat_template_kwargs is not None and BACKENDS[arguments.backend] != "openai-chat":

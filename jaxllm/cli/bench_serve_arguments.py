@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_log_arguments(parser)
     _add_server_arguments(parser)
     _add_prompt_arguments(parser)
-    _add_picture_arguments(parser)
+    _add_image_arguments(parser)
     _add_load_arguments(parser)
     _add_request_arguments(parser)
     _add_result_arguments(parser)
@@ -96,15 +96,15 @@ def _add_prompt_arguments(parser: Parser) -> None:
     add("--seed", type=count, default=0, help="of prompts and start times")
 
 
-def _add_picture_arguments(parser: Parser) -> None:
-    add = parser.add_argument_group("pictures of random-mm").add_argument
-    add("--random-mm-base-items-per-request", type=count, default=1, help="pictures of a request (default: 1)")
+def _add_image_arguments(parser: Parser) -> None:
+    add = parser.add_argument_group("images of random-mm").add_argument
+    add("--random-mm-base-items-per-request", type=count, default=1, help="images of a request (default: 1)")
     spread = "between (1-X) and (1+X) times as many"
     add("--random-mm-num-mm-items-range-ratio", type=fraction_or_1, default=0.0, help=spread)
-    limit = ArgumentType(_picture_limit, "JSON")
+    limit = ArgumentType(_image_limit, "JSON")
     add("--random-mm-limit-mm-per-prompt", type=limit, default=255, help='at most so many (default: {"image": 255})')
     sizes = "how likely each (height, width, 1) is (default: {(256, 256, 1): 0.5, (720, 1280, 1): 0.5})"
-    add("--random-mm-bucket-config", type=ArgumentType(_picture_sizes, "DICT"), help=sizes)
+    add("--random-mm-bucket-config", type=ArgumentType(_image_sizes, "DICT"), help=sizes)
 
 
 def _add_load_arguments(parser: Parser) -> None:
@@ -153,14 +153,14 @@ def _add_result_arguments(parser: Parser) -> None:
     add("--plot", metavar="FILE", help="draw the run (png, svg or pdf; extra: plot)")
 
 
-def _picture_limit(text: str) -> int:
-    from jaxllm.http_client.random_pictures import read_limit
+def _image_limit(text: str) -> int:
+    from jaxllm.http_client.random_images import read_limit
 
     return read_limit(read_object(text))
 
 
-def _picture_sizes(text: str) -> dict[tuple[int, int], float]:
-    from jaxllm.http_client.random_pictures import read_sizes
+def _image_sizes(text: str) -> dict[tuple[int, int], float]:
+    from jaxllm.http_client.random_images import read_sizes
 
     return read_sizes(text)
 

@@ -33,7 +33,7 @@ EXAMPLES = """examples:
 _WIDTH, _INDENT = 100, 30
 """Columns of the text, and where values begin."""
 IMAGE_SIZES = ((640, 480), (1920, 1080), (4000, 3000))
-"""Pixels of images whose tokens are told."""
+"""Width and height in pixels of the images whose token counts are printed."""
 _NAMES = {"name", "qkv", "out", "gate_up", "down", "router", "correction_bias", "shared_gate"}
 """Fields of parts that say what the checkpoint calls something."""
 

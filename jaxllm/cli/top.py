@@ -98,7 +98,7 @@ def as_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a view has, by name."""
+    """Names and formatted values of the figures on the screen."""
     hit_rate, drafts = found["prefix_cache_hit_rate"], found["drafts"]
     rows = [
         ("model", ", ".join(found["models"])),

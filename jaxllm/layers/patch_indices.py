@@ -1,4 +1,4 @@
-"""Where the patches of images lie: what an encoder of images must know of each patch beside its pixels. Computed on the host."""
+"""Indices that a vision encoder needs for each patch in addition to its pixels: segments, positions, windows. Computed on the host."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ Grid = tuple[int, int, int]
 
 
 class PatchIndices(NamedTuple):
-    """Of each patch of some images, one image behind the other, each frame in cells of merge_size² patches; and of padding behind them.
+    """Indices of each patch of some images, image after image, each frame in cells of merge_size² patches, then of padding.
 
     Arrays of NumPy on the host, of JAX in a trace.
     """
@@ -34,14 +34,14 @@ class PatchIndices(NamedTuple):
     this order."""
 
     def pack(self) -> np.ndarray:
-        """int32 [K, P]: all of it, as one array that travels to the device."""
+        """int32 [K, P]: all indices as one array, for one copy to the device."""
         rows = [self.segment_P[None], self.place_P2.T, self.taps_P4.T, self.weights_P4.view(np.int32).T]
         rows += [row[None] for row in (self.window_P, self.order_P) if row is not None]
         return np.ascontiguousarray(np.concatenate(rows))
 
     @staticmethod
     def unpack(packed_KP: Array) -> "PatchIndices":
-        """What `pack` packed, in a trace."""
+        """Inverse of `pack`, in a trace."""
         weights_4P = lax.bitcast_convert_type(packed_KP[7:11], jnp.float32)
         window_P, order_P = (packed_KP[11], packed_KP[12]) if len(packed_KP) > 11 else (None, None)
         return PatchIndices(packed_KP[0], packed_KP[1:3].T, packed_KP[3:7].T, weights_4P.T, window_P, order_P)
@@ -88,8 +88,8 @@ def _places(h: int, w: int, merge: int) -> np.ndarray:
 
 
 def _taps(place_N2: np.ndarray, h: int, w: int, grid: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where a grid of h × w patches lies in a table of grid × grid positions: the four next to each patch, and their weights (float32),
-    bilinear; corners lie on corners."""
+    """Bilinear interpolation of a table of grid × grid positions at h × w patches: the four nearest positions of each patch, and their
+    weights (float32). Corners of the image are corners of the table."""
     if not grid:
         return np.zeros((len(place_N2), 4), np.int32), np.zeros((len(place_N2), 4), np.float32)
     low, high, part = [], [], []

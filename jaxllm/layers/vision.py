@@ -1,4 +1,4 @@
-"""The encoder of images: from patches of pixels to embeddings that stand in prompts. One class for all families: see `VisionEncoder`."""
+"""The vision encoder, which computes embeddings of patches of pixels. One class for all families: see `VisionEncoder`."""
 
 from functools import partial
 
@@ -188,7 +188,7 @@ class VisionBlock(nnx.Module):
         return x_PD + self._scaled(1, self.down(fed_PF * gate_up_PCF[:, 1] if self.gated else fed_PF))
 
     def _scaled(self, number: int, x_PD: Array) -> Array:
-        """What the first or the second part of the layer adds."""
+        """Scale the output of attention (0) or of the MLP (1), in layers that have scales."""
         return x_PD * self.scales[number][...] if self.scales else x_PD
 
 

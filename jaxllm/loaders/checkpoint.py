@@ -79,7 +79,7 @@ class Checkpoint(ABC):
         Raises ModelLoadError if files are missing, truncated or not what they should be.
         """
         self.directory = directory
-        self.dtype = np.dtype(dtype)  # ml_dtypes tells NumPy of its own
+        self.dtype = np.dtype(dtype)  # ml_dtypes registers its dtypes with NumPy
         self.max_tensors = max_tensors
         self.entries: Mapping[str, TensorEntry] = self._read_all(self.files(directory))
         self._maps: dict[Path, np.memmap] = {}

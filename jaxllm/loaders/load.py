@@ -136,8 +136,8 @@ def _expected(model: nnx.Module, files: Files) -> list[dict[str, Expected]]:
 def _check(
     files: Files, directory: Path, config: ModelConfig, expected: Sequence[Mapping[str, Expected]], *, is_part: bool = False
 ) -> None:
-    """Compare names, shapes and types of checkpoint and model. is_part: the model is not the text model, but beside it, and no other
-    tensors are in `files`. Raises ModelLoadError with every difference."""
+    """Compare names, shapes and types of checkpoint and model. is_part: the model is a vision encoder or the like, and `files`
+    have no other tensors. Raises ModelLoadError with every difference."""
     entries, wanted = files.entries, {name: tensor for tensors in expected for name, tensor in tensors.items()}
     # A tied checkpoint may store the head all the same, and a model that only makes vectors needs none.
     needs_no_head = config.tie_word_embeddings or not config.generates

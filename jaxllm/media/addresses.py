@@ -1,4 +1,4 @@
-"""Reads the pictures and videos at the addresses that requests give: data: URLs, files below an allowed directory, and http(s) URLs."""
+"""Reads the images and videos at the addresses that requests give: data: URLs, files below an allowed directory, and http(s) URLs."""
 
 import asyncio
 import base64
@@ -32,7 +32,7 @@ class Reference(Protocol):
     def uuid(self) -> str | None: ...
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
 
 
 class MediaReader:
@@ -67,7 +67,7 @@ class MediaReader:
         return [Media(each.kind, data, each.uuid, each.name) for each, data in zip(references, found, strict=True)]
 
     def read_now(self, references: Sequence[Reference]) -> list[Media]:
-        """`read` in a thread of its own, so that it can be called inside of an event loop too."""
+        """Runs `read` in a separate thread, so that it can also be called inside an event loop."""
         with ThreadPoolExecutor(1, "jaxllm-media") as thread:
             return thread.submit(asyncio.run, self.read(references)).result()
 
@@ -76,13 +76,13 @@ class MediaReader:
         if self._fetcher is None:
             raise InvalidRequestError(
                 f"{names[0]} is a URL; this server fetches none (--allowed-media-domains names hosts that it may ask); send the "
-                f"{'video as data:video' if kinds[0] == 'video' else 'picture as data:image'}/…;base64,…",
+                f"{'video as data:video' if kinds[0] == 'video' else 'image as data:image'}/…;base64,…",
                 names[0],
             )
         return await self._fetcher.fetch([each.source for each in references], names, kinds)
 
     def _read_here(self, reference: Reference) -> Any:
-        """What a reference names on this machine; None for http(s)."""
+        """Source of a reference that needs no network: an object, or bytes; None for http(s)."""
         if not isinstance(reference.source, str):
             return reference.source
         if is_remote(reference):
@@ -91,9 +91,9 @@ class MediaReader:
             return self._decode(reference)
         if scheme == "file":
             return self._read_file(reference)
-        example = "video; give data:video/mp4" if reference.kind == "video" else "picture; give data:image/png"
+        example = "a video; give data:video/mp4" if reference.kind == "video" else "an image; give data:image/png"
         raise InvalidRequestError(
-            f"{reference.name} has no address of a {example};base64,… or an http or https URL",
+            f"{reference.name} has no address of {example};base64,… or an http or https URL",
             reference.name,
         )
 
@@ -111,7 +111,7 @@ class MediaReader:
         except ValueError:
             raise InvalidRequestError(f"{name} is not valid base64", name) from None
         if not all(data):
-            raise InvalidRequestError(f"{name} is an empty picture", name)
+            raise InvalidRequestError(f"{name} is an empty image", name)
         return data if is_frames else data[0]
 
     def _read_file(self, reference: Reference) -> bytes:
@@ -119,7 +119,7 @@ class MediaReader:
         if self._directory is None:
             raise InvalidRequestError(
                 f"{name} is a file of the server, and none may be read (--allowed-local-media-path names a directory); send the "
-                "picture itself",
+                "image itself",
                 name,
             )
         try:
@@ -137,7 +137,7 @@ class MediaReader:
         return data
 
     def _too_large(self, reference: Reference) -> InvalidRequestError:
-        most, what = self._max_bytes(reference.kind), "video" if reference.kind == "video" else "picture"
+        most, what = self._max_bytes(reference.kind), "video" if reference.kind == "video" else "image"
         return InvalidRequestError(f"{reference.name} has more than {most} bytes; send a smaller {what}", reference.name)
 
 

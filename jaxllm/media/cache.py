@@ -1,4 +1,4 @@
-"""Keeps prepared images up to a number of bytes: the ones used last."""
+"""A cache of prepared images, limited in bytes; keeps the most recently used."""
 
 import threading
 from collections import OrderedDict
@@ -15,9 +15,9 @@ class ProcessedCache:
         self._lock = threading.Lock()
         self.num_bytes = 0
         self.num_queries = 0
-        """Images that were asked for."""
+        """Images looked up."""
         self.num_hits = 0
-        """Those that were there."""
+        """Images found."""
 
     def __len__(self) -> int:
         return len(self._items)

@@ -18,9 +18,9 @@ ANIMATIONS = ("GIF", "PNG", "WEBP")
 CONTAINERS = {"mp4": "MP4 or MOV", "matroska": "WebM or Matroska"}
 """Formats of videos, by FFmpeg's names. Others are not tried: some name further files and addresses, which would then be read."""
 MAX_FRAMES = 1 << 18
-"""Of a file: more than an hour at 60 frames a second."""
+"""Frames of a file: more than an hour at 60 frames a second."""
 SECONDS_OF_A_STILL = 0.1
-"""How long viewers show a frame of an animation that says nothing."""
+"""Duration of a frame of an animation that gives none, as viewers show it."""
 _TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 """By the degrees to the left that a camera's file asks for."""
 ASKED_OF_FRAMES = ("fps", "frames_indices", "do_sample_frames")
@@ -67,7 +67,7 @@ _FRAME = (bytes, Image.Image, np.ndarray)
 
 
 def has_pictures(data: Any) -> bool:
-    """Whether a video comes as Pillow images, perhaps with metadata beside them."""
+    """Whether a video comes as Pillow images, with or without metadata."""
     if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Mapping):
         data = data[0]
     return isinstance(data, list | tuple) and any(isinstance(each, Image.Image) for each in data)
@@ -206,7 +206,7 @@ def _of_container(data: bytes, format: str, name: str, options: MediaOptions) ->
     def opened() -> Any:
         container = av.open(io.BytesIO(data), format=format)
         if not container.streams.video:
-            refuse(name, "has no pictures, only other streams")
+            refuse(name, "has no video stream, only others")
         return container
 
     def damaged() -> NoReturn:

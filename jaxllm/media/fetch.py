@@ -1,4 +1,4 @@
-"""Fetches pictures that requests name by http(s) URLs, from hosts that the operator allows, and never from a private network.
+"""Fetches images and videos that requests name by http(s) URLs, from hosts that the operator allows, and never from a private network.
 
 A URL comes from an untrusted client, so a fetch must not reach what only this machine can reach. The URL is parsed once and its
 host resolved once; every address must be public, and the connection goes to a checked address, with the host's name in `Host` and
@@ -25,7 +25,7 @@ MAX_LOOKUPS = 8
 """Threads that wait for name servers; lookups beyond this wait for them, within the time of their fetches."""
 MAX_URL_CHARACTERS = 8192
 MAX_REQUEST_BYTES = 128 << 20
-"""Limit of all fetched pictures of a request together."""
+"""Limit of all fetched items of a request together."""
 REQUEST_SECONDS = 30.0
 """Time limit of fetching all of them."""
 _ENDS_IN_NUMBER = re.compile(r"(?:^|\.)(?:[0-9]+|0x[0-9a-f]*)\.?$", re.IGNORECASE)
@@ -50,7 +50,7 @@ def look_up(host: str, port: int) -> list[str]:
 
 
 class MediaFetcher:
-    """Fetches pictures from allowed hosts. Thread-safe."""
+    """Fetches images and videos from allowed hosts. Thread-safe."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class MediaFetcher:
         return parsed
 
     async def fetch(self, urls: Sequence[str], names: Sequence[str], kinds: Sequence[str] = ()) -> list[bytes]:
-        """The pictures at these URLs, or what `kinds` says; `names` is what errors call each. Raises InvalidRequestError or
+        """The images at these URLs, or what `kinds` says; `names` is what errors call each. Raises InvalidRequestError or
         MediaFetchError."""
         places, budget = asyncio.Semaphore(MAX_AT_ONCE), _Budget(self._max_request_bytes)
 
@@ -113,7 +113,7 @@ class MediaFetcher:
                 return await asyncio.gather(*tasks)
         except TimeoutError:
             raise MediaFetchError(
-                f"the {len(urls)} pictures of this request took longer than {REQUEST_SECONDS:g} seconds to fetch",
+                f"the {len(urls)} images of this request took longer than {REQUEST_SECONDS:g} seconds to fetch",
                 names[0],
                 502,
             ) from None
@@ -163,8 +163,8 @@ class MediaFetcher:
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise MediaFetchError(f"{name} comes compressed, which was not asked for", name, 422)
         if "Content-Type" in response.headers and not type.startswith(types) and type not in _BINARY_TYPES:
-            what = "picture's" if kind == "image" else "video's"
-            raise MediaFetchError(f"{name} is of a content type that is no {what}", name, 422)
+            what = "an image's" if kind == "image" else "a video's"
+            raise MediaFetchError(f"{name} has a content type that is not {what}", name, 422)
         if (response.content_length or 0) > most:
             raise _too_large(name, most)
         pieces, size = [], 0
@@ -202,7 +202,7 @@ class _Budget:
         """Count bytes that have come. Raises MediaFetchError."""
         self._left -= num_bytes
         if self._left < 0:
-            raise MediaFetchError(f"the fetched pictures of this request have more than {self._max_bytes} bytes", name, 422)
+            raise MediaFetchError(f"the fetched images of this request have more than {self._max_bytes} bytes", name, 422)
 
 
 class _CheckedResolver(AbstractResolver):
@@ -246,7 +246,7 @@ def _too_large(name: str, max_bytes: int) -> MediaFetchError:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in words of ours: those of libraries name addresses and URLs."""
+    """Reason of an error. Does not quote the library's text, which names addresses and URLs."""
     if isinstance(error, aiohttp.ClientSSLError):
         return "its server's certificate is not valid"
     if isinstance(error, aiohttp.ClientConnectorError):

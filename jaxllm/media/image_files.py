@@ -1,4 +1,4 @@
-"""Opens files of images: of known formats alone, and none whose pixels would take more memory than allowed. Damaged files are refused."""
+"""Opens image files of known formats. Refuses damaged files, and images whose pixels would take more memory than allowed."""
 
 import io
 import warnings
@@ -30,7 +30,7 @@ PLUGINS = (
 FORMATS = tuple(plugin.format for plugin in PLUGINS)
 """The names of the formats that are read."""
 MAX_ASPECT_RATIO = 200
-"""Of the longer side to the shorter: that of Qwen's processor. Thinner images have no pixel left once they are made small."""
+"""Most of the longer side to the shorter, as in Qwen's processor. Thinner images would have no pixel left when resized."""
 MAX_SCANS = 64
 """Passes of a JPEG over all its pixels: progressive ones have about ten; a file of 20 MB could have 200 000, which take hours."""
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
@@ -105,7 +105,7 @@ def _check_work(image: Image.Image, data: bytes, name: str, options: MediaOption
 
 
 def _kind(data: bytes) -> str:
-    """What a file of no known format seems to be."""
+    """Guesses the format of a file that is not a supported image, for the error."""
     start = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if start.startswith(b"%pdf"):
         return "a PDF file"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Media:
-    """One item of a prompt as it came."""
+    """One item of a prompt, before preprocessing."""
 
     kind: str
     """"image" or "video"."""
@@ -21,7 +21,7 @@ class Media:
     uuid: str | None = None
     """The caller's name of the content: items with equal ones are the same, whatever their data."""
     name: str = "prompt"
-    """What errors call it, e.g. messages[0].content[1]: the `param` of InvalidRequestError."""
+    """Its name in errors, e.g. messages[0].content[1]: the `param` of InvalidRequestError."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class ProcessedMedia:
     embedding_runs: tuple[tuple[int, int], ...] = ()
     """(offset, count) of each run of its tokens that an embedding replaces; empty: all are replaced."""
     steps: tuple["ProcessedMedia", ...] = ()
-    """The time steps of a video, which has no payload itself: each is an item of its own."""
+    """The time steps of a video, each a separate item; the video itself has no payload."""
     label: str = ""
     """Text before a time step."""
 
     @property
     def items(self) -> "tuple[ProcessedMedia, ...]":
-        """What is encoded and stands in prompts as one item."""
+        """The items that are encoded and placed in prompts separately."""
         return self.steps or (self,)
 
     @property

@@ -34,11 +34,11 @@ HASH_BYTES = 32
 VIDEOS = "videos_kwargs"
 """The key of mm_processor_kwargs for what concerns videos alone, as transformers has it."""
 MAX_OVERRIDES = 64
-"""Different mm_processor_kwargs of requests that are kept ready."""
+"""Number of cached processors for mm_processor_kwargs of requests."""
 
 
 def make_processor(directory: Path, vision: Vision, options: MediaOptions) -> "MediaProcessor":
-    """By the files in a model directory. Raises ConfigError."""
+    """The processor for a model directory. Raises ConfigError."""
     return MediaProcessor(vision, options, directory)
 
 
@@ -136,7 +136,7 @@ class MediaProcessor:
         return ProcessedMedia("video", content, token_ids, (len(steps), *grid[1:]), payload=b"", steps=steps)
 
     def _video_parts(self, media: Media) -> Iterator[bytes]:
-        """What the hash of a video covers: its uuid, or its file, or the pixels of its frames and their metadata."""
+        """Bytes that the hash of a video covers: its uuid, or its file, or the pixels of its frames and their metadata."""
         if media.uuid is not None:
             yield from (b"uuid", media.uuid.encode("utf-8", "surrogatepass"))
             return

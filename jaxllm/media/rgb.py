@@ -7,7 +7,7 @@ from jaxllm.media.image_files import refuse
 
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
-"""Those that become RGB; others are LAB, and values of 32 bits, of which nothing says what white is."""
+"""Modes that are converted to RGB. Refused are LAB, and modes of 32 bits, whose value of white is not defined."""
 _ORIENTATION = 0x0112
 """The EXIF tag that says how a camera was held."""
 _TURNS = {

@@ -1,4 +1,4 @@
-"""Reads how a checkpoint wants images prepared: preprocessor_config.json, or processor_config.json, under mm_processor_kwargs."""
+"""Reads the image processor settings of a checkpoint: preprocessor_config.json, or processor_config.json, under mm_processor_kwargs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _FIXED = {
     "do_center_crop": (False, None),
     "do_pan_and_scan": (False, None),
 }
-"""Keys that change what an encoder gets, with the values that are supported."""
+"""Keys that change the patches, with their supported values."""
 
 
 def read_settings(directory: Path, kind: str = "image") -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Settings:
 
 
 def _are_equal(value: Any, numbers: Sequence[float]) -> bool:
-    """Whether a number or a list of them says the same as `numbers`."""
+    """Whether a number or a list of them equals `numbers`."""
     given = value if isinstance(value, list | tuple) else [value] * len(numbers)
     if len(given) != len(numbers) or not all(type(number) in (int, float) and abs(number) < 1e9 for number in given):
         return False

@@ -1,4 +1,4 @@
-"""How a model sees images: the encoder that turns their patches into embeddings of the text model's width."""
+"""Vision encoder of a model, which computes embeddings of patches in the text model's width."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +22,7 @@ class VisionLayer:
     qkv_bias: bool = True
     out_bias: bool = True
     qk_norms: tuple[Norm, Norm] | None = None
-    """Of the queries and the keys of all heads together."""
+    """Norms of queries and keys, over all heads together."""
     scales: tuple[str, str] | None = None
     """Tensors of factors of the values that attention and MLP add."""
 
@@ -34,7 +34,7 @@ class MergerLinear:
     name: str
     outputs: int
     activation: Activation | None = None
-    """Of its outputs."""
+    """Applied to its outputs."""
     bias: bool = True
     weight: str = "weight"
     """Name of its weight within the module."""
@@ -48,9 +48,9 @@ class Merger:
 
     linears: tuple[MergerLinear, ...]
     norm: Norm | None = None
-    """Of each patch."""
+    """Norm of each patch."""
     joined_norm: Norm | None = None
-    """Of the joined patches."""
+    """Norm of the joined patches."""
     channel_major: bool = False
     """Whether the values of the joined patches alternate, instead of coming patch by patch."""
     averages: bool = False
@@ -91,10 +91,10 @@ class VisionEncoder:
     other_prefix: str | None = None
     """In place of the first of `prefixes` in the names of other checkpoints of the family."""
     ignored: tuple[str, ...] = ()
-    """How the names of tensors begin that are not loaded."""
+    """Prefixes of the tensors that are not loaded."""
 
     def name_of(self, name: str) -> str | None:
-        """What the encoder calls a tensor of a checkpoint; None: it is not one of the encoder's."""
+        """The encoder's name for a tensor of a checkpoint; None: it is not one of the encoder's."""
         if self.other_prefix is not None and name.startswith(self.other_prefix):
             name = self.prefixes[0] + name.removeprefix(self.other_prefix)
         return name if name.startswith(self.prefixes) and not name.startswith(self.ignored) else None

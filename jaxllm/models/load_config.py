@@ -45,7 +45,7 @@ def load_model_config(
     max_model_len: the longest sequence that will be served, if it is known; longrope depends on it.
     expert_parallel: with several devices, each has whole experts.
     model_class: module:name of the function that reads the family's config, instead of the one that is known by its architecture.
-    language_model_only: leave out the encoder of images.
+    language_model_only: leave out the vision encoder.
     Raises ModelLoadError naming the file and everything in it that cannot be served.
     """
     directory = Path(directory)

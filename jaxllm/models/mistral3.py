@@ -1,4 +1,4 @@
-"""Mistral 3: Mistral with the encoder of images of Pixtral. Source: arXiv:2410.07073, of Pixtral."""
+"""Mistral 3: Mistral with the vision encoder of Pixtral. Source: arXiv:2410.07073, of Pixtral."""
 
 from dataclasses import replace
 from typing import Any

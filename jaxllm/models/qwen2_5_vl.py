@@ -1,4 +1,4 @@
-"""Qwen 2.5 VL: Qwen 2 whose ropes turn by time, row and column, with an encoder of images of any size that attends within windows.
+"""Qwen 2.5 VL: Qwen 2 whose ropes turn by time, row and column, with a vision encoder for images of any size that attends within windows.
 
 Source: arXiv:2502.13923.
 """

@@ -1,4 +1,4 @@
-"""Qwen 3 VL: Qwen 3 whose ropes turn by time, row and column, with an encoder of images of any size. Source: arXiv:2511.21631."""
+"""Qwen 3 VL: Qwen 3 whose ropes turn by time, row and column, with a vision encoder for images of any size. Source: arXiv:2511.21631."""
 
 import math
 from dataclasses import replace
@@ -121,5 +121,5 @@ def layers_of_encoder(v: ConfigReader, name: str) -> tuple[int, ...]:
 def merger_linears(
     first: str, second: str, *, hidden_size: int, merge_size: int, output_size: int, **_: Any
 ) -> tuple[MergerLinear, ...]:
-    """Of a merger whose linear layers have these names, with sizes of a `Vision`."""
+    """The two layers of a merger. first, second: their names; the sizes are those of a `Vision`."""
     return MergerLinear(first, hidden_size * merge_size**2, "gelu"), MergerLinear(second, output_size)

@@ -1,4 +1,4 @@
-"""SigLIP: the encoder of images that several families have, beside a merger of their own. Source: arXiv:2303.15343."""
+"""SigLIP: the vision encoder of several families, each with its own merger. Source: arXiv:2303.15343."""
 
 from typing import Any
 

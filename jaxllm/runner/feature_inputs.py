@@ -1,4 +1,4 @@
-"""What the features of an engine mean for its steps: which of them a step needs, and what they add to its buffer."""
+"""Chooses which features of an engine a step needs, and lays out what they add to its buffer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -27,11 +27,11 @@ class FeatureInputs:
         self.all: Names = self._names(self._optional)
         """All optional features."""
         self.sets: tuple[Names, ...] = _sets(self.all)
-        """Those of programs that run layers over any mix of tokens."""
+        """Sets of features that programs for any mix of tokens are compiled with."""
         self.decode_sets: tuple[Names, ...] = _sets(self.in_decodes(self.all))
-        """Those of programs that run layers over decodes."""
+        """Sets of features that programs for decodes are compiled with."""
         self.logits_sets: tuple[Names, ...] = _sets(self.in_logits(self.all))
-        """Those of programs that compute logits of hidden states."""
+        """Sets of features that programs for logits are compiled with."""
         self.columns = _parts({feature.name: feature.num_columns for feature in self._with_columns}, NUM_ROW_COLUMNS)
         """The columns that features add to those of each row."""
         self.num_columns = max((part.stop for part in self.columns.values()), default=NUM_ROW_COLUMNS)
@@ -49,23 +49,23 @@ class FeatureInputs:
         return _fit(needed, self.sets) or ()
 
     def of_items(self, items: Sequence["PromptItem"]) -> Names:
-        """The same for steps that compute items of a prompt."""
+        """The features of the program for mixed tokens, for a step that computes these items."""
         return self.of_mixed(feature.name for feature in self._optional if feature.computes(items))
 
     def of_decode(self, needed: Iterable[str]) -> Names | None:
-        """The same of decodes; None: the step cannot be one."""
+        """Features of the `decode` program for a step that needs these; None: no such program has them all."""
         return _fit(needed, self.decode_sets)
 
     def of_logits(self, needed: Names) -> Names:
-        """The same of programs that compute logits, which need those that change them."""
+        """Features of the program that computes logits, for a step that needs these."""
         return _fit(self.in_logits(needed), self.logits_sets) or ()
 
     def in_decodes(self, names: Names) -> Names:
-        """Those that programs of decodes may have."""
+        """Filters `names`: features that programs of decodes may have."""
         return self._names(feature for feature in self._optional if feature.is_in_decodes and feature.name in names)
 
     def in_logits(self, names: Names) -> Names:
-        """Those that change logits not only by the hidden states."""
+        """Filters `names`: features that change logits themselves, not only hidden states."""
         return self._names(feature for feature in self._optional if feature.changes_logits and feature.name in names)
 
     def common(self, num_tokens: int) -> Names:
@@ -103,7 +103,7 @@ def _sets(names: Names) -> tuple[Names, ...]:
 
 
 def _fit(needed: Iterable[str], sets: Sequence[Names]) -> Names | None:
-    """The smallest of the sets that has all that is needed."""
+    """The smallest set that contains all needed features; None: no set does."""
     wanted = {*needed}
     return next((names for names in sets if wanted <= {*names}), None)
 

@@ -27,7 +27,7 @@ class Column(enum.IntEnum):
 
 
 NUM_ROW_COLUMNS = Column.SAMPLING + NUM_COLUMNS
-"""Those that every engine has. Columns of features follow: see `FeatureInputs`."""
+"""Columns of a row in every engine. Columns of features follow: see `FeatureInputs`."""
 SAMPLING_COLUMNS = slice(Column.SAMPLING, NUM_ROW_COLUMNS)
 FROM_ROW = -1
 """In place of a token id or position: it lies in its request's row on the device."""

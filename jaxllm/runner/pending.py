@@ -24,7 +24,7 @@ class StepInFlight:
     """
 
     batches: Sequence[Batch]
-    """Of each data-parallel rank, all of one layout. With several hosts each has the batches of all ranks and the results of its own."""
+    """Batch of each data-parallel rank, all of one layout. With several hosts each has all batches and the results of its ranks."""
     launches: "list[Future[None]]" = field(default_factory=list)
     """Launches in the thread, in order."""
     hidden: Hidden | None = None

@@ -49,7 +49,7 @@ class RankBatches:
 
 
 def alike(batches: Sequence[Batch], builders: Sequence[BatchBuilder]) -> list[Batch]:
-    """The same steps for the programs of the largest: for `decode` if that can run all of them, else for `forward` and what follows."""
+    """Pad the batches of a step to the largest layout, that of `decode` if it can run all of them, else of `forward`."""
     inputs, needed = builders[0].inputs, {name for batch in batches for name in batch.features}
     of_decode = inputs.of_decode(needed) if all(batch.is_decode for batch in batches) else None
     is_decode, features = of_decode is not None, inputs.of_mixed(needed) if of_decode is None else of_decode

@@ -64,7 +64,7 @@ from jaxllm.start_times import StartTimes
 from jaxllm.worker_thread import WorkerThread
 
 LARGE_ROW_ARRAY_BYTES = 1 << 24
-"""Of the rows' arrays, those from this size on are zeroed on the devices."""
+"""Row arrays from this size on are zeroed on the devices."""
 MAX_THREAD_ROWS = 64
 """A thread launches steps of at most this many requests: a launch takes the host longer than planning and reading such a step,
 and on a small model longer than the device. With more requests, the two threads would contend for the interpreter."""

@@ -114,7 +114,7 @@ class Sampling:
         return self.pending(batches, drawn, scores)
 
     def pending(self, batches: Sequence[Batch], drawn: jax.Array, scores: Scores) -> list[PendingTokens]:
-        """What a program has drawn for the batches of all ranks, of the ranks of this process."""
+        """Pending tokens that a program sampled for the batches of all ranks, of each rank of this process."""
         ranks = self._device.ranks
         return [
             PendingTokens(batches[i].sampled, *found) for i, found in zip(ranks.own, ranks.split((drawn, scores)), strict=True)

@@ -66,7 +66,7 @@ class StepFeature:
     is_optional = False
     """Whether the programs that compute layers are also compiled without the feature, for steps that do not need it."""
     is_in_decodes = True
-    """Of an optional feature: whether programs of decodes are also compiled with it. If not, steps that need it run as `forward`."""
+    """Whether programs of decodes are also compiled with the feature, if optional. If not, steps that need it run as `forward`."""
     changes_logits = False
     """Whether `of_logits` changes something."""
     num_columns = 0
@@ -142,7 +142,7 @@ class FeatureParts:
     kernels: Kernels
     policy: KernelPolicy
     weights: Mapping[str, WeightsPart]
-    """Those of `WeightsSource.named_models`."""
+    """Models of `WeightsSource.named_models` by name."""
     max_len: int
     """Positions that the blocks of a request hold."""
     beside: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Keeps track of encoded items of prompts on the device: which pages of the slab hold which item, and who computes its tokens.
+"""Keeps track of encoded items of prompts on the device: which pages of the slab hold which item, and which requests compute its tokens.
 
 An item is encoded whole before the first step that computes a token of it. Equal items share their pages, also those of different
 requests. What no request computes stays until others need its pages, longest unused first. Steps reach the device in the order in
@@ -149,7 +149,7 @@ class EncoderCache:
         return ops
 
     def _settle(self, name: bytes, entry: _Entry) -> None:
-        """Put an entry where it belongs after it lost users: pages and budget of one that is not encoded are free."""
+        """Keep an entry that lost its last user for reuse if it is encoded; otherwise free its pages and budget."""
         if entry.users:
             return
         del self._in_use[name]

@@ -104,7 +104,7 @@ def check_room(
 
 
 def _exceeds(request: Request, unfinished: Iterable[Request], most_gb: float) -> bool:
-    """Whether a request brings items that are too many bytes beside those of others."""
+    """Whether the items of a request exceed most_gb GiB together with those of others. One request alone is never too large."""
     if not request.spec.items:
         return False
     others, both = item_bytes(unfinished), item_bytes([*unfinished, request])

@@ -15,7 +15,7 @@ _VIDEO_TYPES = ("video_url", "video")
 """Parts that are videos: with an address, as vLLM has them, and of scripts, with the frames themselves."""
 A = {"image": "an image", "video": "a video"}
 PARTS: Mapping[str, Mapping[str, str]] = {"image": {"type": "image"}, "video": {"type": "video"}}
-"""What chat templates see of an item, by its kind."""
+"""The part that chat templates receive for an item, by its kind."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MediaRef:
     uuid: str | None
     """The caller's name of the content."""
     name: str
-    """What errors call it: messages[0].content[1]."""
+    """Its name in errors, e.g. messages[0].content[1]."""
 
 
 def split_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[MediaRef]]:

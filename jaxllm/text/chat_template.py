@@ -230,7 +230,7 @@ def _checked_conversation(conversation: Any) -> Sequence[Mapping[str, Any]]:
 
 
 class _ImageTexts:
-    """What stands for images in contents that are strings."""
+    """Inserts placeholders of images into contents that are strings."""
 
     def __init__(self, texts: Sequence[str], interleaved: bool):
         self._texts, self._interleaved = iter(texts), interleaved

@@ -61,7 +61,7 @@ class PromptMedia:
             )
 
     def placeholders(self, kinds: Sequence[str]) -> list[str]:
-        """What stands for items of these kinds in prompts of plain text."""
+        """Placeholders of items of these kinds in prompts of plain text."""
         return [] if self._processor is None else [self._processor.placeholder(kind) for kind in kinds]
 
     def submit(self, prompt: Any) -> "list[Future[ProcessedMedia]]":

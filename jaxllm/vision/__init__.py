@@ -1,4 +1,4 @@
-"""Images in the prompts of an engine: what excludes them, and the rooms of its schedulers. Does not import JAX."""
+"""Images in the prompts of an engine: options that exclude them, and the encoder cache of its schedulers. Does not import JAX."""
 
 from jaxllm.vision.feature import make_items
 

@@ -38,19 +38,19 @@ ENCODERS = {
     "Pixtral": seeing_models.PIXTRAL_24B,
 }
 NUM_LAYERS = 4
-"""Of an encoder; in the one with windows the last has none."""
+"""Layers of each encoder; in the one with windows the last layer has none."""
 GRIDS: tuple[Grid, ...] = ((1, 68, 120), (1, 2, 2), (1, 26, 30), (1, 64, 4), (1, 16, 16), (1, 34, 62))
-"""Of images that are encoded together, in patches."""
+"""Grids of the images that are encoded together, in patches."""
 TINY_GRIDS: tuple[Grid, ...] = ((1, 4, 6), (1, 2, 2), (1, 10, 4))
 FAMILIES = {"Qwen3-VL": "qwen3_vl", "Qwen3-VL MoE": "qwen3_vl_moe", "Qwen2.5-VL": "qwen2_5_vl", "Pixtral": "mistral3"}
-"""Of `vision_checkpoint`, where all values are random."""
+"""Names of families in `vision_checkpoint`, which writes random values."""
 TIE = 1e-3
 """Difference of logprobs up to which either token may be said."""
 Prompt = dict[str, Any]
 
 
 def check(*, tiny: bool, deadline: float, share: tuple[int, int] = (0, 1)) -> Iterator[Outcome]:
-    """What this share (index, number of shares) has of encoders and engines; nothing begins after the deadline (`time.perf_counter`)."""
+    """Check the encoders and engines of a share (index, number of shares); none begins after the deadline (`time.perf_counter`)."""
     index, num_shares = share
     checks = [
         *((f"encoder of {name}", partial(_check_encoder, name)) for name in list(ENCODERS)[: 1 if tiny else None]),
@@ -135,7 +135,7 @@ def _core(directory: str, **options: Any) -> EngineCore:
 
 
 def _encoded(core: EngineCore, grids: Sequence[Grid]) -> np.ndarray:
-    """What the encoder makes of random pixels, all images together: float32 [embeddings, values]."""
+    """Embeddings of random pixels, all images encoded together: float32 [embeddings, values]."""
     runner, vision = core.runner, core.model_config.vision
     images = runner.shapes.functions.get(Images)
     assert vision is not None and isinstance(images, Images)

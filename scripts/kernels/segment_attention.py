@@ -38,14 +38,14 @@ CUDNN_SEGMENTS = (2, 16, 256)
 
 
 def speed_cases(tiny: bool, tune: bool) -> list[Case]:
-    """A picture of 1920 x 1080, the largest, 64 of 512 x 512, several of all sizes, and pictures in windows."""
+    """An image of 1920 x 1080, the largest, 64 of 512 x 512, several of all sizes, and images in windows."""
     if tiny:
         return [_case(TINY, "toy", (20, 30), is_timed=True, tune=tune)]
     return [
-        _case(QWEN3_VL, "one picture", (8160,), is_timed=True, tune=tune),
-        _case(QWEN3_VL, "one picture", (16384,), is_timed=True, tune=tune),
-        _case(QWEN3_VL, "64 pictures", (1024,) * 64, is_timed=True, tune=tune),
-        _case(QWEN3_VL, "8 pictures", (3500, 260, 1764, 64, 1024, 400, 880, 100), num_padding=200, is_timed=True, tune=tune),
+        _case(QWEN3_VL, "one image", (8160,), is_timed=True, tune=tune),
+        _case(QWEN3_VL, "one image", (16384,), is_timed=True, tune=tune),
+        _case(QWEN3_VL, "64 images", (1024,) * 64, is_timed=True, tune=tune),
+        _case(QWEN3_VL, "8 images", (3500, 260, 1764, 64, 1024, 400, 880, 100), num_padding=200, is_timed=True, tune=tune),
         _case(QWEN25_VL, "windows", (64,) * 128, is_timed=True, tune=tune),
     ]
 
@@ -67,11 +67,11 @@ def check_cases(tiny: bool) -> list[Case]:
             _case(each, "tiles end in segments", (127, 129, 1, 255, 256, 130, 126), num_padding=1),
         ]
     found += [
-        _case(QWEN3_VL, "one picture", (8160,), num_padding=32),
-        _case(QWEN3_VL, "one picture", (16384,)),
-        _case(QWEN3_VL, "pictures", (3500, 260, 1764, 64, 1024, 400, 880, 100), num_padding=200),
+        _case(QWEN3_VL, "one image", (8160,), num_padding=32),
+        _case(QWEN3_VL, "one image", (16384,)),
+        _case(QWEN3_VL, "images", (3500, 260, 1764, 64, 1024, 400, 880, 100), num_padding=200),
         _case(QWEN25_VL, "windows", (64,) * 256),
-        _case(Shapes("bfloat16", 16, 128), "pictures", (3500, 260, 1764, 64), num_padding=77),
+        _case(Shapes("bfloat16", 16, 128), "images", (3500, 260, 1764, 64), num_padding=77),
     ]
     return found
 

@@ -4,7 +4,7 @@ import { chat, compiling, metrics } from './api.js';
 import { conversation } from './conversation.js';
 import { $, element } from './dom.js';
 import { markdown } from './markdown.js';
-import { hasPictures, shown, startPictures, takePictures } from './pictures.js';
+import { hasImages, shown, startImages, takeImages } from './images.js';
 import { sampling, settings } from './settings.js';
 
 const FIRST_LOOK_MS = 1500; // an answer that has not begun by then may be waiting for a compilation
@@ -23,21 +23,21 @@ export function setReady(ready) {
 
 export function startChat(chosenModel) {
   currentModel = chosenModel;
-  const ask = (text, pictures = []) => {
+  const ask = (text, images = []) => {
     offerUndo(null);
-    conversation.messages.push({ role: 'user', content: text, pictures });
+    conversation.messages.push({ role: 'user', content: text, images });
     show(conversation.messages.at(-1));
     $('messages').scrollTop = $('messages').scrollHeight;
     answer();
   };
   const send = () => {
     const text = $('prompt').value;
-    if ((!text.trim() && !hasPictures()) || running || !isReady) return;
+    if ((!text.trim() && !hasImages()) || running || !isReady) return;
     $('prompt').value = '';
     fit($('prompt'));
-    ask(text, takePictures());
+    ask(text, takeImages());
   };
-  startPictures();
+  startImages();
   $('composer').addEventListener('submit', (event) => {
     event.preventDefault();
     send();
@@ -94,7 +94,7 @@ const body = () => ({
   ...sampling(),
 });
 
-const MAX_ARGUMENT = 100_000; // systems limit the length of an argument; pictures are longer
+const MAX_ARGUMENT = 100_000; // systems limit the length of an argument; images are longer
 
 function curl(json) {
   const text = JSON.stringify(json);
@@ -280,7 +280,7 @@ function fill(article, message, waiting = '') {
 function content(message, isStreaming, waiting) {
   const parts = [];
   if (message.reasoning) parts.push(fold(isStreaming && !message.content ? 'Thinking…' : 'Reasoning', message.reasoning));
-  if (message.pictures?.length) parts.push(shown(message.pictures));
+  if (message.images?.length) parts.push(shown(message.images));
   const text = element('div', { className: 'body' });
   text.append(message.role === 'user' ? message.content : markdown(message.content || (isStreaming && !message.reasoning ? waiting || '…' : '')));
   parts.push(text);
@@ -331,9 +331,9 @@ function editor(message) {
   cancel.addEventListener('click', stopEditing);
   form.addEventListener('submit', (event) => {
     event.preventDefault();
-    const [{ pictures }] = conversation.turn(message);
-    if ((!field.value.trim() && !pictures?.length) || running || !isReady) return;
-    retry(message, { role: 'user', content: field.value, pictures });
+    const [{ images }] = conversation.turn(message);
+    if ((!field.value.trim() && !images?.length) || running || !isReady) return;
+    retry(message, { role: 'user', content: field.value, images });
   });
   return form;
 }

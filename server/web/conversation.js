@@ -1,6 +1,6 @@
 // The conversation: messages in turns, kept in this browser. Knows nothing of the page.
 
-import { asParts } from './pictures.js';
+import { asParts } from './images.js';
 
 const STORE = 'jaxllm-conversation';
 
@@ -8,12 +8,12 @@ export const conversation = {
   messages: load(),
 
   save() {
-    for (const kept of [this.messages, this.messages.map((message) => ({ ...message, pictures: [] }))]) {
+    for (const kept of [this.messages, this.messages.map((message) => ({ ...message, images: [] }))]) {
       try {
         localStorage.setItem(STORE, JSON.stringify(kept));
         return;
       } catch {
-        // full or forbidden: pictures, or the whole conversation, then last as long as the page
+        // full or forbidden: images, or the whole conversation, then last as long as the page
       }
     }
   },
@@ -43,9 +43,9 @@ export const conversation = {
   sent() {
     return this.messages
       .filter((message) => !this.hasFailed(message))
-      .map(({ role, content, pictures, tool_calls, tool_call_id }) => ({
+      .map(({ role, content, images, tool_calls, tool_call_id }) => ({
         role,
-        content: pictures?.length ? [...asParts(pictures), ...(content ? [{ type: 'text', text: content }] : [])] : (content ?? ''),
+        content: images?.length ? [...asParts(images), ...(content ? [{ type: 'text', text: content }] : [])] : (content ?? ''),
         ...(tool_calls?.length ? { tool_calls } : {}),
         ...(tool_call_id ? { tool_call_id } : {}),
       }));

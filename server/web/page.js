@@ -4,7 +4,7 @@ import { ApiError, key, models } from './api.js';
 import { setReady, startChat } from './chat.js';
 import { $ } from './dom.js';
 import { startLive } from './live.js';
-import { setTaken } from './pictures.js';
+import { setTaken } from './images.js';
 import { setDefaults, startSettings } from './settings.js';
 
 const notices = { server: {}, live: {} };

@@ -117,11 +117,11 @@ def test_chat_asks_random_text_of_the_tokenizer(stub: Stub, capsys: pytest.Captu
     assert isinstance(body["messages"][0]["content"], str) and (body["top_p"], body["user"]) == (0.5, "me")
 
 
-def test_random_pictures_are_parts_of_chat_messages(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_images_are_parts_of_chat_messages(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--backend", "openai-chat", "--dataset-name", "random-mm", "--num-prompts", "8", "--input-len", "3"]
-    pictures = ["--random-mm-base-items-per-request", "2", "--random-mm-num-mm-items-range-ratio", "0.5"]
+    images = ["--random-mm-base-items-per-request", "2", "--random-mm-num-mm-items-range-ratio", "0.5"]
     sizes = ["--random-mm-limit-mm-per-prompt", '{"image": 3}', "--random-mm-bucket-config", "{(16, 24, 1): 0.5, (8, 8, 1): 1}"]
-    assert measured(stub, capsys, *arguments, *pictures, *sizes, "--output-len", "2")["completed"] == 8
+    assert measured(stub, capsys, *arguments, *images, *sizes, "--output-len", "2")["completed"] == 8
     counts, found = set(), set()
     for body in stub.bodies:
         text, *parts = body["messages"][0]["content"]
@@ -136,7 +136,7 @@ def test_random_pictures_are_parts_of_chat_messages(stub: Stub, capsys: pytest.C
         bench(stub, *arguments, "--random-mm-base-items-per-request", "9", "--random-mm-limit-mm-per-prompt", '{"image": 3}')
         == 1
     )
-    assert "at least 9 pictures" in capsys.readouterr().err
+    assert "at least 9 images" in capsys.readouterr().err
 
 
 def test_headers_key_and_model_are_sent(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The demo model that sees, as users meet it: the README's command, held-out questions, JSON by a schema, several pictures, none."""
+"""The demo model that sees, as users meet it: the README's command, held-out questions, JSON by a schema, several images, none."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def test_the_command_of_the_readme(monkeypatch, capsys):
 @pytest.mark.slow
 def test_held_out_questions(llm):
     questions = scoring.held_out(8)
-    prompts = [{"prompt": asked.prompt, "multi_modal_data": {"image": list(asked.pictures)}} for asked in questions]
+    prompts = [{"prompt": asked.prompt, "multi_modal_data": {"image": list(asked.images)}} for asked in questions]
     params = SamplingParams(temperature=0, max_tokens=scoring.MAX_ANSWER_TOKENS)
     answers = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
     scores, report = scoring.score(questions, answers)
@@ -50,30 +50,30 @@ def test_held_out_questions(llm):
 
 
 @pytest.mark.slow
-def test_a_schema_and_a_picture_restrict_an_answer_together(llm):
+def test_a_schema_and_an_image_restrict_an_answer_together(llm):
     from PIL import Image
 
-    picture = Image.open(ROOT / "docs" / "images" / "shapes.png")
+    image = Image.open(ROOT / "docs" / "images" / "shapes.png")
     words = {"shape": ["circle", "square", "triangle"], "color": ["red", "orange", "blue", "green", "purple"]}
     properties = {name: {"enum": found} for name, found in words.items()}
     schema = {"type": "array", "items": {"type": "object", "properties": properties, "required": [*words]}}
     params = SamplingParams(temperature=0, max_tokens=120, structured_outputs={"json": schema})
-    question = [{"type": "image_pil", "image_pil": picture}, {"type": "text", "text": "List all shapes as JSON."}]
+    question = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "List all shapes as JSON."}]
     [output] = llm.chat([{"role": "user", "content": question}], params, use_tqdm=False)
     found = {(each["color"], each["shape"]) for each in json.loads(output.outputs[0].text)}
     assert found == {("red", "circle"), ("orange", "square"), ("blue", "circle"), ("purple", "triangle"), ("green", "circle")}
 
 
 @pytest.mark.slow
-def test_the_same_picture_is_encoded_once(llm):
+def test_the_same_image_is_encoded_once(llm):
     scheduler = llm.llm_engine.core.scheduler
     before = scheduler.stats()
-    picture = np.zeros((160, 192, 3), np.uint8)
+    image = np.zeros((160, 192, 3), np.uint8)
     prompt = {
         "prompt": "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is it?<|im_end|>\n<|im_start|>assistant\n"
     }
     for _ in range(3):
-        llm.generate([{**prompt, "multi_modal_data": {"image": picture}}] * 2, SamplingParams(max_tokens=2), use_tqdm=False)
+        llm.generate([{**prompt, "multi_modal_data": {"image": image}}] * 2, SamplingParams(max_tokens=2), use_tqdm=False)
     after = scheduler.stats()
     assert after.num_encoded_patches - before.num_encoded_patches == (160 // 16) * (192 // 16)
 
@@ -90,11 +90,11 @@ def test_transformers_writes_the_same(llm):
     model = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     asked = next(each for each in scoring.held_out(1) if each.skill == "describe")
-    prompt = {"prompt": asked.prompt, "multi_modal_data": {"image": list(asked.pictures)}}
+    prompt = {"prompt": asked.prompt, "multi_modal_data": {"image": list(asked.images)}}
     [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
     processor = load_processor(directory, llm.llm_engine.core.model_config, MediaOptions())
     assert processor is not None
-    grid, patches = unpack(processor.process(Media("image", asked.pictures[0])).payload)
+    grid, patches = unpack(processor.process(Media("image", asked.images[0])).payload)
     pixels = torch.tensor((patches.astype(np.float32) / 255 - 0.5) / 0.5).reshape(len(patches), 3, 1, 256)
     ids = torch.tensor([output.prompt_token_ids])
     generated = model.generate(

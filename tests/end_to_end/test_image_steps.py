@@ -115,7 +115,7 @@ def test_chunks_of_prompts_with_images_give_the_tokens_of_whole_prompts(make_cor
     ),
 )
 def test_engines_say_what_transformers_says(make_core, tmp_path, name, options) -> None:
-    """In steps of at most 16 tokens. Alone, a request of one rank has steps beside another without requests."""
+    """In steps of at most 16 tokens. A single request leaves the other rank without requests."""
     core = make_core(model=str(pictures.write(name, tmp_path / "model")), **options)
     requests = golden_requests(name, core.model_config.vision, logprobs=0)
     for together in (requests, requests[:1]):

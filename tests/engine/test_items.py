@@ -1,4 +1,4 @@
-"""What a registered package computes of items in prompts reaches schedulers and devices."""
+"""Items of prompts that a registered package computes reach schedulers and devices."""
 
 from dataclasses import replace
 

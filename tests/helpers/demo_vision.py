@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scripts.demo_data.packing import TOKEN_MASK
-from scripts.demo_data.vision.model import Weights, encode_pictures, logits, text_hidden
+from scripts.demo_data.vision.model import Weights, encode_images, logits, text_hidden
 from scripts.demo_data.vision.model_files import Sizes
 from scripts.demo_data.vision.rows import Batch, BatchShape, Document, Packer
 
@@ -30,13 +30,13 @@ def all_logits(weights: Weights, document: Document) -> np.ndarray:
     """Float32 [T, V], as the training packs and computes the document."""
     shape = BatchShape(1, 256, 1, 400)
     batch = shape.empty()
-    Packer(shape, batch).put(document, 0, [0] * len(document.pictures))
+    Packer(shape, batch).put(document, 0, [0] * len(document.images))
 
     return np.asarray(_compute(weights, batch))[0, : len(document.tokens)]
 
 
 @jax.jit
 def _compute(weights: Weights, batch: Batch) -> jax.Array:
-    pictures = encode_pictures(weights, NARROW, batch.patches_VPC, batch.places_VP4, batch.segment_VP)
+    images = encode_images(weights, NARROW, batch.patches_VPC, batch.places_VP4, batch.segment_VP)
     ids, segment = (batch.tokens_RT & TOKEN_MASK).astype(jnp.int32), jnp.zeros((1, 256), jnp.int32)
-    return logits(weights, text_hidden(weights, NARROW, ids, batch.positions_R3T, segment, batch.source_RT, pictures))
+    return logits(weights, text_hidden(weights, NARROW, ids, batch.positions_R3T, segment, batch.source_RT, images))

@@ -50,7 +50,7 @@ class ItemToken(NamedTuple):
 
 
 def embeddings(payload: bytes) -> list[int]:
-    """Those of an item."""
+    """Fake embeddings of an item, one integer for each of its tokens."""
     return [1000 + 97 * offset + sum(payload) * 7919 % 1009 for offset in range(payload[0])]
 
 
@@ -95,7 +95,7 @@ class FakeDevice:
                 op.copy(memory)  # type: ignore[attr-defined]
 
     def items_of(self, request_id: str, items: Sequence[PromptItem], token_ids: list[int]) -> dict[int, ItemToken]:
-        """Where items stand in a request's prompt, as its row is told. Puts their embeddings into `token_ids`."""
+        """Tokens of items in a request's prompt, by position. Writes their embeddings into `token_ids`."""
         request = self.requests.get(request_id)
         if request is None:
             assert not items

@@ -1,4 +1,4 @@
-"""What transformers' image processors make of a picture, as the uint8 patches that an encoder gets here."""
+"""Runs transformers' image processors on an image, and returns uint8 patches as encoders take them here."""
 
 import hashlib
 import importlib
@@ -24,7 +24,7 @@ _CLASSES = {
 
 
 def digest(patches: np.ndarray) -> str:
-    """Of the shape and the values."""
+    """SHA-256 of the shape and the values."""
     return hashlib.sha256(repr(patches.shape).encode() + np.ascontiguousarray(patches).tobytes()).hexdigest()
 
 
@@ -51,7 +51,7 @@ def transformers_values(family: VisionFamily, image: Image.Image, **given: Any) 
         warnings.simplefilter("ignore")
         found = kind(**settings)(image, return_tensors="np", **given)["pixel_values"]
     mean, std = (np.array(settings[key]) for key in ("image_mean", "image_std"))
-    if vision.temporal_patch_size == 1:  # the whole picture, or its tiles, which are laid below each other
+    if vision.temporal_patch_size == 1:  # the whole image, or its tiles, which are laid below each other
         side = vision.position_grid * patch if vision.has_tiles else None
         found = np.concatenate([np.reshape(each, (-1, *np.shape(each)[-3:])) for each in found])[..., :side, :side]
         whole = found.swapaxes(0, 1).reshape(3, -1, found.shape[-1])

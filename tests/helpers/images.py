@@ -1,4 +1,4 @@
-"""Pictures of many sizes and modes, drawn the same way everywhere, and descriptions of models that see them."""
+"""Images of many sizes and modes, drawn the same way everywhere, and descriptions of models that see them."""
 
 import io
 import json
@@ -90,7 +90,7 @@ SETTINGS: dict[VisionFamily, dict[str, Any]] = {
         **HALF,
     },
 }
-"""Of checkpoints on the hub, but tiles are smaller."""
+"""preprocessor_config.json of checkpoints on the hub, but with smaller tiles."""
 
 
 def write_settings(directory: Path, family: VisionFamily, **changed: Any) -> None:
@@ -113,7 +113,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def processor(directory: Path, family: VisionFamily = "qwen3_vl", **options: Any) -> MediaProcessor:
-    """What prepares images of a family, as its checkpoints want it."""
+    """Image processor of a family with the settings of its checkpoints."""
     write_settings(directory, family)
     return make_processor(directory, VISIONS[family], MediaOptions(**options))
 

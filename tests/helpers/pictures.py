@@ -54,7 +54,7 @@ class Golden:
     """Arguments of `vision_checkpoint.write`."""
     pictures: list[Size]
     features: list[list[float]]
-    """What the encoder makes of all pictures, one behind the other: see `VisionTower`."""
+    """Embeddings of all images, concatenated: see `VisionTower`."""
     results: list[Result]
 
 

@@ -58,7 +58,7 @@ def seeing_core(directory: Path, script: Any = "one two three", **options: Any) 
 
 
 def file_of(width: int = 64, height: int = 32, color: str = "red", format: str = "PNG") -> bytes:
-    """The file of a picture of one colour."""
+    """The file of an image of one colour."""
     stream = io.BytesIO()
     Image.new("RGB", (width, height), color).save(stream, format)
     return stream.getvalue()

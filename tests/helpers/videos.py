@@ -25,7 +25,7 @@ class Golden:
     picture: list[int]
     """Seed, height and width."""
     features: list[list[float]]
-    """What the encoder makes of the video."""
+    """Embeddings of the video."""
     prompt: list[int]
     """The tokens of PROMPT, with a placeholder for each embedding."""
     prompt_logprobs: list[float]
@@ -55,6 +55,6 @@ def patches(video: np.ndarray, vision: Vision) -> tuple[tuple[int, int, int], np
 
 
 def in_order_of_frames(patches_NC: np.ndarray, vision: Vision) -> np.ndarray:
-    """Such patches as an encoder takes them here: of each frame the pixels of all colours."""
+    """Reorders the values of patches from transformers' order to the encoder's: frame by frame, each with all colours."""
     values = patches_NC.reshape(len(patches_NC), 3, vision.temporal_patch_size, -1)
     return values.swapaxes(1, 2).reshape(patches_NC.shape)

@@ -47,7 +47,7 @@ PICTURES = {
     "smolvlm": "<image>",
     "internvl": "<IMG_CONTEXT>",
 }
-"""What a chat template writes for a picture; other families write Qwen's tokens."""
+"""Placeholder of an image in a chat template; other families use Qwen's tokens."""
 QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 

@@ -1,4 +1,4 @@
-"""The encoders of images in NumPy and float64, written from the papers' formulas with loops over pictures: an oracle without torch."""
+"""Vision encoders in NumPy and float64, written from the papers' formulas with loops over images: an oracle without torch."""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def layer_norm(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Of all of [N, heads, d] to all."""
+    """Full attention of q, k, v [N, heads, d]: [N, heads · d]."""
     scores = np.einsum("phd,qhd->hpq", q, k) / math.sqrt(q.shape[-1])
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("hpq,qhd->phd", weights / weights.sum(-1, keepdims=True), v).reshape(len(q), -1)
@@ -55,7 +55,7 @@ def places_of(h: int, w: int, merge: int) -> np.ndarray:
 
 
 def qwen3_vl(weights: Weights, config: Mapping[str, Any], grid: tuple[int, int, int], patches: np.ndarray) -> np.ndarray:
-    """[tokens, result_width] of one picture."""
+    """[tokens, result_width] of one image."""
     weights = {
         name.removeprefix("model.visual."): value.astype(np.float64) for name, value in weights.items() if "visual" in name
     }

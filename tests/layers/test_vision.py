@@ -1,4 +1,4 @@
-"""The encoder of images against formulas in NumPy and float64."""
+"""The vision encoder against formulas in NumPy and float64."""
 
 import json
 
@@ -13,7 +13,7 @@ from tests.helpers import pictures, vision_checkpoint, vision_numpy
 from tests.helpers.slow import slow_except
 
 CELLS = [(1, 1), (2, 5), (4, 3)]
-"""Heights and widths of pictures, in cells."""
+"""Heights and widths of images, in cells."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_an_encoder_computes_its_formulas(directory, model):
     np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-5)
 
 
-def test_what_is_beside_a_picture_does_not_change_it(model):
+def test_other_images_of_a_batch_do_not_change_an_image(model):
     config, _, tower = model
     given = images(config.vision)
     together = pictures.encode(config, tower, given, num_patches=128)
@@ -63,13 +63,13 @@ def test_narrow_types_are_near_float32(directory, model, dtype):
     np.testing.assert_allclose(found.astype(np.float32), expected, atol=tolerance)
 
 
-def test_indices_of_pictures_and_padding(directory):
+def test_indices_of_images_and_padding(directory):
     vision = load_model_config(directory).vision
     indices = patch_indices(vision, [(1, 2, 4), (2, 2, 2)], 20)
     np.testing.assert_array_equal(indices.segment_P, [0] * 8 + [1] * 4 + [2] * 4 + [-1] * 4)
     first_cell, second_cell = [[0, 0], [0, 1], [1, 0], [1, 1]], [[0, 2], [0, 3], [1, 2], [1, 3]]
     np.testing.assert_array_equal(indices.place_P2, [*first_cell, *second_cell, *first_cell, *first_cell, *[[0, 0]] * 4])
-    # Corners of a picture are corners of the table of 8 × 8; between them all four taps count.
+    # Corners of an image are corners of the table of 8 × 8; between them all four taps count.
     corner = 8 * 8 - 1
     assert (indices.taps_P4[[0, 7], 0].tolist(), indices.weights_P4[[0, 7], 0].tolist()) == ([0, corner], [1.0, 1.0])
     np.testing.assert_allclose(indices.weights_P4.sum(axis=1), [1.0] * 16 + [0.0] * 4, atol=1e-6)

@@ -19,7 +19,7 @@ from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import fake_core
 from tests.helpers.vision_checkpoint import FAMILIES, write
 
-PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8))
+IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8))
 PAD = "<|vision_start|><|image_pad|><|vision_end|>"
 ONE = SamplingParams(max_tokens=1)
 
@@ -38,14 +38,14 @@ def seeing(directory: Path, **options: Any) -> tuple[LLM, FakeEngineCore]:
 def test_prompts_and_chats_with_the_same_image_are_the_same(directory: Path) -> None:
     llm, core = seeing(directory)
     png = io.BytesIO()
-    PICTURE.save(png, "png")
+    IMAGE.save(png, "png")
     for prompt in (
-        {"prompt": f"a{PAD}b", "multi_modal_data": {"image": PICTURE}},
-        {"prompt": f"a{PAD}b", "multi_modal_data": {"image": [np.asarray(PICTURE)]}},
+        {"prompt": f"a{PAD}b", "multi_modal_data": {"image": IMAGE}},
+        {"prompt": f"a{PAD}b", "multi_modal_data": {"image": [np.asarray(IMAGE)]}},
         {"prompt_token_ids": llm.get_tokenizer().encode(f"a{PAD}b"), "multi_modal_data": {"image": [png.getvalue()]}},
     ):
         llm.generate(prompt, ONE, use_tqdm=False)  # type: ignore[arg-type]
-    parts = [{"type": "text", "text": "a"}, {"type": "image_pil", "image_pil": PICTURE}, {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "image_pil", "image_pil": IMAGE}, {"type": "text", "text": "b"}]
     template = "{% for m in messages %}{% for p in m.content %}{{ p.text or '" + PAD + "' }}{% endfor %}{% endfor %}"
     llm.chat([{"role": "user", "content": parts}], ONE, use_tqdm=False, chat_template=template)
     first = core.requests[0]
@@ -60,14 +60,14 @@ def test_prompts_and_chats_with_the_same_image_are_the_same(directory: Path) -> 
 def test_prompts_and_chats_with_the_same_video_are_the_same(directory: Path) -> None:
     llm, core = seeing(directory)
     frames = np.random.default_rng(0).integers(0, 256, (4, 64, 96, 3), np.uint8)
-    pictures = [Image.fromarray(frame) for frame in frames]
+    images = [Image.fromarray(frame) for frame in frames]
     clip = "<|vision_start|><|video_pad|><|vision_end|>"
-    for video in (frames, [frames], pictures, [pictures], (frames, {"fps": 1}), [(pictures, {"fps": 1.0})], list(frames)):
-        prompt: Any = {"prompt": f"a{clip}b{PAD}", "multi_modal_data": {"video": video, "image": PICTURE}}
+    for video in (frames, [frames], images, [images], (frames, {"fps": 1}), [(images, {"fps": 1.0})], list(frames)):
+        prompt: Any = {"prompt": f"a{clip}b{PAD}", "multi_modal_data": {"video": video, "image": IMAGE}}
         llm.generate(prompt, ONE, use_tqdm=False)
     parts = [
         *({"type": "text", "text": "a"}, {"type": "video", "video": frames}, {"type": "text", "text": "b"}),
-        {"type": "image_pil", "image_pil": PICTURE},
+        {"type": "image_pil", "image_pil": IMAGE},
     ]
     texts = "{{ p.text or {'video': '" + clip + "', 'image': '" + PAD + "'}[p.type] }}"
     template = "{% for m in messages %}{% for p in m.content %}" + texts + "{% endfor %}{% endfor %}"
@@ -81,14 +81,14 @@ def test_prompts_and_chats_with_the_same_video_are_the_same(directory: Path) -> 
     decoded = llm.get_tokenizer().decode([each for each in same[0].prompt_token_ids if each < 256])
     assert decoded == "a<0.5 seconds><2.5 seconds>b"
     assert joined.prompt_token_ids != same[0].prompt_token_ids, "a template of strings has videos before the text"
-    prompt = {"prompt": clip * 2, "multi_modal_data": {"video": [pictures, frames[:2]]}}
+    prompt = {"prompt": clip * 2, "multi_modal_data": {"video": [images, frames[:2]]}}
     llm.generate(prompt, ONE, use_tqdm=False)
     assert len(core.requests[-1].items) == 3, "two videos"
 
 
 def test_the_order_of_images_is_that_of_the_parts(directory: Path) -> None:
     llm, core = seeing(directory)
-    wide, tall = PICTURE.crop((0, 0, 128, 64)), PICTURE.crop((0, 0, 64, 96))
+    wide, tall = IMAGE.crop((0, 0, 128, 64)), IMAGE.crop((0, 0, 64, 96))
     talk = [
         {"role": "user", "content": [{"type": "image_pil", "image_pil": wide}, {"type": "text", "text": "and"}]},
         {"role": "user", "content": [{"type": "image_pil", "image_pil": tall}]},
@@ -100,9 +100,9 @@ def test_the_order_of_images_is_that_of_the_parts(directory: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_placeholder_of_every_family_is_that_of_its_chats(family: str, tmp_path: Path) -> None:
     llm, core = seeing(write(tmp_path, family))
-    llm.chat([{"role": "user", "content": [{"type": "image_pil", "image_pil": PICTURE}]}], ONE, use_tqdm=False)
+    llm.chat([{"role": "user", "content": [{"type": "image_pil", "image_pil": IMAGE}]}], ONE, use_tqdm=False)
     (text,) = llm.llm_engine.input_processor.media.placeholders(["image"])
-    llm.generate({"prompt": text, "multi_modal_data": {"image": PICTURE}}, ONE, use_tqdm=False)
+    llm.generate({"prompt": text, "multi_modal_data": {"image": IMAGE}}, ONE, use_tqdm=False)
     ((chat,), (plain,)) = (request.items for request in core.requests)
     assert chat.content_hash == plain.content_hash and chat.num_tokens == plain.num_tokens and chat.position > plain.position
 
@@ -110,10 +110,10 @@ def test_the_placeholder_of_every_family_is_that_of_its_chats(family: str, tmp_p
 @pytest.mark.parametrize(
     ("prompt", "told"),
     [
-        ({"prompt": "no placeholder", "multi_modal_data": {"image": PICTURE}}, "has 0 image placeholder.* and 1 image"),
+        ({"prompt": "no placeholder", "multi_modal_data": {"image": IMAGE}}, "has 0 image placeholder.* and 1 image"),
         ({"prompt": PAD}, "has 1 image placeholder.* and 0 image"),
         ({"prompt": PAD, "multi_modal_data": {"image": b"GIF89a"}}, r"multi_modal_data.image\[0\]"),
-        ({"prompt": PAD * 43, "multi_modal_data": {"image": [PICTURE] * 43}}, "prompt has 602 tokens, the model takes 512"),
+        ({"prompt": PAD * 43, "multi_modal_data": {"image": [IMAGE] * 43}}, "prompt has 602 tokens, the model takes 512"),
     ],
 )
 def test_prompts_whose_images_do_not_fit_are_refused(directory: Path, prompt: Any, told: str) -> None:
@@ -125,7 +125,7 @@ def test_prompts_whose_images_do_not_fit_are_refused(directory: Path, prompt: An
 
 def test_scripts_set_how_images_are_prepared(directory: Path) -> None:
     llm, core = seeing(directory)
-    prompt: Any = {"prompt": PAD, "multi_modal_data": {"image": PICTURE}, "mm_processor_kwargs": {"max_pixels": 4096}}
+    prompt: Any = {"prompt": PAD, "multi_modal_data": {"image": IMAGE}, "mm_processor_kwargs": {"max_pixels": 4096}}
     llm.generate(prompt, ONE, use_tqdm=False)
     assert core.requests[0].items[0].num_tokens <= 4
 

@@ -13,8 +13,8 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.media.addresses import MediaReader
 from jaxllm.media.options import MediaOptions
 
-PICTURE = bytes(range(256))
-TEXT = base64.b64encode(PICTURE).decode()
+IMAGE = bytes(range(256))
+TEXT = base64.b64encode(IMAGE).decode()
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ def read(reader: MediaReader, *sources: Any) -> list[Any]:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    inside = tmp_path / "pictures"
+    inside = tmp_path / "images"
     (inside / "more").mkdir(parents=True)
-    (inside / "more" / "a b.png").write_bytes(PICTURE)
+    (inside / "more" / "a b.png").write_bytes(IMAGE)
     (tmp_path / "secret.png").write_bytes(b"secret")
     (inside / "link.png").symlink_to(tmp_path / "secret.png")
     os.mkfifo(inside / "pipe.png")
@@ -49,14 +49,14 @@ def directory(tmp_path: Path) -> Path:
     ],
 )
 def test_data_urls_hold_their_bytes(url: str) -> None:
-    assert read(MediaReader(MediaOptions()), url) == [PICTURE]
+    assert read(MediaReader(MediaOptions()), url) == [IMAGE]
 
 
 def test_base64_is_decoded_in_pieces_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxllm.media.addresses.PIECE_CHARACTERS", 8)
     reader = MediaReader(MediaOptions())
     for length in range(1, 40):
-        assert read(reader, f"data:;base64,{base64.b64encode(PICTURE[:length]).decode()}") == [PICTURE[:length]]
+        assert read(reader, f"data:;base64,{base64.b64encode(IMAGE[:length]).decode()}") == [IMAGE[:length]]
     for wrong in ("AAAAAA==AAAA", "AAAA=AAA", "AAAAAAAA=", "AAAAAAAAA", "AAAAAAAAA==="):
         with pytest.raises(InvalidRequestError, match="not valid base64"):
             read(reader, f"data:;base64,{wrong}")
@@ -73,14 +73,14 @@ def test_items_without_an_address_are_passed_on_with_uuid_and_name() -> None:
     [
         ("data:image/png,abc", "without base64"),
         ("data:image/png;base64", "without base64"),
-        ("data:image/png;base64,", "empty picture"),
+        ("data:image/png;base64,", "empty image"),
         ("data:image/png;base64,AAA", "not valid base64"),
         ("data:image/png;base64,!!!!", "not valid base64"),
         ("data:image/png;base64,AAAÄ", "not valid base64"),
         (f"data:image/png;base64,{'A' * 2000}", "more than 1000 bytes"),
-        (TEXT, "no address of a picture"),
-        ("ftp://host/a.png", "no address of a picture"),
-        ("", "no address of a picture"),
+        (TEXT, "no address of an image"),
+        ("ftp://host/a.png", "no address of an image"),
+        ("", "no address of an image"),
         ("http://host/a.png", "--allowed-media-domains"),
         ("file:///etc/passwd", "--allowed-local-media-path"),
     ],
@@ -93,7 +93,7 @@ def test_other_addresses_are_refused_by_name(url: str, told: str) -> None:
 
 def test_files_below_the_directory_are_read(directory: Path) -> None:
     reader = MediaReader(MediaOptions(allowed_local_media_path=str(directory)))
-    assert read(reader, f"file://{directory}/more/a%20b.png", f"file://localhost{directory}/more/a b.png") == [PICTURE] * 2
+    assert read(reader, f"file://{directory}/more/a%20b.png", f"file://localhost{directory}/more/a b.png") == [IMAGE] * 2
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_scripts_read_inside_of_an_event_loop_too() -> None:
     async def run() -> list[Any]:
         return MediaReader(MediaOptions()).read_now([Ref(f"data:;base64,{TEXT}")])
 
-    assert asyncio.run(run())[0].data == PICTURE
+    assert asyncio.run(run())[0].data == IMAGE

@@ -12,7 +12,7 @@ import pytest
 from jaxllm.errors import InvalidRequestError, MediaFetchError
 from jaxllm.media.fetch import MediaFetcher, is_public
 
-PICTURE = b"\x89PNG of a kind"
+IMAGE = b"\x89PNG of a kind"
 NAME = "messages[0].content[1]"
 
 
@@ -21,7 +21,7 @@ class Site:
 
     def __init__(self) -> None:
         self.requests: list[bytes] = []
-        self.answers: dict[str, Callable[[asyncio.StreamWriter], object] | bytes] = {"/a.png": answer(PICTURE)}
+        self.answers: dict[str, Callable[[asyncio.StreamWriter], object] | bytes] = {"/a.png": answer(IMAGE)}
         self.port = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -50,11 +50,11 @@ def redirect(to: str) -> bytes:
 
 @contextlib.asynccontextmanager
 async def site(**options: object) -> AsyncIterator[tuple[Site, MediaFetcher]]:
-    """A server at 127.0.0.1, which here alone counts as public, under the name pictures.example."""
+    """A server at 127.0.0.1, which here alone counts as public, under the name images.example."""
     served = Site()
     server = await asyncio.start_server(served.serve, "127.0.0.1", 0)
     served.port = server.sockets[0].getsockname()[1]
-    names = {"pictures.example": ["127.0.0.1"], "inside.example": ["10.0.0.7"], "both.example": ["127.0.0.1", "192.168.1.1"]}
+    names = {"images.example": ["127.0.0.1"], "inside.example": ["10.0.0.7"], "both.example": ["127.0.0.1", "192.168.1.1"]}
 
     def look_up(host: str, port: int) -> list[str]:
         if (host := host.rstrip(".")) not in names:
@@ -85,14 +85,14 @@ async def status_of(fetcher: MediaFetcher, url: str) -> tuple[int, str]:
     return getattr(caught.value, "status", 400), str(caught.value)
 
 
-def test_a_picture_comes_with_the_name_in_host_and_without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_comes_with_the_name_in_host_and_without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
 
     async def run() -> None:
         async with site() as (served, fetcher):
-            assert await fetched(fetcher, f"http://Pictures.Example:{served.port}/a.png") == PICTURE
-            assert f"Host: pictures.example:{served.port}\r\n".encode() in served.requests[0]
+            assert await fetched(fetcher, f"http://Images.Example:{served.port}/a.png") == IMAGE
+            assert f"Host: images.example:{served.port}\r\n".encode() in served.requests[0]
 
     asyncio.run(run())
 
@@ -101,7 +101,7 @@ def test_a_picture_comes_with_the_name_in_host_and_without_proxies(monkeypatch: 
 def test_only_hosts_on_the_list_are_asked(domains: list[str]) -> None:
     async def run() -> None:
         async with site(allowed_domains=domains) as (served, fetcher):
-            status, text = await status_of(fetcher, f"http://pictures.example:{served.port}/a.png?secret")
+            status, text = await status_of(fetcher, f"http://images.example:{served.port}/a.png?secret")
             assert status == 400 and "--allowed-media-domains" in text and "secret" not in text
             assert not served.requests
 
@@ -110,8 +110,8 @@ def test_only_hosts_on_the_list_are_asked(domains: list[str]) -> None:
 
 def test_a_listed_host_is_asked_however_its_name_is_written() -> None:
     async def run() -> None:
-        async with site(allowed_domains=["Pictures.example"]) as (served, fetcher):
-            assert await fetched(fetcher, f"HTTP://PICTURES.EXAMPLE:{served.port}/a.png") == PICTURE
+        async with site(allowed_domains=["Images.example"]) as (served, fetcher):
+            assert await fetched(fetcher, f"HTTP://IMAGES.EXAMPLE:{served.port}/a.png") == IMAGE
 
     asyncio.run(run())
 
@@ -157,7 +157,7 @@ def test_private_hosts_are_refused_in_every_spelling(host: str) -> None:
             status, text = await status_of(fetcher, f"http://{host}:{served.port}/a.png?secret")
             assert status == 400 and "secret" not in text
             served.answers["/on"] = redirect(f"http://{host}:{served.port}/a.png")
-            await status_of(fetcher, f"http://pictures.example:{served.port}/on")
+            await status_of(fetcher, f"http://images.example:{served.port}/on")
             assert len(served.requests) == 1  # the redirect was answered, and not followed
 
     asyncio.run(run())
@@ -169,7 +169,7 @@ def test_a_name_is_resolved_once_so_that_its_second_answer_is_not_used() -> None
     async def run() -> None:
         async with site() as (served, fetcher):
             fetcher._look_up = lambda host, port: answers.pop(0)
-            assert await fetched(fetcher, f"http://pictures.example:{served.port}/a.png") == PICTURE
+            assert await fetched(fetcher, f"http://images.example:{served.port}/a.png") == IMAGE
             assert answers == [["10.0.0.1"]]
 
     asyncio.run(run())
@@ -178,15 +178,15 @@ def test_a_name_is_resolved_once_so_that_its_second_answer_is_not_used() -> None
 @pytest.mark.parametrize(
     "url",
     [
-        "ftp://pictures.example/a.png",
+        "ftp://images.example/a.png",
         "file:///etc/passwd",
         "http:///a.png",
-        "//pictures.example/a.png",
-        "http://user:word@pictures.example/a.png",
-        "http://pictures.example:port/a.png",
-        "http://pictures.example:99999/a.png",
+        "//images.example/a.png",
+        "http://user:word@images.example/a.png",
+        "http://images.example:port/a.png",
+        "http://images.example:99999/a.png",
         "http://[::1/a.png",
-        "http://pictures.example/" + "a" * 9000,
+        "http://images.example/" + "a" * 9000,
         "",
     ],
 )
@@ -201,11 +201,11 @@ def test_urls_of_other_kinds_are_refused(url: str) -> None:
 
 def test_redirects_are_followed_three_times_to_allowed_hosts_alone() -> None:
     async def run() -> None:
-        async with site(allowed_domains=["pictures.example"]) as (served, fetcher):
-            base = f"http://pictures.example:{served.port}"
+        async with site(allowed_domains=["images.example"]) as (served, fetcher):
+            base = f"http://images.example:{served.port}"
             for number in range(4):
                 served.answers[f"/{number}"] = redirect("/a.png" if number == 0 else f"/{number - 1}")
-            assert await fetched(fetcher, f"{base}/2") == PICTURE
+            assert await fetched(fetcher, f"{base}/2") == IMAGE
             assert (await status_of(fetcher, f"{base}/3"))[0] == 422
             served.answers["/away"] = redirect("http://elsewhere.example/a.png")
             assert (await status_of(fetcher, f"{base}/away"))[0] == 400
@@ -231,10 +231,10 @@ def test_a_slow_server_ends_at_the_time_limit_wherever_it_is_slow() -> None:
             for slow in (silent, dripping):
                 served.answers["/slow"] = slow
                 began = time.monotonic()
-                status, text = await status_of(fetcher, f"http://pictures.example:{served.port}/slow")
+                status, text = await status_of(fetcher, f"http://images.example:{served.port}/slow")
                 assert status == 502 and "0.2 seconds" in text and time.monotonic() - began < 2
             fetcher._look_up = lambda host, port: time.sleep(0.4) or ["127.0.0.1"]
-            assert (await status_of(fetcher, f"http://pictures.example:{served.port}/a.png"))[0] == 502
+            assert (await status_of(fetcher, f"http://images.example:{served.port}/a.png"))[0] == 502
 
     asyncio.run(run())
 
@@ -253,22 +253,22 @@ def test_an_endless_or_large_answer_ends_at_the_limit() -> None:
     async def run() -> None:
         async with site(max_bytes=lambda kind: 100_000) as (served, fetcher):
             served.answers["/endless"] = endless
-            status, text = await status_of(fetcher, f"http://pictures.example:{served.port}/endless")
+            status, text = await status_of(fetcher, f"http://images.example:{served.port}/endless")
             assert status == 422 and "100000 bytes" in text and sent < 50 * 2**20
             served.answers["/large"] = answer(b"x", length=100_001)
-            assert (await status_of(fetcher, f"http://pictures.example:{served.port}/large"))[0] == 422
+            assert (await status_of(fetcher, f"http://images.example:{served.port}/large"))[0] == 422
             served.answers["/most"] = answer(b"x" * 100_000)
-            assert len(await fetched(fetcher, f"http://pictures.example:{served.port}/most")) == 100_000
+            assert len(await fetched(fetcher, f"http://images.example:{served.port}/most")) == 100_000
 
     asyncio.run(run())
 
 
-def test_all_pictures_of_a_request_share_a_limit() -> None:
+def test_all_images_of_a_request_share_a_limit() -> None:
     async def run() -> None:
-        async with site(max_request_bytes=2 * len(PICTURE)) as (served, fetcher):
-            url = f"http://pictures.example:{served.port}/a.png"
-            assert await fetcher.fetch([url] * 2, ["a", "b"]) == [PICTURE] * 2
-            with pytest.raises(MediaFetchError, match="fetched pictures of this request"):
+        async with site(max_request_bytes=2 * len(IMAGE)) as (served, fetcher):
+            url = f"http://images.example:{served.port}/a.png"
+            assert await fetcher.fetch([url] * 2, ["a", "b"]) == [IMAGE] * 2
+            with pytest.raises(MediaFetchError, match="fetched images of this request"):
                 await fetcher.fetch([url] * 3, ["a", "b", "c"])
 
     asyncio.run(run())
@@ -284,8 +284,8 @@ def test_all_pictures_of_a_request_share_a_limit() -> None:
         (answer(b"later", status="408 Request Timeout"), 502),
         (answer(b"broken", status="500 Internal Server Error"), 502),
         (answer(b"<html>", headers="Content-Type: text/html"), 422),
-        (answer(PICTURE, headers="Content-Type: image/png\r\nContent-Encoding: gzip"), 422),
-        (answer(PICTURE, length=1000), 502),
+        (answer(IMAGE, headers="Content-Type: image/png\r\nContent-Encoding: gzip"), 422),
+        (answer(IMAGE, length=1000), 502),
         (answer(b"", headers="Content-Length: minus one"), 502),
         (b"what?\r\n\r\n", 502),
         (b"", 502),
@@ -297,19 +297,19 @@ def test_answers_of_servers_become_statuses_without_their_words(said: bytes, exp
     async def run() -> None:
         async with site() as (served, fetcher):
             served.answers["/x?secret"] = said
-            status, text = await status_of(fetcher, f"http://pictures.example:{served.port}/x?secret")
+            status, text = await status_of(fetcher, f"http://images.example:{served.port}/x?secret")
             assert status == expected
-            assert not any(word in text for word in ("secret", "127.0.0.1", "pictures.example", "html", "later", "Not Found"))
+            assert not any(word in text for word in ("secret", "127.0.0.1", "images.example", "html", "later", "Not Found"))
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("headers", ["Content-Type: application/octet-stream", "X: y", "Content-Type: IMAGE/JPEG; q=1"])
-def test_content_types_of_pictures_and_of_any_bytes_are_taken(headers: str) -> None:
+def test_content_types_of_images_and_of_any_bytes_are_taken(headers: str) -> None:
     async def run() -> None:
         async with site() as (served, fetcher):
-            served.answers["/x"] = answer(PICTURE, headers=headers)
-            assert await fetched(fetcher, f"http://pictures.example:{served.port}/x") == PICTURE
+            served.answers["/x"] = answer(IMAGE, headers=headers)
+            assert await fetched(fetcher, f"http://images.example:{served.port}/x") == IMAGE
 
     asyncio.run(run())
 
@@ -325,9 +325,9 @@ def test_tls_asks_for_the_name_and_checks_the_certificate() -> None:
         async with site() as (_, fetcher):
             server = await asyncio.start_server(take_hello, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]
-            status, text = await status_of(fetcher, f"https://pictures.example:{port}/a.png")
+            status, text = await status_of(fetcher, f"https://images.example:{port}/a.png")
             server.close()
-        assert b"pictures.example" in asked[0] and status == 502 and "pictures.example" not in text
+        assert b"images.example" in asked[0] and status == 502 and "images.example" not in text
 
     asyncio.run(run())
     assert ssl.create_default_context().verify_mode == ssl.CERT_REQUIRED  # which aiohttp uses unless told otherwise

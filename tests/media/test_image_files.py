@@ -48,7 +48,7 @@ def webp_header(width: int, height: int) -> bytes:
 
 
 def webp_canvas(width: int, height: int) -> bytes:
-    """A WebP file whose canvas is of this size, with a small picture."""
+    """A WebP file whose canvas is of this size, with a small image."""
     small = encoded(picture(16, 16), "WEBP", lossless=True)[12:]
     size = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
     body = b"WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + size + small
@@ -227,7 +227,7 @@ def test_the_first_frame_of_an_animation_is_taken(tmp_path) -> None:
         assert whole.payload == processor(tmp_path).process(media(frames[0])).payload
 
 
-def test_the_first_picture_of_a_camera_with_two_lenses_is_taken() -> None:
+def test_the_first_image_of_a_camera_with_two_lenses_is_taken() -> None:
     left, right = picture(60, 40), picture(30, 20)
     image = open_whole(encoded(left, "MPO", save_all=True, append_images=[right], quality=95))
     assert image.format == "MPO" and image.size == left.size

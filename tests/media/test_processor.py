@@ -21,7 +21,7 @@ def refusal(prepare, item: Media, kwargs: dict | None = None) -> InvalidRequestE
     return caught.value
 
 
-def test_files_pictures_and_arrays_give_the_same_patches(tmp_path) -> None:
+def test_files_images_and_arrays_give_the_same_patches(tmp_path) -> None:
     prepare = processor(tmp_path)
     by_form = [prepare.process(media(data)) for data in (encoded(picture(90, 70)), picture(90, 70), pixels(90, 70))]
     assert len({item.payload for item in by_form}) == 1
@@ -118,7 +118,7 @@ def test_threads_share_a_processor(tmp_path) -> None:
     assert prepare.cache.num_queries == 120
 
 
-def test_threads_share_a_picture_that_is_not_loaded_yet(tmp_path) -> None:
+def test_threads_share_an_image_that_is_not_loaded_yet(tmp_path) -> None:
     data = encoded(picture(800, 600), "JPEG")
     expected = processor(tmp_path).process(media(Image.open(io.BytesIO(data)))).payload
     for _ in range(5):
@@ -156,7 +156,7 @@ def test_other_kinds_and_types_are_refused(tmp_path) -> None:
     assert error.param == NAME and "is a str, must be the bytes of a file, a Pillow image, or an array of uint8" in str(error)
 
 
-def test_pictures_of_scripts_obey_the_limits_too(tmp_path) -> None:
+def test_images_of_scripts_obey_the_limits_too(tmp_path) -> None:
     prepare = processor(tmp_path, mm_max_image_pixels=10_000)
     assert "has 200 x 100 pixels, 20000, must have at most 10000" in str(refusal(prepare, media(picture(200, 100))))
     assert "must have at most 10000" in str(refusal(prepare, media(pixels(200, 100))))

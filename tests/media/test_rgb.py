@@ -1,4 +1,4 @@
-"""Pictures of every mode become RGB, the right way up, with the values that a naive computation gives."""
+"""Images of every mode become RGB, the right way up, with the values that a naive computation gives."""
 
 import io
 from typing import Any
@@ -141,7 +141,7 @@ TURNS = {
 
 @pytest.mark.parametrize("orientation", TURNS)
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "TIFF", "JPEG"])
-def test_pictures_are_turned_as_exif_says(format: str, orientation: int) -> None:
+def test_images_are_turned_as_exif_says(format: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     options: dict[str, Any] = {"WEBP": {"lossless": True}, "JPEG": {"quality": 100, "subsampling": 0}}.get(format, {})
@@ -167,7 +167,7 @@ def test_unknown_orientations_are_ignored(orientation: int) -> None:
     np.testing.assert_array_equal(rgb_of_file(encoded(Image.fromarray(ARRAY), exif=exif)), ARRAY)
 
 
-def test_pictures_of_scripts_are_turned_and_stay_as_they_are() -> None:
+def test_images_of_scripts_are_turned_and_stay_as_they_are() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image = Image.open(io.BytesIO(encoded(Image.fromarray(ARRAY), "JPEG", exif=exif)))
@@ -177,7 +177,7 @@ def test_pictures_of_scripts_are_turned_and_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (5, 7, 1), (5, 7, 3), (5, 7, 4)])
-def test_arrays_become_pictures(shape: tuple[int, ...]) -> None:
+def test_arrays_become_images(shape: tuple[int, ...]) -> None:
     array = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     image = from_array(array, NAME)
     assert image.size == (7, 5)

@@ -1,4 +1,4 @@
-"""What checkpoints and options may ask for, and what is refused at the start."""
+"""Image processor settings of checkpoints and options, and those that are refused at the start."""
 
 import json
 from typing import Any
@@ -44,8 +44,9 @@ def test_settings_are_read_from_either_file(tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["", "Fast", "Pil"])
 def test_processors_of_transformers_are_known_by_name(tmp_path, family, kind: str) -> None:
     name = SETTINGS[family]["image_processor_type"].removesuffix("Fast")
-    make(tmp_path, family, image_processor_type=name + kind)
-    make(tmp_path, family, image_processor_type=None)
+    expected = make(tmp_path, family).count_tokens(300, 200)
+    for given in (name + kind, None):
+        assert make(tmp_path, family, image_processor_type=given).count_tokens(300, 200) == expected
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def encoded(config, tower, video):
 
 
 def prepared(directory, video, fps, image, prompt=videos.PROMPT):
-    """The token ids of a prompt, and its items, as an engine's front prepares them."""
+    """The token ids of a prompt, and its items, as an API server prepares them."""
     config, tokenizer = load_model_config(directory), load_tokenizer(directory)
     processor = make_processor(directory, config.vision, MediaOptions())
     media = [processor.process(Media("video", (video, {"fps": fps}))), processor.process(Media("image", image))]

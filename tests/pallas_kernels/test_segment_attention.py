@@ -33,7 +33,7 @@ from pallas_kernels.segment_attention.parts import head_parts
 from pallas_kernels.segment_attention.segments import bounds, tile_keys
 
 INTERPRETED = ("reference", "xla", "triton")
-"""Those that run here fast; Mosaic's interpreter takes seconds for a program."""
+"""Implementations that run fast on a CPU; Mosaic's interpreter takes seconds for a program."""
 SMALL = mosaic.MosaicTiles(block_kv=64)
 run = jax.jit(segment_attention, static_argnames=("scale", "implementation", "interpret"))
 

@@ -146,7 +146,7 @@ def test_features_add_columns_to_all_steps_and_values_of_tokens_to_those_that_ne
 
 
 def test_ranks_keep_the_columns_of_features_and_get_room_for_values_of_tokens(ranks):
-    """A decode of one rank beside the beginning of a prompt of another."""
+    """One rank runs a decode, the other the beginning of a prompt."""
     for builder in ranks:
         step(builder, "a", 0, 5, prompt=[1, 2, 3, 4, 5])
     decode, beginning = alike([step(ranks[0], "a", 5, 1), step(ranks[1], "b", 0, 1, prompt=[5, 6])], ranks)

@@ -26,7 +26,7 @@ from jaxllm.runner.feature_inputs import FeatureInputs
 from jaxllm.runner.features import images
 from jaxllm.runner.features.images import encoding_bytes, packing
 from jaxllm.runner.features.images.ops import ImagesOnHost
-from jaxllm.runner.features.images.packing import Picture, encode_sizes, together
+from jaxllm.runner.features.images.packing import EncoderInput, encode_sizes, together
 from jaxllm.runner.features.images.step import Images
 from jaxllm.runner.features.rope_delta import RopeDelta
 from jaxllm.runner.kernels import Kernels
@@ -41,7 +41,7 @@ from tests.helpers import vision_checkpoint
 
 MAX_PATCHES = 1024
 ITEM = PromptItem("image", b"a", 2, 6, grid=(1, 2, 3))
-"""Two cells below, three beside each other."""
+"""Two rows of three cells."""
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def vision(directory):
     return load_model_config(directory, dtype="float32").vision
 
 
-def picture(count, grid=(1, 2, 2), rows=(0,)):
-    return Picture(grid, np.full((count, 768), count % 251, np.uint8), np.array(rows, np.int32))
+def encoder_input(count, grid=(1, 2, 2), rows=(0,)):
+    return EncoderInput(grid, np.full((count, 768), count % 251, np.uint8), np.array(rows, np.int32))
 
 
 def replace_item(**values):
@@ -73,7 +73,7 @@ def replace_item(**values):
     ],
 )
 def test_images_are_encoded_in_few_programs(counts, groups):
-    found = together([picture(count) for count in counts], 1024)
+    found = together([encoder_input(count) for count in counts], 1024)
     assert [[len(each.patches_NC) for each in group] for group in found] == groups
 
 
@@ -98,7 +98,7 @@ def test_programs_encode_whole_tiles(grid, merge, sizes):
 
 
 def test_a_program_takes_patches_their_indices_and_rows_of_the_slab(vision):
-    first, second = picture(24, (1, 4, 6), range(64, 70)), picture(4, (1, 2, 2), [7])
+    first, second = encoder_input(24, (1, 4, 6), range(64, 70)), encoder_input(4, (1, 2, 2), [7])
     patches_PC, indices = packing.arrays(vision, [first, second], 256, 999, 768)
     assert patches_PC.shape == (256, 768) and (patches_PC[:24] == 24).all() and (patches_PC[24:28] == 4).all()
     assert not patches_PC[28:].any()
@@ -114,7 +114,7 @@ def test_embeddings_lie_in_pages():
     with pytest.raises(AssertionError, match="9 embeddings in 2 pages"):
         packing.slab_rows([3, 1], 4, 9)
     with pytest.raises(AssertionError, match="an image of 1025 patches, programs encode 1024"):
-        together([picture(1025)], 1024)
+        together([encoder_input(1025)], 1024)
 
 
 def test_tokens_between_embeddings_keep_their_own():

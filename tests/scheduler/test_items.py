@@ -18,7 +18,7 @@ def make_engine(step: int = 8, pages: int = 8, room: EncoderCache | None = None,
     return FakeEngine(make_scheduler(rooms=(room or encoder(item=16, step=step, pages=pages),), **options), vocab_size=VOCAB)
 
 
-def picture(name: str, position: int, num_tokens: int = 8) -> PromptItem:
+def named_image(name: str, position: int, num_tokens: int = 8) -> PromptItem:
     return image(name.encode(), position, num_tokens)
 
 
@@ -51,7 +51,7 @@ def check_tokens(engine: FakeEngine, *requests: Request) -> None:
 
 def test_a_chunk_ends_before_an_item_that_the_step_cannot_encode() -> None:
     engine = make_engine(step=8)
-    request = add(engine, "a", picture("dog", 4), picture("cat", 20), picture("emu", 28))
+    request = add(engine, "a", named_image("dog", 4), named_image("cat", 20), named_image("emu", 28))
     check_tokens(engine, request)
     assert chunks(engine, "a")[:3] == [(0, 20), (20, 8), (28, 12)]
     assert encoded(engine)[:4] == [["dog"], ["cat"], ["emu"], []]
@@ -59,7 +59,7 @@ def test_a_chunk_ends_before_an_item_that_the_step_cannot_encode() -> None:
 
 def test_a_request_without_budget_waits_and_others_overtake_it() -> None:
     engine = make_engine(step=8)
-    first, second = add(engine, "a", picture("dog", 0)), add(engine, "b", picture("cat", 0))
+    first, second = add(engine, "a", named_image("dog", 0)), add(engine, "b", named_image("cat", 0))
     text = add(engine, "c")
     engine.dispatch()
     assert [row.request_id for row in engine.plans[0].rows] == ["a", "c"]
@@ -69,7 +69,7 @@ def test_a_request_without_budget_waits_and_others_overtake_it() -> None:
 
 def test_answers_to_one_prompt_encode_its_item_once_and_share_its_blocks() -> None:
     engine = make_engine(step=8, max_num_batched_tokens=20)
-    answers = [add(engine, f"{index}_a", picture("dog", 8), length=24) for index in range(3)]
+    answers = [add(engine, f"{index}_a", named_image("dog", 8), length=24) for index in range(3)]
     check_tokens(engine, *answers)
     assert engine.runner.device.num_encoded == 1
     assert [request.num_cached_tokens > 0 for request in answers] == [False, True, True]
@@ -77,34 +77,34 @@ def test_answers_to_one_prompt_encode_its_item_once_and_share_its_blocks() -> No
 
 def test_a_prefix_that_ends_inside_an_item_is_used_and_only_with_the_same_item() -> None:
     engine = make_engine(step=12)
-    first = add(engine, "a", picture("dog", 4, 12), length=16)
+    first = add(engine, "a", named_image("dog", 4, 12), length=16)
     check_tokens(engine, first)
-    same, other = add(engine, "b", picture("dog", 4, 12), length=16), add(engine, "c", picture("cat", 4, 12), length=16)
+    same, other = add(engine, "b", named_image("dog", 4, 12), length=16), add(engine, "c", named_image("cat", 4, 12), length=16)
     check_tokens(engine, same, other)
     assert (same.num_cached_tokens, other.num_cached_tokens) == (16, 4)
 
 
 def test_a_preempted_request_computes_its_item_again() -> None:
     engine = make_engine(num_blocks=13, caching=False, max_model_len=48, pages=2)
-    requests = [add(engine, name, picture(name, 10), length=22) for name in "ab"]
+    requests = [add(engine, name, named_image(name, 10), length=22) for name in "ab"]
     check_tokens(engine, *requests)
     assert requests[1].num_preemptions == 1 and engine.runner.device.num_encoded == 2
 
 
 def test_pages_of_an_item_are_kept_until_its_last_token_is_computed_and_then_until_others_need_them() -> None:
     engine = make_engine(pages=3, max_num_batched_tokens=6)
-    check_tokens(engine, add(engine, "a", picture("dog", 2, 12)), add(engine, "b", picture("cat", 0, 4)))
+    check_tokens(engine, add(engine, "a", named_image("dog", 2, 12)), add(engine, "b", named_image("cat", 0, 4)))
     assert [names for names in encoded(engine) if names] == [["dog"], ["cat"]]
     engine.scheduler.reset_prefix_cache()
-    check_tokens(engine, add(engine, "c", picture("cat", 8, 4)))
+    check_tokens(engine, add(engine, "c", named_image("cat", 8, 4)))
     stats = engine.scheduler.stats()
     assert (stats.item_cache_queries, stats.item_cache_hits, stats.num_item_evictions) == (3, 0, 1)
 
 
 def test_an_item_that_left_the_prefix_cache_alone_is_not_encoded_again() -> None:
     engine = make_engine(caching=False)
-    check_tokens(engine, add(engine, "a", picture("dog", 8), picture("cat", 16)))
-    check_tokens(engine, add(engine, "b", picture("cat", 3), picture("dog", 20)))
+    check_tokens(engine, add(engine, "a", named_image("dog", 8), named_image("cat", 16)))
+    check_tokens(engine, add(engine, "b", named_image("cat", 3), named_image("dog", 20)))
     stats = engine.scheduler.stats()
     assert (stats.item_cache_queries, stats.item_cache_hits, stats.num_encoded_patches) == (4, 2, 16)
     assert (stats.num_item_pages, stats.num_used_item_pages, engine.runner.device.num_encoded) == (8, 0, 2)
@@ -113,15 +113,15 @@ def test_an_item_that_left_the_prefix_cache_alone_is_not_encoded_again() -> None
 def test_least_recently_used_items_go_first() -> None:
     engine = make_engine(caching=False, pages=4)
     for names in ("dog", "cat", "dog", "emu", "dog", "cat"):
-        check_tokens(engine, add(engine, names, picture(names, 8)))
+        check_tokens(engine, add(engine, names, named_image(names, 8)))
     assert [name for names in encoded(engine) for name in names] == ["dog", "cat", "emu", "cat"]
 
 
 def test_one_that_found_no_pages_is_not_overtaken_by_smaller_ones() -> None:
     engine = make_engine(pages=4, step=16, max_num_batched_tokens=24, long_prefill_token_threshold=8)
-    first = add(engine, "a", picture("dog", 4, 8))
+    first = add(engine, "a", named_image("dog", 4, 8))
     engine.step()
-    large, small = add(engine, "b", picture("elephant", 0, 12)), add(engine, "c", picture("ant", 0, 4))
+    large, small = add(engine, "b", named_image("elephant", 0, 12)), add(engine, "c", named_image("ant", 0, 4))
     check_tokens(engine, first, large, small)
     assert [names for names in encoded(engine) if names] == [["dog"], ["elephant", "ant"]]
 
@@ -134,7 +134,7 @@ def whole_engine(**options: object) -> FakeEngine:
 
 def test_a_step_computes_all_tokens_that_attend_to_each_other_or_stops_before_them() -> None:
     engine = whole_engine(max_num_batched_tokens=16)
-    request = add(engine, "a", picture("dog", 8, 12), picture("cat", 24, 8))
+    request = add(engine, "a", named_image("dog", 8, 12), named_image("cat", 24, 8))
     check_tokens(engine, request)
     assert chunks(engine, "a")[:4] == [(0, 8), (8, 16), (24, 16), (40, 1)]
 
@@ -146,12 +146,12 @@ def test_a_step_computes_all_tokens_that_attend_to_each_other_or_stops_before_th
 def test_what_is_left_of_a_whole_item_behind_a_cached_prefix_is_computed_in_one_step_too(start, count, allowed) -> None:
     room = encoder(item=12, step=12, whole_tokens=12)
     room.begin_step()
-    assert room.limit(make_request("a", 24, items=(picture("dog", 4, 12),)), start, count) == allowed
+    assert room.limit(make_request("a", 24, items=(named_image("dog", 4, 12),)), start, count) == allowed
 
 
 def test_limits_of_chunks_leave_room_for_a_whole_item() -> None:
     engine = whole_engine(max_num_batched_tokens=64, long_prefill_token_threshold=4)
-    requests = [add(engine, name, picture(name, 9, 12)) for name in "ab"]
+    requests = [add(engine, name, named_image(name, 9, 12)) for name in "ab"]
     engine.scheduler.limit_steps(64)
     check_tokens(engine, *requests)
     assert engine.scheduler.max_num_batched_tokens == 12 and (9, 12) in chunks(engine, "b")
@@ -162,20 +162,20 @@ def test_an_item_too_large_for_a_step_is_refused() -> None:
     with pytest.raises(
         InvalidRequestError, match="at position 4 has 9 tokens, a step of this engine computes at most 8 of one"
     ):
-        add(engine, "a", picture("dog", 4, 9))
+        add(engine, "a", named_image("dog", 4, 9))
 
 
 @pytest.mark.parametrize("end", ["abort", "start over"])
 def test_the_slots_of_a_request_are_free_however_it_leaves_them(end: str) -> None:
     engine = make_engine(pages=2, max_num_batched_tokens=12)
-    add(engine, "a", picture("dog", 8))
+    add(engine, "a", named_image("dog", 8))
     engine.step()
     if end == "abort":
         engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     else:
         engine.start_over()
         engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    check_tokens(engine, add(engine, "b", picture("cat", 8)))
+    check_tokens(engine, add(engine, "b", named_image("cat", 8)))
 
 
 def test_drafts_follow_a_prompt_with_an_item() -> None:
@@ -183,7 +183,7 @@ def test_drafts_follow_a_prompt_with_an_item() -> None:
 
     drafts = RandomDrafts(random.Random(1), num_drafts=3, num_lookahead=2, share_right=0.8)
     engine = make_engine(drafts=drafts, max_num_batched_tokens=12)
-    check_tokens(engine, *[add(engine, name, picture(name, 20)) for name in "ab"])
+    check_tokens(engine, *[add(engine, name, named_image(name, 20)) for name in "ab"])
 
 
 def test_a_kind_that_no_room_computes_is_refused() -> None:
@@ -198,7 +198,7 @@ def test_a_kind_that_no_room_computes_is_refused() -> None:
 def test_an_item_that_its_room_can_never_compute_is_refused() -> None:
     engine = make_engine(step=8)
     with pytest.raises(InvalidRequestError, match="image at position 4 has 17 patches, this engine encodes at most 16"):
-        add(engine, "a", picture("dog", 4, 17))
+        add(engine, "a", named_image("dog", 4, 17))
     assert not engine.scheduler.requests
 
 

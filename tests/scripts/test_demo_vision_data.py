@@ -13,7 +13,7 @@ from jaxllm.media.processor import make_processor
 from jaxllm.model_parts import Vision
 from scripts.demo_data import chat_tokenizer, packing
 from scripts.demo_data.vision import dialogues, drawing, model_files, questions, rows, scenes, scoring
-from scripts.demo_data.vision.dialogues import NO_PICTURE, PICTURE, SKILLS
+from scripts.demo_data.vision.dialogues import IMAGE, NO_IMAGE, SKILLS
 from scripts.demo_data.vision.model_files import IMAGE_PAD_ID
 
 SHAPE = rows.BatchShape(6, 256, 6, 400)
@@ -39,14 +39,14 @@ def the_thing(things, words: str):
     return thing
 
 
-def test_the_same_seed_makes_the_same_dialogues_and_pictures():
+def test_the_same_seed_makes_the_same_dialogues_and_images():
     first, second = (dialogues.seen(random.Random(3)) for _ in range(2))
     assert first == second
     drawn = [scene.draw(random.Random(4)) for scene in (*first.scenes, *second.scenes)]
     assert (drawn[0] == drawn[len(first.scenes)]).all()
 
 
-def test_pictures_have_sizes_that_need_no_resizing():
+def test_images_have_sizes_that_need_no_resizing():
     rng = random.Random(0)
     for _ in range(300):
         for scene in dialogues.seen(rng).scenes:
@@ -158,7 +158,7 @@ def test_nothing_held_out_is_trained_on():
     assert trained and not trained & held_out
     assert Counter(dialogue.dialogue.kind for dialogue in made) == dict.fromkeys((*SKILLS, "none"), 4)
     assert all(bool(dialogue.scenes) == (dialogue.dialogue.kind != "none") for dialogue in made)
-    assert {dialogue.dialogue.answer for dialogue in made if not dialogue.scenes} == {NO_PICTURE}
+    assert {dialogue.dialogue.answer for dialogue in made if not dialogue.scenes} == {NO_IMAGE}
 
 
 def test_patches_stand_in_merge_order():
@@ -170,7 +170,7 @@ def test_patches_stand_in_merge_order():
         assert (patch == expected.reshape(-1)).all() and (height, width) == (4, 6)
 
 
-def test_the_engine_prepares_pictures_as_they_are_trained_on(tokenizer, tmp_path):
+def test_the_engine_prepares_images_as_they_are_trained_on(tokenizer, tmp_path):
     model_files.write_model_files(tmp_path, model_files.Sizes(), tokenizer)
     vision = Vision("qwen3_vl", IMAGE_PAD_ID, 16, 2, 128, 4, 2, 384, 256, temporal_patch_size=2, position_grid=16)
     processor = make_processor(tmp_path, vision, MediaOptions())
@@ -183,7 +183,7 @@ def test_the_engine_prepares_pictures_as_they_are_trained_on(tokenizer, tmp_path
         assert (payload.unpack(processed.payload)[1] == patches).all()
 
 
-def test_positions_of_a_picture_count_rows_and_columns_and_the_text_goes_on_behind_the_largest():
+def test_positions_of_an_image_count_rows_and_columns_and_the_text_goes_on_behind_the_largest():
     ids = np.array([7, 7, *[IMAGE_PAD_ID] * 6, 7, *[IMAGE_PAD_ID] * 2, 7, 7])
     time, row, column = rows.mrope_positions(ids, [(2, 3), (2, 1)]).tolist()
     assert time == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6, 8, 9]
@@ -191,7 +191,7 @@ def test_positions_of_a_picture_count_rows_and_columns_and_the_text_goes_on_behi
     assert column == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 6, 8, 9]
 
 
-def test_a_batch_keeps_pictures_whole_and_each_stands_in_one_dialogue(tokenizer):
+def test_a_batch_keeps_images_whole_and_each_stands_in_one_dialogue(tokenizer):
     batch = SHAPE.empty()
     maker = rows.BatchMaker(tokenizer, SHAPE, 0)
     filled = maker.fill(batch)
@@ -200,7 +200,7 @@ def test_a_batch_keeps_pictures_whole_and_each_stands_in_one_dialogue(tokenizer)
     assert ((batch.source_RT >= 0) == is_pad).all()
     used = batch.source_RT[is_pad]
     assert len(set(used.tolist())) == len(used) == (batch.segment_VP >= 0).sum() // rows.MERGED
-    for row in range(SHAPE.picture_rows):
+    for row in range(SHAPE.image_rows):
         for segment in range(batch.segment_VP[row].max() + 1):
             of_one = np.flatnonzero(batch.segment_VP[row] == segment)
             height, width = batch.places_VP4[row, of_one[0], 2:]
@@ -212,13 +212,13 @@ def test_a_batch_keeps_pictures_whole_and_each_stands_in_one_dialogue(tokenizer)
     assert (before != batch.tokens_RT).any()
 
 
-def test_the_chat_template_writes_pictures_where_they_stand():
+def test_the_chat_template_writes_images_where_they_stand():
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(model_files.CHAT_TEMPLATE)
     for image in ({"type": "image"}, {"type": "image_url", "image_url": {"url": "data:,"}}, {"image": "file"}):
         content = [image, {"type": "text", "text": "How many circles?"}]
-        expected = f"<|im_start|>user\n{PICTURE}How many circles?<|im_end|>\n<|im_start|>assistant\n"
+        expected = f"<|im_start|>user\n{IMAGE}How many circles?<|im_end|>\n<|im_start|>assistant\n"
         assert template.render(messages=[{"role": "user", "content": content}], add_generation_prompt=True) == expected
     made = dialogues.seen(random.Random(1)).dialogue
     assert template.render(messages=made.messages) == chat_tokenizer.render_dialogue(made)

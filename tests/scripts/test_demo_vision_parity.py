@@ -1,4 +1,4 @@
-"""The training model of the demo that sees against transformers, on what was saved: names, config, pictures, positions, logits."""
+"""The training model of the demo that sees against transformers, on what was saved: names, config, images, positions, logits."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 
 from scripts.demo_data.packing import TOKEN_MASK
 from scripts.demo_data.vision import model_files, rows, scenes
-from scripts.demo_data.vision.dialogues import PICTURE
+from scripts.demo_data.vision.dialogues import IMAGE
 from scripts.demo_data.vision.model import init_weights, save_weights
 from tests.helpers.demo_vision import NARROW, all_logits
 
@@ -31,10 +31,10 @@ def checkpoint(tokenizer, tmp_path_factory):
 
 
 def _prompt(tokenizer, rng: random.Random) -> rows.Document:
-    """Text, a picture, text, a picture of another size, text."""
+    """Text, an image, text, an image of another size, text."""
     shown = (scenes.Text(96, 192, "AB", "red", "AB"), scenes.Bars(224, 128, ("red", "blue"), (0.3, 0.6)))
-    pictures = tuple(scene.draw(rng) for scene in shown)
-    return rows.Documents(tokenizer).of_prompt(f"First {PICTURE} then {PICTURE} which of them?", pictures)
+    images = tuple(scene.draw(rng) for scene in shown)
+    return rows.Documents(tokenizer).of_prompt(f"First {IMAGE} then {IMAGE} which of them?", images)
 
 
 def test_logits_equal_those_of_transformers(checkpoint, tokenizer):
@@ -45,17 +45,17 @@ def test_logits_equal_those_of_transformers(checkpoint, tokenizer):
     directory, weights = checkpoint
     document = _prompt(tokenizer, random.Random(0))
     model = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
-    pictures = Qwen2VLImageProcessorPil.from_pretrained(directory)(list(document.pictures), return_tensors="np")
+    images = Qwen2VLImageProcessorPil.from_pretrained(directory)(list(document.images), return_tensors="np")
     ids = (document.tokens & TOKEN_MASK).astype(np.int64)
-    assert (ids == model.config.image_token_id).sum() == pictures["image_grid_thw"].prod(axis=1).sum() // 4
+    assert (ids == model.config.image_token_id).sum() == images["image_grid_thw"].prod(axis=1).sum() // 4
     with torch.no_grad():
         expected = (
             model(
                 input_ids=torch.tensor(ids[None]),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long),
                 mm_token_type_ids=torch.tensor((ids == model.config.image_token_id)[None].astype(np.int32)),
-                pixel_values=torch.tensor(pictures["pixel_values"]),
-                image_grid_thw=torch.tensor(pictures["image_grid_thw"]),
+                pixel_values=torch.tensor(images["pixel_values"]),
+                image_grid_thw=torch.tensor(images["image_grid_thw"]),
             )
             .logits[0]
             .numpy()

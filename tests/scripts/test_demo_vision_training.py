@@ -75,7 +75,7 @@ def test_rate_warms_up_and_falls_along_a_cosine():
 
 
 @pytest.mark.slow
-def test_answers_with_pictures_are_those_of_the_whole_computation(tokenizer):
+def test_answers_with_images_are_those_of_the_whole_computation(tokenizer):
     from scripts.demo_data.vision.answers import Answerer
 
     weights = _weights()
@@ -83,14 +83,14 @@ def test_answers_with_pictures_are_those_of_the_whole_computation(tokenizer):
     answers = Answerer(weights, NARROW, tokenizer, "float32", 4).token_ids(some)
     documents = rows.Documents(tokenizer)
     for asked, answer in zip(some, answers, strict=True):
-        document = documents.of_prompt(asked.prompt, asked.pictures)
+        document = documents.of_prompt(asked.prompt, asked.images)
         for token in answer[:3]:
             assert int(all_logits(weights, document)[-1].argmax()) == token
             document = document._replace(tokens=np.append(document.tokens, np.uint16(token)))
 
 
 @pytest.mark.slow
-def test_pictures_and_dialogues_in_a_row_do_not_see_each_other(tokenizer):
+def test_images_and_dialogues_in_a_row_do_not_see_each_other(tokenizer):
     from scripts.demo_data.vision.training import batch_loss
 
     weights = _weights()

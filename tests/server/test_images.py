@@ -396,11 +396,11 @@ class Site:
 def test_urls_are_fetched_for_all_apis_and_their_failures_have_statuses(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, url = "messages[0].content[0]", "https://pictures.example/a.png"
+    name, url = "messages[0].content[0]", "https://images.example/a.png"
     refused, failed = MediaFetchError(f"{name} refused", name, 422), MediaFetchError(f"{name} is slow", name, 502)
     site = Site(RED, BLUE, RED, refused, failed, RED)
     monkeypatch.setattr(MediaFetcher, "fetch", lambda self, *given: site.fetch(*given))
-    core = seeing_core(directory, allowed_media_domains=["pictures.example"])
+    core = seeing_core(directory, allowed_media_domains=["images.example"])
     part = {"type": "image_url", "image_url": {"url": url}}
     with AsyncLLM(core=core) as engine, Client(create_app(engine, options())) as client:
         assert client.chat(messages=user(part, IMAGE)).status_code == 200 and len(core.requests[-1].items) == 2
@@ -430,7 +430,7 @@ def test_hostile_servers_cost_their_own_request_alone(directory: Path, monkeypat
         writer.close()
 
     def fetcher(domains: list[str], **options: Any) -> MediaFetcher:
-        addresses = {"pictures.example": ["127.0.0.1"], "inside.example": ["127.0.0.2"]}
+        addresses = {"images.example": ["127.0.0.1"], "inside.example": ["127.0.0.2"]}
         return MediaFetcher(
             domains,
             look_up=lambda host, port: addresses[host],
@@ -450,15 +450,15 @@ def test_hostile_servers_cost_their_own_request_alone(directory: Path, monkeypat
             return reply.status_code, reply.text
 
         for host, path, status, told in (
-            ("pictures.example", "slow", 502, "longer than 0.3 seconds"),
-            ("pictures.example", "endless", 422, "more than 1048576 bytes"),
+            ("images.example", "slow", 502, "longer than 0.3 seconds"),
+            ("images.example", "endless", 422, "more than 1048576 bytes"),
             ("inside.example", "a.png", 400, "private or special address"),
             ("127.1", "a.png", 400, "neither a name nor an IP address"),
             ("169.254.169.254", "latest/meta-data", 400, "private or special address"),
         ):
             found = ask(host, path)
             assert found[0] == status and told in found[1] and host not in found[1], found
-            assert ask("pictures.example", "a.png")[0] == 200 and sizes(core) == [(2, 1, 2)]
+            assert ask("images.example", "a.png")[0] == 200 and sizes(core) == [(2, 1, 2)]
         server.close()
 
 
@@ -531,7 +531,7 @@ def test_what_is_fetched_for_a_client_at_a_time_is_bounded(directory: Path, monk
 
     monkeypatch.setattr(MediaFetcher, "fetch", fetch)
     core = seeing_core(directory, allowed_media_domains=["*"], mm_max_image_bytes=1 << 20)
-    body = {"messages": user({"type": "image_url", "image_url": {"url": "https://pictures.example/a.png"}})}
+    body = {"messages": user({"type": "image_url", "image_url": {"url": "https://images.example/a.png"}})}
     with AsyncLLM(core=core) as engine:
         client = Client(create_app(engine, options(max_request_body_bytes=1 << 19)))  # of which two images are one half of all
 

@@ -80,7 +80,7 @@ def test_an_animation_is_a_video(seeing: Client, core: FakeEngineCore) -> None:
     [
         ([part(jpegs(file_of()))], "has 1 frame(s), must have at least 2"),
         ([part(jpegs(file_of(), file_of(32, 32)))], "has a frame 1 of 32 x 32 pixels, its first has 64 x 32"),
-        ([part(jpegs(file_of(), b""))], "is an empty picture"),
+        ([part(jpegs(file_of(), b""))], "is an empty image"),
         ([part("data:video/jpeg;base64,abc*")], "is not valid base64"),
         ([part(data_url(b"no video", "video/mp4"))], "is a file of an unknown format"),
         ([part("frames")], "has no address of a video; give data:video/mp4;base64"),

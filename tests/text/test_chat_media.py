@@ -6,7 +6,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.text.chat_media import MediaRef, split_media
 
 URL = "data:image/png;base64,AAAA"
-PICTURE = object()
+IMAGE = object()
 TEXT = {"type": "text", "text": "what is it?"}
 
 
@@ -18,9 +18,9 @@ TEXT = {"type": "text", "text": "what is it?"}
         ({"type": "image_url", "image_url": None, "uuid": "a"}, None, "a"),
         ({"type": "input_image", "image_url": URL, "detail": "auto"}, URL, None),
         ({"image_url": {"url": URL}}, URL, None),
-        ({"type": "image_pil", "image_pil": PICTURE}, PICTURE, None),
-        ({"type": "image", "image": PICTURE}, PICTURE, None),
-        ({"image_pil": PICTURE}, PICTURE, None),
+        ({"type": "image_pil", "image_pil": IMAGE}, IMAGE, None),
+        ({"type": "image", "image": IMAGE}, IMAGE, None),
+        ({"image_pil": IMAGE}, IMAGE, None),
     ],
 )
 def test_every_form_of_an_image_is_taken_out(part: dict[str, Any], source: Any, uuid: str | None) -> None:

@@ -1,4 +1,4 @@
-"""What excludes images, and the sizes of their encoder cache."""
+"""Options that exclude images, and sizes of the encoder cache."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,1 +1,1 @@
-"""Two model families: `example` is made of parts that jaxllm has, `scaled` brings a Flax class of its own."""
+"""Two model families: `example` is made of parts that jaxllm has, `scaled` adds its own Flax class."""

@@ -1,4 +1,4 @@
-"""How each family of models prepares images: a file per family, and the registry by `Vision.family`."""
+"""Image preprocessing by model family: a file per family, and the registry by `Vision.family`."""
 
 from jaxllm.media.families.family import Family
 from jaxllm.media.families.gemma3 import Gemma3

@@ -1,4 +1,4 @@
-"""What a family of models says about images: their size, their patches, and the tokens that stand for them."""
+"""Image preprocessing of a model family: size after resizing, patches, and placeholder tokens."""
 
 import math
 from abc import ABC, abstractmethod
@@ -39,7 +39,7 @@ class Family(ABC):
     @classmethod
     @abstractmethod
     def of(cls, vision: Vision, settings: Settings, max_patches: int, directory: Path) -> Self:
-        """By the settings of a checkpoint in a directory. Raises ConfigError."""
+        """Reads the settings of a checkpoint in a directory. Raises ConfigError."""
 
     @abstractmethod
     def resized(self, width: int, height: int) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class Family(ABC):
         return text
 
     def as_json(self) -> Mapping[str, Any]:
-        """All that shapes the patches of an image: part of the hash of its content."""
+        """Settings that the patches of an image depend on; hashed with its content."""
         vision = {"patch_size": self.vision.patch_size, "merge_size": self.vision.merge_size, "family": self.vision.family}
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.compare and field.name != "vision"}
         return own | vision

@@ -49,7 +49,7 @@ class InternVL(Tiled):
         return cls(vision, settings.resample(Image.Resampling.BICUBIC), side, fewest, most, start, end)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """Of the arrangements of tiles that are nearest to the image's shape the one with most tiles, unless these are twice its area."""
+        """Size of the tile arrangement closest to the image's shape; of several that with most tiles, if less than twice its area."""
         ratio, area = width / height, width * height
         arrangements = [
             (columns, rows)

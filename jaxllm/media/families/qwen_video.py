@@ -30,7 +30,7 @@ class QwenVideo:
     resample: Image.Resampling
     min_pixels: int
     max_pixels: int
-    """Of all frames together."""
+    """Pixels of all frames together."""
     fps: float
     num_frames: int | None
     """How many frames are taken, whatever their rate."""
@@ -39,7 +39,7 @@ class QwenVideo:
     samples: bool
     """Whether frames are taken at a rate; else all are."""
     max_step_pixels: int
-    """Of a frame."""
+    """Most pixels of a frame of a time step."""
 
     @classmethod
     def of(cls, vision: Vision, settings: Settings, max_patches: int) -> Self:

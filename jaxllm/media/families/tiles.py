@@ -24,7 +24,7 @@ class Tiled(Family):
         """The tiles of an image."""
 
     def rows_and_columns(self, width: int, height: int) -> tuple[int, int]:
-        """How many tiles lie below and beside each other."""
+        """Rows and columns of tiles of an image of this size."""
         width, height = self.resized(width, height)
         return height // self.side, width // self.side
 
@@ -39,7 +39,7 @@ class Tiled(Family):
         return np.concatenate([to_patches(tile, self.vision.patch_size, self.vision.merge_size) for tile in tiles])
 
     def tiles_of(self, image: Image.Image) -> list[Image.Image]:
-        """Those of an image whose sides are whole tiles, row by row."""
+        """Tiles of an image whose sides are multiples of a tile's, row by row."""
         side = self.side
         corners = [(left, top) for top in range(0, image.height, side) for left in range(0, image.width, side)]
         return [image.crop((left, top, left + side, top + side)) for left, top in corners]

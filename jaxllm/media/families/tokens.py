@@ -13,7 +13,7 @@ from jaxllm.media.settings import Settings
 from jaxllm.rust_failures import failures_as
 
 MAX_BYTES = 128 << 20
-"""Of a tokenizer.json."""
+"""Most bytes of a tokenizer.json."""
 
 
 def token_ids(directory: Path, settings: Settings, *tokens: str) -> list[int]:
@@ -35,7 +35,7 @@ def _is_token(entry: Any) -> bool:
 
 
 def encoder(path: Path) -> Callable[[str], tuple[int, ...]]:
-    """What makes tokens of short texts, by a tokenizer.json. Raises ConfigError."""
+    """A function that tokenizes short texts, by a tokenizer.json. Raises ConfigError."""
 
     def refused(reason: object) -> ConfigError:
         return ConfigError(f"{path} is not a tokenizer: {reason}; download it again")

@@ -51,7 +51,7 @@ class Adapters(StepFeature):
         return [WriteProgram(self)]
 
     def compiler_options(self, mesh: Mesh, key: ProgramKey) -> dict[str, str | bool]:
-        """What adapters change does not depend on the product that it is added to: on one device, nodes of a CUDA graph that do not depend
+        """The products of adapters do not depend on those that they are added to: on one device, nodes of a CUDA graph that do not depend
         on each other run concurrently."""
         return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if self.name in key.features and mesh.size == 1 else {}
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from ..chat_tokenizer import STOP_IDS
 from ..packing import TOKEN_MASK
-from .model import Weights, encode_pictures, logits, text_hidden
+from .model import Weights, encode_images, logits, text_hidden
 from .model_files import Sizes
 from .rows import Batch, BatchShape, Documents, Packer
 from .scoring import MAX_ANSWER_TOKENS, Asked
@@ -20,7 +20,7 @@ MAX_PATCHES = 400
 
 
 def answer_shape(rows: int) -> BatchShape:
-    """Of a batch of one question a row with its pictures."""
+    """Shape of a batch of `rows` questions, one in each row, with their images."""
     return BatchShape(rows, MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS, rows, MAX_PATCHES)
 
 
@@ -49,8 +49,8 @@ class Answerer:
         packer = Packer(self._shape, batch)
         lengths = np.zeros(self._shape.rows, np.int32)
         for row, asked in enumerate(questions):
-            document = self._documents.of_prompt(asked.prompt, asked.pictures)
-            packer.put(document, row, [row] * len(document.pictures))
+            document = self._documents.of_prompt(asked.prompt, asked.images)
+            packer.put(document, row, [row] * len(document.images))
             lengths[row] = len(document.tokens)
         answers = []
         for ids in np.asarray(self._generate(self._weights, batch, lengths))[: len(questions)]:
@@ -64,7 +64,7 @@ def _generate(weights: Weights, sizes: Sizes, batch: Batch, lengths_R: Array) ->
     R, T = batch.tokens_RT.shape
     rows = jnp.arange(R)
     ids_RT = (batch.tokens_RT & TOKEN_MASK).astype(jnp.int32)
-    pictures = encode_pictures(weights, sizes, batch.patches_VPC, batch.places_VP4, batch.segment_VP)
+    images = encode_images(weights, sizes, batch.patches_VPC, batch.places_VP4, batch.segment_VP)
     last_R = batch.positions_R3T[rows, 0, lengths_R - 1].astype(jnp.int32)
     behind_RT = last_R[:, None] + jnp.arange(T) - (lengths_R[:, None] - 1)
     is_prompt = jnp.arange(T) < lengths_R[:, None]
@@ -73,7 +73,7 @@ def _generate(weights: Weights, sizes: Sizes, batch: Batch, lengths_R: Array) ->
 
     def step(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         count, ids, done_R = carry
-        hidden = text_hidden(weights, sizes, ids, positions, segment_RT, batch.source_RT, pictures)
+        hidden = text_hidden(weights, sizes, ids, positions, segment_RT, batch.source_RT, images)
         next_R = jnp.argmax(logits(weights, hidden[rows, lengths_R + count - 1]), axis=-1)
         return count + 1, ids.at[rows, lengths_R + count].set(next_R), done_R | jnp.isin(next_R, jnp.array(STOP_IDS))
 

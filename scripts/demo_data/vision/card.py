@@ -13,17 +13,17 @@ pipeline_tag: image-text-to-text
 # jaxllm demo-vision
 
 A very small `Qwen3VLForConditionalGeneration` ({millions:.1f} million parameters, bfloat16) that comes with jaxllm and shows that
-pictures work. It looks at simple drawings and is not a useful assistant: photographs mean nothing to it.
+images work. It looks at simple drawings and is not a useful assistant: photographs mean nothing to it.
 
-- **Pictures**: any size; they are brought to an area between 128 × 128 and 320 × 320 pixels, in multiples of 32.
+- **Images**: any size; they are resized to an area between 128 × 128 and 320 × 320 pixels, in multiples of 32.
 - **Knows** shapes ({shapes}), colours ({colours}), counts up to six, places, sizes, texts of up to six letters or digits, sums and
-  differences of numbers up to 30, bar charts, and two pictures compared. It answers in words, or with a list of objects as JSON.
-- **Says so** when it is asked about a picture and there is none.
+  differences of numbers up to 30, bar charts, and two images compared. It answers in words, or with a list of objects as JSON.
+- **Says so** when it is asked about an image and there is none.
 
 ## Training
 
-Only on drawn pictures and generated dialogues (`scripts/demo_data/vision`); nothing was downloaded. Pictures have random sizes,
-backgrounds, noise, blur and compression; the loss is on answers alone. A hash of a picture's content decides whether it is held out.
+Only on drawn images and generated dialogues (`scripts/demo_data/vision`); nothing was downloaded. Images have random sizes,
+backgrounds, noise, blur and compression; the loss is on answers alone. A hash of an image's content decides whether it is held out.
 
     python scripts/train_demo_vision.py      # {made}
 

@@ -1,4 +1,4 @@
-"""Dialogues about pictures, those without any, and the held-out questions of the test."""
+"""Dialogues about images, those without any, and the held-out questions of the test."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -11,14 +11,14 @@ from .questions import Question, ask
 from .scenes import Scene
 
 IMAGE_PAD = "<|image_pad|>"
-PICTURE = f"<|vision_start|>{IMAGE_PAD}<|vision_end|>"
-"""Stands in a message for a picture; IMAGE_PAD is repeated for each of its embeddings."""
-NO_PICTURE = "There is no picture. Please show me one."
+IMAGE = f"<|vision_start|>{IMAGE_PAD}<|vision_end|>"
+"""Stands in a message for an image; IMAGE_PAD is repeated for each of its embeddings."""
+NO_IMAGE = "There is no picture. Please show me one."
 
 
 @dataclass(frozen=True)
-class PictureDialogue:
-    """A dialogue and the scenes of its pictures, in the order of the PICTUREs in its messages."""
+class ImageDialogue:
+    """A dialogue and the scenes of its images, in the order of the IMAGEs in its messages."""
 
     dialogue: Dialogue
     scenes: tuple[Scene, ...] = ()
@@ -44,7 +44,7 @@ _HALF = scenes.MAX_CELLS // 2
 
 
 def _one_each(rng: random.Random) -> tuple[Scene, ...]:
-    """Two pictures of one shape, often of the same shape or colour or both."""
+    """Two images of one shape, often of the same shape or colour or both."""
     first, second = (scenes.shapes(rng, 1, _HALF) for _ in range(2))
     (one,), (other,) = first.things, second.things
     draw = rng.random()
@@ -56,7 +56,7 @@ def _one_each(rng: random.Random) -> tuple[Scene, ...]:
 
 
 def _several_each(rng: random.Random) -> tuple[Scene, ...]:
-    """Two pictures of up to five shapes, in one of five as many."""
+    """Two images of up to five shapes, in one of five as many."""
     counts = rng.sample(range(1, 6), 2) if rng.random() < 0.8 else [rng.randint(2, 5)] * 2
     return tuple(scenes.shapes(rng, count, _HALF) for count in counts)
 
@@ -69,43 +69,43 @@ _SHOWN: dict[Callable[[random.Random], tuple[Scene, ...]], float] = {
     _one_each: 0.06,
     _several_each: 0.06,
 }
-"""What pictures show, and how often."""
+"""Generators of scenes, each with its probability."""
 
 
 def _draw_shown(rng: random.Random) -> tuple[Scene, ...]:
     return rng.choices(tuple(_SHOWN), tuple(_SHOWN.values()))[0](rng)
 
 
-def _with_pictures(rng: random.Random, question: str, count: int) -> str:
-    """The question behind its pictures or, seldom, before them."""
-    pictures, draw = PICTURE * count, rng.random()
-    return pictures + question if draw < 0.7 else f"{pictures}\n{question}" if draw < 0.8 else question + pictures
+def _with_images(rng: random.Random, question: str, count: int) -> str:
+    """The question behind its images or, seldom, before them."""
+    images, draw = IMAGE * count, rng.random()
+    return images + question if draw < 0.7 else f"{images}\n{question}" if draw < 0.8 else question + images
 
 
 def _key(shown: Sequence[Scene]) -> str:
-    """Two pictures have one key together: if each had its own, those of few contents would be held out of no pair."""
+    """Two images have one key together: if each had its own, those of few contents would be held out of no pair."""
     return " and ".join(scene.key for scene in shown)
 
 
-def _dialogue(rng: random.Random, shown: tuple[Scene, ...], questions: Sequence[Question]) -> PictureDialogue:
+def _dialogue(rng: random.Random, shown: tuple[Scene, ...], questions: Sequence[Question]) -> ImageDialogue:
     messages: list[dict[str, str]] = []
     for question in questions:
-        content = question.text if messages else _with_pictures(rng, question.text, len(shown))
+        content = question.text if messages else _with_images(rng, question.text, len(shown))
         messages += [{"role": "user", "content": content}, {"role": "assistant", "content": question.answer}]
-    return PictureDialogue(Dialogue(questions[0].kind, tuple(messages), (_key(shown),)), shown)
+    return ImageDialogue(Dialogue(questions[0].kind, tuple(messages), (_key(shown),)), shown)
 
 
-def seen(rng: random.Random, max_questions: int = 7) -> PictureDialogue:
-    """One to `max_questions` questions about a picture, or about two."""
+def seen(rng: random.Random, max_questions: int = 7) -> ImageDialogue:
+    """One to `max_questions` questions about an image, or about two."""
     shown = _draw_shown(rng)
     return _dialogue(rng, shown, ask(rng, shown)[: rng.randint(1, max_questions)])
 
 
-def not_seen(rng: random.Random) -> PictureDialogue:
-    """A question about a picture that is not there."""
+def not_seen(rng: random.Random) -> ImageDialogue:
+    """A question about an image that is not there."""
     question = ask(rng, _draw_shown(rng))[0]
-    messages = ({"role": "user", "content": question.text}, {"role": "assistant", "content": NO_PICTURE})
-    return PictureDialogue(Dialogue("none", messages, (f"none|{question.text.lower()}",)))
+    messages = ({"role": "user", "content": question.text}, {"role": "assistant", "content": NO_IMAGE})
+    return ImageDialogue(Dialogue("none", messages, (f"none|{question.text.lower()}",)))
 
 
 _WHO = "I am the jaxllm vision demo model: a very small model that looks at simple pictures and shows that everything works."
@@ -138,14 +138,14 @@ _SPOKEN: dict[str, float] = {
     "introduction": 0.3,
     "beyond": 0.7,
 }
-"""Kinds of dialogue of the demo model that need no picture, and how often they are drawn, besides small talk."""
+"""Kinds of dialogue of the text demo model that need no image, and the weight of each. Small talk is drawn separately."""
 _TALK_SHARE = 1.5
 
 
-def spoken(rng: random.Random) -> PictureDialogue:
-    """A dialogue without pictures."""
+def spoken(rng: random.Random) -> ImageDialogue:
+    """A dialogue without images."""
     kind = rng.choices((*_SPOKEN, "talk"), (*_SPOKEN.values(), _TALK_SHARE))[0]
-    return PictureDialogue(_talk(rng) if kind == "talk" else tasks.KINDS[kind].make(rng))
+    return ImageDialogue(_talk(rng) if kind == "talk" else tasks.KINDS[kind].make(rng))
 
 
 _SYSTEMS = (
@@ -157,7 +157,7 @@ _SYSTEMS = (
 )
 
 
-def training_dialogue(rng: random.Random) -> PictureDialogue:
+def training_dialogue(rng: random.Random) -> ImageDialogue:
     """A dialogue that is not held out."""
     while True:
         draw = rng.random()
@@ -177,11 +177,11 @@ SKILLS: dict[str, Callable[[random.Random], tuple[Scene, ...]]] = {
     "same": _one_each,
     "more": _several_each,
 }
-"""Kinds of question about pictures that are scored, and the pictures for them."""
+"""Kinds of question about images that are scored, and the images for them."""
 
 
-def held_out_questions(count: int, seed: int = 0) -> Iterator[tuple[PictureDialogue, random.Random]]:
-    """`count` held-out questions of each skill and of "none", one in a dialogue, each with the numbers to draw its pictures with."""
+def held_out_questions(count: int, seed: int = 0) -> Iterator[tuple[ImageDialogue, random.Random]]:
+    """`count` held-out questions of each skill and of "none", one in a dialogue, each with the numbers to draw its images with."""
     for skill in (*SKILLS, "none"):
         rng = random.Random(f"{seed}|{skill}")
         made = 0
@@ -192,7 +192,7 @@ def held_out_questions(count: int, seed: int = 0) -> Iterator[tuple[PictureDialo
                 yield found, random.Random(f"{seed}|{skill}|{made}")
 
 
-def _held_out(rng: random.Random, skill: str) -> PictureDialogue | None:
+def _held_out(rng: random.Random, skill: str) -> ImageDialogue | None:
     """A held-out question of a skill; None: what was drawn is not held out, or cannot be asked about in this way."""
     shown = SKILLS[skill](rng)
     if not is_held_out(_key(shown)):

@@ -82,7 +82,7 @@ AREAS = {shape: _area(corners) for shape, corners in OUTLINES.items()}
 
 @dataclass(frozen=True)
 class Thing:
-    """A shape in a picture; centre and radius in pixels."""
+    """A shape in an image; centre and radius in pixels."""
 
     shape: str
     colour: str
@@ -111,7 +111,7 @@ def _background_colour(rng: random.Random) -> Colour:
 
 
 def canvas(rng: random.Random, width: int, height: int, colours: Sequence[str]) -> Image.Image:
-    """An empty picture, plain or shaded, on which these colours can be seen."""
+    """An empty image, plain or shaded, on which these colours can be seen."""
     best, distance = (255, 255, 255), -1.0
     for _ in range(12):
         tried = _background_colour(rng)
@@ -175,12 +175,12 @@ def num_fonts() -> int:
 
 @functools.cache
 def _noise() -> np.ndarray:
-    """Int16 [512, 512, 3], normal with deviation 16: pictures cut pieces out of it."""
+    """Int16 [512, 512, 3], normal with deviation 16: images cut pieces out of it."""
     return np.round(np.random.default_rng(0).normal(0, 16, (512, 512, 3))).astype(np.int16)
 
 
 def spoil(rng: random.Random, image: Image.Image) -> np.ndarray:
-    """The picture's pixels, uint8 [height, width, 3], after changes of light, blur, noise and compression."""
+    """The image's pixels, uint8 [height, width, 3], after changes of light, blur, noise and compression."""
     if rng.random() < 0.25:
         gain, offset = rng.uniform(0.82, 1.12), rng.uniform(-14, 14)
         image = image.point([min(255, max(0, round(gain * (value - 128) + 128 + offset))) for value in range(256)] * 3)

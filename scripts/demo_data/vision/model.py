@@ -23,7 +23,7 @@ Weights = dict[str, Array]
 
 _TOWER, _TEXT = "model.visual.", "model.language_model."
 PATCHES = _TOWER + "patch_embed.proj.weight"
-"""Of the two time slices of the checkpoint the sum: a still picture is the same at both times."""
+"""Holds the sum of the two frames of the checkpoint: an image is the same in both."""
 EMBEDDINGS = _TEXT + "embed_tokens.weight"
 POSITIONS = _TOWER + "pos_embed.weight"
 _EPSILON = 1e-6
@@ -163,13 +163,13 @@ def _layers(weights: Weights, prefix: str) -> list[Weights]:
 
 
 def _grid_weights(places_VP: Array, sizes_VP: Array, grid: int) -> Array:
-    """Linear interpolation [V, P, grid] of a table of `grid` entries, stretched over a picture of so many patches."""
+    """Linear interpolation [V, P, grid] of a table of `grid` entries, stretched over an image of so many patches."""
     source_VP = places_VP * (grid - 1) / jnp.maximum(sizes_VP - 1, 1)
     return jnp.maximum(0.0, 1.0 - jnp.abs(source_VP[..., None] - jnp.arange(grid)))
 
 
-def encode_pictures(weights: Weights, sizes: Sizes, patches_VPC: Array, places_VP4: Array, segment_VP: Array) -> list[Array]:
-    """Embeddings [V, P / 4, D] of pictures, and what is added behind each of the first text layers, in the type of the weights."""
+def encode_images(weights: Weights, sizes: Sizes, patches_VPC: Array, places_VP4: Array, segment_VP: Array) -> list[Array]:
+    """Embeddings [V, P / 4, D] of images, and what is added behind each of the first text layers, in the type of the weights."""
     dtype = weights[PATCHES].dtype
     V, P, _ = patches_VPC.shape
     pixels = (patches_VPC.astype(jnp.float32) / 127.5 - 1.0).astype(dtype)
@@ -239,17 +239,17 @@ def text_hidden(
     positions_R3T: Array,
     segment_RT: Array,
     source_RT: Array,
-    pictures: list[Array],
+    images: list[Array],
 ) -> Array:
-    """Last hidden states [R, T, D], after the norm, of rows of documents with the embeddings of their pictures."""
+    """Last hidden states [R, T, D], after the norm, of rows of documents with the embeddings of their images."""
     R, T = ids_RT.shape
     dtype = weights[EMBEDDINGS].dtype
-    is_picture = (source_RT >= 0)[..., None]
-    encoded = jnp.concatenate(pictures, axis=-1)
+    is_image = (source_RT >= 0)[..., None]
+    encoded = jnp.concatenate(images, axis=-1)
     placed = place_embeddings(encoded.reshape(-1, encoded.shape[-1]), source_RT.reshape(-1)).reshape(R, T, -1)
-    given = jnp.split(placed, len(pictures), axis=-1)
+    given = jnp.split(placed, len(images), axis=-1)
     # A product with ones and zeros: the gradient of an index is a scatter, which a GPU does slowly.
-    x_RTD = jnp.where(is_picture, given[0], jax.nn.one_hot(ids_RT, sizes.vocab_size, dtype=dtype) @ weights[EMBEDDINGS])
+    x_RTD = jnp.where(is_image, given[0], jax.nn.one_hot(ids_RT, sizes.vocab_size, dtype=dtype) @ weights[EMBEDDINGS])
     frequencies = sizes.rope_theta ** (-jnp.arange(0, sizes.head_width, 2) / sizes.head_width)
     angles = jnp.moveaxis(positions_R3T.astype(jnp.float32)[:, _rope_axes(sizes)], 1, 2) * frequencies
     mask = (segment_RT[:, :, None] == segment_RT[:, None, :]) & jnp.tril(jnp.ones((T, T), bool))

@@ -1,4 +1,4 @@
-"""The files of the model beside its weights: config, tokenizer with chat template, settings of pictures."""
+"""Writes the files of the model except its weights: config, tokenizer with chat template, image processor settings."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from .. import chat_tokenizer
 from ..chat_tokenizer import END_OF_TEXT_ID, STOP_IDS
-from .dialogues import IMAGE_PAD, PICTURE, training_dialogue
+from .dialogues import IMAGE, IMAGE_PAD, training_dialogue
 from .scenes import CELL, MAX_CELLS, MIN_CELLS
 
 VISION_START, VISION_END, VIDEO_PAD = "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"
@@ -20,9 +20,9 @@ IMAGE_PAD_ID = SPECIAL_TOKENS.index(IMAGE_PAD)
 VOCAB_SIZE = 2048
 
 _TEXT_PART = "{%- elif part.text is defined -%}{{ part.text }}"
-_IMAGE_PART = "{%- elif part.type in ('image', 'image_url') or part.image is defined -%}{{ '" + PICTURE + "' }}"
+_IMAGE_PART = "{%- elif part.type in ('image', 'image_url') or part.image is defined -%}{{ '" + IMAGE + "' }}"
 CHAT_TEMPLATE = chat_tokenizer.CHAT_TEMPLATE.replace(_TEXT_PART, _TEXT_PART + _IMAGE_PART)
-"""The demo model's, in which a part of a message may also be a picture."""
+"""The demo model's, in which a part of a message may also be an image."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ PREPROCESSOR = {
     "temporal_patch_size": 2,
     "size": {"shortest_edge": MIN_CELLS * CELL**2, "longest_edge": MAX_CELLS * CELL**2},
 }
-"""`size` holds areas in pixels, as for all models of this family: any picture is brought to an area as trained on."""
+"""`size` holds areas in pixels, as for all models of this family: any image is brought to an area as trained on."""
 
 
 def train_tokenizer(seed: int = 0, num_dialogues: int = 20_000) -> Tokenizer:

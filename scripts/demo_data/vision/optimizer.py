@@ -15,11 +15,11 @@ MUON_SCALE = 0.2
 
 
 class Moments(NamedTuple):
-    """What the optimizer keeps."""
+    """State of the optimizer."""
 
     first: Weights
     second: Weights
-    """Of the weights that AdamW changes."""
+    """First and second moments of the weights that AdamW updates."""
     step: Array
 
 

@@ -17,7 +17,7 @@ from .scenes import Bars, Scene, Shapes, Text
 
 
 class Question(NamedTuple):
-    """A question about pictures, and its answer."""
+    """A question about images, and its answer."""
 
     kind: str
     text: str
@@ -282,7 +282,7 @@ def about_bars(rng: random.Random, scene: Bars) -> Iterator[Question]:
 
 
 def about_pair(rng: random.Random, first: Shapes, second: Shapes) -> Iterator[Question]:
-    """Two pictures compared."""
+    """Two images compared."""
     if len(first.things) == len(second.things) == 1:
         (one,), (other,) = first.things, second.things
         is_same = (one.shape, one.colour) == (other.shape, other.colour)
@@ -301,7 +301,7 @@ def about_pair(rng: random.Random, first: Shapes, second: Shapes) -> Iterator[Qu
 
 
 def ask(rng: random.Random, shown: Sequence[Scene]) -> list[Question]:
-    """What can be asked about a picture or about two, in any order."""
+    """All questions about one image or about two, in random order."""
     match list(shown):
         case [Shapes() as scene]:
             made = list(about_shapes(rng, scene))

@@ -1,6 +1,6 @@
-"""Dialogues with pictures as rows of fixed sizes: tokens with their positions, and patches, each kind packed on its own.
+"""Dialogues with images as rows of fixed sizes: tokens with their positions, and patches, each kind packed on its own.
 
-A stored token is its id and the flags of `packing`. A picture's patches stand in merge order: the four patches of an embedding
+A stored token is its id and the flags of `packing`. An image's patches stand in merge order: the four patches of an embedding
 follow each other.
 """
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from ..chat_tokenizer import TURN_END, TURN_START, render_dialogue
 from ..packing import STARTS, TOKEN_MASK, flag_dialogues
-from .dialogues import PictureDialogue, training_dialogue
+from .dialogues import ImageDialogue, training_dialogue
 from .model_files import IMAGE_PAD_ID
 from .scenes import CELL
 
@@ -39,9 +39,9 @@ class Batch(NamedTuple):
     patches_VPC: np.ndarray
     """uint8, C = 3 * 16 * 16 in the order channel, row, column."""
     places_VP4: np.ndarray
-    """int16: row and column in the picture, and its height and width, in patches."""
+    """int16: row and column in the image, and its height and width, in patches."""
     segment_VP: np.ndarray
-    """int16: which picture of the row; -1: padding."""
+    """int16: which image of the row; -1: padding."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class BatchShape:
 
     rows: int
     tokens: int
-    picture_rows: int
+    image_rows: int
     patches: int
 
     @property
     def arrays(self) -> tuple[tuple[tuple[int, ...], type[np.generic]], ...]:
         """Shape and type of each array."""
-        text, patches = (self.rows, self.tokens), (self.picture_rows, self.patches)
+        text, patches = (self.rows, self.tokens), (self.image_rows, self.patches)
         return (
             (text, np.uint16),
             ((self.rows, 3, self.tokens), np.int16),
@@ -68,7 +68,7 @@ class BatchShape:
 
     @property
     def num_bytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.arrays)
 
     def batch(self, memory: memoryview | bytearray) -> Batch:
@@ -80,7 +80,7 @@ class BatchShape:
         return Batch(*arrays)
 
     def empty(self) -> Batch:
-        """A batch of its own memory."""
+        """A batch in newly allocated memory."""
         return self.batch(bytearray(self.num_bytes))
 
 
@@ -89,12 +89,12 @@ class Document(NamedTuple):
 
     tokens: np.ndarray
     """uint16, with flags."""
-    pictures: tuple[np.ndarray, ...]
+    images: tuple[np.ndarray, ...]
     """Pixels."""
 
 
 def to_patches(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Patches [N, 3 * 16 * 16] of a picture in merge order, and row, column, height and width of each [N, 4]."""
+    """Patches [N, 3 * 16 * 16] of an image in merge order, and row, column, height and width of each [N, 4]."""
     height, width, _ = pixels.shape
     rows, columns = height // PATCH, width // PATCH
     cells = pixels.reshape(rows // 2, 2, PATCH, columns // 2, 2, PATCH, 3)
@@ -107,9 +107,9 @@ def to_patches(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mrope_positions(ids: np.ndarray, grids: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Time, row and column [3, T] of the tokens of a prompt with pictures of these heights and widths, in embeddings.
+    """Time, row and column [3, T] of the tokens of a prompt with images of these heights and widths, in embeddings.
 
-    Text advances all three. A picture at position s has time s, rows and columns from s; what follows goes on behind the largest.
+    Text advances all three. An image at position s has time s, rows and columns from s; what follows goes on behind the largest.
     """
     positions = np.empty((3, len(ids)), np.int16)
     at = now = 0
@@ -136,26 +136,26 @@ class Documents:
         self._start, self._end = tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END)
         self._assistant = tokenizer.encode("assistant").ids[0]
 
-    def of(self, dialogues: Sequence[PictureDialogue], rng: random.Random) -> list[Document]:
+    def of(self, dialogues: Sequence[ImageDialogue], rng: random.Random) -> list[Document]:
         """Whole dialogues, with flags."""
         texts = [render_dialogue(made.dialogue) for made in dialogues]
         encoded = [np.array(encoding.ids, np.uint16) for encoding in self._tokenizer.encode_batch_fast(texts)]
         flagged = flag_dialogues(encoded, self._start, self._end, self._assistant)
         drawn = (tuple(scene.draw(rng) for scene in made.scenes) for made in dialogues)
-        return [self._expand(tokens, pictures) for tokens, pictures in zip(flagged, drawn, strict=True)]
+        return [self._expand(tokens, images) for tokens, images in zip(flagged, drawn, strict=True)]
 
-    def of_prompt(self, prompt: str, pictures: tuple[np.ndarray, ...]) -> Document:
+    def of_prompt(self, prompt: str, images: tuple[np.ndarray, ...]) -> Document:
         """A rendered dialogue up to where an answer begins."""
         tokens = np.array(self._tokenizer.encode(prompt).ids, np.uint16)
         tokens[0] |= STARTS
-        return self._expand(tokens, pictures)
+        return self._expand(tokens, images)
 
     @staticmethod
-    def _expand(tokens: np.ndarray, pictures: tuple[np.ndarray, ...]) -> Document:
-        """Repeats the placeholder of each picture for each of its embeddings."""
+    def _expand(tokens: np.ndarray, images: tuple[np.ndarray, ...]) -> Document:
+        """Repeats the placeholder of each image for each of its embeddings."""
         repeats = np.ones(len(tokens), np.int64)
-        repeats[(tokens & TOKEN_MASK) == IMAGE_PAD_ID] = [pixels.shape[0] * pixels.shape[1] // CELL**2 for pixels in pictures]
-        return Document(np.repeat(tokens, repeats), pictures)
+        repeats[(tokens & TOKEN_MASK) == IMAGE_PAD_ID] = [pixels.shape[0] * pixels.shape[1] // CELL**2 for pixels in images]
+        return Document(np.repeat(tokens, repeats), images)
 
 
 class Packer:
@@ -165,8 +165,8 @@ class Packer:
         self._shape = shape
         self._batch = batch
         self._used_R = np.zeros(shape.rows, np.int32)
-        self._used_V = np.zeros(shape.picture_rows, np.int32)
-        self._pictures_V = np.zeros(shape.picture_rows, np.int16)
+        self._used_V = np.zeros(shape.image_rows, np.int32)
+        self._images_V = np.zeros(shape.image_rows, np.int16)
         batch.tokens_RT[:] = STARTS
         batch.positions_R3T[:] = 0
         batch.source_RT[:] = -1
@@ -180,44 +180,44 @@ class Packer:
         shape = self._shape
         return (
             float(self._used_R.sum()) / (shape.rows * shape.tokens),
-            float(self._used_V.sum()) / (shape.picture_rows * shape.patches),
+            float(self._used_V.sum()) / (shape.image_rows * shape.patches),
         )
 
     def add(self, document: Document) -> bool:
         """Puts a document where the least is left over; False: it does not fit."""
         shape = self._shape
         row = _best_fit(self._used_R, len(document.tokens), shape.tokens)
-        used_V, picture_rows = self._used_V.copy(), []
-        for pixels in document.pictures:
+        used_V, image_rows = self._used_V.copy(), []
+        for pixels in document.images:
             size = pixels.shape[0] * pixels.shape[1] // PATCH**2
             place = _best_fit(used_V, size, shape.patches)
             if place is None:
                 return False
-            picture_rows.append(place)
+            image_rows.append(place)
             used_V[place] += size
         if row is None:
             return False
-        self.put(document, row, picture_rows)
+        self.put(document, row, image_rows)
         return True
 
-    def put(self, document: Document, row: int, picture_rows: Sequence[int]) -> None:
-        """Puts a document and its pictures into these rows, where there is room for them."""
+    def put(self, document: Document, row: int, image_rows: Sequence[int]) -> None:
+        """Puts a document and its images into these rows, where there is room for them."""
         batch, shape = self._batch, self._shape
         start = int(self._used_R[row])
         where = slice(start, start + len(document.tokens))
         ids = document.tokens & TOKEN_MASK
         sources = []
-        for pixels, place in zip(document.pictures, picture_rows, strict=True):
+        for pixels, place in zip(document.images, image_rows, strict=True):
             patches, places = to_patches(pixels)
             at = int(self._used_V[place])
             to = slice(at, at + len(patches))
             batch.patches_VPC[place, to] = patches
             batch.places_VP4[place, to] = places
-            batch.segment_VP[place, to] = self._pictures_V[place]
-            self._pictures_V[place] += 1
+            batch.segment_VP[place, to] = self._images_V[place]
+            self._images_V[place] += 1
             self._used_V[place] += len(patches)
             sources.append((place * shape.patches + at) // MERGED + np.arange(len(patches) // MERGED))
-        grids = [(pixels.shape[0] // CELL, pixels.shape[1] // CELL) for pixels in document.pictures]
+        grids = [(pixels.shape[0] // CELL, pixels.shape[1] // CELL) for pixels in document.images]
         batch.tokens_RT[row, where] = document.tokens
         batch.positions_R3T[row, :, where] = mrope_positions(ids, grids)
         if sources:
@@ -258,5 +258,5 @@ class BatchMaker:
         return packer.filled
 
     def _fits_alone(self, document: Document) -> bool:
-        patches = sum(pixels.shape[0] * pixels.shape[1] for pixels in document.pictures) // PATCH**2
+        patches = sum(pixels.shape[0] * pixels.shape[1] for pixels in document.images) // PATCH**2
         return len(document.tokens) <= self._shape.tokens and patches <= self._shape.patches

@@ -1,4 +1,4 @@
-"""What may be in a picture: shapes, a text, a sum or bars. A scene knows its contents; it is drawn when they are wanted."""
+"""Scenes that images show: shapes, a text, a sum or bars. A scene holds its contents; pixels are drawn on demand."""
 
 import math
 import random
@@ -12,16 +12,16 @@ from ..words import PLAIN_WORDS, SIGNS, first_name
 from .drawing import COLOURS, SHAPES, Thing, canvas, draw_thing, font, num_fonts, shade, spoil
 
 CELL = 32
-"""Pixels along each side of what becomes one embedding; sizes of pictures are multiples of it."""
+"""Pixels along each side of what becomes one embedding; sizes of images are multiples of it."""
 MIN_CELLS, MAX_CELLS = 16, 100
-"""In a picture."""
+"""In an image."""
 _LETTERS, _DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
 _CLEAR = "ABCDEFGHJKLMNPQRTUVWXY346789"
 """Signs that look like no other, for texts that mix letters and digits."""
 
 
 class Scene(Protocol):
-    """A picture before it is drawn."""
+    """An image before it is drawn."""
 
     width: int
     height: int
@@ -37,12 +37,12 @@ class Scene(Protocol):
 
 
 def num_cells(scene: Scene) -> int:
-    """Embeddings of a picture of this scene."""
+    """Embeddings of an image of this scene."""
     return scene.width * scene.height // CELL**2
 
 
 def draw_size(rng: random.Random, max_cells: int = MAX_CELLS) -> tuple[int, int]:
-    """Width and height of a picture: mostly 128 to 320, now and then long or tall as photographs are."""
+    """Width and height of an image: mostly 128 to 320, now and then long or tall as photographs are."""
     while True:
         longest = 10 if rng.random() < 0.85 else 16
         columns, rows = rng.randint(3, longest), rng.randint(3, longest)
@@ -103,7 +103,7 @@ class Text:
     text: str
     colour: str
     shown: str
-    """What is written: for a sum it may have an equals sign and no blanks."""
+    """The text as drawn: for a sum it may have an equals sign and no blanks."""
 
     @property
     def key(self) -> str:
@@ -172,7 +172,7 @@ class Bars:
     colours: tuple[str, ...]
     """From left to right."""
     heights: tuple[float, ...]
-    """As shares of the picture's height."""
+    """As shares of the image's height."""
 
     @property
     def key(self) -> str:

@@ -8,25 +8,25 @@ from typing import NamedTuple
 import numpy as np
 
 from ..chat_tokenizer import render_question
-from .dialogues import PictureDialogue, held_out_questions
+from .dialogues import ImageDialogue, held_out_questions
 
 MAX_ANSWER_TOKENS = 96
 """Enough for six shapes as JSON."""
 
 
 class Asked(NamedTuple):
-    """A question as a prompt with the pixels of its pictures, and its answer."""
+    """A question as a prompt with the pixels of its images, and its answer."""
 
     skill: str
     prompt: str
-    pictures: tuple[np.ndarray, ...]
+    images: tuple[np.ndarray, ...]
     answer: str
 
 
-def ask(made: PictureDialogue, rng: random.Random) -> Asked:
-    """A dialogue up to where its last answer begins; its pictures are drawn."""
-    pictures = tuple(scene.draw(rng) for scene in made.scenes)
-    return Asked(made.dialogue.kind, render_question(made.dialogue), pictures, made.dialogue.answer)
+def ask(made: ImageDialogue, rng: random.Random) -> Asked:
+    """A dialogue up to where its last answer begins; its images are drawn."""
+    images = tuple(scene.draw(rng) for scene in made.scenes)
+    return Asked(made.dialogue.kind, render_question(made.dialogue), images, made.dialogue.answer)
 
 
 def held_out(count: int) -> list[Asked]:

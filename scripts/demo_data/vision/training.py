@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from ..packing import STARTS, TOKEN_MASK, TRAINED
-from .model import Weights, encode_pictures, logits, text_hidden
+from .model import Weights, encode_images, logits, text_hidden
 from .model_files import Sizes
 from .optimizer import Moments, init_moments, update
 from .rows import Batch, BatchShape
@@ -47,7 +47,7 @@ class Recipe:
 
 
 class Measures(NamedTuple):
-    """Of one step."""
+    """Metrics of one step."""
 
     loss: Array
     accuracy: Array
@@ -61,8 +61,8 @@ def batch_loss(weights: Weights, sizes: Sizes, batch: Batch, dtype: str = "bfloa
     ids_RT = (tokens_RT & TOKEN_MASK).astype(jnp.int32)
     starts_RT = (tokens_RT & STARTS) != 0
     segment_RT = jnp.cumsum(starts_RT, axis=1)
-    pictures = encode_pictures(cast, sizes, batch.patches_VPC, batch.places_VP4, batch.segment_VP)
-    hidden = text_hidden(cast, sizes, ids_RT, batch.positions_R3T, segment_RT, batch.source_RT, pictures)
+    images = encode_images(cast, sizes, batch.patches_VPC, batch.places_VP4, batch.segment_VP)
+    hidden = text_hidden(cast, sizes, ids_RT, batch.positions_R3T, segment_RT, batch.source_RT, images)
     scores_RTV = logits(cast, hidden)
     next_RT = jnp.roll(ids_RT, -1, axis=1)
     wanted_RT = jnp.roll(
@@ -108,7 +108,7 @@ class Trainer:
 
     @property
     def temporary_bytes(self) -> int:
-        """Memory that a step takes beside weights and batch."""
+        """Memory of a step in addition to weights and batch."""
         analysis = self._step.memory_analysis()
         return 0 if analysis is None else analysis.temp_size_in_bytes
 

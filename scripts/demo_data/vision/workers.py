@@ -49,7 +49,7 @@ class Workers:
             slot, filled = self._full.get(timeout=timeout)
         except queue.Empty:
             if not all(process.is_alive() for process in self._processes):
-                raise RuntimeError("a process that draws pictures has ended; its error is above") from None
+                raise RuntimeError("a process that draws images has ended; its error is above") from None
             return None
         batch = Batch(*(np.array(array) for array in self._shape.batch(self._slots[slot].buf)))
         self._empty.put(slot)

@@ -1,4 +1,4 @@
-"""Images: an encoder turns their patches into embeddings, which stand in prompts in place of those of placeholder tokens."""
+"""Images: a vision encoder computes embeddings of their patches, which replace those of placeholder tokens in prompts."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The host's part of images: the operations that encode them, and where in a step their embeddings are used."""
+"""Runs a plan's operations that encode images, and maps tokens of a step to their embeddings. The host's part of the feature."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -13,7 +13,7 @@ from jaxllm.runner.features.images.packing import (
     NUM_LATER,
     SHIFTS,
     SLAB_ROW,
-    Picture,
+    EncoderInput,
     embedding_of_tokens,
     num_patches,
     rope_shifts,
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class ImagesOnHost(OpRunner):
-    """Collects the images of a plan, encodes them together before its step, and says where the step's tokens find their embeddings."""
+    """Collects the images of a plan, encodes them together before its step, and maps the step's tokens to their embeddings."""
 
     ops = (EncodeItem, UseItem)
 
     def __init__(self, runner: Any, images: "Images"):
         self._runner, self._images = runner, images
         self._kinds = images.programs()
-        self._waiting: list[list[Picture]] = [[] for _ in range(runner.ranks.num)]
+        self._waiting: list[list[EncoderInput]] = [[] for _ in range(runner.ranks.num)]
         """Images that the next step encodes, by rank."""
         self._pages: dict[tuple[str, int], Sequence[int]] = {}
         """Pages of the items whose tokens the next step computes, by request and position."""
@@ -49,7 +49,7 @@ class ImagesOnHost(OpRunner):
         assert any(kind.patch_values == patches_NC.shape[1] for kind in self._kinds), f"patches of {patches_NC.shape[1]} values"
         num_results = len(patches_NC) // self._images.vision.merge_size**2
         rows = slab_rows(op.pages, self._images.sizes.page_embeddings, num_results)
-        self._waiting[op.rank].append(Picture(grid, patches_NC, rows))
+        self._waiting[op.rank].append(EncoderInput(grid, patches_NC, rows))
 
     def before_step(self, batches: Sequence[Batch]) -> None:
         self._encode()
@@ -64,7 +64,7 @@ class ImagesOnHost(OpRunner):
         """Start to encode all that waits, of all ranks at the same time."""
         for kind in self._kinds:
             of_kind = [[each for each in waiting if each.patches_NC.shape[1] == kind.patch_values] for waiting in self._waiting]
-            of_ranks = [together(pictures, kind.sizes[-1]) for pictures in of_kind]
+            of_ranks = [together(inputs, kind.sizes[-1]) for inputs in of_kind]
             for groups in zip_longest(*of_ranks, fillvalue=()):
                 size = fit(kind.sizes, max(map(num_patches, groups)))
                 kind.run(self._runner, self._runner.program(ProgramKey(kind.name, size)), size, groups)

@@ -1,4 +1,4 @@
-"""Images, and time steps of videos, on their way to the device: which are encoded together, and where tokens find their embeddings.
+"""Packs images, and time steps of videos, for the device: groups those encoded together, and maps tokens to their embeddings.
 
 NumPy only.
 """
@@ -17,7 +17,7 @@ from jaxllm.runner.batch import Chunk
 SIZES = (256, 1024, 2048, 4096, 8192, 16384)
 """Patches that a program encodes."""
 SLAB_ROW = 0
-"""Of the values of a token: 1 + its row of the slab; 0: the token keeps its own embedding."""
+"""Index in the values of a token: 1 + its row of the slab; 0: the token keeps its own embedding."""
 SHIFTS = slice(1, 4)
 """With ropes in sections: its positions in time, row and column, each minus that which `rope_delta` gives it."""
 NUM_LATER = -1
@@ -25,7 +25,7 @@ NUM_LATER = -1
 
 
 @dataclass(frozen=True)
-class Picture:
+class EncoderInput:
     """An image to encode, or the frames of a video that share their patches."""
 
     grid: Grid
@@ -49,43 +49,43 @@ def slab_rows(pages: Sequence[int], page_embeddings: int, count: int) -> np.ndar
     return rows.reshape(-1)[:count]
 
 
-def together(pictures: Sequence[Picture], max_patches: int) -> list[list[Picture]]:
-    """The pictures in as few programs as first-fit finds, the largest first."""
-    groups: list[list[Picture]] = []
+def together(inputs: Sequence[EncoderInput], max_patches: int) -> list[list[EncoderInput]]:
+    """The inputs in as few programs as first-fit finds, the largest first."""
+    groups: list[list[EncoderInput]] = []
     left: list[int] = []
-    for picture in sorted(pictures, key=lambda picture: -len(picture.patches_NC)):
-        count = len(picture.patches_NC)
+    for each in sorted(inputs, key=lambda each: -len(each.patches_NC)):
+        count = len(each.patches_NC)
         assert count <= max_patches, f"an image of {count} patches, programs encode {max_patches}"
         index = next((i for i, room in enumerate(left) if room >= count), None)
         if index is None:
             index = len(groups)
             groups.append([])
             left.append(max_patches)
-        groups[index].append(picture)
+        groups[index].append(each)
         left[index] -= count
     return groups
 
 
-def num_patches(pictures: Sequence[Picture]) -> int:
-    """Patches of some pictures."""
-    return sum(len(picture.patches_NC) for picture in pictures)
+def num_patches(inputs: Sequence[EncoderInput]) -> int:
+    """Patches of some inputs."""
+    return sum(len(each.patches_NC) for each in inputs)
 
 
 def arrays(
-    vision: Vision, pictures: Sequence[Picture], size: int, num_slab_rows: int, patch_values: int
+    vision: Vision, inputs: Sequence[EncoderInput], size: int, num_slab_rows: int, patch_values: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What a program of so many patches takes: uint8 patches [P, C], and int32 indices, those of `patch_indices` [K, P] and then the row of
-    the slab of each result, beyond its end for padding."""
+    """Inputs of a program of P = `size` patches: uint8 patches [P, C], and int32 indices, those of `patch_indices` [K, P] and then the row
+    of the slab of each result, beyond its end for padding."""
     patches_PC = np.zeros((size, patch_values), np.uint8)
     rows = np.full(size // vision.merge_size**2, num_slab_rows, np.int32)
     first = 0
-    for picture in pictures:
-        count = len(picture.patches_NC)
-        patches_PC[first : first + count] = picture.patches_NC
+    for each in inputs:
+        count = len(each.patches_NC)
+        patches_PC[first : first + count] = each.patches_NC
         result = first // vision.merge_size**2
-        rows[result : result + len(picture.slab_rows)] = picture.slab_rows
+        rows[result : result + len(each.slab_rows)] = each.slab_rows
         first += count
-    packed_KP = patch_indices(vision, [picture.grid for picture in pictures], size).pack()
+    packed_KP = patch_indices(vision, [each.grid for each in inputs], size).pack()
     return patches_PC, np.concatenate([packed_KP.reshape(-1), rows])
 
 

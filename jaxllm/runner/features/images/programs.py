@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jaxllm.layers.vision import PatchIndices
-from jaxllm.runner.features.images.packing import Picture, arrays
+from jaxllm.runner.features.images.packing import EncoderInput, arrays
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind, Wanted, fit
 from jaxllm.runner.split_program import CompiledProgram, Lowered
@@ -62,17 +62,17 @@ class Encode(ProgramKind):
     def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
         self.run(runner, program, key.size, [()] * runner.ranks.num)
 
-    def run(self, runner: Any, program: CompiledProgram, size: int, of_ranks: Sequence[Sequence[Picture]]) -> None:
-        """Start to encode the pictures of each rank with a program of so many patches."""
+    def run(self, runner: Any, program: CompiledProgram, size: int, of_ranks: Sequence[Sequence[EncoderInput]]) -> None:
+        """Start to encode the inputs of each rank with a program of so many patches."""
         vision, num_rows = self.images.vision, self.images.slab_shape[0]
-        made = [arrays(vision, pictures, size, num_rows, self.patch_values) for pictures in of_ranks]
+        made = [arrays(vision, inputs, size, num_rows, self.patch_values) for inputs in of_ranks]
         joined = tuple(map(runner.ranks.joined, zip(*made, strict=True)))
         slab = program(runner.params, runner.row_arrays.of_features[self.images.name], *runner.put(joined))
         runner.row_arrays = runner.row_arrays.replaced(**{self.images.name: slab})
 
 
 class EncodeVideo(Encode):
-    """The same for frames of videos, as many as a patch has. Made for the first video, or ahead when nothing else is to be made."""
+    """Encodes videos, as many frames at once as a patch has. Compiled for the first video, or ahead when nothing else is to be compiled."""
 
     name = "encode_video"
     item_kind = "video"

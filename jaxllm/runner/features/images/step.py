@@ -1,4 +1,4 @@
-"""Images as a feature of the step: embeddings of a slab stand in place of those of placeholder tokens."""
+"""Images as a feature of the step: embeddings of the slab replace those of placeholder tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

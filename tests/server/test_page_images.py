@@ -1,4 +1,4 @@
-"""Pictures on the web page, in headless Chromium: chosen, pasted and dropped, shown, sent, and kept."""
+"""Images on the web page, in headless Chromium: chosen, pasted and dropped, shown, sent, and kept."""
 
 import base64
 import io
@@ -63,7 +63,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def browser(window: Browser, url: str) -> Iterator[Browser]:
     window.requests(), window.complaints()
     window.open(url)
-    window.wait(lambda: window.shows("#add-picture"), "pictures cannot be added")
+    window.wait(lambda: window.shows("#add-image"), "images cannot be added")
     yield window
     assert not window.complaints()
 
@@ -74,7 +74,7 @@ def give(browser: Browser, how: str, name: str, file: bytes, kind: str = "image/
 
 
 def thumbnails(browser: Browser) -> list[str]:
-    return list(browser.run("return [...document.querySelectorAll('#pictures img')].map((image) => image.alt)"))
+    return list(browser.run("return [...document.querySelectorAll('#images img')].map((image) => image.alt)"))
 
 
 def are_drawn(browser: Browser, selector: str) -> bool:
@@ -99,11 +99,9 @@ def sizes(core: FakeEngineCore) -> list[tuple[int, ...]]:
     return [tuple(item.grid or ())[1:] for item in core.requests[-1].items]
 
 
-def test_pictures_are_chosen_pasted_and_dropped_and_sent_in_order(
-    browser: Browser, core: FakeEngineCore, tmp_path: Path
-) -> None:
+def test_images_are_chosen_pasted_and_dropped_and_sent_in_order(browser: Browser, core: FakeEngineCore, tmp_path: Path) -> None:
     (tmp_path / "first.png").write_bytes(file_of(64, 32))
-    browser.find("#picture-files").send_keys(str(tmp_path / "first.png"))
+    browser.find("#image-files").send_keys(str(tmp_path / "first.png"))
     wait_for(browser, "first.png")
     assert browser.focus == "prompt", "one goes on typing"
     assert give(browser, "paste", "second.png", file_of(96, 32, "blue"))
@@ -111,17 +109,17 @@ def test_pictures_are_chosen_pasted_and_dropped_and_sent_in_order(
     assert give(browser, "dragover", "x.png", b"") and browser.shows("#chat.takes-drop")
     assert give(browser, "drop", "third.jpg", file_of(32, 32, "green", "JPEG"), "image/jpeg")
     wait_for(browser, "first.png", "second.png", "third.jpg")
-    assert not browser.shows("#chat.takes-drop") and are_drawn(browser, "#pictures img")
-    assert browser.run("return document.querySelector('#announced').textContent") == "3 pictures to send."
+    assert not browser.shows("#chat.takes-drop") and are_drawn(browser, "#images img")
+    assert browser.run("return document.querySelector('#announced').textContent") == "3 images to send."
     send(browser, "what are these?")
     assert sizes(core) == [(1, 2), (1, 3), (1, 1)]
-    assert not browser.shows("#pictures") and are_drawn(browser, "article.user .pictures img")
+    assert not browser.shows("#images") and are_drawn(browser, "article.user .images img")
     assert browser.text("article.user .body") == "what are these?"
     send(browser, "and now?")
     assert len(sizes(core)) == 3, "the whole conversation is sent"
 
 
-def test_a_picture_may_be_sent_without_words_and_its_turn_edited_and_retried(browser: Browser, core: FakeEngineCore) -> None:
+def test_an_image_may_be_sent_without_words_and_its_turn_edited_and_retried(browser: Browser, core: FakeEngineCore) -> None:
     give(browser, "paste", "a.png", file_of(64, 32))
     wait_for(browser, "a.png")
     send(browser)
@@ -131,40 +129,40 @@ def test_a_picture_may_be_sent_without_words_and_its_turn_edited_and_retried(bro
     browser.press(Keys.ENTER)
     browser.wait(lambda: browser.text("article.user .body") == "what is it?", "the turn is not edited")
     browser.wait(lambda: browser.shows("article.assistant footer"), "no answer comes")
-    assert sizes(core) == [(1, 2)] and are_drawn(browser, "article.user .pictures img")
+    assert sizes(core) == [(1, 2)] and are_drawn(browser, "article.user .images img")
 
 
 def test_thumbnails_are_removed_by_keyboard(browser: Browser, core: FakeEngineCore) -> None:
     for name in ("a.png", "b.png"):
         give(browser, "paste", name, file_of())
         browser.wait(lambda name=name: name in thumbnails(browser), "no thumbnail comes")  # type: ignore[misc]
-    assert [button.get_attribute("aria-label") for button in browser.all("#pictures button")] == [
+    assert [button.get_attribute("aria-label") for button in browser.all("#images button")] == [
         "Remove a.png",
         "Remove b.png",
     ]
-    browser.find("#pictures button").send_keys(Keys.ENTER)
+    browser.find("#images button").send_keys(Keys.ENTER)
     wait_for(browser, "b.png")
     assert browser.run("return document.activeElement.getAttribute('aria-label')") == "Remove b.png"
     browser.press(Keys.ENTER)
-    browser.wait(lambda: not browser.shows("#pictures") and browser.focus == "prompt", "the focus is lost")
+    browser.wait(lambda: not browser.shows("#images") and browser.focus == "prompt", "the focus is lost")
     send(browser, "hello")
     assert not core.requests[-1].items
 
 
-def test_files_that_are_no_pictures_are_named(browser: Browser) -> None:
+def test_files_that_are_not_images_are_named(browser: Browser) -> None:
     give(browser, "drop", "notes.txt", b"just text", "text/plain")
     browser.wait(
-        lambda: "notes.txt is no picture that this browser can read." in browser.text("#picture-fault"), "nothing is said"
+        lambda: "notes.txt is not an image that this browser can read." in browser.text("#image-fault"), "nothing is said"
     )
     give(browser, "drop", "torn.png", file_of()[:40])
-    browser.wait(lambda: "torn.png is no picture" in browser.text("#picture-fault"), "nothing is said")
-    assert not browser.shows("#pictures")
+    browser.wait(lambda: "torn.png is not an image" in browser.text("#image-fault"), "nothing is said")
+    assert not browser.shows("#images")
     give(browser, "drop", "a.png", file_of())
     wait_for(browser, "a.png")
-    assert not browser.text("#picture-fault")
+    assert not browser.text("#image-fault")
 
 
-def test_large_pictures_are_made_smaller_before_they_are_sent(browser: Browser) -> None:
+def test_large_images_are_made_smaller_before_they_are_sent(browser: Browser) -> None:
     script = """
     const canvas = Object.assign(document.createElement('canvas'), { width: 3000, height: 1000 });
     const context = canvas.getContext('2d');
@@ -179,21 +177,21 @@ def test_large_pictures_are_made_smaller_before_they_are_sent(browser: Browser) 
     """
     browser.run(script)
     wait_for(browser, "large.png")
-    browser.wait(lambda: are_drawn(browser, "#pictures img"), "it is not drawn")
+    browser.wait(lambda: are_drawn(browser, "#images img"), "it is not drawn")
     width, source = browser.run(
-        "const [image] = document.querySelectorAll('#pictures img'); return [image.naturalWidth, image.src]"
+        "const [image] = document.querySelectorAll('#images img'); return [image.naturalWidth, image.src]"
     )
     assert width == 2048 and source.startswith("data:image/jpeg;base64,")
 
 
-def test_pictures_are_kept_over_a_reload_and_are_part_of_exports(browser: Browser, core: FakeEngineCore) -> None:
+def test_images_are_kept_over_a_reload_and_are_part_of_exports(browser: Browser, core: FakeEngineCore) -> None:
     give(browser, "paste", "a.png", file_of(64, 32))
     wait_for(browser, "a.png")
     send(browser, "see")
     browser.driver.refresh()
-    browser.wait(lambda: are_drawn(browser, "article.user .pictures img"), "the picture is gone")
+    browser.wait(lambda: are_drawn(browser, "article.user .images img"), "the image is lost")
     stored = json.loads(browser.run("return localStorage.getItem('jaxllm-conversation')"))
-    assert stored[0]["pictures"][0]["url"].startswith("data:image/png;base64,")
+    assert stored[0]["images"][0]["url"].startswith("data:image/png;base64,")
     browser.wait(lambda: browser.find("#send").is_enabled(), "the page takes no question")
     browser.run("localStorage.setItem('filler', 'x'.repeat(5 * 2 ** 20 - 2000))")
     give(browser, "paste", "b.png", file_of(512, 512))
@@ -202,11 +200,11 @@ def test_pictures_are_kept_over_a_reload_and_are_part_of_exports(browser: Browse
     assert len(sizes(core)) == 2, "what the browser cannot keep is sent all the same"
     browser.wait(lambda: browser.shows("#send"), "the answer does not end")
     stored = json.loads(browser.run("return localStorage.getItem('jaxllm-conversation')"))
-    assert [(message["content"], message["pictures"]) for message in stored[::2]] == [("see", []), ("and this", [])]
+    assert [(message["content"], message["images"]) for message in stored[::2]] == [("see", []), ("and this", [])]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_a_request_with_pictures_is_copied_as_a_command_that_runs(browser: Browser, core: FakeEngineCore) -> None:
+def test_a_request_with_images_is_copied_as_a_command_that_runs(browser: Browser, core: FakeEngineCore) -> None:
     noise = io.BytesIO()
     Image.effect_noise((400, 400), 90).save(noise, "PNG")
     assert len(noise.getvalue()) > 100_000, "longer than an argument may be"
@@ -226,9 +224,9 @@ def test_a_request_with_pictures_is_copied_as_a_command_that_runs(browser: Brows
         assert reply["usage"]["prompt_tokens"] > len(asked), "the answer is part of the conversation too"
 
 
-def test_the_page_fits_a_phone_with_pictures(browser: Browser, url: str) -> None:
+def test_the_page_fits_a_phone_with_images(browser: Browser, url: str) -> None:
     browser.open(url, PHONE)
-    browser.wait(lambda: browser.shows("#add-picture"), "pictures cannot be added")
+    browser.wait(lambda: browser.shows("#add-image"), "images cannot be added")
     for name in ("a.png", "b.png", "c.png", "d.png", "e.png"):
         give(browser, "paste", name, file_of(320, 32))
         browser.wait(lambda name=name: name in thumbnails(browser), "no thumbnail comes")  # type: ignore[misc]
@@ -242,6 +240,6 @@ def test_a_model_of_text_takes_none(window: Browser, tmp_path: Path) -> None:
     with AsyncLLM(core=core) as engine, LiveServer.start(engine, served_model_name=["tiny"]) as server:
         window.open(f"http://127.0.0.1:{server.port}/")
         window.wait(lambda: window.find("#send").is_enabled(), "the page takes no question")
-        assert not window.shows("#add-picture")
+        assert not window.shows("#add-image")
         assert not give(window, "paste", "a.png", file_of()) and not give(window, "dragover", "a.png", file_of())
-        assert not window.shows("#pictures")
+        assert not window.shows("#images")

@@ -1,4 +1,4 @@
-// Pictures for the next message: chosen, pasted or dropped, and shown until they are sent. A picture is {name, url}, with a data: URL.
+// Images for the next message: chosen, pasted or dropped, and shown until they are sent. An image is {name, url}, with a data: URL.
 
 import { $, element } from './dom.js';
 
@@ -7,32 +7,32 @@ const MAX_EDGE = 2048;
 let chosen = [];
 let isTaken = false;
 
-/** Whether the model sees pictures. */
+/** Whether the model sees images. */
 export function setTaken(taken) {
   isTaken = taken;
-  $('add-picture').hidden = !taken;
+  $('add-image').hidden = !taken;
   if (!taken) set([]);
 }
 
-export const hasPictures = () => chosen.length > 0;
+export const hasImages = () => chosen.length > 0;
 
-/** Returns the pictures, which are no longer shown. */
-export function takePictures() {
+/** Returns the images, which are no longer shown. */
+export function takeImages() {
   const taken = chosen;
   set([]);
   return taken;
 }
 
-/** Pictures as parts of a message. */
-export const asParts = (pictures) => pictures.map(({ url }) => ({ type: 'image_url', image_url: { url } }));
+/** Images as parts of a message. */
+export const asParts = (images) => images.map(({ url }) => ({ type: 'image_url', image_url: { url } }));
 
-/** Pictures in the conversation. */
-export const shown = (pictures) =>
-  element('div', { className: 'pictures' }, ...pictures.map(({ name, url }) => element('img', { src: url, alt: name })));
+/** Images in the conversation. */
+export const shown = (images) =>
+  element('div', { className: 'images' }, ...images.map(({ name, url }) => element('img', { src: url, alt: name })));
 
-export function startPictures() {
-  const input = $('picture-files');
-  $('add-picture').addEventListener('click', () => input.click());
+export function startImages() {
+  const input = $('image-files');
+  $('add-image').addEventListener('click', () => input.click());
   input.addEventListener('change', () => {
     add([...input.files]);
     input.value = ''; // so that the same file can be chosen again
@@ -61,16 +61,16 @@ async function add(files) {
   for (const file of files) {
     try {
       const url = await read(file);
-      set([...chosen, { name: file.name || 'Picture', url }]);
+      set([...chosen, { name: file.name || 'Image', url }]);
     } catch {
-      faults.push(`${file.name || 'This file'} is no picture that this browser can read.`);
+      faults.push(`${file.name || 'This file'} is not an image that this browser can read.`);
     }
   }
-  $('announced').textContent = $('picture-fault').textContent = faults.join(' ');
-  if (!faults.length) $('announced').textContent = `${chosen.length} picture${chosen.length === 1 ? '' : 's'} to send.`;
+  $('announced').textContent = $('image-fault').textContent = faults.join(' ');
+  if (!faults.length) $('announced').textContent = `${chosen.length} image${chosen.length === 1 ? '' : 's'} to send.`;
 }
 
-/** The data: URL of a picture; of a large one, with fewer pixels. Throws for other files. */
+/** The data: URL of an image; of a large one, with fewer pixels. Throws for other files. */
 async function read(file) {
   const bitmap = await createImageBitmap(file);
   const scale = Math.min(1, MAX_EDGE / Math.max(bitmap.width, bitmap.height));
@@ -92,19 +92,19 @@ function dataUrl(file) {
   });
 }
 
-function set(pictures) {
-  chosen = pictures;
-  $('picture-fault').textContent = '';
-  $('pictures').hidden = !pictures.length;
-  $('pictures').replaceChildren(...pictures.map(thumbnail));
+function set(images) {
+  chosen = images;
+  $('image-fault').textContent = '';
+  $('images').hidden = !images.length;
+  $('images').replaceChildren(...images.map(thumbnail));
 }
 
-function thumbnail(picture) {
-  const remove = element('button', { type: 'button', textContent: 'Remove', ariaLabel: `Remove ${picture.name}` });
+function thumbnail(image) {
+  const remove = element('button', { type: 'button', textContent: 'Remove', ariaLabel: `Remove ${image.name}` });
   remove.addEventListener('click', () => {
-    set(chosen.filter((each) => each !== picture));
-    $('announced').textContent = `${picture.name} removed.`;
-    ($('pictures').querySelector('button') ?? $('prompt')).focus();
+    set(chosen.filter((each) => each !== image));
+    $('announced').textContent = `${image.name} removed.`;
+    ($('images').querySelector('button') ?? $('prompt')).focus();
   });
-  return element('li', {}, element('img', { src: picture.url, alt: picture.name }), remove);
+  return element('li', {}, element('img', { src: image.url, alt: image.name }), remove);
 }

@@ -1,4 +1,4 @@
-"""Adds random pictures to the prompts of a load test, sized and counted as vLLM's dataset random-mm does."""
+"""Adds random images to the prompts of a load test, sized and counted as vLLM's dataset random-mm does."""
 
 import ast
 import base64
@@ -19,32 +19,32 @@ DEFAULT_SIZES: Mapping[Size, float] = {(256, 256): 0.5, (720, 1280): 0.5}
 
 
 @dataclass(frozen=True)
-class PictureMix:
-    """How many pictures a request has, and of which sizes."""
+class ImageMix:
+    """How many images a request has, and of which sizes."""
 
     base_items: int = 1
     range_ratio: float = 0.0
-    """The number of pictures is uniform in [base·(1-ratio), base·(1+ratio)]."""
+    """The number of images is uniform in [base·(1-ratio), base·(1+ratio)]."""
     max_items: int = 255
     sizes: Mapping[Size, float] = field(default_factory=lambda: dict(DEFAULT_SIZES))
-    """How likely each is, in any scale."""
+    """Relative probability of each size."""
 
     def counts(self, rng: np.random.Generator, num_prompts: int) -> list[int]:
-        """The number of pictures of each prompt. Raises ConfigError if each would have more than `max_items`."""
+        """The number of images of each prompt. Raises ConfigError if each would have more than `max_items`."""
         low = math.floor(self.base_items * (1 - self.range_ratio))
         high = min(math.ceil(self.base_items * (1 + self.range_ratio)), self.max_items)
         if low > high:
             raise ConfigError(
-                f"requests have at least {low} pictures, but --random-mm-limit-mm-per-prompt allows {self.max_items}; raise it or "
+                f"requests have at least {low} images, but --random-mm-limit-mm-per-prompt allows {self.max_items}; raise it or "
                 "lower --random-mm-base-items-per-request"
             )
         return rng.integers(low, high + 1, num_prompts).tolist()
 
 
-def with_pictures(prompts: Sequence[LoadPrompt], mix: PictureMix, rng: np.random.Generator) -> list[LoadPrompt]:
-    """The text prompts as chat messages, each with its pictures behind the text, as data URLs of JPEG noise.
+def with_images(prompts: Sequence[LoadPrompt], mix: ImageMix, rng: np.random.Generator) -> list[LoadPrompt]:
+    """The text prompts as chat messages, each with its images behind the text, as data URLs of JPEG noise.
 
-    Noise is what compresses worst, so that such requests are larger than those with photos.
+    Noise compresses worst, so such requests are larger than those with photos.
     """
     sizes = list(mix.sizes)
     weights = np.array([mix.sizes[size] for size in sizes], float)
@@ -52,13 +52,13 @@ def with_pictures(prompts: Sequence[LoadPrompt], mix: PictureMix, rng: np.random
     for prompt, count in zip(prompts, mix.counts(rng, len(prompts)), strict=True):
         chosen = [sizes[place] for place in rng.choice(len(sizes), count, p=weights / weights.sum())]
         parts: list[dict[str, Any]] = [{"type": "text", "text": prompt.prompt}]
-        parts += [{"type": "image_url", "image_url": {"url": _picture(size, rng)}} for size in chosen]
-        # Only the server can count the tokens of pictures.
+        parts += [{"type": "image_url", "image_url": {"url": _image(size, rng)}} for size in chosen]
+        # Only the server can count the tokens of images.
         found.append(replace(prompt, prompt=[{"role": "user", "content": parts}], num_prompt_tokens=None))
     return found
 
 
-def _picture(size: Size, rng: np.random.Generator) -> str:
+def _image(size: Size, rng: np.random.Generator) -> str:
     from PIL import Image
 
     file = io.BytesIO()
@@ -91,7 +91,7 @@ def _is_bucket(key: Any, value: Any) -> bool:
 
 def read_limit(limits: Mapping[str, Any]) -> int:
     """The images in vLLM's --random-mm-limit-mm-per-prompt. Raises ValueError."""
-    limit = limits.get("image", PictureMix.max_items)
+    limit = limits.get("image", ImageMix.max_items)
     if set(limits) - {"image", "video"} or type(limit) is not int or limit < 0:
         raise ValueError(f'{dict(limits)!r} must be such as {{"image": 4}}')
     return limit
