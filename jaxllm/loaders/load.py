@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxllm.layers.build import build_model, build_tower
+from jaxllm.layers.build import build_audio_encoder, build_model, build_tower
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import ParamPath, state_of, weights
 from jaxllm.layers.source import Source
@@ -113,6 +113,9 @@ def check_weights(config: ModelConfig, directory: Path, *, load_format: str = "a
     if config.vision is not None and config.vision.encoder is not None:
         files = Files(config, _open(directory, load_format, config, config.vision.encoder.prefixes))
         _check(files, directory, config, _expected(build_tower(config), files), is_part=True)
+    if config.audio is not None:
+        files = Files(config, _open(directory, load_format, config, (config.audio.prefix,)))
+        _check(files, directory, config, _expected(build_audio_encoder(config), files), is_part=True)
 
 
 def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int:

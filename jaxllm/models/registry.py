@@ -62,6 +62,7 @@ FAMILIES = {
     "SeedOssForCausalLM": ("seed_oss", "jaxllm.models.seed_oss:read"),
     "SmolLM3ForCausalLM": ("smollm3", "jaxllm.models.smollm3:read"),
     "StableLmForCausalLM": ("stablelm", "jaxllm.models.stablelm:read"),
+    "WhisperForConditionalGeneration": ("whisper", "jaxllm.models.whisper:read"),
 }
 """By architecture: the model_type, which stands in for an absent architecture, and the function that reads a config.json."""
 

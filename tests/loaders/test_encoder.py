@@ -12,9 +12,9 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model, build_tower
 from jaxllm.layers.parameters import parameters
 from jaxllm.loaders import safetensors
+from jaxllm.loaders.encoder import load_encoder, vision_weights
 from jaxllm.loaders.formats import open_checkpoint
 from jaxllm.loaders.load import check_weights, load_weights
-from jaxllm.loaders.vision import load_tower, vision_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.progress import SILENT
@@ -88,7 +88,7 @@ def test_tensors_that_do_not_fit_are_named(directory, tmp_path):
     with pytest.raises(ModelLoadError, match=wanted):
         check_weights(config, tmp_path)
     with pytest.raises(ModelLoadError, match=wanted):
-        load_tower(config, build_tower(config), tmp_path, mesh=make_mesh(1))
+        load_encoder(config, build_tower(config), config.vision.encoder.prefixes, tmp_path, mesh=make_mesh(1))
 
 
 def test_a_checkpoint_without_a_head_is_read_too(directory, tmp_path):
