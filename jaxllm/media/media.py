@@ -1,4 +1,4 @@
-"""An image as it came with a prompt, and what becomes of it before the engine gets it."""
+"""An image or a clip of audio as it came with a prompt, and what becomes of it before the engine gets it."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Union
@@ -13,9 +13,10 @@ class Media:
     """One item of a prompt as it came."""
 
     kind: str
-    """"image"."""
-    data: Union[bytes, "PIL.Image.Image", "np.ndarray", None]
-    """The bytes of a file, a Pillow image, or uint8 [height, width, 3 or 4 or none]; None: the one that was prepared with this uuid."""
+    """"image" or "audio"."""
+    data: Union[bytes, "PIL.Image.Image", "np.ndarray", "tuple[np.ndarray, int]", None]
+    """The bytes of a file; a Pillow image, or uint8 [height, width, 3 or 4 or none]; samples [n] or [n, channels], and their rate; None:
+    the one that was prepared with this uuid."""
     uuid: str | None = None
     """The caller's name of the content: items with equal ones are the same, whatever their data."""
     name: str = "prompt"
@@ -24,7 +25,7 @@ class Media:
 
 @dataclass(frozen=True)
 class ProcessedMedia:
-    """An image ready to be encoded."""
+    """An image, or a clip of audio, ready to be encoded."""
 
     kind: str
     content_hash: bytes
@@ -32,9 +33,9 @@ class ProcessedMedia:
     num_tokens: int
     """Tokens of a prompt that stand for it."""
     grid: tuple[int, int, int]
-    """Its embeddings in time, rows and columns."""
+    """Its embeddings in time, rows and columns; of audio 1."""
     payload: bytes
-    """Its patches: see jaxllm/media/payload.py."""
+    """Its patches or features: see jaxllm/media/payload.py and features.py."""
     embedding_runs: tuple[tuple[int, int], ...] = ()
     """(offset, count) of each run of its tokens that an embedding replaces; empty: all are replaced."""
 

@@ -1,4 +1,5 @@
-"""The options of images in prompts: which are taken, how large they may be, and how they are prepared. vLLM's names where it has one."""
+"""The options of images and audio in prompts: which are taken, how large they may be, and how they are prepared. vLLM's names where it has
+one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ MAX_IMAGE_PIXELS = 178_956_970
 
 @dataclass(frozen=True, kw_only=True)
 class MediaOptions:
-    """Images"""
+    """Images and audio"""
 
     limit_mm_per_prompt: Annotated[
         dict[str, Any] | None,
@@ -51,6 +52,11 @@ class MediaOptions:
         int, "most pixels of an image as it came; larger ones are refused before they are decoded"
     ] = 1 << 26
     mm_max_image_bytes: Annotated[int, "most bytes of the file of an image"] = 20 << 20
+    mm_max_audio_bytes: Annotated[int, "most bytes of a file of audio"] = 25 << 20
+    mm_max_audio_seconds: Annotated[
+        float,
+        "most seconds of a file of audio; it is cut into clips of what the model hears at a time, 30 seconds with Whisper",
+    ] = 600.0
     mm_fetch_timeout: Annotated[float, "seconds that fetching an image from its address may take"] = 5.0
 
     def max_count(self, kind: str = "image") -> int:
@@ -82,6 +88,7 @@ def media_faults(flat: Mapping[str, Any]) -> list[str]:
     """Describe what is wrong with the options of images, beyond their types."""
     faults = [*_limit_faults(flat["limit_mm_per_prompt"]), *_io_faults(flat["media_io_kwargs"])]
     least = {"mm_processor_cache_gb": 0, "mm_max_patches": 256, "mm_max_image_pixels": 1, "mm_max_image_bytes": 1}
+    least |= {"mm_max_audio_bytes": 1, "mm_max_audio_seconds": 1}
     for name, low in least.items():
         if isinstance(flat[name], int | float) and flat[name] < low:
             faults.append(f"{name} is {flat[name]}, must be at least {low}")
@@ -103,10 +110,8 @@ def _limit_faults(limits: Any) -> list[str]:
         count = limit.get("count", NO_COUNT_LIMIT) if isinstance(limit, Mapping) else limit
         if type(count) is not int or count < 0:
             faults.append(f"limit_mm_per_prompt says {limit!r} for {kind}, must be a count, not negative")
-        elif kind != "image" and count:
-            faults.append(
-                f"limit_mm_per_prompt says {count} for {kind}, but models see images alone; leave {kind} out, or say 0"
-            )
+        elif kind == "video" and count:
+            faults.append(f"limit_mm_per_prompt says {count} for video, but models see images alone; leave video out, or say 0")
     return faults
 
 

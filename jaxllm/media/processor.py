@@ -39,6 +39,8 @@ def make_processor(directory: Path, vision: Vision, options: MediaOptions) -> "M
 class MediaProcessor:
     """Turns images into patches, and their placeholders into tokens. Thread-safe; keeps what it prepared, up to a size."""
 
+    kind = "image"
+
     def __init__(self, vision: Vision, options: MediaOptions, of_file: Mapping[str, Any], directory: Path):
         """`of_file`: the settings in the model directory. Raises ConfigError if they or mm_processor_kwargs ask for the impossible."""
         self.vision, self.options = vision, options

@@ -1,5 +1,6 @@
-"""The images of prompts, between a caller and the engine: checked, prepared in threads, and put at their placeholders."""
+"""The images or audio of prompts, between a caller and the engine: checked, prepared in threads, and put at their placeholders."""
 
+import numbers
 import os
 import threading
 import time
@@ -14,21 +15,23 @@ from jaxllm.observations import Observations
 from jaxllm.request import PromptItem
 
 if TYPE_CHECKING:
+    from jaxllm.media.audio import AudioProcessor
     from jaxllm.media.processor import MediaProcessor  # imports Pillow
 
-IMAGE = "image"
+IMAGE, AUDIO = "image", "audio"
 DATA, UUIDS, KWARGS = KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 """Keys of a prompt, as vLLM has them."""
 MAX_THREADS = 4
-"""Images prepared at once; each takes tens of milliseconds, mostly without the interpreter's lock."""
+"""Images or clips prepared at once; each takes tens of milliseconds, mostly without the interpreter's lock."""
 
 
 class PromptMedia:
-    """Prepares the images of prompts for one model. Thread-safe. Errors are InvalidRequestErrors."""
+    """Prepares the images or the audio of prompts for one model. Thread-safe. Errors are InvalidRequestErrors."""
 
-    def __init__(self, processor: "MediaProcessor | None", options: MediaOptions, model: str):
+    def __init__(self, processor: "MediaProcessor | AudioProcessor | None", options: MediaOptions, model: str):
         """`processor`: None for a model that takes text alone."""
         self._processor, self._options, self._model = processor, options, model
+        self._kind = IMAGE if processor is None else processor.kind
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jaxllm-images")
         self.seconds = Observations(PHASE_SECONDS)
         """How long each image took."""
@@ -37,15 +40,21 @@ class PromptMedia:
     @property
     def sees_images(self) -> bool:
         """Whether the model takes images."""
-        return self._processor is not None
+        return self._processor is not None and self._kind == IMAGE
 
-    def check_count(self, count: int, param: str = "prompt") -> None:
-        """Check the number of images of a prompt before they are read. `param`: what errors call them."""
-        if count and self._processor is None:
+    @property
+    def hearing(self) -> "AudioProcessor | None":
+        """What prepares audio; None: the model does not hear."""
+        return self._processor if self._kind == AUDIO else None  # type: ignore[return-value]
+
+    def check_count(self, count: int, param: str = "prompt", kind: str = IMAGE) -> None:
+        """Check the number of images, or of items of another kind, of a prompt before they are read. `param`: what errors call them."""
+        if count and (self._processor is None or self._kind != kind):
+            takes, items = "text alone" if self._processor is None else self._kind, "images" if kind == IMAGE else kind
             raise InvalidRequestError(
-                f"{self._model} takes text alone, and no images; leave them out, or serve a model that does", param
+                f"{self._model} takes {takes}, and no {items}; leave them out, or serve a model that does", param
             )
-        self._options.check_count(count, IMAGE, param)
+        self._options.check_count(count, kind, param)
 
     def check_trusted(self, kwargs: Mapping[str, Any] | None, param: str = KWARGS) -> None:
         """Check whether a client may set how images are prepared. For servers; scripts may."""
@@ -116,24 +125,29 @@ class PromptMedia:
         for key, value in ((DATA, data), (UUIDS, uuids), (KWARGS, kwargs)):
             if value is not None and not isinstance(value, Mapping):
                 raise InvalidRequestError(f"{key} is a {type(value).__name__}, must be an object", key)
+        own = self._kind
         for key, value in ((DATA, data), (UUIDS, uuids)):
-            if other := next((kind for kind in value or () if kind != IMAGE), None):
-                raise InvalidRequestError(f"{key} has {other!r}, must have {IMAGE} alone: models take text and images", key)
-        images, names = _as_list((data or {}).get(IMAGE)), _as_list((uuids or {}).get(IMAGE))
+            if other := next((kind for kind in value or () if kind != own), None):
+                taken = "audio" if own == AUDIO else "images"
+                raise InvalidRequestError(f"{key} has {other!r}, must have {own} alone: this model takes text and {taken}", key)
+        images, names = _as_list((data or {}).get(own)), _as_list((uuids or {}).get(own))
         if not images and names:
             images = [None] * len(names)
         if names and len(names) != len(images):
-            raise InvalidRequestError(f"{UUIDS} has {len(names)} for {len(images)} images; give one each, or None", UUIDS)
-        self.check_count(len(images), DATA)
+            raise InvalidRequestError(
+                f"{UUIDS} has {len(names)} for {len(images)} {own}{'s' if own == IMAGE else ' clips'}; give one each, or None",
+                UUIDS,
+            )
+        self.check_count(len(images), DATA, own)
         names = names or [None] * len(images)
-        return [_as_media(image, names[place], f"{DATA}.{IMAGE}[{place}]") for place, image in enumerate(images)], kwargs
+        return [_as_media(own, each, names[place], f"{DATA}.{own}[{place}]") for place, each in enumerate(images)], kwargs
 
 
 def with_processed(prompt: Any, processed: Sequence[ProcessedMedia]) -> Any:
     """The prompt with these in place of its images."""
     if not processed:
         return prompt
-    return {**{key: value for key, value in prompt.items() if key not in KEYS}, DATA: {IMAGE: list(processed)}}
+    return {**{key: value for key, value in prompt.items() if key not in KEYS}, DATA: {processed[0].kind: list(processed)}}
 
 
 def processed_in(prompt: Any) -> list[ProcessedMedia] | None:
@@ -141,8 +155,8 @@ def processed_in(prompt: Any) -> list[ProcessedMedia] | None:
     data = prompt.get(DATA) if isinstance(prompt, Mapping) else None
     if not data:
         return []
-    images = data.get(IMAGE) if isinstance(data, Mapping) else None
-    return images if isinstance(images, list) and all(isinstance(image, ProcessedMedia) for image in images) else None
+    items = next(iter(data.values())) if isinstance(data, Mapping) else None
+    return items if isinstance(items, list) and all(isinstance(item, ProcessedMedia) for item in items) else None
 
 
 def _done(prompt: Any, images: "Sequence[Future[ProcessedMedia]]") -> Any:
@@ -153,18 +167,24 @@ def _done(prompt: Any, images: "Sequence[Future[ProcessedMedia]]") -> Any:
 
 
 def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], numbers.Integral):
+        return [value]  # samples and their rate
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
-def _as_media(image: Any, uuid: Any, name: str) -> Media | ProcessedMedia:
+def _as_media(kind: str, image: Any, uuid: Any, name: str) -> Media | ProcessedMedia:
     if uuid is not None and not isinstance(uuid, str):
         raise InvalidRequestError(f"{UUIDS} has {uuid!r}, must have strings", UUIDS)
     if isinstance(image, (Media, ProcessedMedia)):
         return image
     if image is None and uuid is None:
-        raise InvalidRequestError(f"{name} is None; give an image, or the uuid of one that was sent before", name)
+        raise InvalidRequestError(
+            f"{name} is None; give {'an image' if kind == IMAGE else kind}, or the uuid of one that was sent before", name
+        )
     if isinstance(image, str):
         raise InvalidRequestError(
-            f"{name} is a string; give its bytes, a Pillow image or an array, or send an address in a chat", name
+            f"{name} is a string; give its bytes, a Pillow image or an array"
+            + (", or send an address in a chat" if kind == IMAGE else ""),
+            name,
         )
-    return Media(IMAGE, bytes(image) if isinstance(image, (bytearray, memoryview)) else image, uuid, name)
+    return Media(kind, bytes(image) if isinstance(image, (bytearray, memoryview)) else image, uuid, name)

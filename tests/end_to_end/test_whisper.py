@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.layers.build import build_audio_encoder
 from jaxllm.loaders.encoder import load_encoder
 from jaxllm.media.features import log_mel, pack
@@ -97,3 +98,26 @@ def test_what_audio_excludes_is_refused(make_core, directory) -> None:
     for options in ({"pipeline_parallel_size": 2}, {"enable_prefix_caching": True}, {"enable_lora": True}):
         with pytest.raises(ConfigError, match=next(iter(options))):
             make_core(**options)
+
+
+def test_a_script_gives_samples_and_their_rate(directory) -> None:
+    clip, result = whisper_checkpoint.clip(*GOLDEN["results"][0]["clip"]), GOLDEN["results"][0]
+    small = {**engines.SMALL, "skip_tokenizer_init": False, "dtype": "float32"}
+    llm = LLM(str(directory), **small)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+        text = "".join(("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"))
+        prompts = [
+            {"prompt": text, "multi_modal_data": {"audio": (clip, 16000)}},
+            {"prompt_token_ids": result["prompt"], "multi_modal_data": {"audio": [clip]}},
+            {"prompt": text, "multi_modal_data": {"audio": (whisper_checkpoint.clip(9), 16000)}},
+        ]
+        first, second, other = (output.outputs[0].token_ids for output in llm.generate(prompts, params))
+        assert list(first) == list(second) == result["tokens"]
+        assert list(other) != list(first), "the audio changes what is said"
+        with pytest.raises(InvalidRequestError, match="has 0 clips of audio; this model needs 1"):
+            llm.generate(text, params)
+        with pytest.raises(InvalidRequestError, match="has 2.0 seconds, this model hears 1 at a time"):
+            llm.generate({"prompt": text, "multi_modal_data": {"audio": np.zeros(32000, np.float32)}}, params)
+    finally:
+        llm.shutdown()

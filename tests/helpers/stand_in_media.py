@@ -21,6 +21,8 @@ def picture(rows: int, columns: int, value: int = 0) -> np.ndarray:
 class StandInProcessor:
     """Counts what it prepares."""
 
+    kind = "image"
+
     def __init__(self, placeholder_id: int = PLACEHOLDER_ID, text: str = "<image>"):
         self.placeholder_id, self.text = placeholder_id, text
         self.prepared: list[tuple[Media, Mapping[str, Any] | None]] = []
