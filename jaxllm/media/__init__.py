@@ -25,9 +25,9 @@ def load_processor(model_dir: Path, model: "ServedModel", options: MediaOptions)
     Raises ConfigError if a file asks for what is not supported, or an option contradicts the model.
     """
     if model.audio is not None:
-        from jaxllm.media.audio import AudioProcessor
+        from jaxllm.media.audio import make_audio_processor
 
-        return AudioProcessor(model.audio, options)
+        return make_audio_processor(model_dir, model.audio, model.vocab_size, options)
     if model.vision is None:
         return None
     from jaxllm.media.processor import make_processor  # imports Pillow

@@ -3,11 +3,13 @@
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.files import read_json
 from jaxllm.media.audio_files import check_rate, read_audio, refuse, resampled
 from jaxllm.media.cache import ProcessedCache
 from jaxllm.media.features import log_mel, pack
@@ -16,14 +18,26 @@ from jaxllm.media.options import MediaOptions
 from jaxllm.model_parts.audio import SAMPLE_RATE, Audio
 from jaxllm.request import PromptItem
 
+ENGLISH_VOCABULARY = 51864
+"""Tokens of Whisper's models for English alone. Those for several languages have more."""
+
+
+def make_audio_processor(directory: Path, audio: Audio, vocab_size: int, options: MediaOptions) -> "AudioProcessor":
+    """By the files in a model directory. Raises ConfigError."""
+    path = directory / "generation_config.json"
+    given = read_json(path, error=ConfigError) if path.is_file() else {}
+    told = given.get("is_multilingual") if isinstance(given, dict) else None
+    return AudioProcessor(audio, options, is_multilingual=vocab_size > ENGLISH_VOCABULARY if told is None else bool(told))
+
 
 class AudioProcessor:
     """Turns audio into features, for a model whose every prompt has one clip. Thread-safe; keeps what it prepared, up to a size."""
 
     kind = "audio"
 
-    def __init__(self, audio: Audio, options: MediaOptions):
-        self.audio, self.options = audio, options
+    def __init__(self, audio: Audio, options: MediaOptions, *, is_multilingual: bool = True):
+        """is_multilingual: whether the model knows other languages than English."""
+        self.audio, self.options, self.is_multilingual = audio, options, is_multilingual
         self.cache = ProcessedCache(int(options.mm_processor_cache_gb * 2**30))
 
     @property

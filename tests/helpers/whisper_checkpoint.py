@@ -55,7 +55,7 @@ def write(directory: Path, *, seed: int = 0, gain: float = 2.0) -> Path:
     extractor |= {"chunk_length": POSITIONS // 50, "hop_length": 160, "n_fft": 400, "padding_value": 0.0}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     files = {"config": CONFIG, "preprocessor_config": extractor, "tokenizer_config": settings}
-    files["generation_config"] = {"eos_token_id": EOS}
+    files["generation_config"] = {"eos_token_id": EOS, "is_multilingual": True}
     for name, values in files.items():
         (directory / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     (directory / "tokenizer.json").write_text(_tokenizer().to_str(), encoding="utf-8")
