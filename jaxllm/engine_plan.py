@@ -11,7 +11,7 @@ from jaxllm.engine import prepare
 from jaxllm.engine.features import check_speculative_config
 from jaxllm.errors import JaxLLMError
 from jaxllm.loaders.formats import has_checkpoint
-from jaxllm.loaders.load import check_weights, loading_bytes
+from jaxllm.loaders.load import check_weights
 from jaxllm.media import load_processor
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import meshes_of
@@ -35,8 +35,6 @@ class EnginePlan:
     """Without "auto", except where it depends on the weights."""
     model_config: ModelConfig
     memory: memory.MemoryPlan
-    host_bytes: int
-    """Peak host memory in bytes while weights are loaded onto GPUs, without the system's file cache."""
     media: "MediaProcessor | AudioProcessor | None" = None
     """What prepares images or audio; None: the model takes text alone, or its files have a fault."""
     faults: tuple[JaxLLMError, ...] = ()
@@ -80,8 +78,7 @@ def plan_engine(asked: EngineConfig, *, device_bytes: int | None = None) -> Engi
     media: list[MediaProcessor | AudioProcessor | None] = [None]
     _note(faults, lambda: media.append(load_processor(directory, model_config, config.multimodal)))
     stages = prepare.lay_out(config, model_config, partial(memory.memory_plan, config, model_config, device_bytes=device_bytes))
-    host_bytes = max(loading_bytes(model_config, stage.model, topology.tensor) for stage in stages)
-    return EnginePlan(config, model_config, tightest(stages), host_bytes, media[-1], tuple(faults))
+    return EnginePlan(config, model_config, tightest(stages), media[-1], tuple(faults))
 
 
 def _note(faults: list[JaxLLMError], check: Callable[[], object]) -> None:

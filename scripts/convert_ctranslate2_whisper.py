@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from jaxllm.loaders import safetensors
+from scripts.saving import write_safetensors
 
 TYPES = {0: np.float32, 4: np.float16}
 _NORM = {"gamma": "weight", "beta": "bias"}
@@ -139,7 +139,7 @@ def convert(directory: Path, output: Path) -> Path:
     found = dict(tensors(variables))
     given = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     output.mkdir(parents=True, exist_ok=True)
-    safetensors.write(output / "model.safetensors", found)
+    write_safetensors(output / "model.safetensors", found)
     shutil.copy(directory / "tokenizer.json", output)
     config = described(found, variables, given)
     extractor = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config["num_mel_bins"]}

@@ -293,8 +293,8 @@ def rounded(params: Any) -> Any:
 
 def save(arguments: argparse.Namespace, drafters: list[Any], params: dict[str, Any]) -> None:
     """Write the drafters in bfloat16."""
-    from jaxllm.loaders.save import save_safetensors
     from scripts.demo_data import eagle3
+    from scripts.saving import save_safetensors
 
     for drafter in drafters:
         directory = arguments.output / DIRECTORIES[drafter.name]

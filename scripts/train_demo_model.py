@@ -173,8 +173,8 @@ def save_and_test(arguments: argparse.Namespace, tokenizer: Tokenizer, state, wi
     """Writes the weights and prints the scores of what was written."""
     import jax
 
-    from jaxllm.loaders.save import save_safetensors
     from scripts.demo_data.direct import DirectModel
+    from scripts.saving import save_safetensors
 
     config, output = model_config(arguments, "float32"), arguments.output
     state = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), state)

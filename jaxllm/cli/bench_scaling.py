@@ -14,8 +14,9 @@ import msgspec
 
 from jaxllm.cli import env, options, terminal
 from jaxllm.cli.bench_scaling_screen import Screen, print_summary
+from jaxllm.cli.bench_serve import read_mix
 from jaxllm.cli.flags import engine_flags
-from jaxllm.cli.numbers import above_zero, count, positive
+from jaxllm.cli.numbers import above_zero, count, names, positive
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.config import Flag
 from jaxllm.errors import ConfigError
@@ -48,79 +49,38 @@ def scaling_flags() -> list[Flag]:
 
 def add_arguments(parser: Parser) -> None:
     options.add_model_argument(parser)
-    parser.add_argument(
-        "--tensor-parallel-sizes",
-        type=_numbers,
-        metavar="N,N",
-        help="numbers of devices to split layers over; default: the powers of two up to the devices there are",
+    add = parser.add_argument
+    sizes = "numbers of devices to split layers over; default: the powers of two up to the devices there are"
+    add("--tensor-parallel-sizes", type=_numbers, metavar="N,N", help=sizes)
+    batches = "requests that decode at once; in weak scaling for each device (default: 1,16,64,256)"
+    add("--batch-sizes", type=_numbers, default=(1, 16, 64, 256), metavar="N,N", help=batches)
+    add("--input-len", type=positive, default=1024, help="tokens of each prompt")
+    add("--output-len", type=positive, default=256, help="tokens of each request; decode times one step less")
+    add("--work", type=names(WORKS), default=WORKS, help=f"which of {','.join(WORKS)} (default: all)")
+    kinds = "strong: the same batch sizes at each size; weak: decode with batch size times devices (default: strong,weak)"
+    add("--scaling", type=names(SCALINGS), default=SCALINGS, help=kinds)
+    add("--num-prompts", type=positive, default=64, help="prompts of prefill")
+    lengths = 'lengths of the mixed work from a JSON file: {"requests": [[prompt, output], …]}'
+    add("--requests", metavar="FILE", help=lengths)
+    number = "requests of the mixed work, of a file the first ones; default: the whole file, else 200 of random lengths"
+    add("--num-requests", type=positive, help=number)
+    add("--repeats", type=positive, default=2, help="runs of each piece of work; the fastest counts")
+    add("--trace-steps", type=count, default=8, help="steps traced to see where their time goes; 0: none")
+    longest = "end a size that takes longer, and keep its results so far"
+    add("--timeout", type=above_zero, metavar="SECONDS", help=longest)
+    cpu = "N devices that share this machine's CPU; default: what JAX finds"
+    add("--devices", type=_cpu_devices, metavar="cpu:N", help=cpu)
+    files = "write results.json, results.csv, report.md, report.html, charts and logs there"
+    add("--output", metavar="DIR", help=files)
+    earlier = (
+        "earlier results.json of the same experiment: their sizes join the report and are not measured again; without MODEL and "
+        "--tensor-parallel-sizes nothing is measured"
     )
-    parser.add_argument(
-        "--batch-sizes",
-        type=_numbers,
-        default=(1, 16, 64, 256),
-        metavar="N,N",
-        help="requests that decode at once; in weak scaling for each device (default: 1,16,64,256)",
-    )
-    parser.add_argument("--input-len", type=positive, default=1024, metavar="N", help="tokens of each prompt (default: 1024)")
-    parser.add_argument(
-        "--output-len",
-        type=positive,
-        default=256,
-        metavar="N",
-        help="tokens of each request; decode times one step less (default: 256)",
-    )
-    parser.add_argument(
-        "--work", type=_names(WORKS), default=WORKS, metavar="NAMES", help=f"which of {','.join(WORKS)} (default: all)"
-    )
-    parser.add_argument(
-        "--scaling",
-        type=_names(SCALINGS),
-        default=SCALINGS,
-        metavar="NAMES",
-        help="strong: the same batch sizes at each size; weak: decode with batch size times devices (default: strong,weak)",
-    )
-    parser.add_argument("--num-prompts", type=positive, default=64, metavar="N", help="prompts of prefill (default: 64)")
-    parser.add_argument(
-        "--requests", metavar="FILE", help='lengths of the mixed work from a JSON file: {"requests": [[prompt, output], …]}'
-    )
-    parser.add_argument(
-        "--num-requests",
-        type=positive,
-        metavar="N",
-        help="requests of the mixed work, of a file the first ones; default: the whole file, else 200 of random lengths",
-    )
-    parser.add_argument(
-        "--repeats", type=positive, default=2, metavar="N", help="runs of each piece of work; the fastest counts (default: 2)"
-    )
-    parser.add_argument(
-        "--trace-steps",
-        type=count,
-        default=8,
-        metavar="N",
-        help="steps traced to see where their time goes; 0: none (default: 8)",
-    )
-    parser.add_argument(
-        "--timeout", type=above_zero, metavar="SECONDS", help="end a size that takes longer, and keep its results so far"
-    )
-    parser.add_argument(
-        "--devices", type=_cpu_devices, metavar="cpu:N", help="N devices that share this machine's CPU; default: what JAX finds"
-    )
-    parser.add_argument(
-        "--output", metavar="DIR", help="write results.json, results.csv, report.md, report.html, charts and logs there"
-    )
-    parser.add_argument(
-        "--with",
-        dest="earlier",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="earlier results.json of the same experiment: their sizes join the report and are not measured again; without "
-        "MODEL and --tensor-parallel-sizes nothing is measured",
-    )
-    parser.add_argument("--json", action="store_true", help="the results as a JSON object")
+    add("--with", dest="earlier", nargs="+", default=[], metavar="FILE", help=earlier)
+    add("--json", action="store_true", help="the results as a JSON object")
     options.add_log_arguments(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with options; default: $JAXLLM_CONFIG")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be measured, measure nothing")
+    options.add_config_argument(parser)
+    add("--dry-run", action="store_true", help="print what would be measured, measure nothing")
     parser.add_flags(scaling_flags())
 
 
@@ -154,10 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             log_level="debug" if arguments.verbose else "info",
             hear=screen.hear,
         )
-        try:
-            experiment.run(results, plan.tensor_parallel_sizes, measure, output)
-        finally:
-            screen.clear()
+        experiment.run(results, plan.tensor_parallel_sizes, measure, output)
     return _finish(arguments, results, output)
 
 
@@ -211,12 +168,7 @@ def _plan(arguments: argparse.Namespace, devices: dict[str, Any]) -> Plan:
 def _requests(arguments: argparse.Namespace) -> tuple[tuple[int, int], ...]:
     if arguments.requests is None:
         return mixed_requests(arguments.num_requests or DEFAULT_MIXED_REQUESTS, arguments.input_len, arguments.output_len)
-    from jaxllm.http_client.datasets import read_mix
-
-    requests = read_mix(arguments.requests)
-    if arguments.num_requests and arguments.num_requests > len(requests):
-        raise UsageError(f"--num-requests is {arguments.num_requests}, {arguments.requests} has {len(requests)} requests")
-    return tuple(requests[: arguments.num_requests])
+    return tuple(read_mix(arguments.requests, arguments.num_requests, "--num-requests"))
 
 
 def _output_directory(path: str | None) -> Path | None:
@@ -248,16 +200,6 @@ def _numbers(text: str) -> tuple[int, ...]:
     if not found:
         raise argparse.ArgumentTypeError("must be numbers with commas between them, e.g. 1,2,4")
     return found
-
-
-def _names(known: tuple[str, ...]) -> Any:
-    def read(text: str) -> tuple[str, ...]:
-        asked = {part.strip() for part in text.split(",") if part.strip()}
-        if not asked or (wrong := sorted(asked - set(known))):
-            raise argparse.ArgumentTypeError(f"{wrong[0] if asked else text!r} is none of {', '.join(known)}")
-        return tuple(name for name in known if name in asked)
-
-    return read
 
 
 def _cpu_devices(text: str) -> int:

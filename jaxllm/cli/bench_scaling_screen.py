@@ -1,6 +1,5 @@
-"""Output of `jaxllm bench scaling`: rows on stdout as they come, the current activity on stderr, and a summary."""
+"""Output of `jaxllm bench scaling`: rows on stdout as they come, activities on stderr, and a summary."""
 
-import sys
 import time
 
 from jaxllm.cli import terminal
@@ -13,41 +12,23 @@ class Screen:
 
     def __init__(self, results: Results, *, quiet: bool, has_table: bool):
         self._results, self._quiet, self._has_table = results, quiet, has_table
-        self._is_terminal = sys.stderr.isatty()
         self._began = time.monotonic()
         self._print(tables(results)[MEASUREMENTS], with_header=True)
 
     def hear(self, size: int, message: SizeResult | str) -> None:
         """Show a part of a size's results, or what is done now. A part is in the results already."""
         if isinstance(message, str):
-            self._say(f"{terminal.counted(size, 'device')}: {message}")
+            if not self._quiet:
+                elapsed = terminal.duration(time.monotonic() - self._began)
+                terminal.note(f"[{elapsed}] {terminal.counted(size, 'device')}: {message}")
         elif message.rows:
             table = tables(self._results)[MEASUREMENTS]
             lines = [line for line in table.lines if line["tensor_parallel_size"] == size]
             self._print(Table(table.columns, lines[-len(message.rows) :]))
 
-    def clear(self) -> None:
-        """Remove the current activity."""
-        if self._is_terminal and not self._quiet:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
-
     def _print(self, table: Table, *, with_header: bool = False) -> None:
         if self._has_table:
-            self.clear()
             print(table.as_text(with_header=with_header), flush=True)
-
-    def _say(self, text: str) -> None:
-        """On a terminal a single line, updated in place, with the time since the start; else one line per activity."""
-        if self._quiet:
-            return
-        line = f"[{terminal.duration(time.monotonic() - self._began)}] {text}"
-        if self._is_terminal:
-            self.clear()
-            sys.stderr.write(terminal.styled(line, "dim", sys.stderr))
-            sys.stderr.flush()
-        else:
-            terminal.note(line)
 
 
 def print_summary(results: Results) -> None:

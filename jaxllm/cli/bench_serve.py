@@ -199,13 +199,13 @@ def _prompts(arguments: argparse.Namespace) -> "tuple[list[LoadPrompt], LoadProm
     return prompts, warm_up
 
 
-def read_mix(path: str, count: int | None) -> list[tuple[int, int]]:
-    """The (prompt, output) lengths in a mix file, or the first `count` of them. Raises UsageError or ConfigError."""
+def read_mix(path: str, count: int | None, option: str = "--num-prompts") -> list[tuple[int, int]]:
+    """The (prompt, output) lengths in a mix file, or the first `count` of them, of an option. Raises UsageError or ConfigError."""
     from jaxllm.http_client import datasets
 
     lengths = datasets.read_mix(path)
     if count and count > len(lengths):
-        raise UsageError(f"--num-prompts is {count}, the mix has {len(lengths)} requests")
+        raise UsageError(f"{option} is {count}, the mix has {len(lengths)} requests")
     return lengths[:count]
 
 

@@ -14,6 +14,7 @@ from jaxllm.cli.numbers import (
     fraction_or_1,
     json_object,
     name_value,
+    names,
     not_negative,
     positive,
     rate,
@@ -134,7 +135,7 @@ def _add_request_arguments(parser: Parser) -> None:
 def _add_result_arguments(parser: Parser) -> None:
     add = parser.add_argument_group("results").add_argument
     shown = "which of ttft,tpot,itl,e2el to print (default: all; a file has all)"
-    add("--percentile-metrics", type=ArgumentType(_metrics, "NAMES"), default=METRICS, help=shown)
+    add("--percentile-metrics", type=names(METRICS), default=METRICS, help=shown)
     add("--metric-percentiles", type=ArgumentType(_percentiles, "N,N"), default=(99.0,), help="(default: 99)")
     limits = "count requests within these limits, e.g. ttft:200 tpot:50"
     add("--goodput", nargs="+", type=ArgumentType(_limit, "NAME:MS"), default=[], help=limits)
@@ -162,13 +163,6 @@ def _picture_sizes(text: str) -> dict[tuple[int, int], float]:
     from jaxllm.http_client.random_pictures import read_sizes
 
     return read_sizes(text)
-
-
-def _metrics(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if wrong := [name for name in names if name not in METRICS]:
-        raise ValueError(f"{wrong[0]!r} is none of {', '.join(METRICS)}")
-    return names
 
 
 def _percentiles(text: str) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli import options, running
+from jaxllm.cli import options
 from jaxllm.cli.flags import engine_flags
 from jaxllm.cli.numbers import positive
 from jaxllm.cli.parser import Parser
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         memory = {**_memory(plan.memory), "fits": fault is None}
         told = None if fault is None else str(fault)
-        print(json.dumps({**report, "memory_plan": memory, "host_bytes_while_loading": plan.host_bytes, "fault": told}))
+        print(json.dumps({**report, "memory_plan": memory, "fault": told}))
         return 0 if fault is None else 1
     texts = {name: [_as_text(name, value)] for name, value in report.items()}
     texts["layers"] = list(_layer_kinds(plan.model_config.layers))
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, paragraphs in texts.items():
         for text in paragraphs:
             print(_paragraph(name, text))
-    print(running.memory_text(plan))
+    print(plan.memory.describe())
     verdict = "it cannot start" if isinstance(fault, ModelLoadError) else "it does not fit"
     print("it fits" if fault is None else f"{verdict}: {fault}")
     return 0 if fault is None else 1

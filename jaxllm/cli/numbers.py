@@ -1,8 +1,8 @@
-"""Types of arguments: numbers with the range that each allows, JSON objects, pairs."""
+"""Types of arguments: numbers with the range that each allows, names, JSON objects, pairs."""
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,18 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals or not name:
         raise ValueError(f"{text!r} must be NAME=VALUE")
     return name, value
+
+
+def names(known: Sequence[str]) -> ArgumentType:
+    """Some of these names, separated by commas, as a tuple in their own order."""
+
+    def read(text: str) -> tuple[str, ...]:
+        asked = {part.strip() for part in text.split(",") if part.strip()}
+        if not asked or (wrong := sorted(asked - set(known))):
+            raise ValueError(f"{wrong[0] if asked else text!r} is none of {', '.join(known)}")
+        return tuple(name for name in known if name in asked)
+
+    return ArgumentType(read, "NAMES")
 
 
 count = ArgumentType(whole_number, "N", lambda value: value >= 0, "must not be negative")

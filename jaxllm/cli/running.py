@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli.terminal import size
 from jaxllm.config import EngineConfig
 from jaxllm.log import info_once
 from jaxllm.progress import Progress
@@ -13,7 +12,6 @@ from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
-    from jaxllm.engine_plan import EnginePlan
     from jaxllm.llm import LLM
     from jaxllm.lora_request import LoRARequest
 
@@ -77,12 +75,7 @@ def dry_run(options: Mapping[str, Any]) -> int:
     for name, value in plan.config.flat().items():
         if value != defaults[name]:
             print(f"{name}: {value}")
-    print(memory_text(plan))
+    print(plan.memory.describe())
     if plan.fault is not None:
         raise plan.fault
     return 0
-
-
-def memory_text(plan: "EnginePlan") -> str:
-    """The memory plan, including the host's, in a few readable lines."""
-    return f"{plan.memory.describe()}\n  host      {size(plan.host_bytes)} at most while weights are loaded onto GPUs"

@@ -87,13 +87,18 @@ async def _watch(arguments: argparse.Namespace) -> None:
                 before = now
                 speeds.append(found["generation_tokens_per_second"])
                 if live is None:
-                    print(_one_line(found), flush=True)
+                    print(", ".join(f"{name} {text}" for name, text in _figures(found)), flush=True)
                 else:
                     live.update(_picture(found, arguments.url, speeds), refresh=True)
 
 
 def as_lines(found: Mapping[str, Any]) -> list[str]:
     """The view as text, a line for each figure."""
+    return [f"{name:<20}{text}" for name, text in _figures(found)]
+
+
+def _figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a view has, by name."""
     hit_rate, drafts = found["prefix_cache_hit_rate"], found["drafts"]
     rows = [
         ("model", ", ".join(found["models"])),
@@ -112,41 +117,17 @@ def as_lines(found: Mapping[str, Any]) -> list[str]:
         text = "–" if percentiles is None else "  ".join(f"{key} {_ms(value)}" for key, value in percentiles.items())
         rows.append((LATENCY_NAMES[name], text))
     rows += [("ended", _counts(found["finished"])), ("HTTP", _counts(found["http"]))]
-    return [f"{name:<20}{text}" for name, text in rows if text]
+    return [(name, text) for name, text in rows if text]
 
 
 def _picture(found: Mapping[str, Any], url: str, speeds: "deque[float]") -> "RenderableType":
-    from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
 
     from jaxllm.http_client.scrape import sparkline
 
-    return Panel(
-        Group(
-            Text("\n".join(as_lines(found))),
-            Text(),
-            Text("KV cache", style="dim"),
-            Text(_bar(found["kv_cache_usage"]), style="cyan"),
-            Text("generated tokens/s", style="dim"),
-            Text(sparkline(speeds), style="cyan"),
-        ),
-        title=f"{url}  {time.strftime('%H:%M:%S')}",
-        subtitle="Ctrl-C leaves",
-    )
-
-
-def _bar(fraction: float) -> str:
-    filled = round(min(max(fraction, 0.0), 1.0) * NUM_KEPT)
-    return "█" * filled + "░" * (NUM_KEPT - filled)
-
-
-def _one_line(found: Mapping[str, Any]) -> str:
-    compiling = found["compiling"] and f"compiling {_compiling(found)}"
-    state = f"running {found['num_requests_running']:.0f}, waiting {found['num_requests_waiting']:.0f}"
-    speeds = (f"{name} {found[f'{name}_tokens_per_second']:.1f} tokens/s" for name in ("prompt", "generation"))
-    parts = (_stalled(found), compiling, state, f"KV cache {found['kv_cache_usage']:.1%}", *speeds)
-    return ", ".join(part for part in parts if part)
+    text = Text("\n".join([*as_lines(found), "", "generated tokens/s:", sparkline(speeds)]))
+    return Panel(text, title=f"{url}  {time.strftime('%H:%M:%S')}", subtitle="Ctrl-C leaves")
 
 
 def _compiling(found: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Random weights: of the right shapes for measuring speed, or as the start of a training."""
+"""Random weights of the right shapes, for measuring speed."""
 
 import functools
 import math
@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.layers.build import build_model
-from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import Axes, ParamPath, axes_of, parameters, state_of
 from jaxllm.loaders.layout import Progress, expand
 from jaxllm.model_config import ModelConfig
@@ -48,7 +47,10 @@ def dummy_weights(
     groups: dict[ParamPath, dict[ParamPath, _Kind]] = {}
     for path, variable in parameters(model):
         place = sharding(mesh, axes_of(variable))
-        kind = _Kind.of(variable, stored_shapes[path], jnp.dtype(variable.dtype), place)
+        init, format, part = map(variable.get_metadata, ("init", "format", "part"))
+        kind = _Kind(
+            init, format, part, stored_shapes[path], variable.shape, jnp.dtype(variable.dtype), axes_of(variable), place
+        )
         groups.setdefault(_layer_of(path), {})[path] = kind
     distinct = dict.fromkeys(tuple(group.values()) for group in groups.values())
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -57,23 +59,11 @@ def dummy_weights(
     loaded, total = 0, sum(kind.num_bytes for group in groups.values() for kind in group.values())
     for group in groups.values():
         numbers = np.array(list(map(_number_of, group)), np.uint32)
-        made = compiled[tuple(group.values())](key, numbers, np.full(len(group), STANDARD_DEVIATION, np.float32))
+        made = compiled[tuple(group.values())](key, numbers)
         arrays.update(zip(group, made, strict=True))
         loaded += sum(kind.num_bytes for kind in group.values())
         if progress is not None:
             progress(loaded, total)
-    return state_of(model, arrays)
-
-
-def init_params(model: CausalLM, key: Array, dtype: str = "float32") -> nnx.State:
-    """The start of a training: as `dummy_weights`, with what is added to the residual stream scaled down by √(2 layers)."""
-    num_layers = len(model.blocks)
-    arrays = {}
-    for path, variable in parameters(model):
-        kind = _Kind.of(variable, variable.shape, jnp.dtype(dtype))
-        residual = path[-2] in ("out", "down")
-        deviation = STANDARD_DEVIATION / (math.sqrt(2 * num_layers) if residual else 1)
-        (arrays[path],) = _maker((kind,))(key, np.array([_number_of(path)], np.uint32), np.array([deviation], np.float32))
     return state_of(model, arrays)
 
 
@@ -87,23 +77,16 @@ class _Kind(NamedTuple):
     shape: tuple[int, ...]
     dtype: jnp.dtype
     axes: Axes
-    place: NamedSharding | None
-
-    @classmethod
-    def of(
-        cls, variable: nnx.Variable, stored_shape: tuple[int, ...], dtype: jnp.dtype, place: NamedSharding | None = None
-    ) -> Self:
-        init, format, part = map(variable.get_metadata, ("init", "format", "part"))
-        return cls(init, format, part, stored_shape, variable.shape, dtype, axes_of(variable), place)
+    place: NamedSharding
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def make(self, key: Array, deviation: Array) -> Array:
+    def make(self, key: Array) -> Array:
         draw = _Draw(key, self.stored_shape, self.axes)
         if self.init == "normal":
-            values = self.format.dummy(self.part, draw, deviation)
+            values = self.format.dummy(self.part, draw, STANDARD_DEVIATION)
         else:
             values = draw.full(self.init == "ones", "float32")
         return expand(values.astype(self.dtype), self.axes, self.shape)
@@ -144,13 +127,13 @@ def _number_of(path: ParamPath) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _maker(kinds: tuple[_Kind, ...]) -> Any:
-    """Makes parameters of their numbers and deviations."""
+    """Makes parameters of their numbers."""
 
-    def make(key: Array, number_n: Array, deviation_n: Array) -> tuple[Array, ...]:
-        return tuple(kind.make(jax.random.fold_in(key, number_n[i]), deviation_n[i]) for i, kind in enumerate(kinds))
+    def make(key: Array, number_n: Array) -> tuple[Array, ...]:
+        return tuple(kind.make(jax.random.fold_in(key, number_n[i])) for i, kind in enumerate(kinds))
 
     return jax.jit(make, out_shardings=tuple(kind.place for kind in kinds))
 
 
 def _compiled(key: Array, kinds: tuple[_Kind, ...]) -> jax.stages.Compiled:
-    return _maker(kinds).lower(key, np.zeros(len(kinds), np.uint32), np.zeros(len(kinds), np.float32)).compile()
+    return _maker(kinds).lower(key, np.zeros(len(kinds), np.uint32)).compile()

@@ -1,11 +1,9 @@
 """Fills an abstract model with weights, from whichever source, each placed on its devices as soon as it is read."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
@@ -13,19 +11,17 @@ from jax.sharding import Mesh
 from jaxllm.layers.build import build_audio_encoder, build_model, build_tower
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import ParamPath, state_of, weights
-from jaxllm.layers.source import Source
 from jaxllm.loaders import orbax
 from jaxllm.loaders.checkpoint import DTYPES, Checkpoint
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.formats import has_checkpoint, open_checkpoint
 from jaxllm.loaders.layout import Progress, raise_on_misfit
-from jaxllm.loaders.reader import Files, Reader, split_dimension
+from jaxllm.loaders.reader import Files, Reader
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.arrays import delete
-from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.mesh import on_cpu
-from jaxllm.weight_format import Expected, ParamSpec
+from jaxllm.weight_format import Expected
 
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
 """Buffers that old versions of transformers saved with the weights."""
@@ -116,38 +112,6 @@ def check_weights(config: ModelConfig, directory: Path, *, load_format: str = "a
     if config.audio is not None:
         files = Files(config, _open(directory, load_format, config, (config.audio.prefix,)))
         _check(files, directory, config, _expected(build_audio_encoder(config), files), is_part=True)
-
-
-def loading_bytes(config: ModelConfig, model: CausalLM, num_devices: int) -> int:
-    """Peak host memory in bytes while `load_checkpoint` loads onto this many GPUs, without the file cache: the slices of
-    one tensor in transfer to the devices.
-
-    Estimated without a checkpoint: its types are those of the config.
-    """
-    files, largest = Files(config), 0
-    for weight in weights(model):
-        for part, spec in weight.parts.items():
-            largest = max(largest, _transit_bytes(files, spec, weight.format.transit_bytes(part), num_devices))
-    return largest
-
-
-def _transit_bytes(files: Files, spec: ParamSpec, stored_bytes: float | None, num_devices: int) -> int:
-    """The largest of a parameter's tensors. stored_bytes: as `WeightFormat.transit_bytes`."""
-    axes, source, largest = spec.axes, spec.source.placed(spec.axes, spec.shape), 0
-    if not isinstance(source, Source):
-        is_split = any(MESH_AXES[axis] for axis in axes)
-        return 2 * math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize // (num_devices if is_split else 1)
-    if stored_bytes == 0:
-        return 0
-    split = split_dimension(source, axes)
-    for tensor in source.tensors:
-        is_widened = bool(files.beside(tensor))
-        itemsize = 4 if is_widened else stored_bytes or jnp.dtype(files.config.dtype).itemsize
-        num_bytes = int(math.prod(tensor.placed_shape) * itemsize)
-        if is_widened or (num_devices > 1 and split is not None and math.prod(tensor.placed_shape[:split]) > 1):
-            num_bytes = 2 * num_bytes // (num_devices if split is not None else 1)  # copied, then sent, device by device
-        largest = max(largest, num_bytes)
-    return largest
 
 
 def _open(directory: Path, load_format: str, config: ModelConfig, prefixes: tuple[str, ...] = ()) -> Checkpoint:

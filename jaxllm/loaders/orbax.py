@@ -1,6 +1,8 @@
-"""JAX-native checkpoints of converted models: restored straight into sharded arrays, without renaming or transposing."""
+"""JAX-native checkpoints of converted models: restored straight into sharded arrays, without renaming or transposing.
 
-import json
+`scripts/convert_checkpoint.py` writes them, in the shapes for one device, so that every mesh size can restore them.
+"""
+
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,41 +12,21 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.errors import ModelLoadError
-from jaxllm.files import read_json
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.layers.parameters import axes_of, parameters, state_of
+from jaxllm.layers.parameters import ParamPath, axes_of, parameters, state_of
 from jaxllm.loaders.layout import Progress, expand, raise_on_misfit, stored_sharding
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.axes import sharding
 
 WEIGHTS = "weights.orbax"
-TABLE = "weights.orbax.json"
-_FORMAT = 1
+"""The folder of the weights in a model directory."""
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether `save` wrote into this directory."""
-    return (directory / TABLE).is_file()
-
-
-def save(config: ModelConfig, state: nnx.State, directory: Path) -> None:
-    """Write the weights into a model directory, in the stored shapes, so that every mesh size can restore them.
-
-    `config` is the one that the state's model was built with; it must be for one device (`ModelConfig.as_stored`).
-    """
-    import orbax.checkpoint as ocp
-
-    assert config == config.as_stored(), "save the weights as loaded for one device"
-    arrays = {_name(path): variable[...] for path, variable in parameters(state)}
-    directory.mkdir(parents=True, exist_ok=True)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((directory / WEIGHTS).absolute(), arrays, force=True)
-    table = {name: {"shape": list(array.shape), "dtype": str(array.dtype)} for name, array in arrays.items()}
-    text = json.dumps({"format": _FORMAT, "architecture": config.architecture, "parameters": table}, indent=1)
-    # Last, so that an interrupted save does not look like a checkpoint.
-    (directory / TABLE).write_text(text + "\n", encoding="utf-8")
+    """Whether a model directory has one."""
+    return (directory / WEIGHTS).is_dir()  # orbax gives it this name once it is whole
 
 
 def restore(
@@ -60,7 +42,7 @@ def restore(
     found = _shapes(directory)
     # A head that is not needed is read and dropped.
     as_stored = replace(config.as_stored(), generates=config.generates or any(name.startswith("head.") for name in found))
-    stored = {_name(path): variable for path, variable in parameters(build_model(as_stored))}
+    stored = {name_of(path): variable for path, variable in parameters(build_model(as_stored))}
     if reason := next(filter(None, (format.unrestorable(found) for format in config.formats)), ""):
         raise ModelLoadError(f"{directory} {reason}")
     raise_on_misfit(directory, config, {name: tuple(variable.shape) for name, variable in stored.items()}, found)
@@ -73,7 +55,7 @@ def restore(
     options = {}
     if isinstance(model, CausalLM) and model.is_stage:
         options["partial_restore"] = True
-        wanted = {name: wanted[name] for name in (_name(path) for path, _ in parameters(model))}
+        wanted = {name: wanted[name] for name in (name_of(path) for path, _ in parameters(model))}
     arguments = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), **options)
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=largest_gb + 1)) as checkpointer:
@@ -85,7 +67,7 @@ def restore(
         progress(total, total)
     placed = {}
     for path, variable in parameters(model):
-        array, axes, shape = arrays.pop(_name(path)), axes_of(variable), tuple(variable.shape)
+        array, axes, shape = arrays.pop(name_of(path)), axes_of(variable), tuple(variable.shape)
         if array.shape != shape:
             array = convert(expand, sharding(mesh, axes), array, axes=axes, shape=shape)
         placed[path] = array
@@ -93,20 +75,19 @@ def restore(
 
 
 def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the arrays that `save` wrote, by name."""
-    path = directory / TABLE
-    if not path.is_file():
-        raise ModelLoadError(f"{directory} has no {TABLE}: it is not an orbax checkpoint of this project")
-    table = read_json(path, error=ModelLoadError)
+    """Shapes of the arrays, by name."""
+    import orbax.checkpoint as ocp
+
+    if not is_checkpoint(directory):
+        raise ModelLoadError(f"{directory} has no {WEIGHTS}: it is not an orbax checkpoint of this project")
     try:
-        found = {name: tuple(fields["shape"]) for name, fields in table["parameters"].items()}
-        known = table["format"] == _FORMAT
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{path} is corrupt ({error!r}); convert the model again") from error
-    if not known:
-        raise ModelLoadError(f"{path} has format {table['format']}, this version reads {_FORMAT}; convert the model again")
-    return found
+        with ocp.StandardCheckpointer() as checkpointer:
+            arrays = checkpointer.metadata((directory / WEIGHTS).absolute()).item_metadata.tree
+        return {name: tuple(array.shape) for name, array in arrays.items()}
+    except Exception as error:  # orbax documents no exception types
+        raise ModelLoadError(f"{directory / WEIGHTS} is truncated or corrupt; convert it again ({error!r})") from error
 
 
-def _name(path: tuple[str | int, ...]) -> str:
+def name_of(path: ParamPath) -> str:
+    """The name of a parameter's array."""
     return ".".join(map(str, path))

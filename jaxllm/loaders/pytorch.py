@@ -9,15 +9,15 @@ import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-import numpy as np
-
 from jaxllm.errors import ModelLoadError
 from jaxllm.files import open_regular
 from jaxllm.loaders import checkpoint, torch_pickle
-from jaxllm.loaders.checkpoint import TensorEntry, span_bytes
+from jaxllm.loaders.checkpoint import NUMPY_TYPES, TensorEntry, span_bytes
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Lengths of a zip member's name and of its extra field, which the data follows."""
+_CODES = {dtype: code for code, dtype in NUMPY_TYPES.items()}
+"""Safetensors' names of types."""
 _MAX_LISTING_BYTES = 8 * 2**20
 """Size of the list of an archive's members: a tensor takes some 100."""
 
@@ -106,12 +106,11 @@ def _start_of_data(stream: BinaryIO, info: zipfile.ZipInfo) -> int:
 
 def _entry(file: Path, name: str, tensor: torch_pickle.Tensor, start: int, num_bytes: int) -> TensorEntry:
     """start, num_bytes: of the storage."""
-    itemsize = tensor.storage.type.itemsize
-    strides = tuple(stride * itemsize for stride in tensor.strides)
+    dtype = tensor.storage.dtype
+    strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
     if min((tensor.offset, *tensor.shape, *strides)) < 0:
         raise ValueError(f"{name} has negative sizes")
-    offset = tensor.offset * itemsize
-    length = span_bytes(np.dtype(f"V{itemsize}"), tensor.shape, strides)
+    offset, length = tensor.offset * dtype.itemsize, span_bytes(dtype, tensor.shape, strides)
     if offset + length > num_bytes:
         raise ValueError(f"{name} ends at byte {offset + length} of its storage, which has {num_bytes}")
-    return TensorEntry(file, tensor.storage.type.dtype, tensor.shape, start + offset, length, strides)
+    return TensorEntry(file, _CODES.get(dtype, dtype.name), tensor.shape, start + offset, length, strides)

@@ -21,11 +21,11 @@ from jaxllm.weight_format import ParamSpec
 
 
 class Files:
-    """A checkpoint and the formats of a model; without a checkpoint what is known before there is one."""
+    """A checkpoint and the formats of a model."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint | None = None):
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint):
         self.config, self._checkpoint = config, checkpoint
-        self.entries: Mapping[str, TensorEntry] = {} if checkpoint is None else checkpoint.entries
+        self.entries: Mapping[str, TensorEntry] = checkpoint.entries
 
     @functools.cached_property
     def linears(self) -> Collection[str]:
@@ -34,7 +34,6 @@ class Files:
 
     def tensor(self, name: str) -> np.ndarray:
         """A whole tensor as the file has it."""
-        assert self._checkpoint is not None
         return self._checkpoint.tensor(name)
 
     def stored(self, tensor: Tensor, index: Index) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Weights and activations as 8-bit floats (float8_e4m3fn, arXiv:2209.05433), and the product of both."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,11 @@ def product(weight_values: Array, weight_scale: Array, x: Array, shards: Shards 
     values, scale = quantize(x, largest=shards.max)
     outputs = weight_scale.shape
     weight = weight_values.reshape(*outputs, -1)
-    y = lax.platform_dependent(values, weight, cpu=_dot_of_wide, default=_dot_for(x.dtype))
+    # float16 would overflow: the sums are not scaled yet.
+    dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+    y = lax.platform_dependent(values, weight, cpu=_dot_of_wide, default=partial(_dot, dtype=dtype))
     scale = scale.reshape(*x.shape[:-1], *(1,) * len(outputs))
-    return (y.astype(jnp.float32) * scale * weight_scale).astype(x.dtype)
+    return (y * scale * weight_scale).astype(x.dtype)
 
 
 def quantize(x: Array, num_contracted: int = 1, *, largest: Callable[[Array], Array] = ONE_DEVICE.max) -> tuple[Array, Array]:
@@ -50,22 +53,12 @@ def narrow(x: Array) -> Array:
     return jnp.clip(x, -LARGEST, LARGEST).astype(DTYPE)
 
 
-def _dot_for(dtype: jnp.dtype):  # type: ignore[no-untyped-def]
-    """The product for accelerators. XLA makes it cuBLASLt's fp8 GEMM, or a Triton one; where there is neither it widens."""
-    # float16 would overflow: the sums are not scaled yet.
-    out_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-
-    def dot(values: Array, weight: Array) -> Array:
-        return _dot(values, weight, out_dtype).astype(jnp.float32)
-
-    return dot
+def _dot(values: Array, weight: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """The product, summed in `dtype`. XLA makes it cuBLASLt's fp8 GEMM, or a Triton one; where there is neither it widens."""
+    contracted = ((values.ndim - 1,), (weight.ndim - 1,))
+    return lax.dot_general(values, weight, (contracted, ((), ())), preferred_element_type=dtype).astype(jnp.float32)
 
 
 def _dot_of_wide(values: Array, weight: Array) -> Array:
     """The product for a CPU, whose fp8 products are slow: the same numbers in float32."""
     return _dot(values.astype(jnp.float32), weight.astype(jnp.float32), jnp.float32)
-
-
-def _dot(values: Array, weight: Array, out_dtype: jax.typing.DTypeLike) -> Array:
-    contracted = ((values.ndim - 1,), (weight.ndim - 1,))
-    return lax.dot_general(values, weight, (contracted, ((), ())), preferred_element_type=out_dtype)

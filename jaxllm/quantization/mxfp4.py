@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxllm.parallel.arrays import convert
-from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS, pack, unpack
+from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS, pack
 
 
 def widen(blocks: Array, scales: Array, dtype: str) -> Array:
@@ -44,8 +44,3 @@ def _widened_part(stored: Array, scales: Array, permutation: tuple[int, ...], st
 def pack_tensor(stored: Array, permutation: tuple[int, ...]) -> tuple[Array]:
     """A parameter of words, from the bytes [..., K / 2] that a checkpoint holds."""
     return (pack(stored.reshape(*stored.shape[:-1], -1, BLOCK // 2)).transpose(permutation),)
-
-
-def stored_bytes(words: Array) -> Array:
-    """Uint8 [..., K / 2]: 4-bit values as checkpoints hold them."""
-    return unpack(words).reshape(*words.shape[:-1], -1)

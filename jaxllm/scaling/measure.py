@@ -135,16 +135,16 @@ class Measurer:
             pure = [each for each in runs if each.note is None]
         runs = pure or runs
         best = min(runs, key=lambda each: each.seconds)
-        prompts, outputs = ([pair[i] for pair in lengths] for i in range(2))
-        if best.contexts:
-            num_steps, requests = best.num_steps, [(context, best.num_steps + 1) for context in best.contexts]
+        prompts, outputs = zip(*lengths, strict=True)
+        if work == DECODE:
+            num_steps, lengths = best.num_steps, [(context, best.num_steps + 1) for context in best.contexts]
         else:
-            num_steps, requests = max(max(outputs), -(-sum(outputs) // self.scheduler.max_num_seqs)), list(lengths)
-        least = self.cost.work(requests, num_steps=num_steps, skip_prompts=bool(best.contexts))
+            num_steps = max(*outputs, -(-sum(outputs) // self.scheduler.max_num_seqs))
+        least = self.cost.work(lengths, num_steps=num_steps, skip_prompts=work == DECODE)
         row = Row(
             self.size,
             work,
-            len(lengths),
+            len(prompts),
             num_tokens=sum(prompts if work == PREFILL else outputs),
             num_steps=best.num_steps,
             run_seconds=[each.seconds for each in runs],

@@ -62,8 +62,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def mixed_requests(count: int, input_len: int, output_len: int) -> tuple[tuple[int, int], ...]:
     """(prompt, output) lengths of a mix, the same each time: uniform from a quarter of each length to twice of it."""
     rng = random.Random(0)
-
-    def length(middle: int) -> int:
-        return rng.randint(max(1, middle // 4), max(1, middle * 2))
-
-    return tuple((length(input_len), length(output_len)) for _ in range(count))
+    middles = (input_len, output_len) * count
+    lengths = [rng.randint(max(1, middle // 4), max(1, middle * 2)) for middle in middles]
+    return tuple(zip(lengths[::2], lengths[1::2], strict=True))

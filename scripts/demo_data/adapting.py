@@ -13,10 +13,10 @@ from jax import Array
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.linear import Linear, precision_of
-from jaxllm.loaders import safetensors
 from jaxllm.lora.targets import adaptable
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import Shards
+from scripts.saving import write_safetensors
 
 from .training import Batches, Recipe, Training, make_optimizer, mean_losses
 
@@ -107,7 +107,7 @@ def save_adapter(directory: Path, sizes: Sizes, params: Params, base: str, dtype
     text = json.dumps(sizes.config_json(base, params), indent=2)
     (directory / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
     tensors = {f"base_model.model.{name}": np.asarray(params[name].astype(dtype)) for name in sorted(params)}
-    safetensors.write(directory / "adapter_model.safetensors", tensors)
+    write_safetensors(directory / "adapter_model.safetensors", tensors)
 
 
 class Adapting(Training):

@@ -100,7 +100,12 @@ def render_question(dialogue: Dialogue) -> str:
     return render(dialogue.messages[:-1], dialogue.tools, ask=True)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int = 4096,
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    roles: Sequence[str] = ROLES,
+) -> Tokenizer:
     """Byte-level BPE. The roles of a chat are one token each, which the training mask relies on."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -109,19 +114,24 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(TOOL_TAGS),
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special_tokens),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TOOL_TAGS])
-    for role in ROLES:
+    for role in roles:
         if len(tokenizer.encode(role).ids) != 1:
             raise RuntimeError(f"the role {role!r} is not one token of the trained vocabulary")
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+def save_tokenizer(
+    tokenizer: Tokenizer,
+    directory: Path,
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    chat_template: str = CHAT_TEMPLATE,
+) -> None:
     """Writes tokenizer.json and tokenizer_config.json."""
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
     special = {
@@ -133,7 +143,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
             "single_word": False,
             "special": True,
         }
-        for place, token in enumerate(SPECIAL_TOKENS)
+        for place, token in enumerate(special_tokens)
     }
     config = {
         "added_tokens_decoder": special,
@@ -143,6 +153,6 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": MAX_LENGTH,
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -11,8 +11,8 @@ from jax import Array
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
-from jaxllm.loaders.dummy import init_params
 from jaxllm.model_config import ModelConfig
+from scripts.demo_data.initial_weights import init_params
 
 from . import eagle3
 from .eagle3 import Eagle3Sizes

@@ -16,8 +16,8 @@ from jax import Array
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
 from jaxllm.layers.step import Adapt
-from jaxllm.loaders.dummy import init_params
 from jaxllm.model_config import ModelConfig
+from scripts.demo_data.initial_weights import init_params
 
 from .packing import STARTS, TOKEN_MASK, TRAINED
 

@@ -11,6 +11,7 @@ import pytest
 from scipy.special import log_softmax
 
 from jaxllm.loaders import safetensors
+from scripts.saving import write_safetensors
 from tests.helpers import goldens
 
 pytestmark = pytest.mark.slow
@@ -82,7 +83,7 @@ def write_model(directory: Path, architecture: str, **tensors: np.ndarray) -> Pa
     (directory / "config.json").write_text(json.dumps({**raw, "architectures": [architecture], "model_type": "example"}))
     checkpoint = safetensors.Checkpoint(source)
     found = {name: np.asarray(checkpoint.tensor(name)) for name in checkpoint.entries}
-    safetensors.write(directory / "model.safetensors", {**found, **tensors})
+    write_safetensors(directory / "model.safetensors", {**found, **tensors})
     return directory
 
 

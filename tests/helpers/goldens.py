@@ -13,10 +13,10 @@ from flax import nnx
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
 from jaxllm.loaders.load import load_weights
-from jaxllm.loaders.save import save_safetensors
 from jaxllm.model_config import ModelConfig
 from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
+from scripts.saving import save_safetensors
 
 FOLDER = Path(os.environ.get("JAXLLM_GOLDENS") or Path(__file__).parent.parent / "goldens")
 NAMES = tuple(sorted(path.parent.name for path in FOLDER.glob("*/golden.json")))

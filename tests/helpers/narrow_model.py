@@ -6,9 +6,9 @@ import jax
 from flax import nnx
 
 from jaxllm.layers.build import build_model
-from jaxllm.loaders.dummy import init_params
 from jaxllm.models import llama
 from jaxllm.models.config_reader import ConfigReader
+from scripts.demo_data.initial_weights import init_params
 
 SIZES = {
     "vocab_size": 96,

@@ -15,6 +15,7 @@ from jaxllm.loaders.checkpoint import DTYPES
 from jaxllm.lora.checkpoint import read_adapter
 from jaxllm.lora.shapes import ExpertPart, TargetShape, expert_targets
 from jaxllm.models.load_config import load_model_config, read_config_json
+from scripts.saving import write_safetensors
 
 EMBEDDINGS = ("embed_tokens", "wte")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -123,7 +124,7 @@ def write(
         fields.setdefault("target_parameters", ["experts.gate_up_proj", "experts.down_proj"])
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(fields), encoding="utf-8")
-    safetensors.write(directory / "adapter_model.safetensors", tensors)
+    write_safetensors(directory / "adapter_model.safetensors", tensors)
     return directory
 
 
@@ -167,7 +168,7 @@ def merged(model: Path, adapter: Path, directory: Path) -> Path:
         if file.suffix != ".safetensors" and file.name != "golden.json":
             shutil.copy(file, directory)
     (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32"}), encoding="utf-8")
-    safetensors.write(directory / "model.safetensors", {name: np.ascontiguousarray(t) for name, t in weights.items()})
+    write_safetensors(directory / "model.safetensors", {name: np.ascontiguousarray(t) for name, t in weights.items()})
     return directory
 
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxllm.loaders import safetensors
+from scripts.saving import write_safetensors
 
 VOCAB_SIZE = 512
 SPECIAL = (
@@ -102,7 +102,7 @@ def write(
     generator = np.random.RandomState(seed)  # of which NumPy never changes what it draws
     stored = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     tensors = {name: _values(name, shape, generator, gain, tied).astype(stored) for name, shape in sorted(shapes.items())}
-    safetensors.write(directory / "model.safetensors", tensors)
+    write_safetensors(directory / "model.safetensors", tensors)
     return directory
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxllm.loaders import safetensors
+from scripts.saving import write_safetensors
 
 POSITIONS = 50
 SPECIAL = (
@@ -61,7 +61,7 @@ def write(directory: Path, *, seed: int = 0, gain: float = 2.0) -> Path:
     (directory / "tokenizer.json").write_text(_tokenizer().to_str(), encoding="utf-8")
     generator = np.random.RandomState(seed)  # of which NumPy never changes what it draws
     tensors = {name: _values(name, shape, generator, gain) for name, shape in sorted(_shapes().items())}
-    safetensors.write(directory / "model.safetensors", tensors)
+    write_safetensors(directory / "model.safetensors", tensors)
     return directory
 
 

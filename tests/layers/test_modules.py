@@ -13,9 +13,9 @@ from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.source import Module
-from jaxllm.loaders.dummy import init_params
 from jaxllm.model_parts import Norm
 from jaxllm.models.load_config import load_model_config
+from scripts.demo_data.initial_weights import init_params
 from tests.helpers import goldens
 
 

@@ -11,7 +11,6 @@ from jaxllm.config import ModelOptions
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model, build_tower
 from jaxllm.layers.parameters import parameters
-from jaxllm.loaders import safetensors
 from jaxllm.loaders.encoder import load_encoder, vision_weights
 from jaxllm.loaders.formats import open_checkpoint
 from jaxllm.loaders.load import check_weights, load_weights
@@ -19,6 +18,7 @@ from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.progress import SILENT
 from jaxllm.runner.weights import Weights
+from scripts.saving import write_safetensors
 from tests.helpers import pictures, vision_checkpoint
 from tests.helpers.slow import slow_except
 
@@ -33,7 +33,7 @@ def changed(directory, to, change):
     checkpoint = open_checkpoint(directory)
     tensors = change({name: checkpoint.tensor(name) for name in checkpoint.entries})
     (to / "config.json").write_text((directory / "config.json").read_text())
-    safetensors.write(to / "model.safetensors", tensors)
+    write_safetensors(to / "model.safetensors", tensors)
     return to
 
 

@@ -15,10 +15,10 @@ from jaxllm.loaders import gguf as gguf_loader
 from jaxllm.loaders import safetensors
 from jaxllm.loaders.gguf import READABLE
 from jaxllm.loaders.load import load_checkpoint, load_weights
-from jaxllm.loaders.save import save_safetensors
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.text.tokenizer import load_tokenizer
+from scripts.saving import save_safetensors, write_safetensors
 from tests.helpers import goldens, tiny_tokenizers
 from tests.helpers.slow import slow_except
 
@@ -180,7 +180,7 @@ def test_families_and_number_formats(tmp_path, monkeypatch, architecture):
         TYPES,
         **({"split_max_tensors": 8} if architecture == "qwen2" else {}),
     )
-    safetensors.write(plain / "model.safetensors", read)
+    write_safetensors(plain / "model.safetensors", read)
     parts = sorted(tmp_path.glob("model*.gguf"))
     assert len(parts) == (5 if architecture == "qwen2" else 1)
     directory = resolve_model(str(parts[0]))

@@ -11,10 +11,10 @@ from jaxllm.errors import JaxLLMError, ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.layers.parameters import parameters
 from jaxllm.loaders import orbax
-from jaxllm.loaders.dummy import init_params
 from jaxllm.loaders.load import load_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
+from scripts.demo_data.initial_weights import init_params
 from tests.helpers import goldens
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
@@ -75,13 +75,15 @@ def test_orbax_misfits_come_in_one_error(converted, tmp_path):
 
 def test_damaged_orbax_checkpoint_is_told(converted, tmp_path):
     directory = shutil.copytree(converted, tmp_path / "model")
-    shutil.rmtree(directory / orbax.WEIGHTS)
-    with pytest.raises(ModelLoadError, match="truncated or corrupt"):
+    weights = directory / orbax.WEIGHTS
+    for part in ("d", "ocdbt.process_0"):
+        shutil.rmtree(weights / part)
+    with pytest.raises(ModelLoadError, match="truncated or corrupt.*convert it again"):
         goldens.load(directory)
-    (directory / orbax.TABLE).write_text("{}")
-    with pytest.raises(ModelLoadError, match="corrupt.*convert the model again"):
+    (weights / "_METADATA").write_text("{}")
+    with pytest.raises(ModelLoadError, match="truncated or corrupt.*convert it again"):
         goldens.load(directory)
-    (directory / orbax.TABLE).unlink()
+    shutil.rmtree(weights)
     with pytest.raises(ModelLoadError, match="not an orbax checkpoint"):
         goldens.load(directory, load_format="orbax")
 

@@ -11,13 +11,12 @@ from flax import nnx
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.layers.parameters import axes_of, parameters
-from jaxllm.loaders import safetensors
 from jaxllm.loaders.load import load_checkpoint, load_weights
 from jaxllm.loaders.safetensors import Checkpoint
-from jaxllm.loaders.save import save_safetensors
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
+from scripts.saving import save_safetensors, write_safetensors
 from tests.helpers import goldens
 from tests.helpers.slow import slow_except
 
@@ -38,7 +37,7 @@ def rewrite(directory, change):
     checkpoint = Checkpoint(directory)
     tensors = {name: np.array(checkpoint.tensor(name)) for name in checkpoint.entries}
     change(tensors)
-    safetensors.write(directory / "model.safetensors", tensors)
+    write_safetensors(directory / "model.safetensors", tensors)
 
 
 def assert_equal(a: nnx.State, b: nnx.State):
@@ -87,7 +86,7 @@ def test_sharded_checkpoint_equals_the_single_file(directory, tmp_path):
     names = sorted(checkpoint.entries)
     files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
     for file, part in files.items():
-        safetensors.write(sharded / file, {name: checkpoint.tensor(name) for name in part})
+        write_safetensors(sharded / file, {name: checkpoint.tensor(name) for name in part})
     (sharded / "model.safetensors").unlink()
     index = {"weight_map": {name: file for file, part in files.items() for name in part}}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -110,7 +109,7 @@ def test_only_tensors_that_are_needed_are_touched(directory, monkeypatch, layers
     checkpoint = Checkpoint(directory)
     names = sorted(checkpoint.entries)
     for name in names:
-        safetensors.write(directory / f"{name}.safetensors", {name: checkpoint.tensor(name)})
+        write_safetensors(directory / f"{name}.safetensors", {name: checkpoint.tensor(name)})
     (directory / "model.safetensors").unlink()
     index = {"weight_map": {name: f"{name}.safetensors" for name in names}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -214,7 +213,7 @@ def entry(name: bytes = b"a", dtype: bytes = b"F32", shape: bytes = b"1") -> byt
         (lambda data: data[:5], "it has 5 bytes"),
         (lambda data: b"", "it has 0 bytes"),
         (lambda data: b"\xff" * 8 + data[8:], "its header should have 18446744073709551615 bytes"),
-        (lambda data: data[:8] + b"\x00" + data[9:], "its header is not a JSON object"),
+        (lambda data: data[:8] + b"\x00" + data[9:], "its header is not a JSON object of tensors: JSON is malformed"),
         (lambda data: data.replace(b'"shape":[64]', b'"shape":[65]', 1), "the header entry of"),
         (lambda data: data.replace(b'"shape":[64]', b'"shape":"64"', 1), "the header entry of"),
         (lambda data: struct.pack("<Q", 2) + b"[]", "not a JSON object"),
@@ -222,18 +221,18 @@ def entry(name: bytes = b"a", dtype: bytes = b"F32", shape: bytes = b"1") -> byt
         (lambda data: with_header(entry(shape=b"9223372036854775807," * 50_000 + b"1")), "1000048 bytes, at most 4096"),
         (lambda data: with_header(entry(shape=b"1," * 64 + b"1")), "the header entry of a .*Expected `array` of length <= 64"),
         (lambda data: with_header(entry(dtype=b"F4", shape=b"9999999")), "the header entry of a"),
-        (lambda data: with_header(entry(name=b"a" * 513)), "the name b'\"a*'… in its header is wrong"),
+        (lambda data: with_header(entry(name=b"a" * 513)), "Expected `str` of length <= 512"),
         (lambda data: with_header(b"{%b,%b}" % (entry()[1:-1], entry(b"b")[1:-1])), "a and b share bytes"),
-        (lambda data: with_header(b'{"a":' * 10**5), "not JSON at byte 1,"),
+        (lambda data: with_header(b'{"a":' * 10**5), "truncated or corrupt: maximum recursion depth"),
         (
-            lambda data: with_header(b'{"__metadata__":{"a":"%b"}}' % (b"x" * 2**20)),
-            "not JSON at byte 1, or has more than 1048576",
+            lambda data: with_header(b"{%b}" % b",".join(b'"%d":1' % i for i in range(2**19 + 1))),
+            "its header has 524289 colons, at most 524288",
         ),
-        (lambda data: with_header(entry() + b"x"), "not JSON at byte"),
+        (lambda data: with_header(entry() + b"x"), "trailing characters .byte 55"),
     ],
     ids=[
         *("data cut", "header cut", "5 bytes", "empty", "length", "not json", "offsets", "shape", "list", "long header"),
-        *("million dimensions", "65 dimensions", "unknown type", "name", "shared", "deep", "metadata", "more"),
+        *("million dimensions", "65 dimensions", "unknown type", "name", "shared", "deep", "members", "more"),
     ],
 )
 def test_damaged_file_is_named(directory, damage, told):
@@ -281,7 +280,7 @@ def test_written_files_can_be_read_by_the_safetensors_library(tmp_path):
         "b": np.ones(3, np.float16),
         "c": np.ones((2, 1), ml_dtypes.bfloat16),
     }
-    safetensors.write(tmp_path / "model.safetensors", tensors)
+    write_safetensors(tmp_path / "model.safetensors", tensors)
     read = library.load_file(tmp_path / "model.safetensors")
     for name, array in tensors.items():
         np.testing.assert_array_equal(np.asarray(read[name], np.float32), np.asarray(array, np.float32))

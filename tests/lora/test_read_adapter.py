@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import AdapterError
-from jaxllm.loaders import safetensors
 from jaxllm.lora.checkpoint import AdapterFiles, read_adapter
 from jaxllm.lora.shapes import TargetShape
+from scripts.saving import write_safetensors
 from tests.helpers import goldens, peft_files
 
 Q, K = (f"model.layers.0.self_attn.{name}_proj" for name in "qk")
@@ -46,7 +46,7 @@ GOOD = pair(f"base_model.model.{Q}")
 def write(directory: Path, tensors: dict[str, np.ndarray] = GOOD, **config: Any) -> Path:
     directory.mkdir(exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}), encoding="utf-8")
-    safetensors.write(directory / "adapter_model.safetensors", tensors)
+    write_safetensors(directory / "adapter_model.safetensors", tensors)
     return directory
 
 
@@ -345,7 +345,7 @@ def test_a_file_that_changes_after_the_check_is_noticed(tmp_path, how):
     if how == "gone":
         weights.unlink()
     elif how == "replaced":
-        safetensors.write(tmp_path / "new", GOOD)
+        write_safetensors(tmp_path / "new", GOOD)
         (tmp_path / "new").rename(weights)
     else:
         weights.write_bytes(weights.read_bytes()[:-8])

@@ -20,6 +20,7 @@ from jaxllm.loaders.load import load_checkpoint, load_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
+from scripts.saving import save_orbax, write_safetensors
 from tests.helpers import goldens
 from tests.helpers.slow import slow_except
 
@@ -50,7 +51,7 @@ def write(directory, quantization_config, quantize, *, golden="llama_gqa", more=
     for name in source.entries:
         is_linear = name.endswith(".weight") and name.split(".")[-2] in LINEAR
         tensors |= quantize(name, np.asarray(source.tensor(name), np.float32)) if is_linear else {name: source.tensor(name)}
-    safetensors.write(directory / "model.safetensors", tensors | (more or {}))
+    write_safetensors(directory / "model.safetensors", tensors | (more or {}))
     config = json.loads((goldens.FOLDER / golden / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config}))
     return directory
@@ -323,7 +324,7 @@ def test_converted_checkpoints_of_blocks_load_again(tmp_path, quantization):
 
 def test_plain_orbax_weights_are_not_quantised_while_loading(tmp_path):
     config, state = load(goldens.FOLDER / "qwen3")
-    orbax.save(config, state, tmp_path)
+    save_orbax(config, state, tmp_path)
     shutil.copy(goldens.FOLDER / "qwen3" / "config.json", tmp_path)
     with pytest.raises(
         ModelLoadError, match=r"convert the original again with scripts/convert_checkpoint\.py --quantization fp8"

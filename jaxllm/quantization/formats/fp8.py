@@ -178,9 +178,6 @@ class Fp8(WeightFormat):
             wide[start:stop] *= scale[row[start]].astype(np.float32)[column]
         return wide.reshape(part.shape)
 
-    def transit_bytes(self, part: str) -> int | None:
-        return 0 if part == "scale" else 1 if self._is_stored else None
-
     def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
         """A scale for all outputs, and values with a deviation of 100."""
         from jaxllm.quantization.fp8 import narrow
@@ -188,9 +185,6 @@ class Fp8(WeightFormat):
         return (
             draw.full(deviation / _DUMMY_DEVIATION, "float32") if part == "scale" else narrow(_DUMMY_DEVIATION * draw.normal())
         )
-
-    def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
-        return np.asarray(array)
 
     def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
         """Compressed-tensors with a scale per output channel."""

@@ -25,12 +25,6 @@ class KVScales(WeightFormat):
     def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
         yield from ((part, reader.array(spec, lambda tensor, _: _scale(reader, tensor))) for part, spec in parts.items())
 
-    def transit_bytes(self, part: str) -> float | None:
-        return 0
-
-    def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
-        return np.asarray(array)
-
 
 def _scale(files: Files, tensor: Tensor) -> np.ndarray:
     """The scale of keys or of values, float32 [1], under any of the names that writers give it."""

@@ -5,8 +5,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import numpy as np
-
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource, Index, Source, Tensor
 from jaxllm.quantization.formats.patterns import begins, read_names
@@ -166,21 +164,11 @@ class Mxfp4(WeightFormat):
                 f"scales up to 2^{LARGEST_EXPONENT - _BIAS}; use --dequantize"
             )
 
-    def transit_bytes(self, part: str) -> float | None:
-        return (BLOCK // 2 + 1) / BLOCK if part == WHOLE else 1
-
     def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
         """Weights have a deviation of 0.023."""
         if part == WHOLE:
             return super().dummy(part, draw, deviation)
         return draw.bits("uint16") if part == "words" else draw.full(_DUMMY_EXPONENT, "uint8")
-
-    def saved(self, part: str, array: Array, dtype: np.dtype) -> np.ndarray:
-        from jaxllm.quantization.mxfp4 import stored_bytes
-
-        if part == WHOLE:
-            return super().saved(part, array, dtype)
-        return np.asarray(stored_bytes(array) if part == "words" else array)
 
     def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
         return given if self.computes else None

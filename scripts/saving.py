@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face checkpoint that transformers, and everything that reads its format, can load."""
+"""Writes models: as Hugging Face checkpoints that transformers, and everything that reads their format, can load; for orbax."""
 
 import json
 from collections.abc import Mapping
@@ -8,33 +8,56 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors.numpy import save_file
 
 from jaxllm.errors import JaxLLMError
 from jaxllm.layers.parameters import parameters, source_of
-from jaxllm.loaders import safetensors
+from jaxllm.loaders import orbax
 from jaxllm.model_config import ModelConfig
+from jaxllm.weight_format import PLAIN
 
 
 def save_safetensors(
     config: ModelConfig, state: nnx.State, directory: Path, described: Mapping[str, Any], *, dtype: str | None = None
 ) -> None:
-    """Write config.json and model.safetensors. `dtype` is that of the file, but for fp8 weights; default: `config.dtype`.
+    """Write config.json and model.safetensors. `dtype` is that of plain weights in the file; default: `config.dtype`.
 
-    `config` must be for one device (`ModelConfig.as_stored`), as the state's arrays must be. `described` is the config.json that it
-    was read from.
+    `config` must be for one device (`ModelConfig.as_stored`), as the state's arrays must be, without experts in 4 bits. `described` is
+    the config.json that it was read from.
     """
-    assert config == config.as_stored(), "save the weights as trained on one device"
+    assert config == config.as_stored() and not config.has_packed_experts, "save the weights as trained on one device"
     stored_dtype = jnp.dtype(dtype or config.dtype)
     tensors: dict[str, np.ndarray] = {}
     for _, variable in parameters(state):
-        format, part = variable.get_metadata("format"), variable.get_metadata("part")
-        source_of(variable).write(format.saved(part, variable[...], stored_dtype), tensors)
+        array = np.asarray(variable[...])
+        is_plain = variable.get_metadata("format") == PLAIN
+        source_of(variable).write(array.astype(stored_dtype) if is_plain else array, tensors)
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_config_json(config, described, str(stored_dtype)), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     partial = directory / "model.safetensors.partial"
-    safetensors.write(partial, dict(sorted(tensors.items())))
+    write_safetensors(partial, tensors)
     partial.replace(directory / "model.safetensors")
+
+
+def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write tensors by name."""
+    contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    save_file(contiguous, file, {"format": "pt"})
+
+
+def save_orbax(config: ModelConfig, state: nnx.State, directory: Path) -> None:
+    """Write the weights into a model directory as `jaxllm.loaders.orbax` restores them.
+
+    `config` is the one that the state's model was built with; it must be for one device (`ModelConfig.as_stored`).
+    """
+    import orbax.checkpoint as ocp
+
+    assert config == config.as_stored(), "save the weights as loaded for one device"
+    arrays = {orbax.name_of(path): variable[...] for path, variable in parameters(state)}
+    directory.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((directory / orbax.WEIGHTS).absolute(), arrays, force=True)
 
 
 def _config_json(config: ModelConfig, described: Mapping[str, Any], dtype: str) -> dict[str, Any]:

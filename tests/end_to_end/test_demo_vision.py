@@ -1,0 +1,110 @@
+"""The demo model that sees, as users meet it: the README's command, held-out questions, JSON by a schema, several pictures, none."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.cli.main import main
+from jaxllm.hub import resolve_model
+from scripts.demo_data.vision import scoring
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = LLM(model="demo_vision", dtype="float32", max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512)
+    yield llm
+    llm.shutdown()
+
+
+def test_it_has_at_most_12_megabytes():
+    directory = resolve_model("demo_vision")
+    assert sum(path.stat().st_size for path in directory.iterdir()) < 12e6
+    assert json.loads((directory / "config.json").read_text())["architectures"] == ["Qwen3VLForConditionalGeneration"]
+
+
+@pytest.mark.slow
+def test_the_command_of_the_readme(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    pattern = r"^jaxllm (generate -m demo_vision .*?) +# (.*)$"
+    [(command, answer)] = re.findall(pattern, (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    main(shlex.split(command))
+    assert capsys.readouterr().out.strip() == answer
+
+
+@pytest.mark.slow
+def test_held_out_questions(llm):
+    questions = scoring.held_out(8)
+    prompts = [{"prompt": asked.prompt, "multi_modal_data": {"image": list(asked.pictures)}} for asked in questions]
+    params = SamplingParams(temperature=0, max_tokens=scoring.MAX_ANSWER_TOKENS)
+    answers = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    scores, report = scoring.score(questions, answers)
+    shares = {skill: right / count for skill, (right, count) in scores.items()}
+    assert shares.pop("read") >= 0.6 and min(shares.values()) >= 0.85, report
+
+
+@pytest.mark.slow
+def test_a_schema_and_a_picture_restrict_an_answer_together(llm):
+    from PIL import Image
+
+    picture = Image.open(ROOT / "docs" / "images" / "shapes.png")
+    words = {"shape": ["circle", "square", "triangle"], "color": ["red", "orange", "blue", "green", "purple"]}
+    properties = {name: {"enum": found} for name, found in words.items()}
+    schema = {"type": "array", "items": {"type": "object", "properties": properties, "required": [*words]}}
+    params = SamplingParams(temperature=0, max_tokens=120, structured_outputs={"json": schema})
+    question = [{"type": "image_pil", "image_pil": picture}, {"type": "text", "text": "List all shapes as JSON."}]
+    [output] = llm.chat([{"role": "user", "content": question}], params, use_tqdm=False)
+    found = {(each["color"], each["shape"]) for each in json.loads(output.outputs[0].text)}
+    assert found == {("red", "circle"), ("orange", "square"), ("blue", "circle"), ("purple", "triangle"), ("green", "circle")}
+
+
+@pytest.mark.slow
+def test_the_same_picture_is_encoded_once(llm):
+    scheduler = llm.llm_engine.core.scheduler
+    before = scheduler.stats()
+    picture = np.zeros((160, 192, 3), np.uint8)
+    prompt = {
+        "prompt": "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is it?<|im_end|>\n<|im_start|>assistant\n"
+    }
+    for _ in range(3):
+        llm.generate([{**prompt, "multi_modal_data": {"image": picture}}] * 2, SamplingParams(max_tokens=2), use_tqdm=False)
+    after = scheduler.stats()
+    assert after.num_encoded_patches - before.num_encoded_patches == (160 // 16) * (192 // 16)
+
+
+@pytest.mark.torch
+def test_transformers_writes_the_same(llm):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+
+    from jaxllm.media import Media, MediaOptions, load_processor
+    from jaxllm.media.payload import unpack
+
+    directory = resolve_model("demo_vision")
+    model = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    asked = next(each for each in scoring.held_out(1) if each.skill == "describe")
+    prompt = {"prompt": asked.prompt, "multi_modal_data": {"image": list(asked.pictures)}}
+    [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    processor = load_processor(directory, llm.llm_engine.core.model_config, MediaOptions())
+    assert processor is not None
+    grid, patches = unpack(processor.process(Media("image", asked.pictures[0])).payload)
+    pixels = torch.tensor((patches.astype(np.float32) / 255 - 0.5) / 0.5).reshape(len(patches), 3, 1, 256)
+    ids = torch.tensor([output.prompt_token_ids])
+    generated = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values=pixels.repeat(1, 1, 2, 1).reshape(len(patches), -1),
+        image_grid_thw=torch.tensor([grid]),
+        mm_token_type_ids=(ids == model.config.image_token_id).int(),
+        max_new_tokens=24,
+        do_sample=False,
+    )
+    text = tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True)
+    assert text == output.outputs[0].text == asked.answer
