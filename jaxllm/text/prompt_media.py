@@ -43,6 +43,11 @@ class PromptMedia:
         return self._processor is not None and self._kind == IMAGE
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of items that the model takes."""
+        return () if self._processor is None else (self._kind,)
+
+    @property
     def hearing(self) -> "AudioProcessor | None":
         """What prepares audio; None: the model does not hear."""
         return self._processor if self._kind == AUDIO else None  # type: ignore[return-value]

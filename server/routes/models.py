@@ -43,7 +43,7 @@ def _card(name: str, context: ServerContext) -> dict[str, Any]:
         "root": context.model_name,
         "parent": None,
         "max_model_len": context.engine.max_model_len,
-        "input_modalities": ["text", "image"] if context.engine.input_processor.media.sees_images else ["text"],
+        "input_modalities": ["text", *context.engine.input_processor.media.kinds],
         "chat_sampling": context.chat_defaults,
         "permission": [_permission(name, context)],
     }

@@ -38,7 +38,7 @@ def of_24_bits(samples: np.ndarray) -> bytes:
 
 
 FORMS = {
-    "u8": (1, 8, ((TONE + 1) * 127.5).astype("u1").tobytes(), 1 / 100),
+    "u8": (1, 8, (np.round(TONE * 127) + 128).astype("u1").tobytes(), 1e-2),
     "s16": (1, 16, (TONE * 32767).astype("<i2").tobytes(), 1e-4),
     "s24": (1, 24, of_24_bits(TONE), 1e-6),
     "s32": (1, 32, (TONE.astype(np.float64) * (2**31 - 1)).astype("<i4").tobytes(), 1e-6),
