@@ -42,6 +42,8 @@ CONFIG: dict[str, Any] = {
     "shared_expert_intermediate_size": 16,
     "decoder_sparse_step": 1,
     "attention_multiplier": 1.0,
+    "d_model": 16,
+    **{f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")},
 }
 """Keys of all families."""
 
