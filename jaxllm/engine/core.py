@@ -165,7 +165,7 @@ class EngineCore:
             for preparation in self.preparations:
                 preparation.admit(admitted)
             is_masked = request.grammar is not None or request.thinking_budget is not None
-            self.executor.foresee(request.sampling_params, request.pooling_params, is_masked=is_masked)
+            self.executor.foresee(request.sampling_params, request.pooling_params, request.items, is_masked=is_masked)
         except BaseException:
             self.scheduler.finish_requests(admitted.request_id, RequestStatus.FINISHED_ERROR)
             raise

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
+from jaxllm.request import PromptItem
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -95,8 +96,12 @@ class Executor(Protocol):
         """Run a common program that was made after the start on empty steps, as `warm_up` does. Returns whether there was one. Called
         while no step is in flight."""
 
-    def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
-        """Have what the steps of such a request need made next, if programs are compiled ahead and it is missing. Returns at once."""
+    def foresee(
+        self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
+    ) -> None:
+        """Have what the steps of such a request need made next, if programs are compiled ahead and it is missing. Returns at once.
+
+        items: of its prompt."""
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep:
         """Run the plan's operations, start its step and return at once. A plan with masked requests needs the step's `sample` before the

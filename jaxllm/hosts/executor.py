@@ -1,6 +1,6 @@
 """The executor of host 0: sends each call to the other hosts and runs it on its own devices."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, DispatchRanks, Do, Piece, S
 from jaxllm.hosts_options import has_ranks_on_hosts, has_stages_on_hosts
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.ranks_plan import RanksPlan
+from jaxllm.request import PromptItem
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.worker_thread import WorkerThread
@@ -122,8 +123,10 @@ class HostsExecutor:
         """See Executor, as for the next one."""
         return self._own.run_new_program()  # never one: all hosts run the same programs, at the start
 
-    def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
-        self._own.foresee(params, pooling, is_masked=is_masked)
+    def foresee(
+        self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
+    ) -> None:
+        self._own.foresee(params, pooling, items, is_masked=is_masked)
 
     def close(self) -> None:
         """End the engine on all hosts."""

@@ -193,7 +193,7 @@ class Follower:
         for new in plan.new_requests:
             if new.sampling_params.seed is None:
                 new.sampling_params.seed = -1  # to callers -1 means none; here it is a seed
-            self._executor.foresee(new.sampling_params, new.pooling_params, is_masked=new.is_masked)
+            self._executor.foresee(new.sampling_params, new.pooling_params, new.items, is_masked=new.is_masked)
         # Reading results changes rows; host 0 reads a step before it dispatches the next but so many.
         while len(self._in_flight) >= self._most_in_flight:
             self._in_flight.popleft().result()

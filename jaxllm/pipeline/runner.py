@@ -13,6 +13,7 @@ from jaxllm.pipeline.sampled_tokens import TokensOnDevices
 from jaxllm.pipeline.transfer import Transfer
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
+from jaxllm.request import PromptItem
 from jaxllm.runner.all_programs import AllPrograms
 from jaxllm.runner.batch import Batch
 from jaxllm.runner.heads import PendingPart
@@ -146,8 +147,10 @@ class Stages(PlanRunner):
     def launch_seconds(self) -> float:
         return self.last.launch_seconds
 
-    def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
-        self.last.foresee(params, pooling, is_masked=is_masked)
+    def foresee(
+        self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
+    ) -> None:
+        self.last.foresee(params, pooling, items, is_masked=is_masked)
 
     def close(self) -> None:
         self.forget_tokens()

@@ -9,6 +9,7 @@ import numpy as np
 from jaxllm.runner.layout import NUM_ROW_COLUMNS
 
 if TYPE_CHECKING:
+    from jaxllm.request import PromptItem
     from jaxllm.runner.batch import Batch, Chunk
     from jaxllm.runner.step_feature import StepFeature
     from jaxllm.scheduler_output import NewRequestData
@@ -46,6 +47,10 @@ class FeatureInputs:
     def of_mixed(self, needed: Iterable[str]) -> Names:
         """The features of the program that runs layers over any mix of tokens, for a step that needs these."""
         return _fit(needed, self.sets) or ()
+
+    def of_items(self, items: Sequence["PromptItem"]) -> Names:
+        """The same for steps that compute items of a prompt."""
+        return self.of_mixed(feature.name for feature in self._optional if feature.computes(items))
 
     def of_decode(self, needed: Iterable[str]) -> Names | None:
         """The same of decodes; None: the step cannot be one."""

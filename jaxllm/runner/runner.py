@@ -1,12 +1,15 @@
 """ModelRunner: owns weights, caches and rows on the device and dispatches steps without waiting. Does not use the scheduler."""
 
 import contextlib
+import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -22,6 +25,7 @@ from jaxllm.parallel.shards import make_shards
 from jaxllm.parallel.topology import Topology
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import SILENT, Progress
+from jaxllm.request import PromptItem
 from jaxllm.runner import warm_up
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.batch import Batch, BatchBuilder
@@ -59,6 +63,8 @@ from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
 from jaxllm.worker_thread import WorkerThread
 
+LARGE_ROW_ARRAY_BYTES = 1 << 24
+"""Of the rows' arrays, those from this size on are zeroed on the devices."""
 MAX_THREAD_ROWS = 64
 """A thread launches steps of at most this many requests: a launch takes the host longer than planning and reading such a step,
 and on a small model longer than the device. With more requests, the two threads would contend for the interpreter."""
@@ -255,11 +261,13 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """Wait until the programs that a start waits for, or with `rare` all programs, are ready."""
         self.programs.wait([*self.shapes.start_keys(), *self.shapes.rare_keys()] if rare else self._start_keys, progress)
 
-    def foresee(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> None:
+    def foresee(
+        self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
+    ) -> None:
         """Have what such a request needs made next if programs are compiled ahead and it is missing. Returns at once."""
         if not self.programs.is_warm or not self.programs.num_queued:
             return
-        missing = [key for key in self.shapes.keys_of(params, pooling, is_masked=is_masked) if key not in self.programs]
+        missing = [key for key in self.shapes.keys_of(params, pooling, items, is_masked=is_masked) if key not in self.programs]
         if missing:
             self.programs.hurry(missing)
 
@@ -324,7 +332,14 @@ class ModelRunner(WeightsHolder, PlanRunner):
             head.delete_arrays()
 
     def _new_row_arrays(self) -> RowArrays:
-        return self.put(jax.tree.map(lambda wanted: np.zeros(wanted.shape, wanted.dtype), self.shapes.rows))  # type: ignore[no-any-return]
+        """Zeroed. Large ones are made on the devices, small ones take less time to send than a program to compile."""
+        wanted, structure = jax.tree.flatten(self.shapes.rows)
+        is_large = [math.prod(x.shape) * x.dtype.itemsize >= LARGE_ROW_ARRAY_BYTES for x in wanted]
+        small = iter(self.put([np.zeros(x.shape, x.dtype) for x, large in zip(wanted, is_large, strict=True) if not large]))
+        made = [
+            _zeros(x.shape, x.dtype, x.sharding)() if large else next(small) for x, large in zip(wanted, is_large, strict=True)
+        ]
+        return jax.tree.unflatten(structure, made)  # type: ignore[no-any-return]
 
     def warm_up(self) -> None:
         """Run the common programs that a start waits for on empty steps. From then on, compilations that requests wait for are counted."""
@@ -555,6 +570,12 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
     def put(self, arrays: Any) -> Any:
         return jax.tree.map(self._put, arrays) if self._spans_hosts else jax.device_put(arrays, self.shapes.replicated)
+
+
+@functools.cache
+def _zeros(shape: tuple[int, ...], dtype: Any, place: Any) -> Callable[[], jax.Array]:
+    """A program that makes a zeroed array on the devices."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)
 
 
 def _buffers(batches: Sequence[Batch]) -> list[np.ndarray]:

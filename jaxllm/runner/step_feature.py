@@ -14,6 +14,7 @@ from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.shards import Shards
+from jaxllm.request import PromptItem
 from jaxllm.runner.batch import Chunk
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.heads import Device, Head
@@ -81,6 +82,10 @@ class StepFeature:
     def is_needed(self, columns_RC: np.ndarray, chunks: Sequence[Chunk]) -> bool:
         """Whether a step with these rows and known tokens needs the optional feature. Asked in each step, so it does no work by row."""
         return True
+
+    def computes(self, items: Sequence[PromptItem]) -> bool:
+        """Whether steps that compute some of these items need the optional feature."""
+        return False
 
     def row_columns(self, data: NewRequestData) -> Sequence[int]:
         """Its columns of a request's row."""

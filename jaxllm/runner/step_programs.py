@@ -1,7 +1,7 @@
 """The programs of one engine by key: which there are, and the shapes, shardings and donations of their arrays."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxllm.parallel.across_hosts import spans_hosts
 from jaxllm.parallel.mesh import CONTEXT, TENSOR, context_size, tensor_size
 from jaxllm.parallel.ranks import Ranks
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.request import PromptItem
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.feature_inputs import FeatureInputs
 from jaxllm.runner.layout import Column, StepLayout
@@ -147,9 +148,14 @@ class StepPrograms:
         others = (key for key in self.start_keys() if key not in first)
         return sorted(others, key=lambda key: (self.kind_of(key).draws and key.variant == Variant.GREEDY, key.size))
 
-    def keys_of(self, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool) -> list[ProgramKey]:
-        """The rare programs that the steps of such a request may run, small ones first."""
+    def keys_of(
+        self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
+    ) -> list[ProgramKey]:
+        """The rare programs that the steps of such a request may run, small ones first. items: of its prompt."""
         wanted = Wanted.of(params, pooling, is_masked=is_masked, full_logprobs=self.full_logprobs)
+        if items:
+            num_tokens = self.buckets.fit_tokens(min(items[-1].end, self.buckets.tokens[-1]))
+            wanted = replace(wanted, items=items, features=self.inputs.of_items(items), num_tokens=num_tokens)
         found = (key for key in self.rare_keys() if self.kind_of(key).is_needed(key, wanted))
         return sorted(found, key=lambda key: key.size)
 

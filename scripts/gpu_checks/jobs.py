@@ -55,6 +55,7 @@ JOBS = (
     Job("engine", 3, 4, gib=15),
     Job("collectives", gib=4, all_gpus=True),
     Job("adapters", gib=6, all_gpus=True),
+    *(Job("images", i, 3, gib=10, all_gpus=True) for i in range(3)),
     Job("topologies", gib=20, all_gpus=True),
     Job("hosts", gib=24, all_gpus=True),
     Job("tensor_parallel", 1, 2, gib=10, all_gpus=True),

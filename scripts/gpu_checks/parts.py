@@ -15,6 +15,7 @@ PARTS = (
     "failures",
     "engine",
     "adapters",
+    "images",
     "tensor_parallel",
     "topologies",
     "hosts",
@@ -62,6 +63,10 @@ def _outcomes(part: str, args: argparse.Namespace, until: float, done: Collectio
         from scripts.gpu_checks import adapters
 
         yield from adapters.check(tiny=args.tiny)
+    elif part == "images":
+        from scripts.gpu_checks import images
+
+        yield from images.check(tiny=args.tiny, deadline=until, share=args.share)
     elif part == "engine":
         from scripts.gpu_checks import engine
 

@@ -28,7 +28,10 @@ RESUMABLE = ("kernels", "hosts")
 _OF_SEVERAL_GPUS = ("collectives", "tensor_parallel", "topologies")
 """Parts that one GPU skips."""
 _OF_KERNELS = ("pallas_kernels/checking", "scripts/kernels", "scripts/gpu_checks/kernels.py")
-_OF_ENGINES = ("jaxllm", "pallas_kernels", "scripts/gpu_checks", "scripts/kernels", "scripts/measuring", "scripts/rehearsing")
+_OF_ENGINES = (
+    *("jaxllm", "pallas_kernels", "scripts/gpu_checks", "scripts/kernels", "scripts/measuring", "scripts/rehearsing"),
+    "tests/helpers/vision_checkpoint.py",
+)
 _BOOKKEEPING = ("carrying.py", "jobs.py", "lowered.py", "pages.py", "record.py", "state.py", "verified.json")
 """Files that decide no outcome."""
 

@@ -15,6 +15,7 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.media.payload import pack
 from jaxllm.model_parts import Vision
 from jaxllm.request import EngineCoreRequest, PromptItem
+from jaxllm.runner import runner
 from tests.helpers import engines, peft_files, pictures, vision_checkpoint
 from tests.helpers.slow import slow_except
 
@@ -204,7 +205,10 @@ def test_adapters_and_images_in_the_same_step(make_core, directory, tmp_path) ->
 
 
 @pytest.mark.slow
-def test_an_engine_may_begin_anew(make_core) -> None:
+@pytest.mark.parametrize("num_bytes", [1, 1 << 40])
+def test_an_engine_may_begin_anew(make_core, monkeypatch, num_bytes) -> None:
+    """Whether the slab is zeroed on the device or sent."""
+    monkeypatch.setattr(runner, "LARGE_ROW_ARRAY_BYTES", num_bytes)
     core = make_core()
     expected = answers(core, mixed())
     engines.renew(core)

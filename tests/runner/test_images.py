@@ -29,6 +29,9 @@ from jaxllm.runner.features.images.packing import Picture, encode_sizes, togethe
 from jaxllm.runner.features.images.step import Images
 from jaxllm.runner.features.rope_delta import RopeDelta
 from jaxllm.runner.kernels import Kernels
+from jaxllm.runner.programs.forward import Forward
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.programs.kind import Wanted
 from jaxllm.runner.rows import Rows
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
@@ -51,6 +54,10 @@ def vision(directory):
 
 def picture(count, grid=(1, 2, 2), rows=(0,)):
     return Picture(grid, np.full((count, 768), count % 251, np.uint8), np.array(rows, np.int32))
+
+
+def replace_item(**values):
+    return msgspec.structs.replace(ITEM, **values)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +117,30 @@ def test_few_programs_of_images_are_made_at_the_start(vision):
     inputs = FeatureInputs((RopeDelta(), images))
     assert inputs.sets == ((), ("images",)) and inputs.decode_sets == inputs.logits_sets == ((),)
     assert inputs.common(2048) == ("images",) and inputs.common(2049) == ()
+
+
+@pytest.mark.parametrize(
+    ("cells", "patches"),
+    [
+        ((2040,), {8192}),
+        ((64, 64, 64), {256, 1024}),
+        ((1024, 1024, 1024), {4096, 8192}),
+        ((4096, 2040), {16384, 8192}),
+        ((), set()),
+    ],
+)
+def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
+    """Each image alone, and all of them as far as a step encodes so much; and the mixed step up to the last one."""
+    images = Images(vision, EncoderSizes.of(vision, 16384), "float32", Kernels(), None, True)
+    items = [replace_item(position=5000 * i, num_tokens=count) for i, count in enumerate(cells)]
+    wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
+    (encode,), inputs = images.programs(), FeatureInputs((RopeDelta(), images))
+    assert inputs.of_items(items) == (("images",) if cells else ())
+    wanted = replace(wanted, items=items, features=inputs.of_items(items), num_tokens=4096)
+    keys = [*encode.common(None), *encode.rare(None)]
+    assert {key.size for key in keys if encode.is_needed(key, wanted)} == patches
+    mixed = [ProgramKey("forward", size, features=names) for size in (2048, 4096, 8192) for names in inputs.sets]
+    assert [key for key in mixed if Forward().is_needed(key, wanted)] == [key for key in mixed[3:4] if cells]
 
 
 @pytest.mark.parametrize("num_patches", [256, 1024])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import scripts.kernels
+from jaxllm.layers.patch_indices import patch_indices
 from jaxllm.runner import paged_context, program_store
 from pallas_kernels import verified
 from pallas_kernels.checking import collectives as checking_collectives
@@ -25,6 +26,7 @@ from scripts.gpu_checks import (
     Outcome,
     collectives,
     engine,
+    images,
     jobs,
     kernels,
     logits,
@@ -256,6 +258,39 @@ def test_no_engine_is_begun_after_the_deadline() -> None:
     found = list(engine.check(tiny=True, deadline=time.perf_counter() - 1))
     assert [outcome.failed for outcome in found] == [True] * len(engine.MODELS)
     assert all("not run for lack of time" in outcome.detail for outcome in found)
+
+
+@pytest.mark.slow
+def test_prompts_with_images_pass_on_one_device_and_on_two(shared_programs) -> None:
+    found = list(images.check(tiny=True, deadline=math.inf))
+    assert not [outcome.line() for outcome in found if not outcome.passed] and len(found) == 13
+
+
+@pytest.mark.slow
+def test_an_encoder_that_mixes_images_up_fails(shared_programs, monkeypatch) -> None:
+    def wrong(vision, grids, num_patches):
+        indices = patch_indices(vision, grids, num_patches)
+        return indices._replace(segment_P=np.maximum(indices.segment_P - 1, 0))
+
+    cores = []
+
+    def core(directory, **options):
+        cores.append(options)
+        if len(cores) == 3:
+            monkeypatch.setattr(images, "patch_indices", wrong)
+        return make(directory, **options)
+
+    make = images._core
+    monkeypatch.setattr(images, "_core", core)
+    kernels_found, encoder = images._check_encoder("Qwen3-VL", tiny=True)
+    assert kernels_found.passed and encoder.failed, encoder.line()
+
+
+def test_each_share_leaves_its_checks_of_images_out_after_the_deadline() -> None:
+    found = [list(images.check(tiny=False, deadline=time.perf_counter() - 1, share=(i, 3))) for i in range(3)]
+    assert all(outcome.failed and "lack of time" in outcome.detail for part in found for outcome in part)
+    names = [outcome.name for part in found for outcome in part]
+    assert len(names) == len(set(names)) == len(images.ENCODERS) + len(images.FAMILIES)
 
 
 class ToyLLM:

@@ -1,10 +1,12 @@
 """The interface of a kind of program: which there are of it, what each is traced from, and how it runs for the first time."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.request import PromptItem
+from jaxllm.runner.feature_inputs import Names
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.rows import NO_DECODE, LogprobsKind, sampled_by
 from jaxllm.runner.split_program import CompiledProgram, Lowered
@@ -24,10 +26,15 @@ class Wanted:
     variant: Variant
     logprobs: LogprobsKind
     is_masked: bool
+    items: Sequence[PromptItem] = ()
+    features: Names = ()
+    """Optional features of the program that computes its prompt's items; empty: there are none."""
+    num_tokens: int = 0
+    """The size of that program, if a step computes the prompt up to the last item or as much as it can."""
 
     @classmethod
     def of(cls, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool, full_logprobs: bool) -> "Wanted":
-        """The needs of a request with these parameters."""
+        """The needs of a request with these parameters, whose prompt has no items."""
         return cls(params, pooling, *sampled_by(params, full_logprobs=full_logprobs, is_masked=is_masked), is_masked)
 
     @property

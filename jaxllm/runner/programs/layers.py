@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.runner.layout import StepLayout, decode_layout, mixed_layout
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.runner.programs.kind import ProgramKind
+from jaxllm.runner.programs.kind import ProgramKind, Wanted
 from jaxllm.runner.split_program import CompiledProgram, Lowered
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ class MixedProgram(LayersProgram):
 
     def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         return [key for key in reversed(self._keys(programs)) if not programs.inputs.are_common(key.features, key.size)]
+
+    def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
+        return bool(wanted.features) and (key.size, key.features) == (wanted.num_tokens, wanted.features)
 
     def _keys(self, programs: "StepPrograms") -> list[ProgramKey]:
         sizes = reversed(programs.buckets.tokens)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxllm.layers.vision import PatchIndices
 from jaxllm.runner.features.images.packing import arrays
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.runner.programs.kind import ProgramKind, fit
+from jaxllm.runner.programs.kind import ProgramKind, Wanted, fit
 from jaxllm.runner.split_program import CompiledProgram, Lowered
 
 if TYPE_CHECKING:
@@ -33,6 +33,13 @@ class Encode(ProgramKind):
     def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         common = {*self.common(programs)}
         return [key for size in self.sizes if (key := ProgramKey(self.name, size)) not in common]
+
+    def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
+        # Each image may be encoded alone, and all of them as far as a step encodes so much.
+        sizes, counts = self.images.sizes, [item.num_embeddings for item in wanted.items]
+        alone = [count * sizes.patches_per_embedding for count in counts]
+        together = min(sum(alone), max(sizes.max_step_patches, *alone, 0)) if alone else 0
+        return key.size in {fit(self.sizes, num_patches) for num_patches in (*alone, together) if num_patches}
 
     def is_first(self, programs: "StepPrograms", key: ProgramKey) -> bool:
         return key.size == fit(self.sizes, FIRST_PATCHES)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.layers.vision import PatchIndices, VisionTower
 from jaxllm.model_parts import Vision
+from jaxllm.request import PromptItem
 from jaxllm.runner.batch import Chunk
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.features.images.ops import ImagesOnHost
@@ -63,6 +64,9 @@ class Images(StepFeature):
 
     def is_needed(self, columns_RC: np.ndarray, chunks: Sequence[Chunk]) -> bool:
         return any(chunk.row.data.items and chunk.start < chunk.row.data.items[-1].end for chunk in chunks)
+
+    def computes(self, items: Sequence[PromptItem]) -> bool:
+        return bool(items)
 
     def is_common(self, num_tokens: int) -> bool:
         return num_tokens <= COMMON_TOKENS
