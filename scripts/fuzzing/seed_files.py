@@ -54,6 +54,7 @@ def config(architecture: str) -> dict[str, Any]:
         **CONFIG,
         "architectures": [architecture],
         **({"num_experts_per_tok": 1} if architecture.startswith("Llama4") else {}),
+        **({"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}} if "VL" in architecture else {}),
     }
 
 
