@@ -30,6 +30,7 @@ from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.text.chat_media import split_media
 from jaxllm.text.input_processor import ParentRequest, Prompt
+from jaxllm.text.prompt_media import by_kind
 from jaxllm.text.tokenization import PLAIN, Tokenization
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.tqdm_bars import LoadingBar, open_bar
@@ -224,7 +225,8 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
 
         def render(conversation: Messages) -> dict[str, Any]:
             conversation, references = split_media(conversation)
-            media.check_count(len(references), "messages")
+            kinds = [each.kind for each in references]
+            media.check_count(kinds, "messages")
             images = self._media_reader.read_now(references) if references else []
             text = render_chat(
                 tokenizer,
@@ -235,13 +237,13 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 content_format=chat_template_content_format,
-                image_texts=media.image_texts(len(images)),
+                image_texts=media.placeholders(kinds),
                 interleave_images=self.llm_engine.config.multimodal.interleave_mm_strings,
                 **(chat_template_kwargs or {}),
             )
             if not images:
                 return {"prompt": text}
-            return {"prompt": text, "multi_modal_data": {"image": images}, "mm_processor_kwargs": mm_processor_kwargs}
+            return {"prompt": text, "multi_modal_data": by_kind(images), "mm_processor_kwargs": mm_processor_kwargs}
 
         rendered: list[Any] = each(conversations(messages), render, "conversation")
         return self.llm_engine.input_processor.tokenize_texts(rendered, tokenization)

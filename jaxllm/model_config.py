@@ -95,6 +95,11 @@ class ModelConfig(ServedModel):
         return any(part.rope is not None and part.rope.sections is not None for part in self.attentions)
 
     @property
+    def attends_within_images(self) -> bool:
+        """Whether the tokens of an image see each other. Steps with images then attend in two parts: to earlier keys and to later ones."""
+        return self.vision is not None and self.vision.attends_within
+
+    @property
     def mixtures(self) -> tuple[MoE, ...]:
         """The distinct mixtures of experts of the layers."""
         return tuple(dict.fromkeys(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)))

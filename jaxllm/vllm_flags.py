@@ -295,7 +295,7 @@ _ENGINE = (
     *_refused("encoders compute attention in the model's type", values="mm_encoder_attn_dtype", harmless=("auto",)),
     *_flags("only matters with --mm-encoder-attn-dtype, which is refused",
             values="mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin"),
-    *_flags("models see images, no videos; requests with videos are refused", values="video_pruning_rate video_pruning_method"),
+    *_flags("all tokens of a video are kept", values="video_pruning_rate video_pruning_method"),
     # Observation
     *_refused("--otlp-traces-endpoint sends a span for each request", lists="collect_detailed_traces"),
     *_flags("no metric is hidden", values="show_hidden_metrics_for_version"),

@@ -3,8 +3,9 @@
     python scripts/make_picture_goldens.py [--only NAME ...] [--output DIR]
 
 Needs torch and transformers. The checkpoints are not kept: `tests/helpers/vision_checkpoint.py` writes the same weights anywhere. Each
-file has what the encoder makes of two pictures of different sizes, and for prompts with both, one or none of them the prompt's log
-probabilities and 64 greedy tokens with theirs, computed in float32. Seeds are taken as `make_goldens.py` takes them.
+file has what the encoder makes of two pictures, of different sizes if the family has several, and for prompts with both, one or none of
+them the prompt's log probabilities and 64 greedy tokens with theirs, computed in float32. Seeds are taken as `make_goldens.py` takes
+them.
 """
 
 import argparse
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "gemma3": {"family": "gemma3"},
     "mistral3": {"family": "mistral3", "tied": False},
     "qwen2_5_vl": {"family": "qwen2_5_vl", "tied": False},
     "qwen3_vl": {"family": "qwen3_vl"},
@@ -35,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Arguments of `vision_checkpoint.write`."""
 CELLS = ((2, 3), (4, 2))
-"""Height and width of the pictures, in cells."""
+"""Height and width of the pictures, in cells, where pictures differ in size."""
 
 
 class Reference:
@@ -68,6 +70,9 @@ class Reference:
             for place, image, (height, width) in zip(whole, images, sizes, strict=True):
                 place[:, :height, :width] = ((image / 255 - vision.image_mean) / vision.image_std).transpose(2, 0, 1)
             return {"pixel_values": torch.tensor(whole, dtype=dtype), "image_sizes": torch.tensor(sizes)}
+        if vision.family == "gemma3":
+            whole = [((image / 255 - vision.image_mean) / vision.image_std).transpose(2, 0, 1) for image in images]
+            return {"pixel_values": torch.tensor(np.stack(whole), dtype=dtype)}
         grids, arrays = zip(*(pictures.patches(image, vision) for image in images), strict=True)
         values = np.concatenate(arrays).reshape(-1, 3, 1, vision.patch_size**2) / 255
         mean, std = (np.reshape(of_color, (3, 1, 1)) for of_color in (vision.image_mean, vision.image_std))
@@ -91,6 +96,8 @@ class Reference:
         given = self.pixels(images) if images else {}
         if self.config.vision.family.startswith("qwen"):
             given["mm_token_type_ids"] = (ids == self.config.vision.image_token_id).int()
+        if self.config.vision.attends_within:  # transformers' own masks are causal without them
+            given["token_type_ids"] = (ids == self.config.vision.image_token_id).int()
         return torch.log_softmax(self.model(input_ids=ids, **given).logits[0], -1)
 
 
@@ -136,8 +143,7 @@ def compute(arguments: dict[str, Any]) -> dict[str, Any] | None:
         reference = Reference(vision_checkpoint.write(Path(folder), **arguments))
     exact, vision = reference.double(), reference.config.vision
     assert vision is not None
-    side = vision.patch_size * vision.merge_size
-    sizes = [(i, rows * side, columns * side) for i, (rows, columns) in enumerate(CELLS)]
+    sizes = pictures.sizes(vision, CELLS)
     images = [pictures.picture(*size) for size in sizes]
     results = []
     for prompt, chosen in prompts(np.random.RandomState(arguments["seed"]), vision.image_token_id):

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.media import ProcessedMedia
-from jaxllm.text.chat_media import IMAGE_PART
+from jaxllm.text.chat_media import PARTS
 from jaxllm.text.prompt_media import PromptMedia
 from jaxllm.text.tokenizer import Tokenizer
 from server.prompts import PIECE_CHARACTERS, check_text_length, too_long
@@ -67,7 +67,9 @@ class SpecialTokenTexts:
             return value
         if _are_parts(value) and self.occurs_in(_joined(value)):
             # A template may join the parts without anything between them.
-            return [part if part == IMAGE_PART else {**part, "text": mark + self.broken(part["text"], mark)} for part in value]
+            return [
+                part if part in PARTS.values() else {**part, "text": mark + self.broken(part["text"], mark)} for part in value
+            ]
         return [self.broken(each, mark) for each in value]
 
     def split(self, text: str) -> list[str]:
@@ -149,7 +151,7 @@ def _pattern(texts: Sequence[str]) -> str:
 
 def _are_parts(value: list[Any]) -> bool:
     return bool(value) and all(
-        isinstance(part, Mapping) and (isinstance(part.get("text"), str) or part == IMAGE_PART) for part in value
+        isinstance(part, Mapping) and (isinstance(part.get("text"), str) or part in PARTS.values()) for part in value
     )
 
 

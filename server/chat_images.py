@@ -1,4 +1,4 @@
-"""Reads and prepares the images of conversations, never in the event loop."""
+"""Reads and prepares the images and videos of conversations, never in the event loop."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.media import ProcessedMedia
 from jaxllm.media.addresses import MediaReader, is_remote
 from jaxllm.request_options import placement
-from jaxllm.text.chat_media import MediaRef, split_media
-from jaxllm.text.prompt_media import DATA, IMAGE, KWARGS
+from jaxllm.text.chat_media import A, MediaRef, split_media
+from jaxllm.text.prompt_media import DATA, KWARGS, by_kind
 from server.options import LimitOptions
 from server.request_bodies import BodyMemory
 
@@ -22,7 +22,9 @@ class TakenImages(NamedTuple):
     messages: list[dict[str, Any]]
     """With a mark in place of each image, for the chat template."""
     images: list[ProcessedMedia]
-    """In their order."""
+    """Those of each kind in their order."""
+    kinds: Sequence[str] = ()
+    """Their kinds, in the order of the messages."""
 
 
 class ChatImages:
@@ -32,7 +34,7 @@ class ChatImages:
         options = engine.config.multimodal
         self._media = engine.input_processor.media
         self._reader = MediaReader(options)
-        self._max_bytes = options.mm_max_image_bytes
+        self._options = options
         self._memory = BodyMemory(limits)
         """Memory of fetched images, which no body counts."""
 
@@ -56,20 +58,22 @@ class ChatImages:
             references = [replace(each, name=f"image {place}") for place, each in enumerate(references, 1)]
         name = references[0].name
         if not self._media.sees_images:
-            raise InvalidRequestError(f"there is an image at {name}, but this model takes text alone; leave it out", name)
-        self._media.check_count(len(references), name)
+            raise InvalidRequestError(
+                f"there is {A[references[0].kind]} at {name}, but this model takes text alone; leave it out", name
+            )
+        self._media.check_count([each.kind for each in references], name)
         client = placement().client
-        num_bytes = self._max_bytes * sum(is_remote(each) for each in references)
+        num_bytes = sum(self._options.max_bytes(each.kind) for each in references if is_remote(each))
         give_back = await self._memory.take(client, min(num_bytes, self._memory.max_bytes // 2))
         try:
             own = [replace(each, uuid=None if each.uuid is None else f"{client} {each.uuid}") for each in references]
-            return TakenImages(marked, await self._prepared(own, kwargs))
+            return TakenImages(marked, await self._prepared(own, kwargs), [each.kind for each in references])
         finally:
             give_back()
 
     async def _prepared(self, references: Sequence[MediaRef], kwargs: Mapping[str, Any] | None) -> list[ProcessedMedia]:
         media = await self._reader.read(references)
-        submitted = self._media.submit({DATA: {IMAGE: media}, KWARGS: kwargs})
+        submitted = self._media.submit({DATA: by_kind(media), KWARGS: kwargs})
         try:
             return await asyncio.gather(*map(asyncio.wrap_future, submitted))
         finally:

@@ -186,21 +186,21 @@ class ChatService:
                 "add_generation_prompt starts a new message and continue_final_message goes on with the last; set only one",
                 "continue_final_message",
             )
-        messages, images = await self._images.taken(
+        messages, images, kinds = await self._images.taken(
             conversation.messages, conversation.mm_processor_kwargs, counted=conversation.is_converted
         )
         work = self._encoder.encode(
-            self._job(conversation, messages, len(images)), images, add_special_tokens=conversation.add_special_tokens
+            self._job(conversation, messages, kinds), images, add_special_tokens=conversation.add_special_tokens
         )
         text, token_ids = await self._work.run(work, num_bytes=conversation.num_bytes, threads=self._threads)
         return Rendered(text, token_ids, messages, images)
 
-    def _job(self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], num_images: int) -> dict[str, Any]:
+    def _job(self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
         hints = {"reasoning_effort": conversation.reasoning_effort, "enable_thinking": conversation.enable_thinking}
         leaves_out = conversation.tool_choice == "none" and self._options.exclude_tools_when_tool_choice_none
         return {
             "messages": list(messages),
-            "image_texts": self._engine.input_processor.media.image_texts(num_images),
+            "image_texts": self._engine.input_processor.media.placeholders(kinds),
             "interleave_images": self._engine.config.multimodal.interleave_mm_strings,
             "tools": None if not conversation.tools or leaves_out else list(conversation.tools),
             "documents": list(conversation.documents) if conversation.documents else None,

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from jaxllm.cache_folders import make_folder
 from jaxllm.cli import options, running, terminal
 from jaxllm.cli.conversation import Conversation, LocalConversation, ServerConversation, connected
 from jaxllm.cli.flags import engine_flags, sampling_flags
-from jaxllm.cli.images import add_image_argument, image_part
+from jaxllm.cli.images import add_image_argument, given_parts, image_part
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client
 from jaxllm.config import Flag, unknown_name
@@ -46,7 +47,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_model_argument(parser)
     add("--system", "--system-prompt", help="system message to begin with")
     add("--quick", help="answer this message and end")
-    add_image_argument(parser, "image of the first message, for a model that sees images")
+    add_image_argument(parser, "of the first message")
     add("--load", metavar="FILE", help="go on with a conversation that /save wrote")
     add("--model-name", dest="model", metavar="NAME", default=argparse.SUPPRESS, help="as --model")
     options.add_lora_argument(parser, "LoRA adapter that answers")
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     options.use_model_argument(arguments)
     sampling = options.sampling_options(arguments, chat_flags())
     messages = load_messages(arguments.load) if arguments.load else []
-    images = [image_part(path) for path in arguments.image]
+    images = given_parts(arguments)
     if arguments.url is not None:
         return _converse_with_server(arguments, sampling, messages, images)
     engine_options = options.engine_options(arguments)
@@ -184,11 +185,12 @@ def _load(conversation: Conversation, argument: str) -> None:
     terminal.note(f"{len(conversation.messages)} messages loaded")
 
 
-def _image(conversation: Conversation, argument: str) -> None:
+def _attach(conversation: Conversation, argument: str, *, kind: str) -> None:
     if not argument:
-        raise ConfigError("/image needs a file name")
-    conversation.images.append(image_part(argument))
-    terminal.note(f"{terminal.counted(len(conversation.images), 'image')} for the next message")
+        raise ConfigError(f"/{kind} needs a file name")
+    conversation.images.append(image_part(argument, kind))
+    count = sum(part["type"] == f"{kind}_url" for part in conversation.images)
+    terminal.note(f"{terminal.counted(count, kind)} for the next message")
 
 
 def _set(conversation: Conversation, argument: str) -> None:
@@ -224,7 +226,8 @@ COMMANDS = {
     "help": Command(_help, "", "this list"),
     "reset": Command(_reset, "", "forget the conversation, keep the system message"),
     "system": Command(_system, "[TEXT]", "set the system message; without text remove it"),
-    "image": Command(_image, "FILE", "send an image with the next message"),
+    "image": Command(functools.partial(_attach, kind="image"), "FILE", "send an image with the next message"),
+    "video": Command(functools.partial(_attach, kind="video"), "FILE", "send a video with the next message"),
     "set": Command(_set, "[NAME VALUE]", "change a sampling value, e.g. /set temperature 0; alone: show all"),
     "save": Command(_save, "FILE", "write the conversation to a file"),
     "load": Command(_load, "FILE", "go on with a saved conversation"),

@@ -63,7 +63,7 @@ def add_arguments(parser: Parser) -> None:
     add("-f", "--file", metavar="FILE", help=text + "and sampling values for that line; - is stdin")
     add("--chat", action="store_true", help="treat prompts as messages of a user, in the model's chat template")
     add("--system", help="system message for --chat")
-    add_image_argument(parser, "image before each prompt, for a model that sees images")
+    add_image_argument(parser, "before each prompt")
     add("--json", action="store_true", help="a JSON object per prompt, with token ids and why it ended")
     add_lora_argument(parser, "LoRA adapter that answers all prompts")
     add_form_arguments(parser)
@@ -144,16 +144,20 @@ def _gather(arguments: argparse.Namespace) -> list[prompts.Prompt]:
         jobs = prompts.from_arguments(arguments.prompts)
     else:
         jobs = [prompts.from_nothing(chat=arguments.chat)]
-    if arguments.image:
-        images = list(map(read_image, arguments.image))
-        jobs = [_with_images(job, images) for job in jobs]
+    if arguments.image or arguments.video:
+        images = [read_image(path) for path in arguments.image]
+        videos = [read_image(path, "video") for path in arguments.video]
+        jobs = [_with_images(job, images, videos) for job in jobs]
     return [_as_message(job, arguments.system) for job in jobs] if arguments.chat else jobs
 
 
-def _with_images(job: prompts.Prompt, images: Sequence[bytes]) -> prompts.Prompt:
+def _with_images(job: prompts.Prompt, images: Sequence[bytes], videos: Sequence[bytes]) -> prompts.Prompt:
     if job.text is None:
-        raise UsageError(f"{job.origin}: --image takes prompts of text; write images into messages as parts of type image_url")
-    return dataclasses.replace(job, images=images)
+        kind = "image" if images else "video"
+        raise UsageError(
+            f"{job.origin}: --{kind} takes prompts of text; write {kind}s into messages as parts of type {kind}_url"
+        )
+    return dataclasses.replace(job, images=images, videos=videos)
 
 
 def _as_message(job: prompts.Prompt, system: str | None) -> prompts.Prompt:
@@ -187,15 +191,16 @@ def _origins_in_errors(jobs: Sequence[prompts.Prompt]) -> Iterator[None]:
 
 def _as_input(llm: "LLM", job: prompts.Prompt) -> Any:
     """The prompt in the engine's form; applies the model's chat template to messages."""
+    data = {"image": list(job.images), "video": list(job.videos)}
     if job.messages is not None:
-        parts = [{"type": "image", "image": image} for image in job.images]
+        parts = [{"type": kind, kind: each} for kind, files in data.items() for each in files]
         return llm.render_conversations([*job.messages[:-1], with_images(job.messages[-1], parts)])[0]
     if job.token_ids is not None:
         return {"prompt_token_ids": job.token_ids}
-    if not job.images:
+    if not any(data.values()):
         return job.text
-    before = "".join(llm.llm_engine.input_processor.media.image_texts(len(job.images)))
-    return {"prompt": f"{before}{job.text}", "multi_modal_data": {"image": list(job.images)}}
+    before = "".join(llm.llm_engine.input_processor.media.placeholders([kind for kind, files in data.items() for _ in files]))
+    return {"prompt": f"{before}{job.text}", "multi_modal_data": data}
 
 
 def _beginning_on_terminal(job: prompts.Prompt) -> str:

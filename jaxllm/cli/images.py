@@ -1,5 +1,6 @@
-"""Images of the command line: --image FILE, and /image FILE of a conversation."""
+"""Images and videos of the command line: --image FILE and --video FILE, and /image FILE and /video FILE of a conversation."""
 
+import argparse
 import base64
 import mimetypes
 from collections.abc import Mapping, Sequence
@@ -11,24 +12,29 @@ from jaxllm.errors import ConfigError
 
 
 def add_image_argument(parser: Parser, about: str) -> None:
-    """`about`: which message or prompt the images go with."""
-    parser.add_argument(
-        "--image", action="append", default=[], metavar="FILE", help=f"{about}; give it several times for several"
-    )
+    """`about`: which message or prompt the images and videos go with."""
+    for kind in ("image", "video"):
+        text = f"{kind} {about}, for a model that sees {kind}s; give it several times for several"
+        parser.add_argument(f"--{kind}", action="append", default=[], metavar="FILE", help=text)
 
 
-def read_image(path: str) -> bytes:
+def read_image(path: str, kind: str = "image") -> bytes:
     """The bytes of the file. Raises ConfigError."""
     try:
         return Path(path).expanduser().read_bytes()
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"cannot read the image {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"cannot read the {kind} {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def image_part(path: str) -> dict[str, Any]:
-    """The image in a file as a part of a message, in a form that files and servers take too. Raises ConfigError."""
-    kind, content = mimetypes.guess_type(path)[0] or "application/octet-stream", read_image(path)
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(content).decode()}"}}
+def image_part(path: str, kind: str = "image") -> dict[str, Any]:
+    """The image or video in a file as a part of a message, in a form that files and servers take too. Raises ConfigError."""
+    type, content = mimetypes.guess_type(path)[0] or "application/octet-stream", read_image(path, kind)
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{type};base64,{base64.b64encode(content).decode()}"}}
+
+
+def given_parts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The images and videos of the command line, as parts of a message. Raises ConfigError."""
+    return [image_part(path, kind) for kind in ("image", "video") for path in getattr(arguments, kind)]
 
 
 def with_images(message: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -30,6 +30,8 @@ class Prompt:
     messages: list[dict[str, Any]] | None = None
     images: Sequence[bytes] = ()
     """Files of images that go before the text, or before that of the last message."""
+    videos: Sequence[bytes] = ()
+    """Files of videos, behind the images."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     origin: str = "prompt"
     """Name in messages: "prompt 0", "prompts.jsonl:7"."""

@@ -38,7 +38,7 @@ Candidates = Mapping[str, tuple[str, ...]]
 def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *, on_gpu: bool, has_part: bool = False) -> str:
     """The wanted implementation if it supports the model's shapes, or for "auto" the fastest that does. Raises ConfigError.
 
-    has_part: whether each device has a part of a row's keys.
+    has_part: whether each device has a part of a row's keys, or a step attends to its own in parts.
     """
     if wanted == "auto":
         found = attention_candidates(wanted, model, page_size, on_gpu=on_gpu, has_part=has_part)
@@ -52,7 +52,7 @@ def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *,
             raise ConfigError(
                 f"attention_implementation is {wanted!r}, which does not take {attention.group_size} query heads per key-value head of "
                 f"width {attention.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}"
-                f"{' and sinks' if attention.sinks else ''}{' and keys split over devices' if has_part else ''}; use auto"
+                f"{' and sinks' if attention.sinks else ''}{' and keys in parts' if has_part else ''}; use auto"
             )
     for latents in model.latent_attentions:
         case = _latent_case(model, latents, page_size)
@@ -89,7 +89,8 @@ def candidates(
 ) -> Candidates:
     """Candidates for every op. `wanted` is the option attention_implementation; if it is plain JAX, so are all other ops."""
     num_parts = context_size(mesh)
-    found = attention_candidates(wanted, model, plan.block_size // num_parts, on_gpu=on_gpu, has_part=num_parts > 1)
+    has_part = num_parts > 1 or model.attends_within_images
+    found = attention_candidates(wanted, model, plan.block_size // num_parts, on_gpu=on_gpu, has_part=has_part)
     # On a GPU plain JAX may be the only choice for latents; the other ops have their kernels all the same.
     is_plain = all(names[0] in PLAIN for names in found.values()) and (wanted != "auto" or not on_gpu or bool(model.attentions))
     if model.attentions:

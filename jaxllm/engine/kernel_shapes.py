@@ -1,7 +1,7 @@
 """The shapes in which an engine calls each op on one device: those that its kernels are checked in."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxllm.config import EngineConfig
@@ -75,7 +75,7 @@ def _paged_attention(engine: _Engine) -> tuple[attention_at_start.Shapes, ...]:
         layers = (attention_at_start.Layer(part.scale, part.window, part.soft_cap, part.sinks) for part in parts)
         return tuple(dict.fromkeys(layers))
 
-    return tuple(
+    found = tuple(
         attention_at_start.Shapes(
             **engine.paged,
             **heads,
@@ -86,6 +86,9 @@ def _paged_attention(engine: _Engine) -> tuple[attention_at_start.Shapes, ...]:
         )
         for heads, parts in engine.layers
     )
+    # Steps with images take the keys of the cache as one part of all: kernels treat all numbers of parts alike.
+    in_parts = (replace(shapes, num_queries=1, num_parts=2) for shapes in found)
+    return (*found, *in_parts) if engine.model.attends_within_images else found
 
 
 def _rope_cache_write(engine: _Engine) -> tuple[rope_cache_write.Shapes, ...]:

@@ -349,7 +349,7 @@ def resolve_sizes(
             model_config,
             config.cache.block_size,
             on_gpu=on_gpu,
-            has_part=topology.context > 1,
+            has_part=topology.context > 1 or model_config.attends_within_images,
         ),
         runner="generate" if model_config.generates else "pooling",
         enable_prefix_caching=_prefix_caching(config, model_config),

@@ -11,8 +11,8 @@ from jaxllm.layers.step import Step
 from pallas_kernels.mla_attention.products import absorb, values_of
 
 
-def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Attend:
-    """An `attend` over the tokens of one call, each seeing its segment's tokens up to its own position.
+def dense_attend(positions_T: Array, segment_ids_T: Array | None = None, num_later_T: Array | None = None) -> Attend:
+    """An `attend` over the tokens of one call, each seeing its segment's tokens up to its own position, and so many later ones.
 
     Without segment ids all tokens are one sequence. Scores are [K, G, T, T] float32: for short sequences.
     """
@@ -27,7 +27,7 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None) -> Atte
         sinks_KG: Array | None = None,
     ) -> Array:
         q_TKGH, k_TKH, v_TKH = projection.finished()
-        visible_TS = _visible(positions_T, segment_ids_T, window)
+        visible_TS = _visible(positions_T, segment_ids_T, window, num_later_T)
         return _attend(q_TKGH, k_TKH, v_TKH, visible_TS, scale, soft_cap, sinks_KG)
 
     return attend
@@ -58,9 +58,9 @@ def dense_step(token_ids_T: Array, positions_T: Array, segment_ids_T: Array | No
     )
 
 
-def _visible(positions_T: Array, segment_ids_T: Array | None, window: int | None) -> Array:
+def _visible(positions_T: Array, segment_ids_T: Array | None, window: int | None, num_later_T: Array | None = None) -> Array:
     distance_TS = positions_T[:, None] - positions_T[None, :]
-    visible_TS = distance_TS >= 0
+    visible_TS = distance_TS >= (0 if num_later_T is None else -num_later_T[:, None])
     if window is not None:
         visible_TS &= distance_TS < window
     if segment_ids_T is not None:

@@ -95,11 +95,12 @@ class Linear(nnx.Module):
         bias: bool = False,
         biased: Sequence[bool] = (),
         transposed: bool = False,
+        weight: str = "weight",
     ):
         """modules: the checkpoint's modules, `joined` along a dimension of their outputs.
         biased: which of them have the bias, if not all; that of the others is zero.
         inputs: the stored dimensions that are contracted; None: as in `shape`.
-        transposed: the checkpoint holds [inputs, outputs]."""
+        transposed: the checkpoint holds [inputs, outputs]. weight: what it calls the weight in a module."""
         operand_and_letters, output = subscripts.split("->")
         operand, letters = operand_and_letters.split(",")
         self.num_contracted = n = sum(letter not in output for letter in letters)
@@ -112,7 +113,7 @@ class Linear(nnx.Module):
         """Whether devices split the inputs, so that each computes a part of the sum."""
         self.shape, self.axes = tuple(shape), tuple(axes)
         self.inputs = tuple(shape[:n] if inputs is None else inputs)
-        source = output_major(self.modules, "weight", joined, self.inputs, transposed=transposed)
+        source = output_major(self.modules, weight, joined, self.inputs, transposed=transposed)
         self.weight: nnx.Param | PackedWeight = abstract_param(shape, axes, dtype, source=source)
         of_bias: AnySource = output_major(self.modules, "bias", joined)
         of_bias = of_bias if all(biased) else PartlyZero(of_bias, tuple(biased))  # type: ignore[arg-type]

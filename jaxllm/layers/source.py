@@ -195,37 +195,6 @@ class Stacked:
 
 
 @dataclass(frozen=True)
-class Summed:
-    """A parameter [..., outputs] of a tensor [outputs, ...] that is summed over a dimension of its view, in float32."""
-
-    tensor: Tensor
-    axis: int
-    """The dimension of the view. Those behind the first are one dimension of the parameter."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.tensor,)
-
-    def placed(self, axes: Sequence[str], shape: Sequence[int]) -> "Summed":
-        """The source itself: it is whole on every device."""
-        return self
-
-    def read(self, tensor: Read, index: Index, dtype: np.dtype) -> np.ndarray:
-        """A part of the parameter."""
-        whole = tensor(self.tensor, (slice(None),) * len(self.tensor.view))
-        summed = np.sum(whole, axis=self.axis, dtype=np.float32).reshape(self.tensor.view[0], -1)
-        return np.ascontiguousarray(summed.T[index], dtype)
-
-    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
-        """Add the tensor with equal terms: what they were is lost."""
-        view = self.tensor.view
-        terms = parameter.T.reshape(*view[: self.axis], 1, *view[self.axis + 1 :]) / view[self.axis]
-        self.tensor.write(
-            written.setdefault(self.tensor.name, np.empty(self.tensor.shape, parameter.dtype)), np.broadcast_to(terms, view)
-        )
-
-
-@dataclass(frozen=True)
 class PartlyZero:
     """A source of which the checkpoint lacks some tensors: these are zeros."""
 

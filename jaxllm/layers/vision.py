@@ -12,7 +12,7 @@ from jaxllm.layers.linear import Linear, abstract_param, precision_of
 from jaxllm.layers.mlp import ACTIVATIONS
 from jaxllm.layers.norm import NoNorm, Normalization
 from jaxllm.layers.patch_indices import PatchIndices, patch_indices
-from jaxllm.layers.source import Module, Summed, Tensor
+from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.model_parts import Merger, Norm, Vision, VisionLayer
 from pallas_kernels import segment_attention
 from pallas_kernels.rope_cache_write.xla import apply_rope
@@ -28,21 +28,23 @@ AXIS = "vision"
 
 class VisionTower(nnx.Module):
     """Encodes the patches of some images at once; patches attend to those of their own segment. Sources: arXiv:2511.21631 (Qwen3-VL),
-    arXiv:2502.13923 (Qwen2.5-VL).
+    arXiv:2502.13923 (Qwen2.5-VL), arXiv:2303.15343 (SigLIP).
 
-    Built without values: a loader gives them. P patches of C values, D its width, L the width of the text model.
+    Built without values: a loader gives them. P patches of C values, D its width, L the width of the text model. A patch has the pixels of
+    one frame, in a still image, or of `Vision.temporal_patch_size` frames, in a video.
     """
 
     def __init__(self, vision: Vision, dtype: str):
         encoder = vision.encoder
         assert encoder is not None
         self.vision, self.dtype = vision, dtype
-        D, C = vision.hidden_size, 3 * vision.patch_size**2
-        # A still image fills all frames of a patch: the sum of their weights is kept in float32, as pixels are.
-        frames = (vision.temporal_patch_size,) if vision.temporal_patch_size > 1 else ()
-        stored = (D, 3, *frames, vision.patch_size, vision.patch_size)
-        tensor = Tensor(f"{encoder.patch}.weight", stored, (D, 3, vision.temporal_patch_size, vision.patch_size**2))
-        self.patch = abstract_param((C, D), (AXIS, AXIS), "float32", source=Summed(tensor, axis=2))
+        D, size, t = vision.hidden_size, vision.patch_size, vision.temporal_patch_size
+        stored = (D, 3, t, size, size) if t > 1 else (D, 3, size, size)
+        tensor = Tensor(f"{encoder.patch}.weight", stored, (D, 3, t, size**2))
+        # In float32, as pixels are.
+        self.patch = abstract_param(
+            (t, 3, size**2, D), (AXIS,) * 4, "float32", source=Source((tensor,), axis=0, permutation=(2, 1, 3, 0))
+        )
         bias, table = f"{encoder.patch}.bias", f"{encoder.positions}.weight"
         self.patch_bias = abstract_param((D,), (AXIS,), "float32", source=bias, init="zeros") if encoder.patch_bias else None
         G = vision.position_grid
@@ -60,7 +62,8 @@ class VisionTower(nnx.Module):
         """[P / merge_size², `Vision.result_width`], in the model's type: the embedding of each cell of patches, and behind it what is
         added after each of the first layers of the text model. Rows of padding are without meaning, but finite.
 
-        patches_PC: uint8 values of red, then of green, then of blue pixels. attention: the implementation of segment attention.
+        patches_PC: uint8 values, of each frame those of red, then of green, then of blue pixels. attention: the implementation of
+        segment attention.
         """
         vision, encoder = self.vision, self.vision.encoder
         assert encoder is not None
@@ -86,10 +89,15 @@ class VisionTower(nnx.Module):
     def _embed(self, patches_PC: Array, indices: PatchIndices) -> Array:
         """[P, D]: the products of pixels, and learned positions, both computed in float32."""
         vision = self.vision
+        values = 3 * vision.patch_size**2
+        num_frames = patches_PC.shape[1] // values
         by_color = (np.array(values, np.float32) for values in (vision.image_mean, vision.image_std))
-        mean_C, std_C = (values.repeat(vision.patch_size**2) for values in by_color)
+        mean_C, std_C = (np.tile(values.repeat(vision.patch_size**2), num_frames) for values in by_color)
         pixels_PC = (patches_PC.astype(jnp.float32) / 255 - mean_C) / std_C
-        x_PD = jnp.dot(pixels_PC, self.patch[...], precision=precision_of(pixels_PC.dtype))
+        weight_FCD = self.patch[...].reshape(vision.temporal_patch_size, values, -1)
+        # A still image fills all frames of a patch.
+        weight_CD = weight_FCD.sum(axis=0) if num_frames == 1 else weight_FCD.reshape(num_frames * values, -1)
+        x_PD = jnp.dot(pixels_PC, weight_CD, precision=precision_of(pixels_PC.dtype))
         if self.patch_bias is not None:
             x_PD = x_PD + self.patch_bias[...]
         if self.positions is not None:
@@ -172,6 +180,8 @@ class PatchMerger(nnx.Module):
                 dtype,
                 modules=[Module(linear.name, (linear.outputs,))],
                 bias=linear.bias,
+                transposed=linear.transposed,
+                weight=linear.weight,
             )
             for linear, width in zip(part.linears, inputs, strict=False)
         )

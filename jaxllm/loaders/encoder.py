@@ -25,6 +25,7 @@ from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.layout import Progress as Report
 from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import Audio, VisionEncoder
 from jaxllm.progress import Progress, bytes_loaded
 
 
@@ -36,8 +37,8 @@ class EncoderWeights:
     config: ModelConfig
     build: Callable[[ModelConfig], Any]
     """Makes it, as shapes without values."""
-    prefixes: tuple[str, ...]
-    """How the names of its tensors begin."""
+    part: VisionEncoder | Audio
+    """What it is called in the checkpoint."""
 
     @cached_property
     def model(self) -> Any:
@@ -51,7 +52,7 @@ class EncoderWeights:
             return dummy_weights(self.config, self.model, mesh, seed=options.seed or 0, progress=report, build=self.build)
         directory = resolve_model(options.model, options.revision, options.download_dir)
         given: dict[str, Any] = {"load_format": options.load_format, "mesh": mesh, "progress": report}
-        return load_encoder(self.config, self.model, self.prefixes, directory, **given)
+        return load_encoder(self.config, self.model, self.part, directory, **given)
 
 
 def vision_weights(options: ModelOptions, config: ModelConfig) -> EncoderWeights | None:
@@ -60,18 +61,18 @@ def vision_weights(options: ModelOptions, config: ModelConfig) -> EncoderWeights
     if vision is None:
         return None
     assert vision.encoder is not None
-    return EncoderWeights(options, config, build_tower, vision.encoder.prefixes)
+    return EncoderWeights(options, config, build_tower, vision.encoder)
 
 
 def audio_weights(options: ModelOptions, config: ModelConfig) -> EncoderWeights | None:
     """The encoder of audio of a model; None: it does not hear."""
-    return None if config.audio is None else EncoderWeights(options, config, build_audio_encoder, (config.audio.prefix,))
+    return None if config.audio is None else EncoderWeights(options, config, build_audio_encoder, config.audio)
 
 
 def load_encoder(
     config: ModelConfig,
     encoder: nnx.Module,
-    prefixes: tuple[str, ...],
+    part: VisionEncoder | Audio,
     directory: Path,
     *,
     mesh: Mesh,
@@ -84,4 +85,4 @@ def load_encoder(
         raise ModelLoadError(
             f"{directory} holds a converted text model, without its encoder; load the checkpoint that it was converted from{way_out}"
         )
-    return load_checkpoint(config, encoder, directory, mesh=mesh, load_format=load_format, progress=progress, prefixes=prefixes)
+    return load_checkpoint(config, encoder, directory, mesh=mesh, load_format=load_format, progress=progress, encoder=part)

@@ -19,6 +19,7 @@ from jaxllm.loaders.layout import Progress, raise_on_misfit
 from jaxllm.loaders.reader import Files, Reader
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import Audio, VisionEncoder
 from jaxllm.parallel.arrays import delete
 from jaxllm.parallel.mesh import on_cpu
 from jaxllm.weight_format import Expected
@@ -62,21 +63,25 @@ def load_checkpoint(
     progress: Progress | None = None,
     transform_on_device: bool | None = None,
     whole: nnx.Module | None = None,
-    prefixes: tuple[str, ...] = (),
+    encoder: VisionEncoder | Audio | None = None,
 ) -> nnx.State:
     """Load a Hugging Face checkpoint. Each device gets the slices that it keeps and no others; the host holds one tensor at a time.
 
     Transposing, casting and fusing is done on the devices unless they are the host (`transform_on_device` says otherwise).
     whole: the model that the checkpoint is of, if `model` is one stage of it: the tensors of the other stages are not read.
-    prefixes: how the names of the tensors begin that the checkpoint has of this model, beside those of another; empty: it has no others.
+    encoder: the encoder of images or audio that `model` is, beside whose tensors the checkpoint has others; None: it has none.
     """
-    checkpoint = _open(directory, load_format, config, prefixes)
+    checkpoint = _open(directory, load_format, config, encoder)
     reader = Reader(
         config, checkpoint, mesh, transform_on_device=not on_cpu(mesh) if transform_on_device is None else transform_on_device
     )
     expected = _expected(model, reader)
     _check(
-        reader, checkpoint.directory, config, expected if whole is None else _expected(whole, reader), is_part=bool(prefixes)
+        reader,
+        checkpoint.directory,
+        config,
+        expected if whole is None else _expected(whole, reader),
+        is_part=encoder is not None,
     )
     for told in filter(None, (format.told(config.dtype) for format in config.formats)):
         logger.info("%s", told)
@@ -107,20 +112,22 @@ def check_weights(config: ModelConfig, directory: Path, *, load_format: str = "a
     files = Files(config, checkpoint)
     _check(files, directory, config, _expected(build_model(config), files))
     if config.vision is not None and config.vision.encoder is not None:
-        files = Files(config, _open(directory, load_format, config, config.vision.encoder.prefixes))
+        files = Files(config, _open(directory, load_format, config, config.vision.encoder))
         _check(files, directory, config, _expected(build_tower(config), files), is_part=True)
     if config.audio is not None:
-        files = Files(config, _open(directory, load_format, config, (config.audio.prefix,)))
+        files = Files(config, _open(directory, load_format, config, config.audio))
         _check(files, directory, config, _expected(build_audio_encoder(config), files), is_part=True)
 
 
-def _open(directory: Path, load_format: str, config: ModelConfig, prefixes: tuple[str, ...] = ()) -> Checkpoint:
+def _open(directory: Path, load_format: str, config: ModelConfig, encoder: VisionEncoder | Audio | None = None) -> Checkpoint:
+    """The tensors of a text model, or those of an encoder alone, by the names that the model has for them."""
     checkpoint = open_checkpoint(directory, load_format, config.dtype)
     prefix, _, bare = config.names.embedding.partition(".")
     if f"{bare}.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
         checkpoint.entries = {f"{prefix}.{name}": entry for name, entry in checkpoint.entries.items()}
-    if prefixes:
-        checkpoint.entries = {name: entry for name, entry in checkpoint.entries.items() if name.startswith(prefixes)}
+    if encoder is not None:
+        named = ((encoder.name_of(name), entry) for name, entry in checkpoint.entries.items())
+        checkpoint.entries = {name: entry for name, entry in named if name is not None}
     return checkpoint
 
 

@@ -1,4 +1,4 @@
-"""Reads the pictures at the addresses that requests give: data: URLs, files below an allowed directory, and http(s) URLs."""
+"""Reads the pictures and videos at the addresses that requests give: data: URLs, files below an allowed directory, and http(s) URLs."""
 
 import asyncio
 import base64
@@ -41,13 +41,13 @@ class MediaReader:
     def __init__(self, options: MediaOptions, fetcher: "MediaFetcher | None" = None):
         directory = options.allowed_local_media_path
         self._directory = None if directory is None else Path(directory).expanduser().resolve()
-        self._max_bytes = options.mm_max_image_bytes
+        self._max_bytes = options.max_bytes
         self._fetcher = fetcher
         if fetcher is None and options.allowed_media_domains:
             from jaxllm.media.fetch import MediaFetcher  # imports an HTTP client
 
             self._fetcher = MediaFetcher(
-                options.allowed_media_domains, max_bytes=self._max_bytes, timeout_seconds=options.mm_fetch_timeout
+                options.allowed_media_domains, max_bytes=options.max_bytes, timeout_seconds=options.mm_fetch_timeout
             )
 
     def close(self) -> None:
@@ -60,8 +60,7 @@ class MediaReader:
         if not references:
             return []
         away = [place for place, each in enumerate(references) if is_remote(each)]
-        urls, names = [references[place].source for place in away], [references[place].name for place in away]
-        fetched = await self._fetch(urls, names) if away else []
+        fetched = await self._fetch([references[place] for place in away]) if away else []
         found = await asyncio.to_thread(lambda: [self._read_here(each) for each in references])
         for place, data in zip(away, fetched, strict=True):
             found[place] = data
@@ -72,14 +71,15 @@ class MediaReader:
         with ThreadPoolExecutor(1, "jaxllm-media") as thread:
             return thread.submit(asyncio.run, self.read(references)).result()
 
-    async def _fetch(self, urls: Sequence[str], names: Sequence[str]) -> list[bytes]:
+    async def _fetch(self, references: Sequence[Reference]) -> list[bytes]:
+        names, kinds = [each.name for each in references], [each.kind for each in references]
         if self._fetcher is None:
             raise InvalidRequestError(
                 f"{names[0]} is a URL; this server fetches none (--allowed-media-domains names hosts that it may ask); send the "
-                "picture as data:image/…;base64,…",
+                f"{'video as data:video' if kinds[0] == 'video' else 'picture as data:image'}/…;base64,…",
                 names[0],
             )
-        return await self._fetcher.fetch(urls, names)
+        return await self._fetcher.fetch([each.source for each in references], names, kinds)
 
     def _read_here(self, reference: Reference) -> Any:
         """What a reference names on this machine; None for http(s)."""
@@ -88,29 +88,34 @@ class MediaReader:
         if is_remote(reference):
             return None
         if (scheme := _scheme(reference)) == "data":
-            return self._decode(reference.source, reference.name)
+            return self._decode(reference)
         if scheme == "file":
-            return self._read_file(reference.source, reference.name)
+            return self._read_file(reference)
+        example = "video; give data:video/mp4" if reference.kind == "video" else "picture; give data:image/png"
         raise InvalidRequestError(
-            f"{reference.name} has no address of a picture; give data:image/png;base64,… or an http or https URL",
+            f"{reference.name} has no address of a {example};base64,… or an http or https URL",
             reference.name,
         )
 
-    def _decode(self, url: str, name: str) -> bytes:
-        head, comma, text = url.partition(",")
+    def _decode(self, reference: Reference) -> bytes | list[bytes]:
+        """The bytes of a file, or of each frame of data:video/jpeg."""
+        name = reference.name
+        head, comma, text = reference.source.partition(",")
         if not comma or head.rpartition(";")[2].strip().lower() != "base64":
             raise InvalidRequestError(f"{name} is a data URL without base64; give data:image/png;base64,…", name)
-        if len(text) * 3 // 4 > self._max_bytes + 2:
-            raise self._too_large(name)
+        if len(text) * 3 // 4 > self._max_bytes(reference.kind) + 2:
+            raise self._too_large(reference)
+        is_frames = reference.kind == "video" and head[5:].partition(";")[0].strip().lower() == "video/jpeg"
         try:
-            data = _from_base64(text)
+            data = [_from_base64(each) for each in (text.split(",") if is_frames else (text,))]
         except ValueError:
             raise InvalidRequestError(f"{name} is not valid base64", name) from None
-        if not data:
+        if not all(data):
             raise InvalidRequestError(f"{name} is an empty picture", name)
-        return data
+        return data if is_frames else data[0]
 
-    def _read_file(self, url: str, name: str) -> bytes:
+    def _read_file(self, reference: Reference) -> bytes:
+        name, url = reference.name, reference.source
         if self._directory is None:
             raise InvalidRequestError(
                 f"{name} is a file of the server, and none may be read (--allowed-local-media-path names a directory); send the "
@@ -124,15 +129,16 @@ class MediaReader:
             if not is_below or not path.is_file():  # others, such as pipes, may block
                 raise OSError
             with open(path, "rb") as file:
-                data = file.read(self._max_bytes + 1)
+                data = file.read(self._max_bytes(reference.kind) + 1)
         except (OSError, ValueError):
             raise InvalidRequestError(f"{name} is no readable file below --allowed-local-media-path", name) from None
-        if len(data) > self._max_bytes:
-            raise self._too_large(name)
+        if len(data) > self._max_bytes(reference.kind):
+            raise self._too_large(reference)
         return data
 
-    def _too_large(self, name: str) -> InvalidRequestError:
-        return InvalidRequestError(f"{name} has more than {self._max_bytes} bytes; send a smaller picture", name)
+    def _too_large(self, reference: Reference) -> InvalidRequestError:
+        most, what = self._max_bytes(reference.kind), "video" if reference.kind == "video" else "picture"
+        return InvalidRequestError(f"{reference.name} has more than {most} bytes; send a smaller {what}", reference.name)
 
 
 def _from_base64(text: str) -> bytes:

@@ -33,7 +33,7 @@ def make_audio_processor(directory: Path, audio: Audio, vocab_size: int, options
 class AudioProcessor:
     """Turns audio into features, for a model whose every prompt has one clip. Thread-safe; keeps what it prepared, up to a size."""
 
-    kind = "audio"
+    kinds = ("audio",)
 
     def __init__(self, audio: Audio, options: MediaOptions, *, is_multilingual: bool = True):
         """is_multilingual: whether the model knows other languages than English."""
@@ -50,7 +50,7 @@ class AudioProcessor:
 
         Raises InvalidRequestError, whose param is the item's name.
         """
-        if media.kind != self.kind:
+        if media.kind not in self.kinds:
             raise InvalidRequestError(f"{media.name} is of kind {media.kind}; this model takes audio and text", media.name)
         if mm_processor_kwargs:
             raise InvalidRequestError("mm_processor_kwargs has no settings for audio; leave it out", "mm_processor_kwargs")
@@ -70,7 +70,7 @@ class AudioProcessor:
                 "/v1/audio/transcriptions, which does",
             )
         payload = pack(log_mel(samples, self.audio))
-        processed = ProcessedMedia(self.kind, content, num_tokens=1, grid=(1, 1, 1), payload=payload)
+        processed = ProcessedMedia("audio", content, num_tokens=1, grid=(1, 1, 1), payload=payload)
         self.cache.put(content, processed)
         return processed
 
@@ -93,7 +93,7 @@ class AudioProcessor:
             data = ((data - middle) / half).astype(np.float32)
         return resampled(data, int(rate), name, self.options)
 
-    def placeholder(self, number: int) -> str:
+    def placeholder(self, kind: str = "audio") -> str:
         """Nothing: what is heard has no tokens of its own."""
         return ""
 

@@ -33,20 +33,20 @@ class ProcessedCache:
 
     def put(self, key: bytes, item: ProcessedMedia) -> None:
         """Keep an image, in place of those used longest ago. One larger than the cache is not kept."""
-        size = len(item.payload)
+        size = item.num_bytes
         if size > self._max_bytes:
             return
         with self._lock:
             if (old := self._items.pop(key, None)) is not None:
-                self.num_bytes -= len(old.payload)
+                self.num_bytes -= old.num_bytes
             self._items[key] = item
             self.num_bytes += size
             while self.num_bytes > self._max_bytes:
                 _, oldest = self._items.popitem(last=False)
-                self.num_bytes -= len(oldest.payload)
+                self.num_bytes -= oldest.num_bytes
 
     def check_integrity(self) -> None:
         """Assert that the bytes are counted right and within the limit."""
         with self._lock:
-            assert self.num_bytes == sum(len(item.payload) for item in self._items.values()) <= self._max_bytes
+            assert self.num_bytes == sum(item.num_bytes for item in self._items.values()) <= self._max_bytes
             assert 0 <= self.num_hits <= self.num_queries

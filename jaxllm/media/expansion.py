@@ -1,4 +1,4 @@
-"""Puts into a prompt the tokens that stand for its images."""
+"""Puts into a prompt the tokens that stand for its images and videos."""
 
 from collections.abc import Sequence
 
@@ -11,40 +11,72 @@ from jaxllm.request import PromptItem
 def expand(
     family: Family, token_ids: list[int], processed: Sequence[ProcessedMedia]
 ) -> tuple[list[int], tuple[PromptItem, ...]]:
-    """Token ids with as many placeholders as each image has tokens, and the items at them.
+    """Token ids with as many placeholders as each image, and each time step of a video, has tokens, and the items at them.
 
-    The prompt has one placeholder for each image, or all of them already. Raises InvalidRequestError if it has another number.
+    The prompt has one placeholder for each, or all of them already. Items of a kind come in their order. Raises InvalidRequestError if it
+    has another number.
     """
-    image_id = family.vision.image_token_id
-    found, wanted = token_ids.count(image_id), [media.num_embeddings for media in processed]
-    if not processed and not found:
-        return token_ids, ()
-    may_be_expanded = found == sum(wanted)
-    if found != len(processed) and not may_be_expanded:
-        all_of_them = f", or {sum(wanted)}, as many as their embeddings ({_listed(wanted)})" if wanted else ""
-        raise InvalidRequestError(
-            f"the prompt has {found} image placeholder(s) (token {image_id}) and {len(processed)} image(s); it must have one placeholder "
-            f"for each image{all_of_them}",
-            "prompt",
-        )
+    vision = family.vision
+    ids_of = {"image": vision.image_token_id}
+    if family.video is not None and vision.video_token_id is not None:
+        ids_of["video"] = vision.video_token_id
+    queues = [_Queue(family, token_ids, kind, token_id, processed) for kind, token_id in ids_of.items()]
+    waiting = [queue for queue in queues if queue.media]
     expanded: list[int] = []
-    items = []
+    items: list[PromptItem] = []
     end = 0  # of what was copied from the prompt
-    for number, media in enumerate(processed):
-        start = token_ids.index(image_id, end)
-        ids = family.token_ids(*media.grid[1:])
-        is_expanded = may_be_expanded and token_ids[start : start + len(ids)] == ids
-        if not is_expanded and found != len(processed):
-            raise InvalidRequestError(
-                f"the prompt has image placeholders at token {start}, but not the {len(ids)} tokens that stand for image {number + 1}, of "
-                f"{media.grid[1]} x {media.grid[2]} embeddings; put one placeholder (token {image_id}) for each image",
-                "prompt",
-            )
+    while waiting:
+        queue = min(waiting, key=lambda queue: queue.find(end))
+        start = queue.find(end)
+        media, ids, is_expanded = queue.take(start)
         expanded += token_ids[end:start]
         end = start + (len(ids) if is_expanded else 1)
         items.append(_item(family, media, len(expanded)))
         expanded += ids
+        waiting = [queue for queue in waiting if queue.media]
+    if not items:
+        return token_ids, ()
     return expanded + token_ids[end:], tuple(items)
+
+
+class _Queue:
+    """The items of one kind that are not placed yet."""
+
+    def __init__(self, family: Family, token_ids: list[int], kind: str, token_id: int, processed: Sequence[ProcessedMedia]):
+        self._family, self._token_ids, self._kind, self._token_id = family, token_ids, kind, token_id
+        self.media = [item for media in processed if media.kind == kind for item in media.items]
+        self._number, self._found = 0, -1
+        found, wanted = token_ids.count(token_id), [media.num_embeddings for media in self.media]
+        self._may_be_expanded = found == sum(wanted)
+        self._are_single = found == len(self.media)
+        if not self._are_single and not self._may_be_expanded:
+            what = "image" if kind == "image" else "time step of a video"
+            all_of_them = f", or {sum(wanted)}, as many as their embeddings ({_listed(wanted)})" if wanted else ""
+            raise InvalidRequestError(
+                f"the prompt has {found} {kind} placeholder(s) (token {token_id}) and {len(self.media)} {what}(s); it must have one "
+                f"placeholder for each {what}{all_of_them}",
+                "prompt",
+            )
+
+    def find(self, end: int) -> int:
+        """Where the next placeholder is, behind what was copied."""
+        if self._found < end:
+            self._found = self._token_ids.index(self._token_id, end)
+        return self._found
+
+    def take(self, start: int) -> tuple[ProcessedMedia, list[int], bool]:
+        """The next item, the tokens that stand for it, and whether they are at its placeholder already."""
+        media = self.media.pop(0)
+        self._number += 1
+        ids = self._family.token_ids(*media.grid[1:]) if self._kind == "image" else [self._token_id] * media.num_tokens
+        is_expanded = self._may_be_expanded and self._token_ids[start : start + len(ids)] == ids
+        if not is_expanded and not self._are_single:
+            raise InvalidRequestError(
+                f"the prompt has {self._kind} placeholders at token {start}, but not the {len(ids)} tokens that stand for {self._kind} "
+                f"{self._number}, of {media.grid[1]} x {media.grid[2]} embeddings; put one placeholder (token {self._token_id}) for each",
+                "prompt",
+            )
+        return media, ids, is_expanded
 
 
 def _item(family: Family, media: ProcessedMedia, position: int) -> PromptItem:

@@ -56,14 +56,14 @@ class MediaFetcher:
         self,
         allowed_domains: Collection[str],
         *,
-        max_bytes: int = 20 * 2**20,
+        max_bytes: Callable[[str], int] = lambda kind: 20 * 2**20,
         max_request_bytes: int = MAX_REQUEST_BYTES,
         timeout_seconds: float = 5.0,
         look_up: Callable[[str, int], list[str]] = look_up,
         is_public: Callable[[Address], bool] = is_public,
     ):
-        """`allowed_domains`: exact names of hosts, or "*" for all public ones. `max_bytes` and `timeout_seconds` hold for a picture,
-        redirects included; `max_request_bytes` for all pictures that are fetched together.
+        """`allowed_domains`: exact names of hosts, or "*" for all public ones. `max_bytes`, by its kind, and `timeout_seconds` hold for
+        an item, redirects included; `max_request_bytes` for all that are fetched together.
         """
         self._allowed = frozenset(_plain(domain) for domain in allowed_domains)
         self._max_bytes, self._max_request_bytes = max_bytes, max_request_bytes
@@ -96,16 +96,18 @@ class MediaFetcher:
             raise InvalidRequestError(f"{name} is a URL whose host is neither a name nor an IP address in its usual form", name)
         return parsed
 
-    async def fetch(self, urls: Sequence[str], names: Sequence[str]) -> list[bytes]:
-        """The pictures at these URLs; `names` is what errors call each. Raises InvalidRequestError or MediaFetchError."""
+    async def fetch(self, urls: Sequence[str], names: Sequence[str], kinds: Sequence[str] = ()) -> list[bytes]:
+        """The pictures at these URLs, or what `kinds` says; `names` is what errors call each. Raises InvalidRequestError or
+        MediaFetchError."""
         places, budget = asyncio.Semaphore(MAX_AT_ONCE), _Budget(self._max_request_bytes)
 
-        async def one(url: URL, name: str) -> bytes:
+        async def one(url: URL, name: str, kind: str) -> bytes:
             async with places:
-                return await self._fetch(url, name, budget)
+                return await self._fetch(url, name, kind, budget)
 
         checked = [(self.check(url, name), name) for url, name in zip(urls, names, strict=True)]
-        tasks = [asyncio.ensure_future(one(url, name)) for url, name in checked]
+        kinds = kinds or ["image"] * len(urls)
+        tasks = [asyncio.ensure_future(one(url, name, kind)) for (url, name), kind in zip(checked, kinds, strict=True)]
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 return await asyncio.gather(*tasks)
@@ -119,10 +121,10 @@ class MediaFetcher:
             for task in tasks:
                 task.cancel()
 
-    async def _fetch(self, url: URL, name: str, budget: "_Budget") -> bytes:
+    async def _fetch(self, url: URL, name: str, kind: str, budget: "_Budget") -> bytes:
         try:
             async with asyncio.timeout(self._seconds):
-                return await self._follow(url, name, budget)
+                return await self._follow(url, name, kind, budget)
         except TimeoutError:
             raise MediaFetchError(f"{name} took longer than {self._seconds:g} seconds to fetch", name, 502) from None
         except InvalidRequestError:
@@ -130,13 +132,17 @@ class MediaFetcher:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise MediaFetchError(f"{name} could not be fetched: {_reason(error)}", name, 502) from None
 
-    async def _follow(self, url: URL, name: str, budget: "_Budget") -> bytes:
+    async def _follow(self, url: URL, name: str, kind: str, budget: "_Budget") -> bytes:
         """Ask for a checked URL, and for those that it redirects to."""
         resolver = _CheckedResolver(self, name)
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "jaxllm"},
+            headers={
+                "Accept": "image/*" if kind == "image" else "video/*, image/*",
+                "Accept-Encoding": "identity",
+                "User-Agent": "jaxllm",
+            },
             timeout=aiohttp.ClientTimeout(total=None),  # the caller's
             auto_decompress=False,
             trust_env=False,
@@ -144,26 +150,28 @@ class MediaFetcher:
             for _ in range(MAX_REDIRECTS + 1):
                 async with session.get(url, allow_redirects=False) as response:
                     if response.status not in _REDIRECTS:
-                        return await self._read(response, name, budget)
+                        return await self._read(response, name, kind, budget)
                     url = self.check(str(url.join(URL(response.headers.get("Location", "")))), name)
         raise MediaFetchError(f"{name} redirects more than {MAX_REDIRECTS} times", name, 422)
 
-    async def _read(self, response: aiohttp.ClientResponse, name: str, budget: "_Budget") -> bytes:
-        status, kind = response.status, response.content_type
+    async def _read(self, response: aiohttp.ClientResponse, name: str, kind: str, budget: "_Budget") -> bytes:
+        status, type, most = response.status, response.content_type, self._max_bytes(kind)
+        types = ("image/",) if kind == "image" else ("image/", "video/")
         if status != 200:
             is_passing = status in (408, 429) or status >= 500
             raise MediaFetchError(f"{name} could not be fetched: its server answers {status}", name, 502 if is_passing else 422)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise MediaFetchError(f"{name} comes compressed, which was not asked for", name, 422)
-        if "Content-Type" in response.headers and not kind.startswith("image/") and kind not in _BINARY_TYPES:
-            raise MediaFetchError(f"{name} is of a content type that is no picture's", name, 422)
-        if (response.content_length or 0) > self._max_bytes:
-            raise _too_large(name, self._max_bytes)
+        if "Content-Type" in response.headers and not type.startswith(types) and type not in _BINARY_TYPES:
+            what = "picture's" if kind == "image" else "video's"
+            raise MediaFetchError(f"{name} is of a content type that is no {what}", name, 422)
+        if (response.content_length or 0) > most:
+            raise _too_large(name, most)
         pieces, size = [], 0
         async for piece in response.content.iter_any():
             size += len(piece)
-            if size > self._max_bytes:
-                raise _too_large(name, self._max_bytes)
+            if size > most:
+                raise _too_large(name, most)
             budget.take(len(piece), name)
             pieces.append(piece)
         return b"".join(pieces)
@@ -234,7 +242,7 @@ def _is_address(host: str) -> bool:
 
 
 def _too_large(name: str, max_bytes: int) -> MediaFetchError:
-    return MediaFetchError(f"{name} has more than {max_bytes} bytes; send a smaller picture", name, 422)
+    return MediaFetchError(f"{name} has more than {max_bytes} bytes; send a smaller one", name, 422)
 
 
 def _reason(error: Exception) -> str:

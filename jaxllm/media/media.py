@@ -1,7 +1,8 @@
-"""An image or a clip of audio as it came with a prompt, and what becomes of it before the engine gets it."""
+"""An image, a video or a clip of audio as it came with a prompt, and what becomes of it before the engine gets it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, Union
 
 if TYPE_CHECKING:
     import numpy as np
@@ -13,10 +14,11 @@ class Media:
     """One item of a prompt as it came."""
 
     kind: str
-    """"image" or "audio"."""
-    data: Union[bytes, "PIL.Image.Image", "np.ndarray", "tuple[np.ndarray, int]", None]
-    """The bytes of a file; a Pillow image, or uint8 [height, width, 3 or 4 or none]; samples [n] or [n, channels], and their rate; None:
-    the one that was prepared with this uuid."""
+    """"image", "video" or "audio"."""
+    data: Union[bytes, "PIL.Image.Image", "np.ndarray", Sequence[Any], None]
+    """The bytes of a file, a Pillow image, or uint8 [height, width, 3 or 4 or none]; of a video the bytes of a file, uint8 [frames, height,
+    width, 3 or 4], a list of images, or (frames, metadata); of audio samples [n] or
+    [n, channels], or (samples, rate); None: the one that was prepared with this uuid."""
     uuid: str | None = None
     """The caller's name of the content: items with equal ones are the same, whatever their data."""
     name: str = "prompt"
@@ -25,7 +27,7 @@ class Media:
 
 @dataclass(frozen=True)
 class ProcessedMedia:
-    """An image, or a clip of audio, ready to be encoded."""
+    """An image, a video, or a clip of audio, ready to be encoded."""
 
     kind: str
     content_hash: bytes
@@ -38,6 +40,19 @@ class ProcessedMedia:
     """Its patches or features: see jaxllm/media/payload.py and features.py."""
     embedding_runs: tuple[tuple[int, int], ...] = ()
     """(offset, count) of each run of its tokens that an embedding replaces; empty: all are replaced."""
+    steps: tuple["ProcessedMedia", ...] = ()
+    """The time steps of a video, which has no payload itself: each is an item of its own."""
+    label: str = ""
+    """Text before a time step."""
+
+    @property
+    def items(self) -> "tuple[ProcessedMedia, ...]":
+        """What is encoded and stands in prompts as one item."""
+        return self.steps or (self,)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(item.payload) for item in self.items)
 
     @property
     def num_embeddings(self) -> int:

@@ -1,5 +1,4 @@
-"""The options of images and audio in prompts: which are taken, how large they may be, and how they are prepared. vLLM's names where it has
-one."""
+"""The options of images, videos and audio in prompts: which are taken, how large, how prepared. vLLM's names where it has one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ MAX_IMAGE_PIXELS = 178_956_970
 
 @dataclass(frozen=True, kw_only=True)
 class MediaOptions:
-    """Images and audio"""
+    """Images, videos and audio"""
 
     limit_mm_per_prompt: Annotated[
         dict[str, Any] | None,
-        'JSON object: most images of a prompt, as {"image": 4}; 0 takes none; default: 999',
+        'JSON object: most images and videos of a prompt, as {"image": 4, "video": 1}; 0 takes none; default: 999',
     ] = None
     allowed_media_domains: Annotated[
         list[str] | None,
@@ -31,7 +30,8 @@ class MediaOptions:
     media_io_kwargs: Annotated[
         dict[str, Any] | None,
         'JSON object: how files are read, as {"image": {"rgba_background_color": [0, 0, 0]}}; transparent pixels show this colour; '
-        "default: white",
+        'default: white; or {"video": {"fps": 1}}, or num_frames: how frames are taken from files; fps is also the rate '
+        "of frames that come as a list, default: 1",
     ] = None
     mm_processor_kwargs: Annotated[
         dict[str, Any] | None,
@@ -46,12 +46,16 @@ class MediaOptions:
     ] = "sha256"
     mm_max_patches: Annotated[
         int,
-        "most patches of an image; larger images are made smaller; more take memory on the device and hold up other requests",
+        "most patches of an image or a frame; larger ones are made smaller; more take memory on the device and hold up other requests",
     ] = 16384
     mm_max_image_pixels: Annotated[
         int, "most pixels of an image as it came; larger ones are refused before they are decoded"
     ] = 1 << 26
     mm_max_image_bytes: Annotated[int, "most bytes of the file of an image"] = 20 << 20
+    mm_max_video_pixels: Annotated[
+        int, "most pixels of all frames of the file of a video together, which are decoded; longer and larger ones are refused"
+    ] = 1 << 34
+    mm_max_video_bytes: Annotated[int, "most bytes of the file of a video, or of its frames together"] = 64 << 20
     mm_max_audio_bytes: Annotated[int, "most bytes of a file of audio"] = 25 << 20
     mm_max_audio_seconds: Annotated[
         float,
@@ -79,6 +83,16 @@ class MediaOptions:
         red, green, blue = (self.media_io_kwargs or {}).get("image", {}).get("rgba_background_color", (255, 255, 255))
         return red, green, blue
 
+    @property
+    def video_io(self) -> Mapping[str, Any]:
+        """How frames are taken from files of videos."""
+        found: Mapping[str, Any] = (self.media_io_kwargs or {}).get("video", {})
+        return found
+
+    def max_bytes(self, kind: str) -> int:
+        """The most bytes of the file of an item."""
+        return self.mm_max_video_bytes if kind == "video" else self.mm_max_image_bytes
+
     def __post_init__(self) -> None:
         if faults := media_faults(vars(self)):
             raise ConfigError("; ".join(faults))
@@ -88,6 +102,7 @@ def media_faults(flat: Mapping[str, Any]) -> list[str]:
     """Describe what is wrong with the options of images, beyond their types."""
     faults = [*_limit_faults(flat["limit_mm_per_prompt"]), *_io_faults(flat["media_io_kwargs"])]
     least = {"mm_processor_cache_gb": 0, "mm_max_patches": 256, "mm_max_image_pixels": 1, "mm_max_image_bytes": 1}
+    least |= {"mm_max_video_pixels": 1, "mm_max_video_bytes": 1}
     least |= {"mm_max_audio_bytes": 1, "mm_max_audio_seconds": 1}
     for name, low in least.items():
         if isinstance(flat[name], int | float) and flat[name] < low:
@@ -110,15 +125,14 @@ def _limit_faults(limits: Any) -> list[str]:
         count = limit.get("count", NO_COUNT_LIMIT) if isinstance(limit, Mapping) else limit
         if type(count) is not int or count < 0:
             faults.append(f"limit_mm_per_prompt says {limit!r} for {kind}, must be a count, not negative")
-        elif kind == "video" and count:
-            faults.append(f"limit_mm_per_prompt says {count} for video, but models see images alone; leave video out, or say 0")
     return faults
 
 
 def _io_faults(settings: Any) -> list[str]:
     if not isinstance(settings, Mapping):
         return []
-    faults = [f"media_io_kwargs has {kind!r}, must have image alone" for kind in settings if kind != "image"]
+    faults = [f"media_io_kwargs has {kind!r}, must have image or video" for kind in settings if kind not in ("image", "video")]
+    faults += _video_io_faults(settings.get("video", {}))
     image = settings.get("image", {})
     if not isinstance(image, Mapping):
         return [*faults, f"media_io_kwargs.image is {image!r}, must be a JSON object"]
@@ -133,4 +147,18 @@ def _io_faults(settings: Any) -> list[str]:
     )
     if not is_color:
         faults.append(f"media_io_kwargs.image.rgba_background_color is {color!r}, must be three integers from 0 to 255")
+    return faults
+
+
+def _video_io_faults(video: Any) -> list[str]:
+    if not isinstance(video, Mapping):
+        return [f"media_io_kwargs.video is {video!r}, must be a JSON object"]
+    faults = [
+        f"media_io_kwargs.video has {name!r}; it takes fps and num_frames"
+        for name in video
+        if name not in ("fps", "num_frames")
+    ]
+    for name, kinds in (("fps", (int, float)), ("num_frames", (int,))):
+        if name in video and not (type(video[name]) in kinds and 0 < video[name] < 1 << 20):
+            faults.append(f"media_io_kwargs.video.{name} is {video[name]!r}, must be a positive number")
     return faults

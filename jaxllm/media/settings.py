@@ -22,12 +22,17 @@ _FIXED = {
 """Keys that change what an encoder gets, with the values that are supported."""
 
 
-def read_settings(directory: Path) -> dict[str, Any]:
-    """The settings in a model directory. As in transformers, those inside of processor_config.json come first. Raises ConfigError."""
+def read_settings(directory: Path, kind: str = "image") -> dict[str, Any]:
+    """The settings of images, or of videos, in a model directory. As in transformers, those inside of processor_config.json come first,
+    and videos without settings of their own have those of images. Raises ConfigError."""
     if (path := directory / "processor_config.json").is_file():
-        inner = _object(read_json(path), path).get("image_processor")
+        inner = _object(read_json(path), path).get(f"{kind}_processor")
         if inner is not None:
             return _object(inner, path)
+    if kind == "video":
+        if (path := directory / "video_preprocessor_config.json").is_file():
+            return _object(read_json(path), path)
+        return read_settings(directory)
     if (path := directory / "preprocessor_config.json").is_file():
         return _object(read_json(path), path)
     raise ConfigError(
@@ -55,6 +60,25 @@ class Settings:
         """A positive integer, the default where it is null or absent."""
         return self._positive(name, default if (value := self._values.get(name)) is None else value)
 
+    def number(self, name: str, default: float) -> float:
+        """A positive number, the default where it is null or absent."""
+        value = self._values.get(name)
+        value = default if value is None else value
+        if type(value) not in (int, float) or not 0 < value < MAX_PIXELS:
+            self.fault(f"{name} is {shortened(repr(value))}, must be a positive number")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """True or false, the default where it is null or absent."""
+        value = self._values.get(name)
+        if value is not None and type(value) is not bool:
+            self.fault(f"{name} is {shortened(repr(value))}, must be true or false")
+        return default if value is None else value
+
+    def has(self, name: str) -> bool:
+        """Whether a value is there, and not null."""
+        return self._values.get(name) is not None
+
     def sizes(self, name: str, *keys: str) -> Mapping[str, int]:
         """An object of positive integers with some of these keys; others may be null. Empty where it is null or absent."""
         value = self._values.get(name)
@@ -79,12 +103,19 @@ class Settings:
         return Image.Resampling(value)
 
     def check(
-        self, image_processors: Sequence[str], mean: Sequence[float], std: Sequence[float], sizes: Mapping[str, int]
+        self,
+        processors: Sequence[str],
+        mean: Sequence[float],
+        std: Sequence[float],
+        sizes: Mapping[str, int],
+        *,
+        kind: str = "image",
     ) -> None:
-        """Raise ConfigError if the settings ask for what is not computed, or contradict the model. sizes: those of config.json."""
-        kind = self._values.get("image_processor_type")
-        if kind is not None and str(kind).removesuffix("Fast").removesuffix("Pil") not in image_processors:
-            self.fault(f"image_processor_type is {shortened(repr(kind))}, known for this model: {', '.join(image_processors)}")
+        """Raise ConfigError if the settings ask for what is not computed, or contradict the model. sizes: those of config.json. kind: of
+        what they prepare."""
+        of = self._values.get(f"{kind}_processor_type")
+        if of is not None and str(of).removesuffix("Fast").removesuffix("Pil") not in processors:
+            self.fault(f"{kind}_processor_type is {shortened(repr(of))}, known for this model: {', '.join(processors)}")
         for name, allowed in _FIXED.items():
             if self._values.get(name) not in allowed:
                 self.fault(f"{name} is {shortened(repr(self._values[name]))}, must be {allowed[0]}")

@@ -28,6 +28,10 @@ class Audio:
     prefix: str = "model.encoder."
     """How the names of all its tensors begin."""
 
+    def name_of(self, name: str) -> str | None:
+        """The name of a tensor of the checkpoint, if it is the encoder's; None: it is not."""
+        return name if name.startswith(self.prefix) else None
+
     @property
     def num_frames(self) -> int:
         """Frames of features of a clip."""

@@ -32,6 +32,10 @@ class MergerLinear:
     activation: Activation | None = None
     """Of its outputs."""
     bias: bool = True
+    weight: str = "weight"
+    """Name of its weight within the module."""
+    transposed: bool = False
+    """Whether the checkpoint holds [inputs, outputs]."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,16 @@ class VisionEncoder:
     """Patches along each side of a window, within which patches attend to each other; 0: to all of their image."""
     full_layers: tuple[int, ...] = ()
     """Layers without windows, in an encoder that has windows."""
+    other_prefix: str | None = None
+    """In place of the first of `prefixes` in the names of other checkpoints of the family."""
+    ignored: tuple[str, ...] = ()
+    """How the names of tensors begin that are not loaded."""
+
+    def name_of(self, name: str) -> str | None:
+        """What the encoder calls a tensor of a checkpoint; None: it is not one of the encoder's."""
+        if self.other_prefix is not None and name.startswith(self.other_prefix):
+            name = self.prefixes[0] + name.removeprefix(self.other_prefix)
+        return name if name.startswith(self.prefixes) and not name.startswith(self.ignored) else None
 
 
 @dataclass(frozen=True)
@@ -105,12 +119,25 @@ class Vision:
     deepstack_layers: tuple[int, ...] = ()
     """Layers of the encoder behind which further results are taken, each added to the tokens behind one more of the first text layers."""
     video_token_id: int | None = None
+    """The placeholder of one embedding of a video."""
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Mean of red, green and blue, in a range of 0 to 1, that the encoder subtracts: that of the family."""
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Deviation that it divides by."""
     encoder: VisionEncoder | None = None
     """Its layers."""
+    attends_within: bool = False
+    """Whether the tokens of an image see each other in the text model: earlier ones also see later ones. A step computes all of them."""
+
+    @property
+    def item_kinds(self) -> tuple[str, ...]:
+        """Kinds of items that prompts may have."""
+        return ("image", "video") if self.family == "qwen3_vl" else ("image",)
+
+    @property
+    def max_patch_values(self) -> int:
+        """Most values of pixels that a patch has: of one frame, or of all frames that a patch of a video has."""
+        return 3 * self.patch_size**2 * (self.temporal_patch_size if "video" in self.item_kinds else 1)
 
     @property
     def head_dim(self) -> int:

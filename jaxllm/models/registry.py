@@ -29,7 +29,7 @@ FAMILIES = {
     "GPT2LMHeadModel": ("gpt2", "jaxllm.models.gpt2:read"),
     "Gemma2ForCausalLM": ("gemma2", "jaxllm.models.gemma:read_gemma2"),
     "Gemma3ForCausalLM": ("gemma3_text", "jaxllm.models.gemma:read_gemma3"),
-    "Gemma3ForConditionalGeneration": ("gemma3", "jaxllm.models.gemma:read_gemma3"),
+    "Gemma3ForConditionalGeneration": ("gemma3", "jaxllm.models.gemma3:read"),
     "GemmaForCausalLM": ("gemma", "jaxllm.models.gemma:read"),
     "Glm4ForCausalLM": ("glm4", "jaxllm.models.glm:read_glm4"),
     "Glm4MoeForCausalLM": ("glm4_moe", "jaxllm.models.glm4_moe:read"),

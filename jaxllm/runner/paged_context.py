@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxllm.cache_spec import LayerPlace
 from jaxllm.layers.attend import LatentProjection, Projection
@@ -14,7 +15,9 @@ from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.token_split import TokenSplit
 from pallas_kernels import mla_attention
 from pallas_kernels.paged_attention import paged_attention, paged_decode
+from pallas_kernels.paged_attention.parts import Part, combine
 from pallas_kernels.rope_cache_write import rope_and_write
+from pallas_kernels.span_attention import Later, span_attention
 
 
 class GroupTable(NamedTuple):
@@ -42,6 +45,8 @@ class PagedContext:
     kernels: Kernels
     devices: TokenSplit | None = None
     """Devices that split tokens: the caches are this one's parts, projections and outputs are of its share of the tokens."""
+    later: Later | None = None
+    """The later tokens of the step that tokens see too; None: attention is causal."""
 
     def __call__(
         self,
@@ -67,6 +72,7 @@ class PagedContext:
             self.kv_length_R,
             table.slot_T,
             sinks_KG,
+            self.later,
             num_queries=self.num_queries,
             kernels=self.kernels,
             devices=self.devices,
@@ -120,6 +126,7 @@ def _write_and_attend(
     kv_length_R: jax.Array,
     slot_T: jax.Array,
     sinks_KG: jax.Array | None,
+    later: Later | None,
     *,
     num_queries: int | None,
     kernels: Kernels,
@@ -156,7 +163,9 @@ def _write_and_attend(
         attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries)
     else:
         attention = partial(paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
-    own: dict[str, Any] = {"sinks_KG": sinks_KG} if devices is None else {"sinks_KG": None, "part": devices.part}
+    own: dict[str, Any] = {"sinks_KG": sinks_KG}
+    if devices is not None or later is not None:
+        own = {"sinks_KG": None, "part": Part(0, 1) if devices is None else devices.part}
     out: Any = attention(
         scale=scale,
         window=window,
@@ -170,6 +179,11 @@ def _write_and_attend(
     if devices is not None:
         out_TKGH, lse_TKG = out
         out = devices.combined(out_TKGH, lse_TKG, sinks_KG)
+    elif later is not None:
+        _, k_TKH, v_TKH = projection.finished()
+        of_later = span_attention(q_TKGH, k_TKH, v_TKH, later, scale=scale, soft_cap=soft_cap)
+        out_C, lse_C = (jnp.stack(both) for both in zip(out, of_later, strict=True))
+        out = combine(out_C, lse_C, sinks_KG)
     return out, k_pages, v_pages
 
 

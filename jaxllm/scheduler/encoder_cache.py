@@ -29,16 +29,16 @@ class _Entry:
 
 
 class EncoderCache:
-    """A ChunkRoom for items of one kind.
+    """A ChunkRoom for the kinds of items that an encoder computes.
 
     Of the requests of a step, the first that finds no budget or no pages ends encoding for this step, so that none waits for ever while
     others that need less go ahead.
     """
 
-    def __init__(self, sizes: EncoderSizes, *, whole_tokens: int = 0, kind: str = "image"):
+    def __init__(self, sizes: EncoderSizes, *, whole_tokens: int = 0, kinds: tuple[str, ...] = ("image",)):
         """whole_tokens: most tokens of an item, where a step that computes one of them must compute all that are left, e.g. because they
         attend to each other; 0: steps may cut items."""
-        self.item_kinds = (kind,)
+        self.item_kinds = kinds
         self.min_chunk = max(1, whole_tokens)
         self._sizes, self._whole_tokens = sizes, whole_tokens
         self._free = list(range(sizes.num_pages))

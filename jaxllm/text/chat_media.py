@@ -1,4 +1,4 @@
-"""Takes the images out of a conversation, for all APIs of chats and `LLM.chat`; templates see where they were."""
+"""Takes the images and videos out of a conversation, for all APIs of chats and `LLM.chat`; templates see where they were."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,12 @@ _URL_TYPES = ("image_url", "input_image")
 """Parts whose image_url is an address, or an object with it: those of chat completions and of the Responses API."""
 _OBJECT_TYPES = ("image_pil", "image")
 """Parts of scripts, with the image itself, or of `transformers`, also with its address."""
-IMAGE_PART: Mapping[str, str] = {"type": "image"}
-"""What chat templates see of an image."""
+_VIDEO_TYPES = ("video_url", "video")
+"""Parts that are videos: with an address, as vLLM has them, and of scripts, with the frames themselves."""
+A = {"image": "an image", "video": "a video", "audio": "audio"}
+MANY = {"image": "images", "video": "videos", "audio": "clips of audio"}
+PARTS: Mapping[str, Mapping[str, str]] = {"image": {"type": "image"}, "video": {"type": "video"}}
+"""What chat templates see of an item, by its kind."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +24,9 @@ class MediaRef:
     """An item of a conversation: where it is, or the item itself."""
 
     kind: str
-    """"image"."""
+    """"image" or "video"."""
     source: Any
-    """An address (data:, http:, https:, file:), the bytes of a file, a Pillow image, or an array; None: what was sent with this uuid."""
+    """An address (data:, http:, https:, file:), the bytes of a file, a Pillow image, an array, frames; None: what came with this uuid."""
     uuid: str | None
     """The caller's name of the content."""
     name: str
@@ -30,9 +34,9 @@ class MediaRef:
 
 
 def split_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[MediaRef]]:
-    """Messages in OpenAI's shape with IMAGE_PART in place of each image, for `render_chat`; and the images, in their order.
+    """Messages in OpenAI's shape with one of PARTS in place of each image and video, for `render_chat`; and these, in their order.
 
-    What is neither text nor an image stays, and `render_chat` refuses it. Raises InvalidRequestError, whose param is the part.
+    What is none of them and no text stays, and `render_chat` refuses it. Raises InvalidRequestError, whose param is the part.
     """
     found: list[MediaRef] = []
     split: list[Any] = []
@@ -48,42 +52,45 @@ def split_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
 
 
 def _taken(part: Any, name: str, found: list[MediaRef]) -> Any:
-    """The part, or IMAGE_PART if it is an image, which is added to `found`."""
-    kind = _image_type(part)
-    if kind is None:
+    """The part, or one of PARTS if it is an image or a video, which is added to `found`."""
+    type = _media_type(part)
+    if type is None:
         return part
+    kind = "video" if type in _VIDEO_TYPES else "image"
     uuid = part.get("uuid")
     if uuid is not None and not isinstance(uuid, str):
         raise InvalidRequestError(f"{name} has the uuid {uuid!r}, must be a string", name)
-    source = _address(part, name) if kind in _URL_TYPES else part.get(kind)
+    key = _key(type)
+    source = _address(part, key, name) if key in ("image_url", "video_url") else part.get(type)
     if source is None and uuid is None:
-        raise InvalidRequestError(f"{name} has no image: {_key(kind)} is missing", name)
-    found.append(MediaRef("image", source, uuid, name))
-    return dict(IMAGE_PART)
+        raise InvalidRequestError(f"{name} has no {kind}: {key} is missing", name)
+    found.append(MediaRef(kind, source, uuid, name))
+    return dict(PARTS[kind])
 
 
-def _image_type(part: Any) -> str | None:
-    """The type of an image, which vLLM lets parts leave out; None: the part is no image."""
+def _media_type(part: Any) -> str | None:
+    """The type of an image or a video, which vLLM lets parts leave out; None: the part is neither."""
     if not isinstance(part, Mapping):
         return None
     if "type" in part:
-        return part["type"] if part["type"] in (*_URL_TYPES, *_OBJECT_TYPES) else None
-    return next((key for key in ("image_url", *_OBJECT_TYPES) if key in part), None)
+        return part["type"] if part["type"] in (*_URL_TYPES, *_OBJECT_TYPES, *_VIDEO_TYPES) else None
+    return next((key for key in ("image_url", *_OBJECT_TYPES, *_VIDEO_TYPES) if key in part), None)
 
 
-def _address(part: Mapping[str, Any], name: str) -> str | None:
+def _address(part: Mapping[str, Any], key: str, name: str) -> str | None:
     if part.get("file_id") is not None:
         raise InvalidRequestError(f"{name} has a file_id, but no images are kept here; send it as image_url", name)
-    given: Any = part.get("image_url")
+    given: Any = part.get(key)
     detail = part.get("detail")
     if isinstance(given, Mapping):
         given, detail = given.get("url"), given.get("detail", detail)
     if given is not None and not isinstance(given, str):
-        raise InvalidRequestError(f"{name} has an image_url of type {type(given).__name__}, must be a string", name)
+        a = "an" if key == "image_url" else "a"
+        raise InvalidRequestError(f"{name} has {a} {key} of type {type(given).__name__}, must be a string", name)
     if detail not in (None, "auto"):
         warn_once("detail of images has no effect: their size and mm_processor_kwargs decide how many tokens they have")
     return given
 
 
-def _key(kind: str) -> str:
-    return "image_url" if kind in _URL_TYPES else kind
+def _key(type: str) -> str:
+    return "image_url" if type in _URL_TYPES else type

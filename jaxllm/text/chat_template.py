@@ -21,7 +21,7 @@ import jinja2.sandbox
 
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.log import logger
-from jaxllm.text.chat_media import IMAGE_PART
+from jaxllm.text.chat_media import PARTS, A
 
 if TYPE_CHECKING:
     from jaxllm.text.tokenizer import Tokenizer  # a process that only renders loads no tokenizers
@@ -245,7 +245,7 @@ class _ImageTexts:
                 continue
             if (text := next(self._texts, None)) is None:
                 raise InvalidRequestError(
-                    f"{where} has an image, but the chat template and the model take text alone", "messages"
+                    f"{where} has {A[part['type']]}, but the chat template and the model take text alone", "messages"
                 )
             texts.insert(len(texts) if self._interleaved else num_images, text)
             num_images += 1
@@ -283,7 +283,7 @@ def _normalised(
 def _part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    if part == IMAGE_PART:
+    if part in PARTS.values():
         return dict(part)
     if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
         if isinstance(part.get("text"), str):

@@ -11,7 +11,13 @@ from jaxllm.pooling_config import FILES
 PATTERNS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
-    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+    ),
     *FILES,
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "*.tiktoken"),
 )

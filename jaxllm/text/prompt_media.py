@@ -1,4 +1,4 @@
-"""The images or audio of prompts, between a caller and the engine: checked, prepared in threads, and put at their placeholders."""
+"""The images, videos and audio of prompts, between a caller and the engine: checked, prepared in threads, and put at their placeholders."""
 
 import numbers
 import os
@@ -13,25 +13,25 @@ from jaxllm.media import Media, MediaOptions, ProcessedMedia
 from jaxllm.metrics.buckets import PHASE_SECONDS
 from jaxllm.observations import Observations
 from jaxllm.request import PromptItem
+from jaxllm.text.chat_media import MANY, A
 
 if TYPE_CHECKING:
     from jaxllm.media.audio import AudioProcessor
     from jaxllm.media.processor import MediaProcessor  # imports Pillow
 
-IMAGE, AUDIO = "image", "audio"
+KINDS = ("image", "video", "audio")
 DATA, UUIDS, KWARGS = KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 """Keys of a prompt, as vLLM has them."""
 MAX_THREADS = 4
-"""Images or clips prepared at once; each takes tens of milliseconds, mostly without the interpreter's lock."""
+"""Images prepared at once; each takes tens of milliseconds, mostly without the interpreter's lock."""
 
 
 class PromptMedia:
-    """Prepares the images or the audio of prompts for one model. Thread-safe. Errors are InvalidRequestErrors."""
+    """Prepares the images of prompts for one model. Thread-safe. Errors are InvalidRequestErrors."""
 
     def __init__(self, processor: "MediaProcessor | AudioProcessor | None", options: MediaOptions, model: str):
         """`processor`: None for a model that takes text alone."""
         self._processor, self._options, self._model = processor, options, model
-        self._kind = IMAGE if processor is None else processor.kind
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jaxllm-images")
         self.seconds = Observations(PHASE_SECONDS)
         """How long each image took."""
@@ -40,26 +40,30 @@ class PromptMedia:
     @property
     def sees_images(self) -> bool:
         """Whether the model takes images."""
-        return self._processor is not None and self._kind == IMAGE
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of items that the model takes."""
-        return () if self._processor is None else (self._kind,)
+        return "image" in self.kinds
 
     @property
     def hearing(self) -> "AudioProcessor | None":
         """What prepares audio; None: the model does not hear."""
-        return self._processor if self._kind == AUDIO else None  # type: ignore[return-value]
+        return self._processor if "audio" in self.kinds else None  # type: ignore[return-value]
 
-    def check_count(self, count: int, param: str = "prompt", kind: str = IMAGE) -> None:
-        """Check the number of images, or of items of another kind, of a prompt before they are read. `param`: what errors call them."""
-        if count and (self._processor is None or self._kind != kind):
-            takes, items = "text alone" if self._processor is None else self._kind, "images" if kind == IMAGE else kind
-            raise InvalidRequestError(
-                f"{self._model} takes {takes}, and no {items}; leave them out, or serve a model that does", param
-            )
-        self._options.check_count(count, kind, param)
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of items that the model takes."""
+        return () if self._processor is None else self._processor.kinds
+
+    def check_count(self, kinds: Sequence[str], param: str = "prompt") -> None:
+        """Check the kinds of a prompt's items, and how many there are, before they are read. `param`: what errors call them."""
+        for kind in sorted({*kinds}):
+            if self._processor is None:
+                raise InvalidRequestError(
+                    f"{self._model} takes text alone, and no {MANY[kind]}; leave them out, or serve a model that does", param
+                )
+            if kind not in self.kinds:
+                raise InvalidRequestError(
+                    f"{self._model} takes no {MANY[kind]}; leave them out, or serve a model that does", param
+                )
+            self._options.check_count(kinds.count(kind), kind, param)
 
     def check_trusted(self, kwargs: Mapping[str, Any] | None, param: str = KWARGS) -> None:
         """Check whether a client may set how images are prepared. For servers; scripts may."""
@@ -68,9 +72,9 @@ class PromptMedia:
                 f"{param} of requests is refused; the server takes it with --trust-request-mm-kwargs", param
             )
 
-    def image_texts(self, count: int) -> list[str]:
-        """What stands for each image in prompts of plain text."""
-        return [] if self._processor is None else [self._processor.placeholder(number) for number in range(1, count + 1)]
+    def placeholders(self, kinds: Sequence[str]) -> list[str]:
+        """What stands for items of these kinds in prompts of plain text."""
+        return [] if self._processor is None else [self._processor.placeholder(kind) for kind in kinds]
 
     def submit(self, prompt: Any) -> "list[Future[ProcessedMedia]]":
         """Prepare the images of a prompt in threads. Prompts without any need none."""
@@ -130,29 +134,34 @@ class PromptMedia:
         for key, value in ((DATA, data), (UUIDS, uuids), (KWARGS, kwargs)):
             if value is not None and not isinstance(value, Mapping):
                 raise InvalidRequestError(f"{key} is a {type(value).__name__}, must be an object", key)
-        own = self._kind
         for key, value in ((DATA, data), (UUIDS, uuids)):
-            if other := next((kind for kind in value or () if kind != own), None):
-                taken = "audio" if own == AUDIO else "images"
-                raise InvalidRequestError(f"{key} has {other!r}, must have {own} alone: this model takes text and {taken}", key)
-        images, names = _as_list((data or {}).get(own)), _as_list((uuids or {}).get(own))
-        if not images and names:
-            images = [None] * len(names)
-        if names and len(names) != len(images):
-            raise InvalidRequestError(
-                f"{UUIDS} has {len(names)} for {len(images)} {own}{'s' if own == IMAGE else ' clips'}; give one each, or None",
-                UUIDS,
-            )
-        self.check_count(len(images), DATA, own)
-        names = names or [None] * len(images)
-        return [_as_media(own, each, names[place], f"{DATA}.{own}[{place}]") for place, each in enumerate(images)], kwargs
+            if other := next((kind for kind in value or () if kind not in KINDS), None):
+                raise InvalidRequestError(f"{key} has {other!r}, must have {' or '.join(KINDS)}", key)
+        found = [each for kind in KINDS for each in self._read_kind(kind, (data or {}).get(kind), (uuids or {}).get(kind))]
+        return found, kwargs
+
+    def _read_kind(self, kind: str, data: Any, uuids: Any) -> list[Media | ProcessedMedia]:
+        """The items of a kind."""
+        items, names = _LISTS[kind](data), _as_list(uuids)
+        if not items and names:
+            items = [None] * len(names)
+        if names and len(names) != len(items):
+            raise InvalidRequestError(f"{UUIDS} has {len(names)} for {len(items)} {MANY[kind]}; give one each, or None", UUIDS)
+        self.check_count([kind] * len(items), DATA)
+        names = names or [None] * len(items)
+        return [_as_media(kind, item, names[place], f"{DATA}.{kind}[{place}]") for place, item in enumerate(items)]
 
 
 def with_processed(prompt: Any, processed: Sequence[ProcessedMedia]) -> Any:
-    """The prompt with these in place of its images."""
+    """The prompt with these in place of its images and videos."""
     if not processed:
         return prompt
-    return {**{key: value for key, value in prompt.items() if key not in KEYS}, DATA: {processed[0].kind: list(processed)}}
+    return {**{key: value for key, value in prompt.items() if key not in KEYS}, DATA: by_kind(processed)}
+
+
+def by_kind(items: "Sequence[Media | ProcessedMedia]") -> dict[str, list[Any]]:
+    """Items as `multi_modal_data` has them."""
+    return {kind: found for kind in KINDS if (found := [item for item in items if item.kind == kind])}
 
 
 def processed_in(prompt: Any) -> list[ProcessedMedia] | None:
@@ -160,8 +169,15 @@ def processed_in(prompt: Any) -> list[ProcessedMedia] | None:
     data = prompt.get(DATA) if isinstance(prompt, Mapping) else None
     if not data:
         return []
-    items = next(iter(data.values())) if isinstance(data, Mapping) else None
-    return items if isinstance(items, list) and all(isinstance(item, ProcessedMedia) for item in items) else None
+    items: list[Any] = []
+    for kind in KINDS:
+        if not isinstance(data, Mapping):
+            return None
+        of_kind = [] if data.get(kind) is None else data[kind]
+        if not isinstance(of_kind, list) or not all(isinstance(item, ProcessedMedia) for item in of_kind):
+            return None
+        items += of_kind
+    return items
 
 
 def _done(prompt: Any, images: "Sequence[Future[ProcessedMedia]]") -> Any:
@@ -172,9 +188,30 @@ def _done(prompt: Any, images: "Sequence[Future[ProcessedMedia]]") -> Any:
 
 
 def _as_list(value: Any) -> list[Any]:
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], numbers.Integral):
-        return [value]  # samples and their rate
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+
+
+def _as_videos(value: Any) -> list[Any]:
+    """A video, or a list of videos, as a list. A list of frames is one video, and so is (frames, metadata)."""
+    if not isinstance(value, (list, tuple)):
+        return _as_list(value)
+    is_frames = bool(value) and all(_is_frame(each) for each in value)
+    is_described = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+    return [value] if is_frames or is_described else list(value)
+
+
+def _as_clips(value: Any) -> list[Any]:
+    """A clip of audio, or a list of clips, as a list. (samples, rate) is one clip."""
+    is_clip = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], numbers.Number)
+    return [value] if is_clip else _as_list(value)
+
+
+_LISTS = {"image": _as_list, "video": _as_videos, "audio": _as_clips}
+
+
+def _is_frame(value: Any) -> bool:
+    """Whether it is a Pillow image, or an array of one image."""
+    return getattr(value, "ndim", 0) in (2, 3) or hasattr(value, "getbands")
 
 
 def _as_media(kind: str, image: Any, uuid: Any, name: str) -> Media | ProcessedMedia:
@@ -183,13 +220,9 @@ def _as_media(kind: str, image: Any, uuid: Any, name: str) -> Media | ProcessedM
     if isinstance(image, (Media, ProcessedMedia)):
         return image
     if image is None and uuid is None:
-        raise InvalidRequestError(
-            f"{name} is None; give {'an image' if kind == IMAGE else kind}, or the uuid of one that was sent before", name
-        )
+        raise InvalidRequestError(f"{name} is None; give {A[kind]}, or the uuid of one that was sent before", name)
     if isinstance(image, str):
         raise InvalidRequestError(
-            f"{name} is a string; give its bytes, a Pillow image or an array"
-            + (", or send an address in a chat" if kind == IMAGE else ""),
-            name,
+            f"{name} is a string; give its bytes, a Pillow image or an array, or send an address in a chat", name
         )
     return Media(kind, bytes(image) if isinstance(image, (bytearray, memoryview)) else image, uuid, name)

@@ -18,6 +18,7 @@ class Images:
     """See `jaxllm.engine.features.Items`."""
 
     sizes: EncoderSizes
+    kinds: tuple[str, ...]
     whole_tokens: int
     """Tokens of the largest image, where a step computes an image whole; 0: steps may cut images."""
 
@@ -28,7 +29,7 @@ class Images:
 
     def new_room(self) -> EncoderCache:
         """See Items."""
-        return EncoderCache(self.sizes, whole_tokens=self.whole_tokens)
+        return EncoderCache(self.sizes, whole_tokens=self.whole_tokens, kinds=self.kinds)
 
 
 def make_items(config: EngineConfig, model_config: ModelConfig) -> Images | None:
@@ -39,12 +40,12 @@ def make_items(config: EngineConfig, model_config: ModelConfig) -> Images | None
     _check_parallel(config.parallel, model_config.architecture)
     sizes = EncoderSizes.of(vision, config.multimodal.mm_max_patches)
     _check_plans(config, vision, sizes)
-    return Images(sizes, _whole_tokens(config, model_config, vision, sizes))
+    return Images(sizes, vision.item_kinds, _whole_tokens(config, model_config, vision, sizes))
 
 
 def _whole_tokens(config: EngineConfig, model_config: ModelConfig, vision: Vision, sizes: EncoderSizes) -> int:
     """See Images. Raises ConfigError if a step cannot compute the largest image."""
-    see_each_other, most, least = vision.family == "gemma3", config.scheduler.max_num_batched_tokens, sizes.max_item_embeddings
+    see_each_other, most, least = vision.attends_within, config.scheduler.max_num_batched_tokens, sizes.max_item_embeddings
     if not (see_each_other or config.multimodal.disable_chunked_mm_input):
         return 0
     assert most is not None
@@ -78,7 +79,7 @@ def _check_parallel(parallel: ParallelOptions, architecture: str) -> None:
 
 def _check_plans(config: EngineConfig, vision: Vision, sizes: EncoderSizes) -> None:
     """A plan brings the images that it encodes to every host."""
-    num_ranks, patch_bytes = config.parallel.num_ranks, 3 * vision.patch_size**2
+    num_ranks, patch_bytes = config.parallel.num_ranks, vision.max_patch_values
     num_bytes = num_ranks * sizes.max_encoded_patches * patch_bytes
     if config.parallel.nnodes > 1 and num_bytes > MAX_PLAN_BYTES // 2:
         most = MAX_PLAN_BYTES // 2 // (num_ranks * patch_bytes)

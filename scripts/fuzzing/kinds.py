@@ -364,6 +364,16 @@ def _read_image(directory: Path) -> None:
     to_rgb(image, "prompt", (255, 255, 255))
 
 
+def _read_animation(directory: Path) -> None:
+    from jaxllm.media.clips import open_clip
+    from jaxllm.media.options import MediaOptions
+
+    (path,) = directory.iterdir()
+    clip = open_clip(path.read_bytes(), "prompt", MediaOptions(mm_max_image_pixels=1 << 22, mm_max_video_pixels=1 << 23))
+    for _ in clip.read(range(len(clip.seconds))):
+        pass
+
+
 def _read_image_settings(directory: Path) -> None:
     from jaxllm.media.options import MediaOptions
     from jaxllm.media.processor import make_processor
@@ -393,6 +403,7 @@ KINDS: Mapping[str, Kind] = {
     "tokenizer": Kind(_make_tokenizer, _read_tokenizer, _valid_tokenizers),
     "tokenizer_config": Kind(_make_tokenizer_config, _read_tokenizer, _valid_tokenizers),
     "image": Kind(_make_image, _read_image, lambda: ({name: data} for name, data in seeds.images().items())),
+    "animation": Kind(_make_image, _read_animation, lambda: iter([{"image.gif": seeds.images()["image.gif"]}])),
     "preprocessor_config": Kind(
         lambda rng: {"preprocessor_config.json": mutate_json(rng, _IMAGE_SETTINGS)},
         _read_image_settings,

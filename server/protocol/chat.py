@@ -20,6 +20,12 @@ Role = Annotated[str, Field(min_length=1, max_length=64)]
 """Any role that the chat template supports: system, developer, user, assistant, tool, function; ipython, critic and so on."""
 
 
+class VideoUrl(RequestModel):
+    """Where a video is."""
+
+    url: str
+
+
 class ImageUrl(RequestModel):
     """Where an image is."""
 
@@ -28,7 +34,7 @@ class ImageUrl(RequestModel):
 
 
 class ContentPart(RequestModel):
-    """A part of a message: text or an image. What kind a part is of is checked where the error can name it."""
+    """A part of a message: text, an image or a video. What kind a part is of is checked where the error can name it."""
 
     type: str | None = None
     """None: the field that it has tells."""
@@ -36,13 +42,13 @@ class ContentPart(RequestModel):
     refusal: str | None = None
     thinking: str | None = None
     image_url: str | ImageUrl | None = None
+    video_url: str | VideoUrl | None = None
     detail: ShortText | None = None
     file_id: ShortText | None = None
     uuid: ShortText | None = None
     """The client's name of the content, instead of it if it was sent before."""
 
     image_embeds: Any = None
-    video_url: Any = None
     video_embeds: Any = None
     audio_url: Any = None
     audio_embeds: Any = None
@@ -55,7 +61,12 @@ class ContentPart(RequestModel):
         return self.type or next((name for name in _KINDS if getattr(self, name) is not None), "")
 
 
-_KINDS = ("text", "image_url", *(name for name in ContentPart.model_fields if name.endswith(("_embeds", "_url", "_audio"))))
+_KINDS = (
+    "text",
+    "image_url",
+    "video_url",
+    *(name for name in ContentPart.model_fields if name.endswith(("_embeds", "_url", "_audio"))),
+)
 
 
 class CalledFunction(RequestModel):

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.media import Media
-from jaxllm.media.clips import Clip, cut
+from jaxllm.media.audio_clips import Clip, cut
 from jaxllm.model_parts.audio import SAMPLE_RATE
 from jaxllm.outputs import CompletionOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams

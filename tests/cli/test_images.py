@@ -81,6 +81,14 @@ def test_images_go_to_a_server_as_data_urls(stub: Stub, files: list[str], capsys
     assert stub.bodies[0]["messages"] == [{"role": "user", "content": [url, {"type": "text", "text": "hi"}]}]
 
 
+def test_videos_go_to_a_server_as_data_urls(stub: Stub, tmp_path: Path) -> None:
+    clip = tmp_path / "a.mp4"
+    clip.write_bytes(b"\4")
+    assert main(["chat", "--url", stub.url, "-q", "--video", str(clip), "--quick", "hi", "--max-tokens", "1"]) == 0
+    url = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,BA=="}}
+    assert stub.bodies[0]["messages"] == [{"role": "user", "content": [url, {"type": "text", "text": "hi"}]}]
+
+
 @pytest.mark.parametrize(
     ("command", "told"),
     [
@@ -89,6 +97,12 @@ def test_images_go_to_a_server_as_data_urls(stub: Stub, files: list[str], capsys
         ("generate --image {image} hi", "takes text alone, and no images"),
         ("chat --image {image} --quick hi", "takes text alone, and no images"),
         ("chat --image missing.png --quick hi", "cannot read the image missing.png: No such file"),
+        ("generate --video missing.mp4 hi", "cannot read the video missing.mp4: No such file"),
+        (
+            "generate --video {image} --file {lines}",
+            "--video takes prompts of text; write videos into messages as parts of type video_url",
+        ),
+        ("generate --video {image} hi", "takes text alone, and no videos"),
     ],
 )
 def test_images_that_cannot_be_sent_are_an_error(

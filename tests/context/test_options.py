@@ -70,5 +70,5 @@ def test_only_kernels_that_take_a_part_of_the_keys_are_chosen():
     model = load_model_config(goldens.FOLDER / "qwen3")
     found = kernel_choice.attention_candidates("auto", model, 16, on_gpu=True, has_part=True)
     assert found["paged_attention"] == ("triton", "xla")
-    with pytest.raises(ConfigError, match=r"attention_implementation is 'mosaic', .* and keys split over devices; use auto"):
+    with pytest.raises(ConfigError, match=r"attention_implementation is 'mosaic', .* and keys in parts; use auto"):
         kernel_choice.attention_implementation("mosaic", model, 16, on_gpu=True, has_part=True)  # in float32

@@ -13,10 +13,10 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.media.payload import pack
-from jaxllm.model_parts import Vision
 from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.runner import runner
 from tests.helpers import engines, peft_files, pictures, vision_checkpoint
+from tests.helpers.picture_requests import golden_requests
 from tests.helpers.slow import slow_except
 
 PAD, START, END = 261, 259, 260
@@ -102,22 +102,6 @@ def test_chunks_of_prompts_with_images_give_the_tokens_of_whole_prompts(make_cor
         assert found.tokens == whole["again"] and found.num_cached_tokens == 16, "the cached prefix ends inside the image"
 
 
-def golden_requests(name: str, vision: Vision) -> list[EngineCoreRequest]:
-    """The prompts of a golden."""
-    golden = pictures.golden(name)
-    found = []
-    for number, result in enumerate(golden.results):
-        prepared = [pictures.patches(pictures.picture(*golden.pictures[i]), vision) for i in result.pictures]
-        token_ids, items = pictures.expanded(result.prompt, [grid for grid, _ in prepared], vision)
-        named = [
-            msgspec.structs.replace(item, payload=pack(*patches), content_hash=bytes([i]))
-            for item, patches, i in zip(items, prepared, result.pictures, strict=True)
-        ]
-        made = engines.request(f"{number}", token_ids, max_tokens=len(result.tokens), logprobs=0)
-        found.append(replace(made, items=tuple(named)))
-    return found
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     slow_except(
@@ -133,7 +117,7 @@ def golden_requests(name: str, vision: Vision) -> list[EngineCoreRequest]:
 def test_engines_say_what_transformers_says(make_core, tmp_path, name, options) -> None:
     """In steps of at most 16 tokens. Alone, a request of one rank has steps beside another without requests."""
     core = make_core(model=str(pictures.write(name, tmp_path / "model")), **options)
-    requests = golden_requests(name, core.model_config.vision)
+    requests = golden_requests(name, core.model_config.vision, logprobs=0)
     for together in (requests, requests[:1]):
         found = engines.run(core, together)
         for answer, result in zip(found.values(), pictures.golden(name).results, strict=False):
@@ -167,8 +151,8 @@ def test_engines_of_all_kinds_say_the_same(make_core, options) -> None:
 def test_all_programs_of_images_may_be_made_at_the_start(make_core) -> None:
     core = make_core(warmup="all", mm_max_patches=1024)
     made = set(core.runner.programs._compiled)
-    of_images = {(key.kind, key.size) for key in made if key.kind == "encode" or "images" in key.features}
-    assert of_images == {("encode", 256), ("encode", 1024), ("forward", 16)}
+    of_images = {(key.kind, key.size) for key in made if key.kind.startswith("encode") or "images" in key.features}
+    assert of_images == {*((kind, size) for kind in ("encode", "encode_video") for size in (256, 1024)), ("forward", 16)}
     answers(core, mixed())
     assert set(core.runner.programs._compiled) == made
 

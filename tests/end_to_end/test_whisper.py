@@ -69,7 +69,7 @@ def check(core: EngineCore, asked: list[EngineCoreRequest]) -> None:
 def test_the_encoder_computes_what_transformers_does(directory) -> None:
     config = load_model_config(directory)
     encoder = build_audio_encoder(config)
-    state = load_encoder(config, encoder, (config.audio.prefix,), directory, mesh=make_mesh(1))
+    state = load_encoder(config, encoder, config.audio, directory, mesh=make_mesh(1))
     features = log_mel(whisper_checkpoint.clip(*GOLDEN["results"][0]["clip"]), config.audio)
     found = nnx.merge(nnx.graphdef(encoder), state)(features)
     np.testing.assert_allclose(found, GOLDEN["encoded"], atol=1e-5)

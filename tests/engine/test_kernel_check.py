@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import types
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ from jaxllm.engine import early_programs, kernel_check, kernel_choice, kernel_sh
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.prepare import Prepared
-from jaxllm.errors import KernelCheckError
+from jaxllm.errors import ConfigError, KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.model_parts.vision import Vision
 from jaxllm.parallel.mesh import make_mesh
@@ -507,6 +508,20 @@ def test_an_encoder_of_images_has_a_kernel_that_is_checked_in_its_shapes(tmp_pat
     chosen = check.run()
     assert chosen.report == {"segment_attention": OpReport("triton", "passed")}
     assert chosen.kernels.segment_attention == "triton"
+
+
+def test_attention_within_images_is_checked_in_parts(monkeypatch):
+    config = EngineConfig.from_options(model=str(DIRECTORY), **engines.SMALL)
+    prepared = Prepared.of(config, DIRECTORY, (), StartTimes())
+    vision = Vision("gemma3", 9, 14, 2, 32, 2, 2, 32, output_size=64, position_grid=6, attends_within=True)
+    model = dataclasses.replace(prepared.model_config, vision=vision)
+    plan = dataclasses.replace(prepared.plan, num_queries=3)
+    found = kernel_shapes.shapes_of(config, model, plan)["paged_attention"]
+    assert [(shapes.num_parts, shapes.num_queries) for shapes in found] == [(1, 3), (2, 1)]
+    monkeypatch.setattr(paged_attention, "missing", lambda name: None)
+    check = partial(kernel_choice.attention_implementation, "jax_triton", model, 16, on_gpu=True)
+    with pytest.raises(ConfigError, match=r"'jax_triton', which does not take .* and keys in parts; use auto"):
+        check(has_part=model.attends_within_images)
 
 
 def test_adapters_have_a_kernel_that_is_checked_in_the_shapes_of_their_products():

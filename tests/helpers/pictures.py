@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array, lax
 
+from jaxllm.layers.attend import Attend
 from jaxllm.layers.build import build_model, build_tower
-from jaxllm.layers.dense_attention import dense_step
+from jaxllm.layers.dense_attention import dense_attend, dense_step
 from jaxllm.layers.vision import PatchIndices, patch_indices
 from jaxllm.loaders.encoder import load_encoder
 from jaxllm.loaders.load import load_weights
@@ -67,6 +70,14 @@ def picture(seed: int, height: int, width: int) -> np.ndarray:
     return np.random.RandomState(seed).randint(0, 256, (height, width, 3)).astype(np.uint8)
 
 
+def sizes(vision: Vision, cells: Sequence[tuple[int, int]]) -> list[Size]:
+    """Pictures of these heights and widths in cells, or where all pictures have one size, as many of that."""
+    side = vision.patch_size * vision.merge_size
+    if vision.family == "gemma3":
+        cells = [(vision.position_grid // vision.merge_size,) * 2] * len(cells)
+    return [(i, rows * side, columns * side) for i, (rows, columns) in enumerate(cells)]
+
+
 def patches(pixels: np.ndarray, vision: Vision) -> tuple[tuple[int, int, int], np.ndarray]:
     """The grid of patches of a picture whose sides are whole cells, and the patches, uint8 [N, 3 · patch_size²], cell by cell."""
     size, merge = vision.patch_size, vision.merge_size
@@ -107,7 +118,7 @@ def load(directory: Path, **options: Any) -> tuple[ModelConfig, nnx.State, nnx.S
     """A checkpoint's config, text model and encoder, on one device."""
     config, mesh = load_model_config(directory, **options), make_mesh(1)
     text = load_weights(config, build_model(config), directory, load_format="auto", mesh=mesh)
-    return config, text, load_encoder(config, build_tower(config), config.vision.encoder.prefixes, directory, mesh=mesh)
+    return config, text, load_encoder(config, build_tower(config), config.vision.encoder, directory, mesh=mesh)
 
 
 def encode(config: ModelConfig, tower: nnx.State, pixels: Sequence[np.ndarray], *, num_patches: int) -> np.ndarray:
@@ -148,6 +159,15 @@ def inputs(
     return ids, given, is_given, rope_positions(items, 0, pad_to)
 
 
+def attend(vision: Vision, is_given_T: Array) -> Attend:
+    """Dense attention of one sequence with these tokens of pictures. If these see each other, there is text between pictures."""
+    index_T = jnp.arange(len(is_given_T))
+    if not vision.attends_within:
+        return dense_attend(index_T)
+    next_text_T = lax.cummin(jnp.where(is_given_T, len(is_given_T), index_T), reverse=True)
+    return dense_attend(index_T, num_later_T=jnp.where(is_given_T, next_text_T - index_T - 1, 0))
+
+
 def set_given(step, vision: Vision, given_TX, is_given_T, rope_3T) -> None:
     """Put what an encoder made into a step."""
     L = vision.output_size
@@ -175,7 +195,8 @@ def _logits(config: ModelConfig):
     @jax.jit
     def forward(state, token_ids_T, given_TX, is_given_T, rope_3T):
         model = nnx.merge(graph, state)
-        step = dense_step(token_ids_T, jax.numpy.arange(len(token_ids_T)))
+        step = dense_step(token_ids_T, jnp.arange(len(token_ids_T)))
+        step.attend = attend(config.vision, is_given_T)
         set_given(step, config.vision, given_TX, is_given_T, rope_3T)
         return model.logits(model(step))
 

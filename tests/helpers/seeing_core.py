@@ -15,11 +15,12 @@ from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
-IMAGE_TEXTS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+IMAGE_TEXTS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SETTINGS = {
@@ -48,8 +49,10 @@ def write_seeing(directory: Path, *, chat_template: str = CHAT_TEMPLATE) -> Path
 def seeing_core(directory: Path, script: Any = "one two three", **options: Any) -> FakeEngineCore:
     """A core for a directory that `write_seeing` has written."""
     core = fake_core(directory, script, **{"max_model_len": 500, **options})
-    image_id = Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id("<|image_pad|>")
-    vision = Vision("qwen3_vl", image_id, 16, 2, 32, 2, 2, 64, core.model_config.hidden_size, temporal_patch_size=2)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    image_id, video_id = (tokenizer.token_to_id(text) for text in ("<|image_pad|>", "<|video_pad|>"))
+    width = core.model_config.hidden_size
+    vision = Vision("qwen3_vl", image_id, 16, 2, 32, 2, 2, 64, width, temporal_patch_size=2, video_token_id=video_id)
     core.model_config = dataclasses.replace(core.model_config, vision=vision)
     return core
 

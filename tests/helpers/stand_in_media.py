@@ -21,7 +21,7 @@ def picture(rows: int, columns: int, value: int = 0) -> np.ndarray:
 class StandInProcessor:
     """Counts what it prepares."""
 
-    kind = "image"
+    kinds = ("image",)
 
     def __init__(self, placeholder_id: int = PLACEHOLDER_ID, text: str = "<image>"):
         self.placeholder_id, self.text = placeholder_id, text
@@ -36,7 +36,7 @@ class StandInProcessor:
         digest = hashlib.sha256(media.uuid.encode() if media.uuid is not None else image.tobytes()).digest()
         return ProcessedMedia("image", digest, rows * columns, (1, rows, columns), image.tobytes())
 
-    def placeholder(self, number: int) -> str:
+    def placeholder(self, kind: str) -> str:
         return self.text
 
     def expand_text(self, text: str, processed: Sequence[ProcessedMedia]) -> str:

@@ -28,8 +28,11 @@ SPECIAL = (
     "[IMG]",
     "[IMG_BREAK]",
     "[IMG_END]",
+    "<start_of_image>",
+    "<image_soft_token>",
+    "<end_of_image>",
 )
-PICTURES = {"mistral3": "[IMG]"}
+PICTURES = {"mistral3": "[IMG]", "gemma3": "<start_of_image>"}
 """What a chat template writes for a picture; other families write Qwen's tokens."""
 QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -41,6 +44,7 @@ def chat_template(picture: str) -> str:
         "{%- if message.content is string -%}{{ message.content }}"
         "{%- else -%}{%- for part in message.content -%}"
         f"{{%- if part.type == 'image' or 'image' in part or 'image_url' in part -%}}{picture}"
+        "{%- elif part.type == 'video' or 'video' in part -%}<|vision_start|><|video_pad|><|vision_end|>"
         "{%- elif 'text' in part -%}{{ part.text }}{%- endif -%}"
         "{%- endfor -%}{%- endif -%}<|im_end|>\n{%- endfor -%}"
         "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
@@ -115,7 +119,7 @@ def _values(name: str, shape: tuple[int, ...], generator: np.random.RandomState,
         return generator.normal(0, 0.2, shape)
     if len(shape) == 1:
         return generator.uniform(0.5, 1.5, shape)
-    if name.endswith("pos_embed.weight"):
+    if name.endswith(("pos_embed.weight", "position_embedding.weight")):
         return generator.normal(0, 0.5, shape)
     if "embed_tokens" in name:  # a tied head makes the last token the likeliest next one where its embedding is large
         return generator.normal(0, gain * (0.02 if tied else 0.15), shape)
@@ -245,6 +249,65 @@ def _mistral3(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes]:
     return config, shapes | _decoder(text, "language_model.model", None if tied else "language_model.lm_head")
 
 
+def _gemma3(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes]:
+    """As released: 9 tokens for each picture, one more than a window has."""
+    text = {
+        **{key: value for key, value in TEXT.items() if key != "hidden_act"},
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "rope_theta": 10000.0,
+        "rope_local_base_freq": 1000.0,
+        "tie_word_embeddings": tied,
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 84,
+        "patch_size": 14,
+        "hidden_act": "gelu_pytorch_tanh",
+        "vision_use_head": False,
+    }
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": vision,
+        "mm_tokens_per_image": 9,
+        "boi_token_index": ids["<start_of_image>"],
+        "eoi_token_index": ids["<end_of_image>"],
+        "image_token_index": ids["<image_soft_token>"],
+    }
+    D, F, L = vision["hidden_size"], vision["intermediate_size"], text["hidden_size"]
+    tower: Shapes = {
+        **_linear("embeddings.patch_embedding", (D, 3, 14, 14)),
+        "embeddings.position_embedding.weight": ((84 // 14) ** 2, D),
+        **_norm("post_layernorm", D),
+    }
+    for i in range(vision["num_hidden_layers"]):
+        layer = f"encoder.layers.{i}"
+        tower |= {**_norm(f"{layer}.layer_norm1", D), **_norm(f"{layer}.layer_norm2", D)}
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            tower |= _linear(f"{layer}.self_attn.{name}", (D, D))
+        tower |= {**_linear(f"{layer}.mlp.fc1", (F, D)), **_linear(f"{layer}.mlp.fc2", (D, F))}
+    shapes = {f"vision_tower.vision_model.{name}": shape for name, shape in tower.items()}
+    shapes |= {
+        "multi_modal_projector.mm_soft_emb_norm.weight": (D,),
+        "multi_modal_projector.mm_input_projection_weight": (D, L),
+    }
+    head = None if tied else "language_model.lm_head"
+    shapes |= _decoder(text, "language_model.model", head, head_norms=True)
+    for i in range(text["num_hidden_layers"]):
+        layer = f"language_model.model.layers.{i}"
+        shapes |= {f"{layer}.{name}_feedforward_layernorm.weight": (L,) for name in ("pre", "post")}
+    return config, shapes
+
+
 def _decoder(text: dict[str, Any], prefix: str, head: str | None, *, head_norms: bool = False, bias: bool = False) -> Shapes:
     """Names and shapes of a decoder of Llama's form, with experts if the config has them."""
     L, F, H = text["hidden_size"], text["intermediate_size"], text["head_dim"]
@@ -285,6 +348,7 @@ FAMILIES: dict[str, Callable[[dict[str, int], bool], tuple[dict[str, Any], Shape
     "qwen3_vl_moe": lambda ids, tied: _qwen3_vl(ids, tied, EXPERTS),
     "qwen2_5_vl": _qwen2_5_vl,
     "mistral3": _mistral3,
+    "gemma3": _gemma3,
 }
 _QWEN3 = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -312,10 +376,17 @@ _PIXTRAL = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
+_GEMMA3 = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 84, "width": 84},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 PREPROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
     "qwen2_5_vl": _QWEN2_5,
     "mistral3": _PIXTRAL,
+    "gemma3": _GEMMA3,
 }
 """Areas from 64² to 512² pixels, so that prompts stay short."""

@@ -57,6 +57,35 @@ def test_prompts_and_chats_with_the_same_image_are_the_same(directory: Path) -> 
     assert {(item.position, item.grid) for request in core.requests for item in request.items} == {(2, (1, 3, 4))}
 
 
+def test_prompts_and_chats_with_the_same_video_are_the_same(directory: Path) -> None:
+    llm, core = seeing(directory)
+    frames = np.random.default_rng(0).integers(0, 256, (4, 64, 96, 3), np.uint8)
+    pictures = [Image.fromarray(frame) for frame in frames]
+    clip = "<|vision_start|><|video_pad|><|vision_end|>"
+    for video in (frames, [frames], pictures, [pictures], (frames, {"fps": 1}), [(pictures, {"fps": 1.0})], list(frames)):
+        prompt: Any = {"prompt": f"a{clip}b{PAD}", "multi_modal_data": {"video": video, "image": PICTURE}}
+        llm.generate(prompt, ONE, use_tqdm=False)
+    parts = [
+        *({"type": "text", "text": "a"}, {"type": "video", "video": frames}, {"type": "text", "text": "b"}),
+        {"type": "image_pil", "image_pil": PICTURE},
+    ]
+    texts = "{{ p.text or {'video': '" + clip + "', 'image': '" + PAD + "'}[p.type] }}"
+    template = "{% for m in messages %}{% for p in m.content %}" + texts + "{% endfor %}{% endfor %}"
+    llm.chat([{"role": "user", "content": parts}], ONE, use_tqdm=False, chat_template=template)
+    llm.chat([{"role": "user", "content": parts}], ONE, use_tqdm=False, chat_template="{{ messages[0].content }}")
+    *same, joined = core.requests
+    assert len({tuple(request.prompt_token_ids) for request in same}) == 1
+    assert {tuple((item.kind, item.grid) for item in request.items) for request in core.requests} == {
+        (("video", (1, 2, 3)), ("video", (1, 2, 3)), ("image", (1, 3, 4)))
+    }
+    decoded = llm.get_tokenizer().decode([each for each in same[0].prompt_token_ids if each < 256])
+    assert decoded == "a<0.5 seconds><2.5 seconds>b"
+    assert joined.prompt_token_ids != same[0].prompt_token_ids, "a template of strings has videos before the text"
+    prompt = {"prompt": clip * 2, "multi_modal_data": {"video": [pictures, frames[:2]]}}
+    llm.generate(prompt, ONE, use_tqdm=False)
+    assert len(core.requests[-1].items) == 3, "two videos"
+
+
 def test_the_order_of_images_is_that_of_the_parts(directory: Path) -> None:
     llm, core = seeing(directory)
     wide, tall = PICTURE.crop((0, 0, 128, 64)), PICTURE.crop((0, 0, 64, 96))
@@ -72,7 +101,7 @@ def test_the_order_of_images_is_that_of_the_parts(directory: Path) -> None:
 def test_the_placeholder_of_every_family_is_that_of_its_chats(family: str, tmp_path: Path) -> None:
     llm, core = seeing(write(tmp_path, family))
     llm.chat([{"role": "user", "content": [{"type": "image_pil", "image_pil": PICTURE}]}], ONE, use_tqdm=False)
-    (text,) = llm.llm_engine.input_processor.media.image_texts(1)
+    (text,) = llm.llm_engine.input_processor.media.placeholders(["image"])
     llm.generate({"prompt": text, "multi_modal_data": {"image": PICTURE}}, ONE, use_tqdm=False)
     ((chat,), (plain,)) = (request.items for request in core.requests)
     assert chat.content_hash == plain.content_hash and chat.num_tokens == plain.num_tokens and chat.position > plain.position

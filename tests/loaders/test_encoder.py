@@ -55,12 +55,12 @@ def test_every_device_has_the_whole_encoder(directory, load_format):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_the_weights_of_a_still_picture_are_those_of_its_frames_together(directory):
+def test_the_weights_of_all_frames_of_a_patch_are_kept_in_float32(directory):
     config, _, tower = pictures.load(directory, dtype="bfloat16")
     stored = open_checkpoint(directory).tensor("model.visual.patch_embed.proj.weight")
     found = tower["patch"][...]
     assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, stored.sum(axis=2, dtype=np.float32).reshape(len(stored), -1).T)
+    np.testing.assert_array_equal(found, stored.reshape(len(stored), 3, 2, -1).transpose(2, 1, 3, 0))
 
 
 def test_without_its_encoder_a_model_takes_text_alone(directory):
@@ -88,7 +88,7 @@ def test_tensors_that_do_not_fit_are_named(directory, tmp_path):
     with pytest.raises(ModelLoadError, match=wanted):
         check_weights(config, tmp_path)
     with pytest.raises(ModelLoadError, match=wanted):
-        load_encoder(config, build_tower(config), config.vision.encoder.prefixes, tmp_path, mesh=make_mesh(1))
+        load_encoder(config, build_tower(config), config.vision.encoder, tmp_path, mesh=make_mesh(1))
 
 
 def test_a_checkpoint_without_a_head_is_read_too(directory, tmp_path):
@@ -96,6 +96,44 @@ def test_a_checkpoint_without_a_head_is_read_too(directory, tmp_path):
     changed(directory, tmp_path, lambda tensors: {name.removeprefix("model."): value for name, value in tensors.items()})
     for found, expected in zip(pictures.load(tmp_path)[1:], pictures.load(directory)[1:], strict=True):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_other_names_of_an_encoder_are_read_too(tmp_path):
+    """As transformers 5 saves Gemma 3, and with a head that makes one vector of an image."""
+    directory = vision_checkpoint.write(tmp_path / "released", "gemma3")
+    (tmp_path / "saved").mkdir()
+
+    def change(tensors):
+        named = {name.replace("vision_tower.vision_model.", "vision_tower."): value for name, value in tensors.items()}
+        return {**named, "vision_tower.head.probe": np.zeros((1, 1, 32), np.float32)}
+
+    saved = changed(directory, tmp_path / "saved", change)
+    check_weights(load_model_config(saved), saved)
+    for found, expected in zip(pictures.load(saved)[1:], pictures.load(directory)[1:], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"mm_tokens_per_image": 10}, "mm_tokens_per_image is 10, must be a square whose root divides the 6 patches"),
+        ({"mm_tokens_per_image": 16}, "mm_tokens_per_image is 16, must be a square"),
+        (
+            {"vision_config": {"model_type": "clip_vision_model"}},
+            "model_type is 'clip_vision_model', supported: 'siglip_vision_model'",
+        ),
+        (
+            {"vision_config": {"num_attention_heads": 5}},
+            "hidden_size of vision_config is 768, must be a multiple of its 5 heads",
+        ),
+    ],
+)
+def test_configs_of_gemma_3_that_cannot_be_computed(tmp_path, values, fault):
+    vision_checkpoint.write(tmp_path, "gemma3")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **values}))
+    with pytest.raises(ModelLoadError, match=fault):
+        load_model_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 from jaxllm.errors import InvalidRequestError
 from jaxllm.media import Media, MediaOptions
 from jaxllm.media.audio import AudioProcessor
+from jaxllm.media.audio_clips import cut
 from jaxllm.media.audio_files import read_audio, resampled
-from jaxllm.media.clips import cut
 from jaxllm.media.features import HOP, WINDOW, log_mel, mel_filters, payload_bytes, unpack
 from jaxllm.model_parts import MLP, Audio
 

@@ -92,7 +92,7 @@ def test_gemma_writes_text_around_each_image(tmp_path) -> None:
     expanded = prepare.expand_text("a<start_of_image>b<start_of_image>", two)
     assert expanded == f"a{whole}b{whole}"
     assert prepare.expand_text(expanded, two) == expanded
-    assert prepare.placeholder(1) == "<start_of_image>"
+    assert prepare.placeholder() == "<start_of_image>"
     with pytest.raises(InvalidRequestError, match="has 1 times <start_of_image> and 2 image"):
         prepare.expand_text("a<start_of_image>", two)
     assert prepare.expand_text("no image", []) == "no image"
@@ -101,8 +101,8 @@ def test_gemma_writes_text_around_each_image(tmp_path) -> None:
 def test_other_families_leave_the_text_as_it_is(tmp_path) -> None:
     prepare = processor(tmp_path)
     assert prepare.expand_text("<|image_pad|>", []) == "<|image_pad|>"
-    assert prepare.placeholder(1) == prepare.placeholder(2) == "<|vision_start|><|image_pad|><|vision_end|>"
-    assert processor(tmp_path, "pixtral").placeholder(1) == "[IMG]"
+    assert prepare.placeholder() == "<|vision_start|><|image_pad|><|vision_end|>"
+    assert processor(tmp_path, "pixtral").placeholder() == "[IMG]"
 
 
 def test_large_images_are_made_smaller_to_the_most_patches(tmp_path) -> None:

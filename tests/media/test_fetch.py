@@ -251,7 +251,7 @@ def test_an_endless_or_large_answer_ends_at_the_limit() -> None:
             await writer.drain()
 
     async def run() -> None:
-        async with site(max_bytes=100_000) as (served, fetcher):
+        async with site(max_bytes=lambda kind: 100_000) as (served, fetcher):
             served.answers["/endless"] = endless
             status, text = await status_of(fetcher, f"http://pictures.example:{served.port}/endless")
             assert status == 422 and "100000 bytes" in text and sent < 50 * 2**20

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.kernel_policy import CPU
 from jaxllm.layers.build import build_model
-from jaxllm.layers.dense_attention import dense_attend
 from jaxllm.layers.step import Step
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.shards import make_shards
@@ -19,7 +18,7 @@ from scripts import make_picture_goldens
 from tests.helpers import goldens, pictures, vision_checkpoint
 from tests.helpers.slow import slow_except
 
-PAD_TO, NUM_PATCHES = 128, 64
+PAD_TO, NUM_PATCHES = 128, 80
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def test_two_devices_compute_what_one_does(name, min_tokens, loaded):
 
     def forward(state, token_ids_T, given_TX, is_given_T, rope_3T):
         model, positions_T = nnx.merge(graph, state), jnp.arange(PAD_TO)
-        step = Step(token_ids_T, positions_T, dense_attend(positions_T), shards)
+        step = Step(token_ids_T, positions_T, pictures.attend(split.vision, is_given_T), shards)
         pictures.set_given(step, split.vision, given_TX, is_given_T, rope_3T)
         return shards.all_columns(model.logits(model(step), shards))
 
@@ -100,8 +99,7 @@ def test_other_weights_and_sizes_equal_transformers_itself(name, tmp_path):
     vision_checkpoint.write(tmp_path, **make_picture_goldens.VARIANTS[name], seed=77)
     config, text, tower = pictures.load(tmp_path)
     vision = config.vision
-    side = vision.patch_size * vision.merge_size
-    images = [pictures.picture(i, rows * side, columns * side) for i, (rows, columns) in enumerate([(5, 3), (1, 6), (4, 4)])]
+    images = [pictures.picture(*size) for size in pictures.sizes(vision, [(5, 3), (1, 6), (4, 4)])]
     prompt = [7, 8, vision.image_token_id, 9, vision.image_token_id, 10, vision.image_token_id, 11, 12]
     token_ids, items = pictures.expanded(prompt, [pictures.patches(image, vision)[0] for image in images], vision)
     encoded = pictures.encode(config, tower, images, num_patches=160)

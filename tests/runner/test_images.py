@@ -1,6 +1,7 @@
 """The host's part of images: which are encoded together, what programs take, and where tokens find their embeddings."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -35,6 +36,7 @@ from jaxllm.runner.programs.kind import Wanted
 from jaxllm.runner.rows import Rows
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
+from pallas_kernels.span_attention import Later, span_attention
 from tests.helpers import vision_checkpoint
 
 MAX_PATCHES = 1024
@@ -84,14 +86,14 @@ def test_sizes_of_programs_end_at_the_most_patches_of_an_image():
 
 def test_a_program_takes_patches_their_indices_and_rows_of_the_slab(vision):
     first, second = picture(24, (1, 4, 6), range(64, 70)), picture(4, (1, 2, 2), [7])
-    patches_PC, indices = packing.arrays(vision, [first, second], 256, 999)
+    patches_PC, indices = packing.arrays(vision, [first, second], 256, 999, 768)
     assert patches_PC.shape == (256, 768) and (patches_PC[:24] == 24).all() and (patches_PC[24:28] == 4).all()
     assert not patches_PC[28:].any()
     assert indices[-64:].tolist() == [*range(64, 70), 7] + [999] * 57, "padding goes beyond the slab's end"
     found = PatchIndices.unpack(indices[:-64].reshape(PatchIndices.num_rows(vision), 256))
     assert found.segment_P.tolist() == [0] * 24 + [1] * 4 + [-1] * 228
-    nothing_PC, indices = packing.arrays(vision, [], 256, 999)
-    assert not nothing_PC.any() and (indices[-64:] == 999).all()
+    nothing_PC, indices = packing.arrays(vision, [], 256, 999, 1536)
+    assert nothing_PC.shape == (256, 1536) and not nothing_PC.any() and (indices[-64:] == 999).all()
 
 
 def test_embeddings_lie_in_pages():
@@ -110,9 +112,11 @@ def test_tokens_between_embeddings_keep_their_own():
 
 def test_few_programs_of_images_are_made_at_the_start(vision):
     images = Images(vision, EncoderSizes.of(vision, 16384), "float32", Kernels(), None, True)
-    (encode,) = images.programs()
+    encode, of_videos = images.programs()
     assert [key.size for key in encode.common(None)] == [2048, 1024, 256]
     assert [key.size for key in encode.rare(None)] == [4096, 8192, 16384]
+    assert not [*of_videos.common(None)], "those of videos are made for the first video"
+    assert [key.size for key in of_videos.rare(None)] == [256, 1024, 2048, 4096, 8192, 16384]
     assert [key.size for key in encode.common(None) if encode.is_first(None, key)] == [1024]
     inputs = FeatureInputs((RopeDelta(), images))
     assert inputs.sets == ((), ("images",)) and inputs.decode_sets == inputs.logits_sets == ((),)
@@ -134,11 +138,14 @@ def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
     images = Images(vision, EncoderSizes.of(vision, 16384), "float32", Kernels(), None, True)
     items = [replace_item(position=5000 * i, num_tokens=count) for i, count in enumerate(cells)]
     wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
-    (encode,), inputs = images.programs(), FeatureInputs((RopeDelta(), images))
+    (encode, of_videos), inputs = images.programs(), FeatureInputs((RopeDelta(), images))
     assert inputs.of_items(items) == (("images",) if cells else ())
     wanted = replace(wanted, items=items, features=inputs.of_items(items), num_tokens=4096)
     keys = [*encode.common(None), *encode.rare(None)]
     assert {key.size for key in keys if encode.is_needed(key, wanted)} == patches
+    assert not any(of_videos.is_needed(key, wanted) for key in of_videos.rare(None))
+    of_frames = replace(wanted, items=[msgspec.structs.replace(item, kind="video") for item in items])
+    assert {key.size for key in of_videos.rare(None) if of_videos.is_needed(key, of_frames)} == patches
     mixed = [ProgramKey("forward", size, features=names) for size in (2048, 4096, 8192) for names in inputs.sets]
     assert [key for key in mixed if Forward().is_needed(key, wanted)] == [key for key in mixed[3:4] if cells]
 
@@ -171,6 +178,19 @@ def test_memory_is_planned_for_encoder_slab_and_the_largest_encoding(directory):
     assert images.memory_bytes(EngineConfig(), replace(model_config, vision=None), None) == 0
 
 
+@pytest.mark.slow
+def test_attention_within_images_takes_no_more_memory_than_is_planned(tmp_path):
+    model_config = load_model_config(vision_checkpoint.write(tmp_path, "gemma3"), dtype="float32")
+    config = resolve_platform_defaults(EngineConfig.from_options(max_num_batched_tokens=4096), on_gpu=False)
+    part = model_config.attentions[0]
+    heads = (4096, part.num_kv_heads)
+    shapes = ((*heads, part.group_size, part.head_dim), (*heads, part.head_dim), (*heads, part.head_dim))
+    q, k, v = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    later = Later(jax.ShapeDtypeStruct((4096,), jnp.int32), 255)
+    found = jax.jit(partial(span_attention, scale=1.0)).lower(q, k, v, later).compile().memory_analysis()
+    assert 0 < found.temp_size_in_bytes + found.output_size_in_bytes <= images.span_bytes(config, model_config, 255)
+
+
 class Runner:
     """Notes what is encoded; two data-parallel ranks if asked for."""
 
@@ -189,8 +209,8 @@ class Runner:
         return encode
 
 
-def new_host(vision, num_ranks=1):
-    images = Images(vision, EncoderSizes.of(vision, MAX_PATCHES), "float32", Kernels(), None, True)
+def new_host(vision, num_ranks=1, has_rope_sections=True):
+    images = Images(vision, EncoderSizes.of(vision, MAX_PATCHES), "float32", Kernels(), None, has_rope_sections)
     runner = Runner(images, num_ranks)
     config = EngineConfig.from_options(max_num_seqs=4, max_num_batched_tokens=64, decode_buckets=(2,), token_buckets=(16,))
     buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), CPU)
@@ -223,6 +243,21 @@ def test_tokens_of_a_step_find_their_embeddings_and_positions(vision):
     positions_3T = np.arange(4, 10) - 3 + inputs_IT[1:, :6]
     assert positions_3T.tolist() == [[2, 2, 2, 2, 5, 6], [2, 3, 3, 3, 5, 6], [4, 2, 3, 4, 5, 6]]
     assert not runner.calls, "nothing was to be encoded"
+
+
+def test_tokens_that_see_each_other_say_how_many_follow(vision):
+    """The second step begins behind a cached prefix that ends inside of the image."""
+    host, runner, builder = new_host(replace(vision, attends_within=True), has_rope_sections=False)
+    for start, count, expected in ((0, 10, [0, 0, 5, 4, 3, 2, 1, 0, 0, 0]), (4, 5, [3, 2, 1, 0, 0])):
+        host.run(UseItem(0, "a", 2, [9]))
+        batch = step(builder, start, count, is_new=start == 0)
+        host.before_step([batch])
+        inputs_IT = runner.shapes.inputs.token_inputs_of(batch, "images")
+        assert len(inputs_IT) == 2 and inputs_IT[packing.SLAB_ROW, 6 - start] == 9 * 64 + 5
+        assert inputs_IT[packing.NUM_LATER].tolist() == expected + [0] * (16 - count)
+    host.run(UseItem(0, "a", 2, [9]))
+    with pytest.raises(AssertionError, match="the step cuts an image"):
+        host.before_step([step(builder, 4, 3)])
 
 
 def test_behind_the_last_image_a_step_does_without(vision):

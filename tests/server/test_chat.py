@@ -102,7 +102,10 @@ def test_metrics_leave_the_queue_out_of_the_first_token_and_tell_of_drafts() -> 
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]},
+            "messages[0].content[0]",
+        ),
         ({"guided_json": {}}, "guided_json"),
         ({"functions": [{}]}, "functions"),
         ({"chat_template": "x"}, "chat_template"),

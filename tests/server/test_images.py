@@ -227,7 +227,7 @@ def test_ollama_takes_images_of_messages_and_prompts(seeing: Client, core: FakeE
 
 
 def test_models_say_what_they_see(seeing: Client, reading: Client) -> None:
-    assert seeing.get("/v1/models").json()["data"][0]["input_modalities"] == ["text", "image"]
+    assert seeing.get("/v1/models").json()["data"][0]["input_modalities"] == ["text", "image", "video"]
     assert reading.get("/v1/models").json()["data"][0]["input_modalities"] == ["text"]
 
 
@@ -316,7 +316,8 @@ def test_bad_files_are_refused_by_the_name_of_their_part(seeing: Client, kind: s
         ([{"type": "input_image", "file_id": "f"}], "messages[0].content[0]", "file_id"),
         ([{"type": "image_url", "image_url": {"uri": URL}}], "messages", "content"),
         ([IMAGE] * 4, "messages[0].content[0]", "At most 3 image(s) may be provided in one prompt"),
-        ([{"type": "video_url", "video_url": {"url": URL}}], "messages", "'video_url'"),
+        ([{"type": "video_url", "video_url": {"url": URL}}], "messages[0].content[0]", "has 1 frame(s), must have at least 2"),
+        ([{"type": "video_embeds", "video_embeds": "x"}], "messages", "'video_embeds'"),
         ([{"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}], "messages", "'input_audio'"),
         ([{"type": "image_embeds", "image_embeds": "x"}], "messages", "'image_embeds'"),
         ([{"audio_url": {"url": "x"}}], "messages", "'audio_url'"),
@@ -384,7 +385,7 @@ class Site:
         self.answers = list(answers)
         self.asked: list[Sequence[str]] = []
 
-    async def fetch(self, urls: Sequence[str], names: Sequence[str]) -> list[bytes]:
+    async def fetch(self, urls: Sequence[str], names: Sequence[str], kinds: Sequence[str]) -> list[bytes]:
         self.asked.append(urls)
         found = self.answers.pop(0)
         if isinstance(found, Exception):
@@ -398,7 +399,7 @@ def test_urls_are_fetched_for_all_apis_and_their_failures_have_statuses(
     name, url = "messages[0].content[0]", "https://pictures.example/a.png"
     refused, failed = MediaFetchError(f"{name} refused", name, 422), MediaFetchError(f"{name} is slow", name, 502)
     site = Site(RED, BLUE, RED, refused, failed, RED)
-    monkeypatch.setattr(MediaFetcher, "fetch", lambda self, urls, names: site.fetch(urls, names))
+    monkeypatch.setattr(MediaFetcher, "fetch", lambda self, *given: site.fetch(*given))
     core = seeing_core(directory, allowed_media_domains=["pictures.example"])
     part = {"type": "image_url", "image_url": {"url": url}}
     with AsyncLLM(core=core) as engine, Client(create_app(engine, options())) as client:
@@ -520,7 +521,7 @@ def test_bad_images_of_other_apis_are_counted(seeing: Client, path: str, body: d
 def test_what_is_fetched_for_a_client_at_a_time_is_bounded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running, most = 0, 0
 
-    async def fetch(self: MediaFetcher, urls: Sequence[str], names: Sequence[str]) -> list[bytes]:
+    async def fetch(self: MediaFetcher, urls: Sequence[str], names: Sequence[str], kinds: Sequence[str]) -> list[bytes]:
         nonlocal running, most
         running += 1
         most = max(most, running)

@@ -43,7 +43,7 @@ def test_images_keep_their_order_over_messages() -> None:
 
 def test_what_is_no_image_stays_for_the_template_to_refuse() -> None:
     messages: list[Any] = [
-        {"role": "user", "content": [TEXT, {"type": "video_url", "video_url": {}}, 3]},
+        {"role": "user", "content": [TEXT, {"type": "audio_url", "audio_url": {}}, 3]},
         {"role": "user"},
         "hi",
     ]

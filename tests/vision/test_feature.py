@@ -20,7 +20,7 @@ from tests.helpers import engines, goldens
 QWEN = Vision(
     "qwen3_vl", 5, patch_size=16, merge_size=2, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, output_size=64
 )
-GEMMA = replace(QWEN, family="gemma3", merge_size=4, position_grid=64, patch_size=14)
+GEMMA = replace(QWEN, family="gemma3", merge_size=4, position_grid=64, patch_size=14, attends_within=True)
 
 
 def config_of(**options: object) -> EngineConfig:
@@ -48,7 +48,7 @@ def test_sizes_follow_the_largest_image_and_each_scheduler_has_its_own_room() ->
     items = made()
     sizes = items.sizes
     assert (sizes.max_item_patches, sizes.max_step_patches, sizes.num_pages) == (16384, 8192, 2 * 16384 // 4 // 64)
-    assert items.new_room() is not items.new_room() and items.new_room().item_kinds == ("image",)
+    assert items.new_room() is not items.new_room() and items.new_room().item_kinds == ("image", "video")
     assert items.described["num_pages"] == 128
     small = made(mm_max_patches=1000).sizes
     assert (small.max_item_patches, small.num_pages) == (1000, 2 * 8192 // 4 // 64)

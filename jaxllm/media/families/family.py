@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from PIL import Image
 
+from jaxllm.media.families.qwen_video import QwenVideo
 from jaxllm.media.patches import to_patches
 from jaxllm.media.settings import Settings
 from jaxllm.model_parts.vision import Vision
@@ -30,6 +31,8 @@ class Family(ABC):
     """What the encoder normalises channels with."""
     placeholder: ClassVar[str]
     """The text that stands for an image in a prompt of plain text."""
+    video: ClassVar[type[QwenVideo] | None] = None
+    """The preparation of videos; None: the model takes none."""
     sizes: ClassVar[tuple[str, ...]] = ("patch_size", "merge_size", "temporal_patch_size")
     """Settings that must be as in config.json."""
     has_positions: ClassVar[bool] = False

@@ -9,6 +9,7 @@ from PIL import Image
 
 from jaxllm.log import info_once
 from jaxllm.media.families.family import CLIP_MEAN, CLIP_STD, HALF, Family
+from jaxllm.media.families.qwen_video import QwenVideo, shrunk
 from jaxllm.media.settings import Settings
 from jaxllm.model_parts.vision import Vision
 
@@ -23,6 +24,7 @@ class Qwen3VL(Family):
     std: ClassVar = HALF
     placeholder: ClassVar = "<|vision_start|><|image_pad|><|vision_end|>"
     has_positions: ClassVar = True
+    video: ClassVar[type[QwenVideo] | None] = QwenVideo
     default_pixels: ClassVar[tuple[int, int]] = (65_536, 16_777_216)
 
     min_pixels: int
@@ -49,9 +51,7 @@ class Qwen3VL(Family):
         side = self.vision.patch_size * self.vision.merge_size
         new_width, new_height = round(width / side) * side, round(height / side) * side
         if new_width * new_height > self.max_pixels:
-            shrink = math.sqrt(width * height / self.max_pixels)
-            new_width = max(side, math.floor(width / shrink / side) * side)
-            new_height = max(side, math.floor(height / shrink / side) * side)
+            new_width, new_height = shrunk(width, height, side, math.sqrt(width * height / self.max_pixels))
         elif new_width * new_height < self.min_pixels:
             grow = math.sqrt(self.min_pixels / (width * height))
             new_width, new_height = math.ceil(width * grow / side) * side, math.ceil(height * grow / side) * side
@@ -60,8 +60,9 @@ class Qwen3VL(Family):
 
 @dataclass(frozen=True)
 class Qwen2_5VL(Qwen3VL):
-    """Other numbers by default."""
+    """Other numbers by default. Its videos, which have other positions, are not prepared."""
 
+    video: ClassVar[type[QwenVideo] | None] = None
     mean: ClassVar = CLIP_MEAN
     std: ClassVar = CLIP_STD
     default_pixels: ClassVar = (3_136, 12_845_056)

@@ -10,18 +10,16 @@ from jaxllm.device_ops import EncodeItem, UseItem
 from jaxllm.media.payload import unpack
 from jaxllm.runner.batch import Batch, Chunk
 from jaxllm.runner.features.images.packing import (
+    NUM_LATER,
     SHIFTS,
     SLAB_ROW,
     Picture,
-    arrays,
     embedding_of_tokens,
-    encode_sizes,
     num_patches,
     rope_shifts,
     slab_rows,
     together,
 )
-from jaxllm.runner.features.images.programs import Encode, run
 from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import fit
@@ -37,7 +35,7 @@ class ImagesOnHost(OpRunner):
 
     def __init__(self, runner: Any, images: "Images"):
         self._runner, self._images = runner, images
-        self._sizes = encode_sizes(images.vision, images.sizes.max_item_patches)
+        self._kinds = images.programs()
         self._waiting: list[list[Picture]] = [[] for _ in range(runner.ranks.num)]
         """Images that the next step encodes, by rank."""
         self._pages: dict[tuple[str, int], Sequence[int]] = {}
@@ -48,9 +46,9 @@ class ImagesOnHost(OpRunner):
             self._pages[op.request_id, op.position] = op.pages
             return
         grid, patches_NC = unpack(op.payload)
-        vision = self._images.vision
-        assert patches_NC.shape[1] == 3 * vision.patch_size**2, f"patches of {patches_NC.shape[1]} values"
-        rows = slab_rows(op.pages, self._images.sizes.page_embeddings, len(patches_NC) // vision.merge_size**2)
+        assert any(kind.patch_values == patches_NC.shape[1] for kind in self._kinds), f"patches of {patches_NC.shape[1]} values"
+        num_results = len(patches_NC) // self._images.vision.merge_size**2
+        rows = slab_rows(op.pages, self._images.sizes.page_embeddings, num_results)
         self._waiting[op.rank].append(Picture(grid, patches_NC, rows))
 
     def before_step(self, batches: Sequence[Batch]) -> None:
@@ -64,14 +62,14 @@ class ImagesOnHost(OpRunner):
 
     def _encode(self) -> None:
         """Start to encode all that waits, of all ranks at the same time."""
-        of_ranks = [together(waiting, self._sizes[-1]) for waiting in self._waiting]
+        for kind in self._kinds:
+            of_kind = [[each for each in waiting if each.patches_NC.shape[1] == kind.patch_values] for waiting in self._waiting]
+            of_ranks = [together(pictures, kind.sizes[-1]) for pictures in of_kind]
+            for groups in zip_longest(*of_ranks, fillvalue=()):
+                size = fit(kind.sizes, max(map(num_patches, groups)))
+                kind.run(self._runner, self._runner.program(ProgramKey(kind.name, size)), size, groups)
         for waiting in self._waiting:
             waiting.clear()
-        vision, num_rows = self._images.vision, self._images.slab_shape[0]
-        for groups in zip_longest(*of_ranks, fillvalue=()):
-            size = fit(self._sizes, max(map(num_patches, groups)))
-            program = self._runner.program(ProgramKey(Encode.name, size))
-            run(self._runner, self._images, program, [arrays(vision, group, size, num_rows) for group in groups])
 
     def _fill(self, inputs_IT: np.ndarray, chunk: Chunk) -> None:
         """Set the values of a chunk's tokens."""
@@ -86,9 +84,11 @@ class ImagesOnHost(OpRunner):
                     self._pages[request.request_id, item.position], self._images.sizes.page_embeddings, index.max() + 1
                 )
                 found = np.where(index < 0, 0, 1 + rows[index])
-                inputs_IT[SLAB_ROW, first - chunk.start : last - chunk.start] = found[
-                    first - item.position : last - item.position
-                ]
+                own = slice(first - chunk.start, last - chunk.start)
+                inputs_IT[SLAB_ROW, own] = found[first - item.position : last - item.position]
+                if self._images.vision.attends_within:
+                    assert last == item.end, "the step cuts an image whose tokens see each other"
+                    inputs_IT[NUM_LATER, own] = np.arange(last - first)[::-1]
         if self._images.has_rope_sections:
             inputs_IT[SHIFTS] = rope_shifts(chunk)
 

@@ -1,4 +1,7 @@
-"""Images on their way to the device: which are encoded together, and where the tokens of prompts find their embeddings. NumPy only."""
+"""Images, and time steps of videos, on their way to the device: which are encoded together, and where tokens find their embeddings.
+
+NumPy only.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +19,14 @@ SIZES = (256, 1024, 2048, 4096, 8192, 16384)
 SLAB_ROW = 0
 """Of the values of a token: 1 + its row of the slab; 0: the token keeps its own embedding."""
 SHIFTS = slice(1, 4)
-"""Its positions in time, row and column, each minus that which `rope_delta` gives it."""
+"""With ropes in sections: its positions in time, row and column, each minus that which `rope_delta` gives it."""
+NUM_LATER = -1
+"""Where tokens of an image see each other: how many of those behind it are of the same image."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image to encode."""
+    """An image to encode, or the frames of a video that share their patches."""
 
     grid: Grid
     """In patches."""
@@ -65,10 +70,12 @@ def num_patches(pictures: Sequence[Picture]) -> int:
     return sum(len(picture.patches_NC) for picture in pictures)
 
 
-def arrays(vision: Vision, pictures: Sequence[Picture], size: int, num_slab_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def arrays(
+    vision: Vision, pictures: Sequence[Picture], size: int, num_slab_rows: int, patch_values: int
+) -> tuple[np.ndarray, np.ndarray]:
     """What a program of so many patches takes: uint8 patches [P, C], and int32 indices, those of `patch_indices` [K, P] and then the row of
     the slab of each result, beyond its end for padding."""
-    patches_PC = np.zeros((size, 3 * vision.patch_size**2), np.uint8)
+    patches_PC = np.zeros((size, patch_values), np.uint8)
     rows = np.full(size // vision.merge_size**2, num_slab_rows, np.int32)
     first = 0
     for picture in pictures:

@@ -1,12 +1,12 @@
 """`encode`: the program that turns patches into embeddings in the slab."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from jaxllm.layers.vision import PatchIndices
-from jaxllm.runner.features.images.packing import arrays
+from jaxllm.runner.features.images.packing import Picture, arrays
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind, Wanted, fit
 from jaxllm.runner.split_program import CompiledProgram, Lowered
@@ -23,9 +23,17 @@ class Encode(ProgramKind):
     """See `Images.encode`. The key's size counts patches. With data-parallel ranks, a rank without images encodes padding meanwhile."""
 
     name = "encode"
+    item_kind = "image"
+    frames = 1
+    """Frames in a patch."""
 
     def __init__(self, images: "Images", sizes: tuple[int, ...]):
         self.images, self.sizes = images, sizes
+
+    @property
+    def patch_values(self) -> int:
+        """Values of a patch."""
+        return self.frames * 3 * self.images.vision.patch_size**2
 
     def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         return [ProgramKey(self.name, size) for size in reversed(self.sizes) if size <= COMMON_PATCHES or size == self.sizes[0]]
@@ -36,7 +44,7 @@ class Encode(ProgramKind):
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
         # Each image may be encoded alone, and all of them as far as a step encodes so much.
-        sizes, counts = self.images.sizes, [item.num_embeddings for item in wanted.items]
+        sizes, counts = self.images.sizes, [item.num_embeddings for item in wanted.items if item.kind == self.item_kind]
         alone = [count * sizes.patches_per_embedding for count in counts]
         together = min(sum(alone), max(sizes.max_step_patches, *alone, 0)) if alone else 0
         return key.size in {fit(self.sizes, num_patches) for num_patches in (*alone, together) if num_patches}
@@ -46,22 +54,35 @@ class Encode(ProgramKind):
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         vision, slab = self.images.vision, programs.rows.of_features[self.images.name]
-        patches = programs.shape((key.size, 3 * vision.patch_size**2), jnp.uint8)
+        patches = programs.shape((key.size, self.patch_values), jnp.uint8)
         num_indices = PatchIndices.num_rows(vision) * key.size + key.size // vision.merge_size**2
         arguments = (programs.params, slab, patches, programs.ints(num_indices))
         return programs.lower_on_each(self.images.encode, arguments, programs.replicated, donate=(1,))
 
     def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
-        run(
-            runner,
-            self.images,
-            program,
-            [arrays(self.images.vision, (), key.size, self.images.slab_shape[0])] * runner.ranks.num,
-        )
+        self.run(runner, program, key.size, [()] * runner.ranks.num)
+
+    def run(self, runner: Any, program: CompiledProgram, size: int, of_ranks: Sequence[Sequence[Picture]]) -> None:
+        """Start to encode the pictures of each rank with a program of so many patches."""
+        vision, num_rows = self.images.vision, self.images.slab_shape[0]
+        made = [arrays(vision, pictures, size, num_rows, self.patch_values) for pictures in of_ranks]
+        joined = tuple(map(runner.ranks.joined, zip(*made, strict=True)))
+        slab = program(runner.params, runner.row_arrays.of_features[self.images.name], *runner.put(joined))
+        runner.row_arrays = runner.row_arrays.replaced(**{self.images.name: slab})
 
 
-def run(runner: Any, images: "Images", program: CompiledProgram, of_ranks: Iterable[tuple[Any, Any]]) -> None:
-    """Start to encode what `packing.arrays` made for each rank."""
-    joined = tuple(map(runner.ranks.joined, zip(*of_ranks, strict=True)))
-    slab = program(runner.params, runner.row_arrays.of_features[images.name], *runner.put(joined))
-    runner.row_arrays = runner.row_arrays.replaced(**{images.name: slab})
+class EncodeVideo(Encode):
+    """The same for frames of videos, as many as a patch has. Made for the first video, or ahead when nothing else is to be made."""
+
+    name = "encode_video"
+    item_kind = "video"
+
+    def __init__(self, images: "Images", sizes: tuple[int, ...]):
+        super().__init__(images, sizes)
+        self.frames = images.vision.temporal_patch_size
+
+    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
+        return ()
+
+    def rank(self, key: ProgramKey) -> int:
+        return 1

@@ -15,12 +15,13 @@ from jaxllm.request import PromptItem
 from jaxllm.runner.batch import Chunk
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.features.images.ops import ImagesOnHost
-from jaxllm.runner.features.images.packing import SHIFTS, SLAB_ROW, encode_sizes
-from jaxllm.runner.features.images.programs import Encode
+from jaxllm.runner.features.images.packing import NUM_LATER, SHIFTS, SLAB_ROW, encode_sizes
+from jaxllm.runner.features.images.programs import Encode, EncodeVideo
 from jaxllm.runner.kernels import Kernels
-from jaxllm.runner.programs.kind import ProgramKind
+from jaxllm.runner.paged_context import PagedContext
 from jaxllm.runner.row_arrays import Params
 from jaxllm.runner.step_feature import StepFeature, StepRun
+from pallas_kernels.span_attention import Later
 
 COMMON_TOKENS = 2048
 """Programs of at most so many tokens are made for images at the start, larger ones later."""
@@ -31,7 +32,8 @@ class Images(StepFeature):
     """An encoder, and the slab: embeddings [rows, result_width] of each data-parallel rank, in pages that the scheduler gives to images.
 
     Programs that compute tokens up to the end of a prompt's last image take the row of the slab of each token. With ropes in sections they
-    also take how far the token's positions in time, row and column are from those that it would have behind the last image."""
+    also take how far the token's positions in time, row and column are from those that it would have behind the last image; where tokens
+    of an image see each other, how many later ones a token sees."""
 
     vision: Vision
     sizes: EncoderSizes
@@ -47,14 +49,15 @@ class Images(StepFeature):
 
     @property
     def num_token_inputs(self) -> int:  # type: ignore[override]
-        return SHIFTS.stop if self.has_rope_sections else SHIFTS.start
+        return (SHIFTS.stop if self.has_rope_sections else SHIFTS.start) + self.vision.attends_within
 
     @property
     def slab_shape(self) -> tuple[int, int]:
         return self.sizes.num_pages * self.sizes.page_embeddings, self.vision.result_width
 
-    def programs(self) -> Sequence[ProgramKind]:
-        return [Encode(self, encode_sizes(self.vision, self.sizes.max_item_patches))]
+    def programs(self) -> Sequence[Encode]:
+        kinds = [Encode, EncodeVideo] if "video" in self.vision.item_kinds else [Encode]
+        return [kind(self, encode_sizes(self.vision, self.sizes.max_item_patches)) for kind in kinds]
 
     def op_runner(self, device: Any) -> ImagesOnHost:
         return ImagesOnHost(device, self)
@@ -82,6 +85,9 @@ class Images(StepFeature):
         if self.has_rope_sections:
             assert step.rope_positions_3T is not None, "rope_delta comes before"
             step.rope_positions_3T = step.rope_positions_3T + inputs_IT[SHIFTS]
+        if self.vision.attends_within:
+            assert isinstance(step.attend, PagedContext)
+            step.attend.later = Later(inputs_IT[NUM_LATER], self.sizes.max_item_embeddings - 1)
 
     def encode(self, params: Params, slab: jax.Array, patches_PC: jax.Array, indices: jax.Array) -> jax.Array:
         """The slab with the embeddings of some images. indices: see `packing.arrays`."""
