@@ -169,10 +169,10 @@ def processed_in(prompt: Any) -> list[ProcessedMedia] | None:
     data = prompt.get(DATA) if isinstance(prompt, Mapping) else None
     if not data:
         return []
+    if not isinstance(data, Mapping):
+        return None
     items: list[Any] = []
     for kind in KINDS:
-        if not isinstance(data, Mapping):
-            return None
         of_kind = [] if data.get(kind) is None else data[kind]
         if not isinstance(of_kind, list) or not all(isinstance(item, ProcessedMedia) for item in of_kind):
             return None
