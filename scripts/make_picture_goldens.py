@@ -30,14 +30,18 @@ if TYPE_CHECKING:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "gemma3": {"family": "gemma3"},
+    "idefics3": {"family": "idefics3", "tied": False},
+    "internvl": {"family": "internvl"},
+    "internvl_large": {"family": "internvl", "variant": "large", "tied": False},
     "mistral3": {"family": "mistral3", "tied": False},
     "qwen2_5_vl": {"family": "qwen2_5_vl", "tied": False},
     "qwen3_vl": {"family": "qwen3_vl"},
     "qwen3_vl_moe": {"family": "qwen3_vl_moe", "tied": False},
+    "smolvlm": {"family": "smolvlm"},
 }
 """Arguments of `vision_checkpoint.write`."""
 CELLS = ((2, 3), (4, 2))
-"""Height and width of the pictures, in cells, where pictures differ in size."""
+"""Height and width of the pictures, in cells: see `pictures.sizes`."""
 
 
 class Reference:
@@ -73,6 +77,10 @@ class Reference:
         if vision.family == "gemma3":
             whole = [((image / 255 - vision.image_mean) / vision.image_std).transpose(2, 0, 1) for image in images]
             return {"pixel_values": torch.tensor(np.stack(whole), dtype=dtype)}
+        if vision.has_tiles:
+            tiles = np.concatenate([image.reshape(-1, image.shape[1], *image.shape[1:]) for image in images])
+            found = torch.tensor(((tiles / 255 - vision.image_mean) / vision.image_std).transpose(0, 3, 1, 2), dtype=dtype)
+            return {"pixel_values": found[None] if vision.family == "idefics3" else found}
         grids, arrays = zip(*(pictures.patches(image, vision) for image in images), strict=True)
         values = np.concatenate(arrays).reshape(-1, 3, 1, vision.patch_size**2) / 255
         mean, std = (np.reshape(of_color, (3, 1, 1)) for of_color in (vision.image_mean, vision.image_std))

@@ -45,10 +45,13 @@ class VisionTower(nnx.Module):
         self.patch = abstract_param(
             (t, 3, size**2, D), (AXIS,) * 4, "float32", source=Source((tensor,), axis=0, permutation=(2, 1, 3, 0))
         )
-        bias, table = f"{encoder.patch}.bias", f"{encoder.positions}.weight"
+        bias = f"{encoder.patch}.bias"
         self.patch_bias = abstract_param((D,), (AXIS,), "float32", source=bias, init="zeros") if encoder.patch_bias else None
-        G = vision.position_grid
-        self.positions = None if encoder.positions is None else abstract_param((G * G, D), (AXIS, AXIS), dtype, source=table)
+        N = vision.position_grid**2
+        positions, token = encoder.positions, encoder.class_token
+        table = (N, D) if token is None else (1, N + 1, D)
+        self.positions = None if positions is None else abstract_param(table, (AXIS,) * len(table), dtype, source=positions)
+        self.class_token = None if token is None else abstract_param((1, 1, D), (AXIS,) * 3, dtype, source=token)
         norm = partial(_norm, width=D, dtype=dtype)
         self.first_norm, self.last_norm = norm(encoder.first_norm), norm(encoder.last_norm)
         layers = (
@@ -69,8 +72,10 @@ class VisionTower(nnx.Module):
         assert encoder is not None
         if indices.order_P is not None:
             patches_PC = patches_PC[indices.order_P]
-        x_PD = self.first_norm(self._embed(patches_PC, indices))
-        angles = self._angles(indices)
+        x_PD = self._embed(patches_PC, indices)
+        if self.class_token is not None:
+            x_PD, indices = self._with_class_tokens(x_PD, indices)
+        x_PD, angles = self.first_norm(x_PD), self._angles(indices)
         attend = partial(attend_in_segments, implementation=attention, interpret=interpret)
         deep = dict(zip(vision.deepstack_layers, self.deepstack, strict=True))
         added = []
@@ -80,6 +85,8 @@ class VisionTower(nnx.Module):
             x_PD = block(x_PD, angles, partial(attend, segment_P=segment_P))
             if layer in deep:
                 added.append(deep[layer](x_PD))
+        if self.class_token is not None:
+            x_PD = x_PD.reshape(-1, vision.position_grid**2 + 1, vision.hidden_size)[:, 1:].reshape(len(patches_PC), -1)
         result = jnp.concatenate([self.merger(self.last_norm(x_PD)), *added], axis=-1)
         if indices.order_P is None:
             return result
@@ -101,11 +108,20 @@ class VisionTower(nnx.Module):
         if self.patch_bias is not None:
             x_PD = x_PD + self.patch_bias[...]
         if self.positions is not None:
-            table = self.positions[...]
+            table = self.positions[...] if self.class_token is None else self.positions[0, 1:]
             for tap in range(4):
                 row_PD = table.at[indices.taps_P4[:, tap]].get(mode="clip").astype(jnp.float32)
                 x_PD = x_PD + row_PD * indices.weights_P4[:, tap, None]
         return x_PD.astype(self.dtype)
+
+    def _with_class_tokens(self, x_PD: Array, indices: PatchIndices) -> tuple[Array, PatchIndices]:
+        """The patches with the class token before those of each tile, which P is a multiple of."""
+        assert self.class_token is not None and self.positions is not None and self.vision.has_tiles
+        N, D = self.vision.position_grid**2, self.vision.hidden_size
+        x_TND = x_PD.reshape(-1, N, D)
+        first_D = (self.class_token[...] + self.positions[:, :1]).astype(x_PD.dtype)
+        x_TND = jnp.concatenate([jnp.broadcast_to(first_D, (len(x_TND), 1, D)), x_TND], axis=1)
+        return x_TND.reshape(-1, D), indices._replace(segment_P=jnp.repeat(indices.segment_P[::N], N + 1))
 
     def _angles(self, indices: PatchIndices) -> tuple[Array, Array] | None:
         """Cosine and sine, float32 [P, H/2], of rows for the first half of the frequencies and of columns for the second."""
@@ -137,10 +153,16 @@ class VisionBlock(nnx.Module):
             (AXIS,) * 4,
             dtype,
             modules=[Module(f"{prefix}{name}", (3 // len(part.qkv), N, H)) for name in part.qkv],
-            bias=part.bias,
+            bias=part.qkv_bias,
         )
         self.out = Linear(
-            "pnh,nhd->pd", (N, H, D), (AXIS,) * 3, dtype, modules=[Module(f"{prefix}{part.out}", (D,))], bias=part.bias
+            "pnh,nhd->pd", (N, H, D), (AXIS,) * 3, dtype, modules=[Module(f"{prefix}{part.out}", (D,))], bias=part.out_bias
+        )
+        self.qk_norms: nnx.List[Normalization] = nnx.List(
+            Normalization(norm, D, AXIS, dtype, prefix=prefix) for norm in part.qk_norms or ()
+        )
+        self.scales: nnx.List[nnx.Param] = nnx.List(
+            abstract_param((D,), (AXIS,), dtype, source=f"{prefix}{name}", init="ones") for name in part.scales or ()
         )
         self.activation, self.gated = ACTIVATIONS[mlp.activation], mlp.gated
         gate_up, (down,) = mlp.linears["gate_up"], mlp.linears["down"]
@@ -156,12 +178,18 @@ class VisionBlock(nnx.Module):
 
     def __call__(self, x_PD: Array, angles: tuple[Array, Array] | None, attend: "partial[Array]") -> Array:
         q_PNH, k_PNH, v_PNH = jnp.unstack(self.qkv(self.attention_norm(x_PD)), axis=1)
+        if self.qk_norms:
+            q_PNH, k_PNH = (_over_heads(norm, x) for norm, x in zip(self.qk_norms, (q_PNH, k_PNH), strict=True))
         if angles is not None:
             q_PNH, k_PNH = apply_rope(q_PNH, angles), apply_rope(k_PNH, angles)
-        x_PD = x_PD + self.out(attend(q_PNH, k_PNH, v_PNH, scale=self.scale))
+        x_PD = x_PD + self._scaled(0, self.out(attend(q_PNH, k_PNH, v_PNH, scale=self.scale)))
         gate_up_PCF = self.gate_up(self.mlp_norm(x_PD))
         fed_PF = self.activation(gate_up_PCF[:, 0])
-        return x_PD + self.down(fed_PF * gate_up_PCF[:, 1] if self.gated else fed_PF)
+        return x_PD + self._scaled(1, self.down(fed_PF * gate_up_PCF[:, 1] if self.gated else fed_PF))
+
+    def _scaled(self, number: int, x_PD: Array) -> Array:
+        """What the first or the second part of the layer adds."""
+        return x_PD * self.scales[number][...] if self.scales else x_PD
 
 
 class PatchMerger(nnx.Module):
@@ -198,6 +226,11 @@ class PatchMerger(nnx.Module):
             x = linear(x)
             x = x if part.activation is None else ACTIVATIONS[part.activation](x)
         return x
+
+
+def _over_heads(norm: Normalization, x_PNH: Array) -> Array:
+    """The norm of all heads together."""
+    return norm(x_PNH.reshape(len(x_PNH), -1)).reshape(x_PNH.shape)
 
 
 def _norm(norm: Norm | None, width: int, dtype: str, prefix: str = "") -> Normalization | NoNorm:

@@ -70,7 +70,7 @@ class AudioProcessor:
                 "/v1/audio/transcriptions, which does",
             )
         payload = pack(log_mel(samples, self.audio))
-        processed = ProcessedMedia("audio", content, num_tokens=1, grid=(1, 1, 1), payload=payload)
+        processed = ProcessedMedia("audio", content, token_ids=(), grid=(1, 1, 1), payload=payload)
         self.cache.put(content, processed)
         return processed
 
@@ -112,7 +112,7 @@ class AudioProcessor:
         (media,) = processed
         if not token_ids:
             return token_ids, ()  # which is refused elsewhere
-        return token_ids, (PromptItem(media.kind, media.content_hash, 0, media.num_tokens, media.payload),)
+        return token_ids, (PromptItem(media.kind, media.content_hash, position=0, num_tokens=1, payload=media.payload),)
 
     def _digest(self, *parts: bytes) -> bytes:
         """32 bytes over content and the encoder's sizes: lengths are hashed too."""

@@ -1,5 +1,6 @@
 """Puts into a prompt the tokens that stand for its images and videos."""
 
+import itertools
 from collections.abc import Sequence
 
 from jaxllm.errors import InvalidRequestError
@@ -20,15 +21,15 @@ def expand(
     ids_of = {"image": vision.image_token_id}
     if family.video is not None and vision.video_token_id is not None:
         ids_of["video"] = vision.video_token_id
-    queues = [_Queue(family, token_ids, kind, token_id, processed) for kind, token_id in ids_of.items()]
+    queues = [_Queue(token_ids, kind, token_id, processed) for kind, token_id in ids_of.items()]
     waiting = [queue for queue in queues if queue.media]
     expanded: list[int] = []
     items: list[PromptItem] = []
     end = 0  # of what was copied from the prompt
     while waiting:
         queue = min(waiting, key=lambda queue: queue.find(end))
-        start = queue.find(end)
-        media, ids, is_expanded = queue.take(start)
+        media, start, is_expanded = queue.take(end)
+        ids = media.token_ids
         expanded += token_ids[end:start]
         end = start + (len(ids) if is_expanded else 1)
         items.append(_item(family, media, len(expanded)))
@@ -39,11 +40,23 @@ def expand(
     return expanded + token_ids[end:], tuple(items)
 
 
+def embedding_runs(token_ids: Sequence[int], image_id: int) -> tuple[tuple[int, int], ...]:
+    """(offset, count) of each run of this token; empty: all are this token."""
+    runs = []
+    offset = 0
+    for is_image, run in itertools.groupby(token_ids, lambda token_id: token_id == image_id):
+        count = len(list(run))
+        if is_image:
+            runs.append((offset, count))
+        offset += count
+    return () if runs == [(0, len(token_ids))] else tuple(runs)
+
+
 class _Queue:
     """The items of one kind that are not placed yet."""
 
-    def __init__(self, family: Family, token_ids: list[int], kind: str, token_id: int, processed: Sequence[ProcessedMedia]):
-        self._family, self._token_ids, self._kind, self._token_id = family, token_ids, kind, token_id
+    def __init__(self, token_ids: list[int], kind: str, token_id: int, processed: Sequence[ProcessedMedia]):
+        self._token_ids, self._kind, self._token_id = token_ids, kind, token_id
         self.media = [item for media in processed if media.kind == kind for item in media.items]
         self._number, self._found = 0, -1
         found, wanted = token_ids.count(token_id), [media.num_embeddings for media in self.media]
@@ -64,19 +77,20 @@ class _Queue:
             self._found = self._token_ids.index(self._token_id, end)
         return self._found
 
-    def take(self, start: int) -> tuple[ProcessedMedia, list[int], bool]:
-        """The next item, the tokens that stand for it, and whether they are at its placeholder already."""
+    def take(self, end: int) -> tuple[ProcessedMedia, int, bool]:
+        """The next item, where it starts behind what was copied, and whether all its tokens are there already."""
         media = self.media.pop(0)
         self._number += 1
-        ids = self._family.token_ids(*media.grid[1:]) if self._kind == "image" else [self._token_id] * media.num_tokens
-        is_expanded = self._may_be_expanded and self._token_ids[start : start + len(ids)] == ids
+        ids, start = list(media.token_ids), self.find(end)
+        first = start - ids.index(self._token_id)  # the family's own tokens may come before the first placeholder
+        is_expanded = self._may_be_expanded and first >= end and self._token_ids[first : first + len(ids)] == ids
         if not is_expanded and not self._are_single:
             raise InvalidRequestError(
                 f"the prompt has {self._kind} placeholders at token {start}, but not the {len(ids)} tokens that stand for {self._kind} "
-                f"{self._number}, of {media.grid[1]} x {media.grid[2]} embeddings; put one placeholder (token {self._token_id}) for each",
+                f"{self._number}, of {media.num_embeddings} embeddings; put one placeholder (token {self._token_id}) for each",
                 "prompt",
             )
-        return media, ids, is_expanded
+        return media, first if is_expanded else start, is_expanded
 
 
 def _item(family: Family, media: ProcessedMedia, position: int) -> PromptItem:

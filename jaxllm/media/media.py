@@ -32,10 +32,11 @@ class ProcessedMedia:
     kind: str
     content_hash: bytes
     """32 bytes, over the content or the uuid, the grid, and all settings that shape the payload."""
-    num_tokens: int
-    """Tokens of a prompt that stand for it."""
+    token_ids: tuple[int, ...]
+    """The tokens of a prompt that stand for it; audio has none."""
     grid: tuple[int, int, int]
-    """Its embeddings in time, rows and columns; of audio 1."""
+    """Its embeddings: how many tiles or time steps, and the rows and columns of each. An image that is not cut into tiles is one, and
+    so is audio."""
     payload: bytes
     """Its patches or features: see jaxllm/media/payload.py and features.py."""
     embedding_runs: tuple[tuple[int, int], ...] = ()
@@ -55,6 +56,10 @@ class ProcessedMedia:
         return sum(len(item.payload) for item in self.items)
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
     def num_embeddings(self) -> int:
-        time, rows, columns = self.grid
-        return time * rows * columns
+        tiles, rows, columns = self.grid
+        return tiles * rows * columns

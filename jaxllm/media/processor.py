@@ -19,7 +19,7 @@ from jaxllm.media import payload
 from jaxllm.media.cache import ProcessedCache
 from jaxllm.media.clips import has_pictures, open_clip
 from jaxllm.media.clips import refuse as refuse_video
-from jaxllm.media.expansion import expand
+from jaxllm.media.expansion import embedding_runs, expand
 from jaxllm.media.families import FAMILIES, Family
 from jaxllm.media.families.qwen_video import QwenVideo
 from jaxllm.media.image_files import check_size, load, open_image, refuse
@@ -117,22 +117,23 @@ class MediaProcessor:
                 media.name,
                 f"has frames that make {rows * columns} patches, more than --mm-max-patches, {self.options.mm_max_patches}; crop them",
             )
-        grid = (1, rows // merge, columns // merge)
+        grid, token_id = (1, rows // merge, columns // merge), self.vision.video_token_id
+        assert token_id is not None
         patches = [payload.pack((1, rows, columns), step) for step in video.steps(clip.read(numbers), size)]
         labels = video.labels([clip.seconds[number] for number in numbers])
         steps = tuple(
             ProcessedMedia(
                 kind="video",
                 content_hash=self._digest(content, struct.pack("<4i", place, *grid)),
-                num_tokens=grid[1] * grid[2],
+                token_ids=(token_id,) * (grid[1] * grid[2]),
                 grid=grid,
                 payload=each,
                 label=label,
             )
             for place, (each, label) in enumerate(zip(patches, labels, strict=True))
         )
-        num_tokens = len(steps) * grid[1] * grid[2]
-        return ProcessedMedia("video", content, num_tokens, (len(steps), *grid[1:]), payload=b"", steps=steps)
+        token_ids = tuple(itertools.chain.from_iterable(step.token_ids for step in steps))
+        return ProcessedMedia("video", content, token_ids, (len(steps), *grid[1:]), payload=b"", steps=steps)
 
     def _video_parts(self, media: Media) -> Iterator[bytes]:
         """What the hash of a video covers: its uuid, or its file, or the pixels of its frames and their metadata."""
@@ -188,7 +189,7 @@ class MediaProcessor:
 
     def count_tokens(self, width: int, height: int) -> int:
         """Tokens of an image of this size in pixels."""
-        return len(self._family.token_ids(*self._family.grid(width, height)))
+        return len(self._family.token_ids(width, height))
 
     def _checked(self, overrides: Mapping[str, Any] | None) -> str:
         """The mm_processor_kwargs of a request as JSON text."""
@@ -254,22 +255,22 @@ class MediaProcessor:
         return to_rgb(image, name, self.options.background)
 
     def _prepare(self, family: Family, image: Image.Image, content: bytes, name: str) -> ProcessedMedia:
-        rows, columns = family.grid(*image.size)
+        tiles, rows, columns = grid = family.grid(*image.size)
         merge = self.vision.merge_size
-        if (count := rows * columns * merge**2) > self.options.mm_max_patches:
+        if (count := tiles * rows * columns * merge**2) > self.options.mm_max_patches:
             refuse(
                 name,
                 f"has {image.width} x {image.height} pixels, which make {count} patches, more than --mm-max-patches, "
                 f"{self.options.mm_max_patches}; crop it",
             )
-        grid = (1, rows, columns)
+        token_ids = tuple(family.token_ids(*image.size))
         return ProcessedMedia(
             kind="image",
             content_hash=self._digest(content, struct.pack("<3i", *grid)),
-            num_tokens=len(family.token_ids(rows, columns)),
+            token_ids=token_ids,
             grid=grid,
-            payload=payload.pack((1, rows * merge, columns * merge), family.patches(image)),
-            embedding_runs=family.embedding_runs(rows, columns),
+            payload=payload.pack((tiles, rows * merge, columns * merge), family.patches(image)),
+            embedding_runs=embedding_runs(token_ids, self.vision.image_token_id),
         )
 
     def _hash(self, family: Family | QwenVideo, kind: str, *content: bytes) -> bytes:

@@ -6,7 +6,7 @@ from typing import Literal
 from jaxllm.model_parts.mlp import MLP, Activation
 from jaxllm.model_parts.norm import Norm
 
-VisionFamily = Literal["qwen3_vl", "qwen2_5_vl", "gemma3", "pixtral"]
+VisionFamily = Literal["qwen3_vl", "qwen2_5_vl", "gemma3", "pixtral", "idefics3", "internvl"]
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,12 @@ class VisionLayer:
     qkv: tuple[str, ...]
     """One name: a tensor with the rows of queries, keys and values, in this order."""
     out: str
-    bias: bool = True
-    """Whether the products of attention have biases."""
+    qkv_bias: bool = True
+    out_bias: bool = True
+    qk_norms: tuple[Norm, Norm] | None = None
+    """Of the queries and the keys of all heads together."""
+    scales: tuple[str, str] | None = None
+    """Tensors of factors of the values that attention and MLP add."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,9 @@ class VisionEncoder:
     """A merger for each of `Vision.deepstack_layers`."""
     patch_bias: bool = True
     positions: str | None = None
-    """The table of learned positions."""
+    """The tensor of learned positions."""
+    class_token: str | None = None
+    """The tensor of what stands before the patches of each tile, and is left out of the results. The first row of positions is its own."""
     first_norm: Norm | None = None
     """Before the first layer."""
     last_norm: Norm | None = None
@@ -124,6 +130,8 @@ class Vision:
     """Mean of red, green and blue, in a range of 0 to 1, that the encoder subtracts: that of the family."""
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Deviation that it divides by."""
+    has_tiles: bool = False
+    """Whether an image consists of tiles that each fill the table of learned positions, whose patches attend to each other."""
     encoder: VisionEncoder | None = None
     """Its layers."""
     attends_within: bool = False

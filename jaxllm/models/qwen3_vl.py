@@ -77,7 +77,7 @@ def _vision(c: ConfigReader, output_size: int) -> Vision:
         layer=VisionLayer(_norm("norm1"), _norm("norm2"), mlp, ("attn.qkv",), "attn.proj"),
         merger=Merger(linears(f"{VISUAL}merger"), norm=_norm(f"{VISUAL}merger.norm")),
         deepstack=tuple(Merger(linears(name), joined_norm=_norm(f"{name}.norm")) for name in added),
-        positions=f"{VISUAL}pos_embed",
+        positions=f"{VISUAL}pos_embed.weight",
         rope_theta=v.within("rope_parameters").number("rope_theta", 10000.0),
     )
     return Vision("qwen3_vl", **sizes, position_grid=math.isqrt(positions), deepstack_layers=layers, encoder=encoder)

@@ -37,6 +37,8 @@ FAMILIES = {
     "GptOssForCausalLM": ("gpt_oss", "jaxllm.models.gpt_oss:read"),
     "GraniteForCausalLM": ("granite", "jaxllm.models.granite:read"),
     "GraniteMoeForCausalLM": ("granitemoe", "jaxllm.models.granite_moe:read"),
+    "Idefics3ForConditionalGeneration": ("idefics3", "jaxllm.models.idefics3:read"),
+    "InternVLForConditionalGeneration": ("internvl", "jaxllm.models.internvl:read"),
     "Llama4ForCausalLM": ("llama4_text", "jaxllm.models.llama4:read"),
     "Llama4ForConditionalGeneration": ("llama4", "jaxllm.models.llama4:read"),
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),
@@ -61,6 +63,7 @@ FAMILIES = {
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "jaxllm.models.qwen3_vl:read_moe"),
     "SeedOssForCausalLM": ("seed_oss", "jaxllm.models.seed_oss:read"),
     "SmolLM3ForCausalLM": ("smollm3", "jaxllm.models.smollm3:read"),
+    "SmolVLMForConditionalGeneration": ("smolvlm", "jaxllm.models.idefics3:read"),
     "StableLmForCausalLM": ("stablelm", "jaxllm.models.stablelm:read"),
     "WhisperForConditionalGeneration": ("whisper", "jaxllm.models.whisper:read"),
 }

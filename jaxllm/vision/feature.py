@@ -56,8 +56,8 @@ def _whole_tokens(config: EngineConfig, model_config: ModelConfig, vision: Visio
         raise ConfigError(
             f"{reason}, so a step computes all {least} tokens of an image, but max_num_batched_tokens is {most}; {way_out}"
         )
-    # Pixtral ends each row of embeddings with a token of its own.
-    return min(most, 2 * least) if vision.family == "pixtral" else least
+    # Pixtral ends each row of embeddings with a token of its own; others write text around each tile.
+    return min(most, 2 * least) if vision.family == "pixtral" or vision.has_tiles else least
 
 
 def _check_parallel(parallel: ParallelOptions, architecture: str) -> None:

@@ -18,6 +18,8 @@ _CLASSES = {
     "qwen2_5_vl": ("qwen2_vl", "Qwen2VLImageProcessorPil"),
     "gemma3": ("gemma3", "Gemma3ImageProcessorPil"),
     "pixtral": ("pixtral", "PixtralImageProcessorPil"),
+    "internvl": ("got_ocr2", "GotOcr2ImageProcessorPil"),
+    "idefics3": ("smolvlm", "SmolVLMImageProcessorPil"),
 }
 
 
@@ -43,12 +45,16 @@ def transformers_values(family: VisionFamily, image: Image.Image, **given: Any) 
     patch, merge = vision.patch_size, vision.merge_size
     if family == "pixtral":
         given["patch_size"] = patch * merge  # as PixtralProcessor has it
+    if family == "internvl":
+        given["crop_to_patches"] = True  # as InternVLProcessor has it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = kind(**settings)(image, return_tensors="np", **given)["pixel_values"]
     mean, std = (np.array(settings[key]) for key in ("image_mean", "image_std"))
-    if vision.temporal_patch_size == 1:  # the whole picture
-        (whole,) = found
+    if vision.temporal_patch_size == 1:  # the whole picture, or its tiles, which are laid below each other
+        side = vision.position_grid * patch if vision.has_tiles else None
+        found = np.concatenate([np.reshape(each, (-1, *np.shape(each)[-3:])) for each in found])[..., :side, :side]
+        whole = found.swapaxes(0, 1).reshape(3, -1, found.shape[-1])
         _, height, width = whole.shape
         cut = whole.reshape(3, height // patch // merge, merge, patch, width // patch // merge, merge, patch)
         found = cut.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, patch, patch)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from jaxllm.media.media import Media
 from jaxllm.media.options import MediaOptions
@@ -25,8 +26,17 @@ VISIONS: dict[VisionFamily, Vision] = {
     "qwen2_5_vl": Vision("qwen2_5_vl", 500, 14, 2, 32, 2, 2, 64, 64, temporal_patch_size=2),
     "gemma3": Vision("gemma3", 500, 14, 4, 32, 2, 2, 64, 64, position_grid=64),
     "pixtral": Vision("pixtral", 500, 14, 2, 32, 2, 2, 64, 64),
+    "internvl": Vision("internvl", 503, 14, 2, 32, 2, 2, 64, 64, position_grid=4, has_tiles=True),
+    "idefics3": Vision("idefics3", 500, 14, 3, 32, 2, 2, 64, 64, position_grid=6, has_tiles=True),
 }
 BREAK_ID, END_ID = 501, 502
+TILE_TOKENS = (
+    *("<image>", "<fake_token_around_image>", "<global-img>", "<IMG_CONTEXT>", "<img>", "</img>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
+)
+"""From id 500 on."""
+NEWLINES = 256
+"""The id of two newlines."""
 CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
@@ -59,8 +69,27 @@ SETTINGS: dict[VisionFamily, dict[str, Any]] = {
         "rescale_factor": 0.00392156862745098,
         **CLIP,
     },
+    "internvl": {
+        "image_processor_type": "GotOcr2ImageProcessorFast",
+        "size": {"height": 56, "width": 56},
+        "crop_to_patches": False,
+        "min_patches": 1,
+        "max_patches": 12,
+        "resample": 3,
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    },
+    "idefics3": {
+        "image_processor_type": "SmolVLMImageProcessor",
+        "size": {"longest_edge": 344},
+        "max_image_size": {"longest_edge": 86},
+        "do_image_splitting": True,
+        "do_pad": True,
+        "resample": 1,
+        **HALF,
+    },
 }
-"""Of checkpoints on the hub."""
+"""Of checkpoints on the hub, but tiles are smaller."""
 
 
 def write_settings(directory: Path, family: VisionFamily, **changed: Any) -> None:
@@ -68,6 +97,18 @@ def write_settings(directory: Path, family: VisionFamily, **changed: Any) -> Non
     (directory / "preprocessor_config.json").write_text(json.dumps({**SETTINGS[family], **changed}))
     tokens = {str(BREAK_ID): {"content": "[IMG_BREAK]"}, str(END_ID): {"content": "[IMG_END]"}}
     (directory / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
+    if VISIONS[family].has_tiles:
+        write_tokenizer(directory)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer with a token for each byte, NEWLINES for two newlines, and from 500 on those of TILE_TOKENS."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: id for id, text in enumerate([*alphabet, "ĊĊ", *(f"unused {i}" for i in range(243))])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in TILE_TOKENS])
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def processor(directory: Path, family: VisionFamily = "qwen3_vl", **options: Any) -> MediaProcessor:

@@ -71,10 +71,13 @@ def picture(seed: int, height: int, width: int) -> np.ndarray:
 
 
 def sizes(vision: Vision, cells: Sequence[tuple[int, int]]) -> list[Size]:
-    """Pictures of these heights and widths in cells, or where all pictures have one size, as many of that."""
-    side = vision.patch_size * vision.merge_size
+    """Pictures of these heights and widths in cells; where pictures have one size, as many of that; where they have tiles, so many tiles
+    below each other as cells."""
+    side, whole = vision.patch_size * vision.merge_size, vision.position_grid // vision.merge_size
     if vision.family == "gemma3":
-        cells = [(vision.position_grid // vision.merge_size,) * 2] * len(cells)
+        cells = [(whole, whole)] * len(cells)
+    if vision.has_tiles:
+        cells = [(whole * rows, whole) for rows, _ in cells]
     return [(i, rows * side, columns * side) for i, (rows, columns) in enumerate(cells)]
 
 
@@ -83,7 +86,8 @@ def patches(pixels: np.ndarray, vision: Vision) -> tuple[tuple[int, int, int], n
     size, merge = vision.patch_size, vision.merge_size
     h, w = (length // size for length in pixels.shape[:2])
     cells = pixels.reshape(h // merge, merge, size, w // merge, merge, size, 3)
-    return (1, h, w), cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(h * w, 3 * size**2)
+    grid = (h // w, w, w) if vision.has_tiles else (1, h, w)
+    return grid, cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(h * w, 3 * size**2)
 
 
 def expanded(
@@ -103,6 +107,13 @@ def expanded(
             rows, columns = grid[1:]
             own = ([token] * columns + [token + 1]) * (rows - 1) + [token] * columns + [token + 2]
             runs = tuple((row * (columns + 1), columns) for row in range(rows))
+            item = PromptItem("image", item.content_hash, item.position, len(own), embedding_runs=runs)
+        if vision.family == "internvl":  # a token stands before the tiles and another behind, the next two of the vocabulary
+            own, runs = [token + 1, *[token] * int(np.prod(grid)), token + 2], ((1, int(np.prod(grid))),)
+            item = PromptItem("image", item.content_hash, item.position, len(own), embedding_runs=runs)
+        if vision.family == "idefics3":  # a token stands before each tile and behind the last, the next of the vocabulary
+            own = ([token + 1] + [token] * grid[1] * grid[2]) * t + [token + 1]
+            runs = tuple((1 + tile * (1 + grid[1] * grid[2]), grid[1] * grid[2]) for tile in range(t))
             item = PromptItem("image", item.content_hash, item.position, len(own), embedding_runs=runs)
         items.append(item)
         token_ids += own if item.embedding_runs else [token] * item.num_tokens

@@ -34,7 +34,7 @@ class StandInProcessor:
             raise InvalidRequestError(f"{media.name} is no image", media.name)
         rows, columns = image.shape
         digest = hashlib.sha256(media.uuid.encode() if media.uuid is not None else image.tobytes()).digest()
-        return ProcessedMedia("image", digest, rows * columns, (1, rows, columns), image.tobytes())
+        return ProcessedMedia("image", digest, (self.placeholder_id,) * (rows * columns), (1, rows, columns), image.tobytes())
 
     def placeholder(self, kind: str) -> str:
         return self.text

@@ -7,6 +7,7 @@ layers and four heads of 16, encoders two layers and two heads of 16. Equal argu
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,21 @@ SPECIAL = (
     "<start_of_image>",
     "<image_soft_token>",
     "<end_of_image>",
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+    "<IMG_CONTEXT>",
+    "<img>",
+    "</img>",
 )
-PICTURES = {"mistral3": "[IMG]", "gemma3": "<start_of_image>"}
+PICTURES = {
+    "gemma3": "<start_of_image>",
+    "mistral3": "[IMG]",
+    "idefics3": "<image>",
+    "smolvlm": "<image>",
+    "internvl": "<IMG_CONTEXT>",
+}
 """What a chat template writes for a picture; other families write Qwen's tokens."""
 QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -87,14 +101,23 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def write(
-    directory: Path, family: str = "qwen3_vl", *, seed: int = 0, dtype: str = "float32", gain: float = 2.0, tied: bool = True
+    directory: Path,
+    family: str = "qwen3_vl",
+    *,
+    variant: str | None = None,
+    seed: int = 0,
+    dtype: str = "float32",
+    gain: float = 2.0,
+    tied: bool = True,
 ) -> Path:
-    """A checkpoint of a family of FAMILIES. dtype: of the file. gain: of the text model's products, the larger the wilder its text. tied:
-    whether the head is the embedding."""
+    """A checkpoint of a family of FAMILIES, or of a variant of VARIANTS.
+
+    dtype: of the file. gain: of the text model's products, the larger the wilder its text. tied: whether the head is the embedding.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
-    config, shapes = FAMILIES[family](ids, tied)
+    config, shapes = (FAMILIES[family] if variant is None else VARIANTS[family, variant])(ids, tied)
     config |= {"dtype": dtype, "tie_word_embeddings": tied, "eos_token_id": ids["<|im_end|>"]}
     _write_json(directory / "config.json", config)
     _write_json(directory / "preprocessor_config.json", PREPROCESSORS[family])
@@ -119,7 +142,7 @@ def _values(name: str, shape: tuple[int, ...], generator: np.random.RandomState,
         return generator.normal(0, 0.2, shape)
     if len(shape) == 1:
         return generator.uniform(0.5, 1.5, shape)
-    if name.endswith(("pos_embed.weight", "position_embedding.weight")):
+    if name.endswith(("pos_embed.weight", "position_embedding.weight", "position_embeddings", "cls_token")):
         return generator.normal(0, 0.5, shape)
     if "embed_tokens" in name:  # a tied head makes the last token the likeliest next one where its embedding is large
         return generator.normal(0, gain * (0.02 if tied else 0.15), shape)
@@ -128,7 +151,7 @@ def _values(name: str, shape: tuple[int, ...], generator: np.random.RandomState,
 
 
 def _is_of_encoder(name: str) -> bool:
-    return any(part in name for part in ("visual.", "vision_tower.", "multi_modal_projector."))
+    return any(part in name for part in ("visual.", "vision_tower.", "multi_modal_projector.", "vision_model.", "connector."))
 
 
 def _tokenizer() -> Tokenizer:
@@ -283,19 +306,8 @@ def _gemma3(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes]:
         "eoi_token_index": ids["<end_of_image>"],
         "image_token_index": ids["<image_soft_token>"],
     }
-    D, F, L = vision["hidden_size"], vision["intermediate_size"], text["hidden_size"]
-    tower: Shapes = {
-        **_linear("embeddings.patch_embedding", (D, 3, 14, 14)),
-        "embeddings.position_embedding.weight": ((84 // 14) ** 2, D),
-        **_norm("post_layernorm", D),
-    }
-    for i in range(vision["num_hidden_layers"]):
-        layer = f"encoder.layers.{i}"
-        tower |= {**_norm(f"{layer}.layer_norm1", D), **_norm(f"{layer}.layer_norm2", D)}
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            tower |= _linear(f"{layer}.self_attn.{name}", (D, D))
-        tower |= {**_linear(f"{layer}.mlp.fc1", (F, D)), **_linear(f"{layer}.mlp.fc2", (D, F))}
-    shapes = {f"vision_tower.vision_model.{name}": shape for name, shape in tower.items()}
+    D, L = vision["hidden_size"], text["hidden_size"]
+    shapes = {f"vision_tower.vision_model.{name}": shape for name, shape in _siglip(vision).items()}
     shapes |= {
         "multi_modal_projector.mm_soft_emb_norm.weight": (D,),
         "multi_modal_projector.mm_input_projection_weight": (D, L),
@@ -306,6 +318,110 @@ def _gemma3(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes]:
         layer = f"language_model.model.layers.{i}"
         shapes |= {f"{layer}.{name}_feedforward_layernorm.weight": (L,) for name in ("pre", "post")}
     return config, shapes
+
+
+def _idefics3(ids: dict[str, int], tied: bool, kind: str, name: str) -> tuple[dict[str, Any], Shapes]:
+    """4 tokens for each tile."""
+    text = {**TEXT, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    vision = {
+        "model_type": f"{kind}_vision",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 58,
+        "patch_size": 14,
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    config = {
+        "architectures": [name],
+        "model_type": kind,
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": ids["<image>"],
+        "scale_factor": 2,
+    }
+    D, L = vision["hidden_size"], text["hidden_size"]
+    shapes = {f"model.vision_model.{name}": shape for name, shape in _siglip(vision).items()}
+    shapes["model.connector.modality_projection.proj.weight"] = (L, 4 * D)
+    return config, shapes | _decoder(text, "model.text_model", None if tied else "lm_head")
+
+
+def _siglip(vision: dict[str, Any]) -> Shapes:
+    """The layers of an encoder."""
+    D, F, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    shapes: Shapes = {
+        **_linear("embeddings.patch_embedding", (D, 3, patch, patch)),
+        "embeddings.position_embedding.weight": ((vision["image_size"] // patch) ** 2, D),
+        **_norm("post_layernorm", D),
+    }
+    for i in range(vision["num_hidden_layers"]):
+        layer = f"encoder.layers.{i}"
+        shapes |= {**_norm(f"{layer}.layer_norm1", D), **_norm(f"{layer}.layer_norm2", D)}
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes |= _linear(f"{layer}.self_attn.{name}", (D, D))
+        shapes |= {**_linear(f"{layer}.mlp.fc1", (F, D)), **_linear(f"{layer}.mlp.fc2", (D, F))}
+    return shapes
+
+
+def _internvl(ids: dict[str, int], tied: bool, is_large: bool = False) -> tuple[dict[str, Any], Shapes]:
+    """4 tokens for each tile. is_large: as the larger of the two released encoders, with other norms and biases."""
+    text = {**TEXT, "model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    text["tie_word_embeddings"] = tied
+    vision = {
+        "model_type": "internvl_vision",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": [56, 56],
+        "patch_size": [14, 14],
+        "hidden_act": "gelu",
+        "attention_bias": not is_large,
+        "use_qk_norm": is_large,
+        "norm_type": "rms_norm" if is_large else "layer_norm",
+        "use_mean_pooling": not is_large,
+    }
+    config = {
+        "architectures": ["InternVLForConditionalGeneration"],
+        "model_type": "internvl",
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": ids["<IMG_CONTEXT>"],
+        "image_seq_length": 4,
+        "downsample_ratio": 0.5,
+        "projector_hidden_act": "gelu",
+    }
+    D, F, L = vision["hidden_size"], vision["intermediate_size"], text["hidden_size"]
+    tower: Shapes = {
+        "embeddings.cls_token": (1, 1, D),
+        "embeddings.position_embeddings": (1, 16 + 1, D),
+        **_linear("embeddings.patch_embeddings.projection", (D, 3, 14, 14)),
+    }
+    if is_large:
+        tower |= _norm("layernorm", D)
+    for i in range(vision["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}"
+        tower |= {f"{layer}.lambda_1": (D,), f"{layer}.lambda_2": (D,)}
+        for norm in ("layernorm_before", "layernorm_after"):
+            tower |= _norm(f"{layer}.{norm}", D, bias=not is_large)
+        for part in "qkv":
+            tower |= _linear(f"{layer}.attention.{part}_proj", (D, D), bias=not is_large)
+            if is_large and part != "v":
+                tower[f"{layer}.attention.{part}_norm.weight"] = (D,)
+        tower |= _linear(f"{layer}.attention.projection_layer", (D, D))
+        tower |= {**_linear(f"{layer}.mlp.fc1", (F, D)), **_linear(f"{layer}.mlp.fc2", (D, F))}
+    shapes = {f"vision_tower.{name}": shape for name, shape in tower.items()}
+    shapes |= {
+        f"multi_modal_projector.{name}": shape
+        for name, shape in {
+            **_norm("layer_norm", 4 * D),
+            **_linear("linear_1", (L, 4 * D)),
+            **_linear("linear_2", (L, L)),
+        }.items()
+    }
+    head = None if tied else "language_model.lm_head"
+    return config, shapes | _decoder(text, "language_model.model", head, head_norms=True)
 
 
 def _decoder(text: dict[str, Any], prefix: str, head: str | None, *, head_norms: bool = False, bias: bool = False) -> Shapes:
@@ -349,7 +465,11 @@ FAMILIES: dict[str, Callable[[dict[str, int], bool], tuple[dict[str, Any], Shape
     "qwen2_5_vl": _qwen2_5_vl,
     "mistral3": _mistral3,
     "gemma3": _gemma3,
+    "idefics3": lambda ids, tied: _idefics3(ids, tied, "idefics3", "Idefics3ForConditionalGeneration"),
+    "internvl": _internvl,
+    "smolvlm": lambda ids, tied: _idefics3(ids, tied, "smolvlm", "SmolVLMForConditionalGeneration"),
 }
+VARIANTS = {("internvl", "large"): partial(_internvl, is_large=True)}
 _QWEN3 = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "size": {"shortest_edge": 4096, "longest_edge": 262144},
@@ -382,11 +502,29 @@ _GEMMA3 = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+_IDEFICS3 = {
+    "image_processor_type": "SmolVLMImageProcessor",
+    "size": {"longest_edge": 2 * 58},
+    "max_image_size": {"longest_edge": 58},
+    "do_image_splitting": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+_INTERNVL = {
+    "image_processor_type": "GotOcr2ImageProcessorFast",
+    "size": {"height": 56, "width": 56},
+    "max_patches": 4,
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+}
 PREPROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
     "qwen2_5_vl": _QWEN2_5,
     "mistral3": _PIXTRAL,
     "gemma3": _GEMMA3,
+    "idefics3": _IDEFICS3,
+    "smolvlm": _IDEFICS3,
+    "internvl": _INTERNVL,
 }
 """Areas from 64² to 512² pixels, so that prompts stay short."""

@@ -69,12 +69,12 @@ def test_a_prompt_without_images_stays_as_it_is(qwen) -> None:
         (
             [1, IMAGE, 1, IMAGE],
             [(64, 32)],
-            "has image placeholders at token 1, but not the 2 tokens that stand for image 1, of 1 x 2",
+            "has image placeholders at token 1, but not the 2 tokens that stand for image 1, of 2 embeddings",
         ),
         (
             [IMAGE] * 3 + [1] + [IMAGE] * 3,
             [(64, 32), (64, 64)],
-            "placeholders at token 2, but not the 4 tokens .* image 2, of 2 x 2",
+            "placeholders at token 2, but not the 4 tokens .* image 2, of 4 embeddings",
         ),
         ([IMAGE], [(64, 32)] * 9, r"\(2, 2, 2, 2, 2, 2, 2, 2, …\)"),
     ],
@@ -93,5 +93,5 @@ def test_a_row_of_pixtral_may_be_expanded_already(tmp_path) -> None:
         assert len(once) == 2 + sum(image.num_tokens for image in images) and once[-2] == END_ID
         assert pixtral.expand(once, images) == (once, items)
     images = processed(pixtral, (84, 56))
-    with pytest.raises(InvalidRequestError, match="not the 8 tokens that stand for image 1, of 2 x 3 embeddings"):
+    with pytest.raises(InvalidRequestError, match="not the 8 tokens that stand for image 1, of 6 embeddings"):
         pixtral.expand([IMAGE] * 6, images)

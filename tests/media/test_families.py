@@ -76,7 +76,7 @@ def test_pixtral_has_a_token_behind_each_row(tmp_path) -> None:
 def test_pixtral_finds_the_tokens_in_either_file_of_the_tokenizer(tmp_path) -> None:
     write_settings(tmp_path, "pixtral")
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"has no token \[IMG_BREAK\] and no \[IMG_END\], which end the rows of images"):
+    with pytest.raises(ConfigError, match=r"has no token \[IMG_BREAK\] and no \[IMG_END\], which images are written with"):
         make_processor(tmp_path, VISIONS["pixtral"], MediaOptions())
     (tmp_path / "tokenizer.json").write_text(
         '{"added_tokens": [{"id": 12, "content": "[IMG_BREAK]"}, {"id": 13, "content": "[IMG_END]"}]}'

@@ -3,6 +3,7 @@
 import json
 import random
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,6 +50,11 @@ def test_patches_are_those_that_transformers_computes(tmp_path, family: VisionFa
         ("qwen2_5_vl", {"resample": 1}),
         ("gemma3", {"resample": 3}),
         ("pixtral", {"size": {"longest_edge": 300}}),
+        ("idefics3", {"size": {"longest_edge": 200}}),
+        ("idefics3", {"size": {"longest_edge": 80}, "resample": 3}),
+        ("idefics3", {"do_image_splitting": False}),
+        ("internvl", {"min_patches": 3, "max_patches": 5}),
+        ("internvl", {"max_patches": 1}),
     ],
 )
 def test_overrides_are_those_of_transformers(tmp_path, family: VisionFamily, changed: dict) -> None:
@@ -75,3 +81,31 @@ def test_sizes_are_those_of_transformers(tmp_path) -> None:
         size = get_resize_output_image_size(empty, 1540, 28, "channels_first")
         if 0 not in size:
             assert pixtral.resized(width, height)[::-1] == size
+
+
+@pytest.mark.slow
+def test_tiles_are_those_of_transformers(tmp_path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import (
+            SmolVLMImageProcessorPil,
+            get_resize_output_image_size,
+        )
+    internvl, smolvlm = processor(tmp_path, "internvl")._family, processor(tmp_path, "idefics3")._family
+    found: list[tuple[int, int]] = []
+    enlarge = SmolVLMImageProcessorPil.resize_for_vision_encoder
+
+    class Sizes:
+        def resize(self, image, size, resample):
+            found.append((size.width, size.height))
+
+    draw = random.Random(0)
+    for _ in range(2_000):
+        width, height, longest = round(2 ** draw.uniform(0, 13)), round(2 ** draw.uniform(0, 13)), draw.randint(1, 5000)
+        columns, rows = get_optimal_tiled_canvas((height, width), (56, 56), 1, 12)
+        assert internvl.rows_and_columns(width, height) == (rows, columns)
+        first = get_resize_output_image_size(np.broadcast_to(np.uint8(0), (3, height, width)), longest)[::-1]
+        enlarge(Sizes(), np.broadcast_to(np.uint8(0), (3, *first[::-1])), 86)
+        own = replace(smolvlm, longest_edge=longest, max_tiles=10_000)
+        assert own._sizes(width, height) == (first, found[-1])

@@ -18,7 +18,7 @@ from scripts import make_picture_goldens
 from tests.helpers import goldens, pictures, vision_checkpoint
 from tests.helpers.slow import slow_except
 
-PAD_TO, NUM_PATCHES = 128, 80
+PAD_TO, NUM_PATCHES = 128, 96
 
 
 @pytest.fixture(scope="module")

@@ -78,10 +78,23 @@ def test_images_are_encoded_in_few_programs(counts, groups):
 
 
 def test_sizes_of_programs_end_at_the_most_patches_of_an_image():
-    vision = SimpleNamespace(merge_size=2)
+    vision = SimpleNamespace(merge_size=2, has_tiles=False)
     assert encode_sizes(vision, 16384) == (256, 1024, 2048, 4096, 8192, 16384)
     assert encode_sizes(vision, 5000) == (256, 1024, 2048, 4096, 5120)
     assert encode_sizes(vision, 256) == encode_sizes(vision, 100) == (256,)
+
+
+@pytest.mark.parametrize(
+    ("grid", "merge", "sizes"),
+    [
+        (32, 2, (1024, 2048, 4096, 8192, 16384)),
+        (27, 3, (729, 1458, 2187, 4374, 8748, 16767)),
+        (4, 2, (256, 1024, 2048, 4096, 8192, 16384)),
+    ],
+)
+def test_programs_encode_whole_tiles(grid, merge, sizes):
+    vision = SimpleNamespace(merge_size=merge, position_grid=grid, has_tiles=True)
+    assert encode_sizes(vision, 16384) == sizes
 
 
 def test_a_program_takes_patches_their_indices_and_rows_of_the_slab(vision):

@@ -59,6 +59,8 @@ def test_images_are_cut_unless_their_tokens_see_each_other_or_the_option_says_no
     assert made(mm_max_patches=4096, disable_chunked_mm_input=True).whole_tokens == 1024
     pixtral = replace(QWEN, family="pixtral")
     assert made(pixtral, mm_max_patches=4096, disable_chunked_mm_input=True, max_num_batched_tokens=1500).whole_tokens == 1500
+    tiles = replace(QWEN, family="idefics3", position_grid=32, has_tiles=True)
+    assert made(tiles, mm_max_patches=4096, disable_chunked_mm_input=True).whole_tokens == 2048
     gemma = made(GEMMA)
     assert gemma.whole_tokens == gemma.new_room().min_chunk == 256 and gemma.sizes.max_item_patches == 4096
 

@@ -2,6 +2,8 @@
 
 from jaxllm.media.families.family import Family
 from jaxllm.media.families.gemma3 import Gemma3
+from jaxllm.media.families.idefics3 import Idefics3
+from jaxllm.media.families.internvl import InternVL
 from jaxllm.media.families.pixtral import Pixtral
 from jaxllm.media.families.qwen_vl import Qwen2_5VL, Qwen3VL
 from jaxllm.model_parts.vision import VisionFamily
@@ -11,6 +13,8 @@ FAMILIES: dict[VisionFamily, type[Family]] = {
     "qwen2_5_vl": Qwen2_5VL,
     "gemma3": Gemma3,
     "pixtral": Pixtral,
+    "idefics3": Idefics3,
+    "internvl": InternVL,
 }
 
 __all__ = ["FAMILIES", "Family"]

@@ -1,5 +1,6 @@
 """Gemma 3: every image becomes a square of one size; see Gemma3ImageProcessor in transformers."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -51,5 +52,5 @@ class Gemma3(Family):
                 f"the prompt has {found} times {START} and {num_images} image(s); put it once where each image belongs",
                 "prompt",
             )
-        rows, columns = self.grid(self.side, self.side)
-        return text.replace(START, f"\n\n{START}{SOFT * (rows * columns)}{END}\n\n")
+        num_tokens = math.prod(self.grid(self.side, self.side))
+        return text.replace(START, f"\n\n{START}{SOFT * num_tokens}{END}\n\n")

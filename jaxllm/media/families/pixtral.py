@@ -1,21 +1,19 @@
 """Pixtral and Mistral 3: images keep their shape, up to a longest side; see PixtralImageProcessor in transformers."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from PIL import Image
 
-from jaxllm.files import read_json
 from jaxllm.log import info_once
 from jaxllm.media.families.family import CLIP_MEAN, CLIP_STD, Family
+from jaxllm.media.families.tokens import token_ids
 from jaxllm.media.settings import Settings
 from jaxllm.model_parts.vision import Vision
 
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"
-MAX_TOKENIZER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Pixtral(Family):
         most = math.isqrt(max_patches) // vision.merge_size * side
         if longest > most:
             info_once(f"images get at most {most} pixels a side, fewer than the model takes: raise --mm-max-patches for more")
-        break_id, end_id = _token_ids(directory, settings)
+        break_id, end_id = token_ids(directory, settings, BREAK, END)
         return cls(vision, settings.resample(Image.Resampling.BICUBIC), min(longest, most), break_id, end_id)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
@@ -49,28 +47,8 @@ class Pixtral(Family):
             width, height = max(1, math.floor(width / shrink)), max(1, math.floor(height / shrink))
         return ((width - 1) // side + 1) * side, ((height - 1) // side + 1) * side
 
-    def token_ids(self, rows: int, columns: int) -> list[int]:
+    def token_ids(self, width: int, height: int) -> list[int]:
+        _, rows, columns = self.grid(width, height)
         ids = ([self.vision.image_token_id] * columns + [self.break_token_id]) * rows
         ids[-1] = self.end_token_id
         return ids
-
-    def embedding_runs(self, rows: int, columns: int) -> tuple[tuple[int, int], ...]:
-        return tuple((row * (columns + 1), columns) for row in range(rows))
-
-
-def _token_ids(directory: Path, settings: Settings) -> tuple[int, int]:
-    """The ids of the tokens that end a row and an image, by the files of the tokenizer. Raises ConfigError."""
-    known: dict[str, int] = {}
-    if (path := directory / "tokenizer_config.json").is_file():
-        added = read_json(path).get("added_tokens_decoder") or {}
-        known = {entry["content"]: int(id) for id, entry in added.items() if _is_token(entry)}
-    if not {BREAK, END} <= known.keys() and (path := directory / "tokenizer.json").is_file():
-        added = read_json(path, MAX_TOKENIZER_BYTES).get("added_tokens") or []
-        known = {entry["content"]: entry["id"] for entry in added if _is_token(entry)}
-    if missing := [token for token in (BREAK, END) if token not in known]:
-        settings.fault(f"the tokenizer in {directory} has no token {' and no '.join(missing)}, which end the rows of images")
-    return known[BREAK], known[END]
-
-
-def _is_token(entry: Any) -> bool:
-    return isinstance(entry, Mapping) and isinstance(entry.get("content"), str)
