@@ -42,6 +42,7 @@ CONFIG: dict[str, Any] = {
     "shared_expert_intermediate_size": 16,
     "decoder_sparse_step": 1,
     "attention_multiplier": 1.0,
+    "scale_factor": 1,
     "d_model": 16,
     **{f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")},
 }
