@@ -22,7 +22,7 @@ from typing import Protocol
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
 from jaxllm.errors import ConfigError
 from jaxllm.model_config import FP8, ModelConfig
-from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention
+from jaxllm.model_parts import Attention, CrossAttentionLayer, GatedDeltaNet, LatentAttention
 
 _BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 _MOST_PADDING = 6
@@ -131,9 +131,31 @@ class RowState:
         return sum(array.bytes_per_row for array in self.arrays)
 
 
+@dataclass(frozen=True)
+class EncodedState(RowState):
+    """Keys and values that a layer has of what an encoder computed for each running request.
+
+    Unlike other states, they are written before the request's first step, as a whole and anew when it is computed from its beginning
+    again, and no step changes them.
+    """
+
+
 def cache_specs(config: ModelConfig, *, disable_windows: bool = False) -> tuple[CacheSpec | RowState, ...]:
-    """The spec of each layer of a model. disable_windows: layers with a sliding window keep all tokens too."""
-    return tuple(_spec(layer.attention, config, disable_windows) for layer in config.layers)
+    """The spec of each layer of a model; behind them, in the same order, those of layers' attention to an encoder (`encoded_layer`).
+    disable_windows: layers with a sliding window keep all tokens too."""
+    of_layers = tuple(_spec(layer.attention, config, disable_windows) for layer in config.layers)
+    return (*of_layers, *(_encoded(layer, config) for layer in config.layers if isinstance(layer, CrossAttentionLayer)))
+
+
+def encoded_layer(config: ModelConfig, layer: int) -> int:
+    """Where `cache_specs` has the attention of a layer to an encoder. All layers have one."""
+    return config.num_layers + layer
+
+
+def _encoded(layer: CrossAttentionLayer, config: ModelConfig) -> EncodedState:
+    assert config.audio is not None and layer.cross is not None
+    shape = (config.audio.num_positions, layer.cross.head_dim)
+    return EncodedState((StateArray(layer.cross.num_kv_heads, shape, config.dtype),) * 2)
 
 
 def row_bytes(config: ModelConfig) -> int:

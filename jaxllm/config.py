@@ -123,7 +123,7 @@ class CacheOptions:
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV cache per device, instead of measuring memory"] = None
     enable_prefix_caching: Annotated[
         bool | None,
-        "reuse the blocks of equal prompt beginnings; default: on, except for a model with linear attention, which cannot",
+        "reuse the blocks of equal prompt beginnings; default: on, except for models with linear attention or audio, which cannot",
     ] = None
     prefix_caching_hash_algo: Annotated[Literal["sha256", "sha256_cbor"], "hash of a block's tokens"] = "sha256"
     disable_hybrid_kv_cache_manager: Annotated[

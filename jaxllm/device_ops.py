@@ -68,7 +68,15 @@ class UseItem(RankOp, frozen=True):
     pages: list[int]
 
 
-AnyDeviceOp = WriteAdapter | DropStaged | TakeCounts | MoveExperts | EncodeItem | UseItem
+class EncodeAudio(RankOp, frozen=True):
+    """Encode the audio of a request. The layers keep what they need of it with the request's row, which the step behind gives it."""
+
+    request_id: str
+    payload: bytes
+    """See `PromptItem`."""
+
+
+AnyDeviceOp = WriteAdapter | DropStaged | TakeCounts | MoveExperts | EncodeItem | UseItem | EncodeAudio
 """All kinds, as other hosts decode them."""
 
 

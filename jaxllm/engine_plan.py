@@ -23,6 +23,7 @@ from jaxllm.sampling.processors import load_processors
 from jaxllm.text.model_files import text_files
 
 if TYPE_CHECKING:
+    from jaxllm.media.audio import AudioProcessor
     from jaxllm.media.processor import MediaProcessor
 
 
@@ -34,8 +35,8 @@ class EnginePlan:
     """Without "auto", except where it depends on the weights."""
     model_config: ModelConfig
     memory: memory.MemoryPlan
-    media: "MediaProcessor | None" = None
-    """What prepares images; None: the model takes text alone, or its files have a fault."""
+    media: "MediaProcessor | AudioProcessor | None" = None
+    """What prepares images or audio; None: the model takes text alone, or its files have a fault."""
     faults: tuple[JaxLLMError, ...] = ()
     """Reasons why this machine could not start it, apart from memory."""
 
@@ -74,7 +75,7 @@ def plan_engine(asked: EngineConfig, *, device_bytes: int | None = None) -> Engi
     if has_checkpoint(directory):  # else it may be no more than a config.json to plan for
         _note(faults, lambda: load_texts(config))
         _note(faults, lambda: check_weights(model_config, directory, load_format=config.model.load_format))
-    media: list[MediaProcessor | None] = [None]
+    media: list[MediaProcessor | AudioProcessor | None] = [None]
     _note(faults, lambda: media.append(load_processor(directory, model_config, config.multimodal)))
     stages = prepare.lay_out(config, model_config, partial(memory.memory_plan, config, model_config, device_bytes=device_bytes))
     return EnginePlan(config, model_config, tightest(stages), media[-1], tuple(faults))

@@ -4,6 +4,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 from jaxllm.errors import shortened
+from jaxllm.model_parts.audio import Audio
 from jaxllm.model_parts.vision import Vision
 from jaxllm.pooling_config import PoolingConfig
 
@@ -39,7 +40,9 @@ class ServedModel:
     """Whether it has a head and generates text; otherwise it makes vectors only."""
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     vision: Vision | None = None
-    """How it sees images; None: it takes text alone."""
+    """How it sees images; None: it does not."""
+    audio: Audio | None = None
+    """How it hears, of a model whose every prompt has audio; None: it takes none."""
     gguf_type: str | None = field(default=None, compare=False)
     """Quantization named by its GGUF file, e.g. Q4_K_M, or "unknown"; None: not from a GGUF file."""
     digest: str = field(default="", compare=False)

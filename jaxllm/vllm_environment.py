@@ -195,7 +195,7 @@ _HARMLESS = (
         MORIIO_QP_PER_TRANSFER MORIIO_TRANSFER_TIMEOUT_S ELASTIC_EP_DRAIN_REQUESTS ELASTIC_EP_SCALE_UP_LAUNCH SNAPSHOT_TIMEOUT_S"""),
     *_harmless("videos are fetched as images are (--mm-fetch-timeout), and files of videos are read with the package av",
                "VIDEO_FETCH_TIMEOUT VIDEO_LOADER_BACKEND"),
-    *_harmless("models read text, images and videos, no audio", """
+    *_harmless("files of audio have limits of their own (--mm-max-audio-bytes, --mm-max-audio-seconds), and none are fetched", """
         AUDIO_FETCH_TIMEOUT MAX_AUDIO_CLIP_FILESIZE_MB MAX_AUDIO_DECODE_BYTES MAX_AUDIO_DECODE_DURATION_S
         MAX_AUDIO_PREPROCESS_WORKERS MAX_EMBED_DECODE_BYTES"""),
     *_harmless("images are fetched once and read in a few threads; what is kept are prepared ones (--mm-processor-cache-gb)", """

@@ -15,12 +15,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the weights only pass through; no accelerator is needed
 
+from jaxllm.config import ModelOptions
 from jaxllm.errors import JaxLLMError
 from jaxllm.hub import resolve_model
-from jaxllm.layers.build import build_model, build_tower
+from jaxllm.layers.build import build_model
+from jaxllm.loaders.encoder import audio_weights, load_encoder, vision_weights
 from jaxllm.loaders.load import load_weights
 from jaxllm.loaders.orbax import ENCODER
-from jaxllm.loaders.vision import load_tower
 from jaxllm.model_config import DTYPES
 from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
@@ -44,9 +45,11 @@ def convert(source: Path, output: Path, dtype: str, quantization: str | None = N
     config = load_model_config(source, dtype=dtype, on_gpu=True, quantization=quantization, dequantize=dequantize)
     mesh, load_format = make_mesh(1), "safetensors"
     state = load_weights(config, build_model(config), source, load_format=load_format, mesh=mesh, progress=show)
-    if config.vision is not None:
-        tower = load_tower(config, build_tower(config), source, load_format=load_format, mesh=mesh, progress=show)
-        save_orbax(config, tower, output, ENCODER)
+    options = ModelOptions(model=str(source))
+    encoder = vision_weights(options, config) or audio_weights(options, config)
+    if encoder is not None:
+        given = {"load_format": load_format, "mesh": mesh, "progress": show}
+        save_orbax(config, load_encoder(config, encoder.model, encoder.part, source, **given), output, ENCODER)
     save_orbax(config, state, output)
     for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
         if not file.name.endswith(".index.json"):

@@ -57,6 +57,7 @@ TESTED = """
 - The logits of the others are compared with `transformers` itself, in CI, where torch is installed
   (`tests/models/test_transformers_live.py`). `scripts/make_goldens.py --output DIR` makes goldens of them too, for the same tests with
   `JAXLLM_GOLDENS=DIR`.
+- Whisper has what its encoder makes of audio, and 64 greedy tokens (`scripts/make_audio_golden.py`, `tests/end_to_end/test_whisper.py`).
 - Families that see images have goldens of prompts with pictures as well (`scripts/make_picture_goldens.py`,
   `tests/models/test_pictures.py`): what their encoder makes of two pictures within 1e-5, the rest as above.
 """
@@ -100,6 +101,7 @@ def _families() -> Iterable[str]:
         kinds = {FAMILIES[architecture][0] for architecture in architectures}
         tested = [name for name, config in VARIANTS.items() if _kind(config.model_type) in kinds]
         tested += [name for name, arguments in PICTURES.items() if arguments["family"] in kinds]
+        tested += [path.parent.name for path in FOLDER.glob("*/audio.json") if path.parent.name in kinds]
         names = ", ".join(f"`{name}`" for name in architectures)
         told = ", ".join(f"**{name}**" if (FOLDER / name).is_dir() else name for name in tested)
         yield f"| {_first_sentence(file)} | {names} | {file.name} | {told} |"

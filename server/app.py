@@ -48,6 +48,7 @@ from server.routes import (
     scale_out,
     tokenize,
     tokenizer_info,
+    transcriptions,
 )
 from server.sse import ClientDisconnected
 from server.tracing import TraceHeaders, make_tracer
@@ -87,6 +88,8 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         health.router,
         metrics.router,
     ]
+    if engine.input_processor.media.hearing is not None:
+        rooms.append(transcriptions.router)
     if options.access.enable_tokenizer_info_endpoint:
         rooms.append(tokenizer_info.router)
     if options.access.enable_dev_endpoints:

@@ -17,6 +17,14 @@ def bodies() -> list[type[BaseModel]]:
     return list(_MODELS.values())
 
 
+def form_body(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route whose body is a form with this model's fields and a file."""
+    _MODELS[model.__name__] = model
+    file = {"type": "object", "properties": {"file": {"type": "string", "format": "binary"}}, "required": ["file"]}
+    schema = {"allOf": [{"$ref": _REF.format(model=model.__name__)}, file]}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
+
+
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` of a route whose body is this model."""
     _MODELS[model.__name__] = model

@@ -45,6 +45,7 @@ FLOORS = {
     "jaxllm.speculative": 6,
     "jaxllm.lora": 6,
     "jaxllm.vision": 6,
+    "jaxllm.audio": 6,
     "jaxllm.hosts": 6,
     "jaxllm.llm": 7,
     "jaxllm.llm_engine": 7,

@@ -13,7 +13,7 @@ REFUSED = {
     "speed-bench-output-len speed-bench-category bfcl-categories blazedit-min-distance blazedit-max-distance "
     "timed-trace-chunk-hash-size timed-trace-sec-multiplier timed-trace-label-timestamp timed-trace-label-input-length "
     "timed-trace-label-output-length timed-trace-label-hash-ids": _DATASET,
-    "asr-min-audio-len-sec asr-max-audio-len-sec": "models hear nothing",
+    "asr-min-audio-len-sec asr-max-audio-len-sec": "speech is not measured",
     "random-batch-size no-reranker": "each request has one prompt",
     "plot-timeline timeline-itl-thresholds plot-dataset-stats": _PLOT,
     "no-oversample": "a file with fewer prompts is used again; give --num-prompts of at most its number",

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if fault is None else 1
     texts = {name: [_as_text(name, value)] for name, value in report.items()}
     texts["layers"] = list(_layer_kinds(plan.model_config.layers))
-    texts["images"] = [_images_text(report["images"])]
+    texts["images"] = [_images_text(report["images"]) if report["audio"] is None else "none: it takes audio and text"]
     texts["cache_groups"] = list(map(_cache_group, report["cache_groups"]))
     for name, paragraphs in texts.items():
         for text in paragraphs:
@@ -112,6 +112,8 @@ def _images(plan: "EnginePlan") -> dict[str, Any] | None:
     vision, media = plan.model_config.vision, plan.media
     if vision is None:
         return None
+    from jaxllm.media.processor import MediaProcessor  # imports Pillow
+
     return {
         "family": vision.family,
         "encoder_layers": vision.num_layers,
@@ -119,7 +121,9 @@ def _images(plan: "EnginePlan") -> dict[str, Any] | None:
         "patch_size": vision.patch_size,
         "patches_of_a_token": vision.merge_size**2,
         "max_patches": plan.config.multimodal.mm_max_patches,
-        "tokens": {} if media is None else {f"{w}x{h}": media.count_tokens(w, h) for w, h in IMAGE_SIZES},
+        "tokens": {}
+        if not isinstance(media, MediaProcessor)
+        else {f"{w}x{h}": media.count_tokens(w, h) for w, h in IMAGE_SIZES},
     }
 
 

@@ -36,7 +36,7 @@ ADAPTERS: str | None = "jaxllm.lora:make_adapters"
 EXPERT_LOAD: str | None = "jaxllm.expert_load:make_expert_load"
 """Makes what adds up the tokens of experts and moves experts; None: this build does neither."""
 
-ITEMS: tuple[str, ...] = ("jaxllm.vision:make_items",)
+ITEMS: tuple[str, ...] = ("jaxllm.vision:make_items", "jaxllm.audio:make_items")
 """Make what computes a kind of items in prompts, as module:function each; it returns None for an engine without such items."""
 
 _NO_DRAFTERS = "speculative_config is set, but this build has no drafters; leave it out"

@@ -374,15 +374,16 @@ def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
     asked = config.cache.enable_prefix_caching
     if not row_bytes(model):
         return asked is not False
+    reason = "has layers with linear attention, whose states sum up a whole prompt"
+    if model.audio is not None:
+        reason = "attends to audio, which is encoded with each prompt"
     if asked:
         raise ConfigError(
-            f"enable_prefix_caching is set, but {model.architecture} has layers with linear attention, whose states sum up a whole "
-            "prompt: no part of it can be skipped; leave the option out, or use --no-enable-prefix-caching"
+            f"enable_prefix_caching is set, but {model.architecture} {reason}: no part of it can be skipped; leave the option out, or "
+            "use --no-enable-prefix-caching"
         )
     if asked is None:
-        logger.info(
-            "prefix caching is off: layers with linear attention keep a state of each whole prompt, of which no part can be skipped"
-        )
+        logger.info("prefix caching is off: %s %s", model.architecture, reason)
     return False
 
 

@@ -48,6 +48,7 @@ class GroupedQueryAttention(nnx.Module):
             ],
             joined=1,
             bias=part.bias,
+            biased=() if part.key_bias else (True, False, True),
             transposed=part.transposed,
         )
         self.gate = nnx.data(None)

@@ -7,6 +7,7 @@ import math
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxllm.layers.audio import AudioEncoder
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.parameters import parameters
@@ -27,6 +28,12 @@ def build_tower(config: ModelConfig) -> VisionTower:
     """The encoder of a model that sees images, the same way."""
     assert config.vision is not None
     return VisionTower(config.vision, config.dtype)
+
+
+def build_audio_encoder(config: ModelConfig) -> AudioEncoder:
+    """The encoder of a model that hears, the same way."""
+    assert config.audio is not None
+    return AudioEncoder(config.audio, config.dtype)
 
 
 def take_formats(config: ModelConfig, blocks: nnx.Module) -> None:

@@ -48,6 +48,11 @@ class DecoderBlock(nnx.Module):
         self.mlp = make_mlp(config, parts.mlp, prefix)  # type: ignore[arg-type]
         self.mlp_post_norm = norm(parts.mlp_post_norm)
 
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """Where `cache_specs` has what it keeps between steps."""
+        return (self.attention.layer,)
+
     def __call__(self, runs: Sequence[Run], next_norm: AnyNorm, step: Step, kept_R: Array | None = None) -> list[Run]:
         """From x and attention_norm(x) to the new x and next_norm of it: each sum of partial products ends in a norm.
 
@@ -92,6 +97,8 @@ class CausalLM(nnx.Module):
     One stage of a pipeline is the same with the parts that it computes: parameters keep their names, other parts are None.
     """
 
+    make_block: type[DecoderBlock] = DecoderBlock
+
     def __init__(self, config: ModelConfig, layers: range | None = None):
         """layers: of one stage; None: all."""
         self.config = config
@@ -104,7 +111,7 @@ class CausalLM(nnx.Module):
         self.embedding: Embedding = embedding  # type: ignore[assignment]  # no stage without one computes with it
         has_positions = config.positions is not None and is_first
         self.positions = PositionEmbedding(config, config.positions) if has_positions else None  # type: ignore[arg-type]
-        blocks = [DecoderBlock(config, i) if i in layers else None for i in range(config.num_layers)]
+        blocks = [self.make_block(config, i) if i in layers else None for i in range(config.num_layers)]
         self.blocks: nnx.List[DecoderBlock] = nnx.List(blocks)  # type: ignore[arg-type]
         self.norm = make_norm(config.norm if is_last else None, config.hidden_size, config.dtype)
         has_head = has_logits and not config.tie_word_embeddings

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.lax import Precision
 
-from jaxllm.layers.source import AnySource, Module, output_major, plain
+from jaxllm.layers.source import AnySource, Module, PartlyZero, output_major, plain
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.weight_format import PLAIN, WHOLE, Init, ParamSpec, WeightFormat, WeightSpec
@@ -93,10 +93,12 @@ class Linear(nnx.Module):
         inputs: Sequence[int] | None = None,
         joined: int = 0,
         bias: bool = False,
+        biased: Sequence[bool] = (),
         transposed: bool = False,
         weight: str = "weight",
     ):
         """modules: the checkpoint's modules, `joined` along a dimension of their outputs.
+        biased: which of them have the bias, if not all; that of the others is zero.
         inputs: the stored dimensions that are contracted; None: as in `shape`.
         transposed: the checkpoint holds [inputs, outputs]. weight: what it calls the weight in a module."""
         operand_and_letters, output = subscripts.split("->")
@@ -113,8 +115,9 @@ class Linear(nnx.Module):
         self.inputs = tuple(shape[:n] if inputs is None else inputs)
         source = output_major(self.modules, weight, joined, self.inputs, transposed=transposed)
         self.weight: nnx.Param | PackedWeight = abstract_param(shape, axes, dtype, source=source)
-        source = output_major(self.modules, "bias", joined)
-        self.bias = abstract_param(shape[n:], axes[n:], dtype, source=source, init="zeros") if bias else None
+        of_bias: AnySource = output_major(self.modules, "bias", joined)
+        of_bias = of_bias if all(biased) else PartlyZero(of_bias, tuple(biased))  # type: ignore[arg-type]
+        self.bias = abstract_param(shape[n:], axes[n:], dtype, source=of_bias, init="zeros") if bias else None
 
     def take_formats(self, formats: Sequence[WeightFormat]) -> None:
         """Put the weight of an abstract model into the first of the formats that has it."""

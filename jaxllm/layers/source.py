@@ -4,6 +4,7 @@ A checkpoint stores each projection output-major ([out, in]), often several of o
 tensors of a parameter lie one after the other along one axis; that concatenation, with its dimensions permuted, is the parameter.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -191,6 +192,38 @@ class Stacked:
         """Add the tensors that the parameter is written as, by name."""
         pieces = parameter.reshape(len(self.tensors), *parameter.shape[len(self.lead) :])
         written.update((t.name, piece) for t, piece in zip(self.tensors, pieces, strict=True))
+
+
+@dataclass(frozen=True)
+class PartlyZero:
+    """A source of which the checkpoint lacks some tensors: these are zeros."""
+
+    whole: Source
+    is_there: tuple[bool, ...]
+    """For each of its tensors."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(itertools.compress(self.whole.tensors, self.is_there))
+
+    def placed(self, axes: Sequence[str], shape: Sequence[int]) -> "PartlyZero":
+        """See AnySource."""
+        return replace(self, whole=self.whole.placed(axes, shape))
+
+    def read(self, tensor: Read, index: Index, dtype: np.dtype) -> np.ndarray:
+        """See AnySource."""
+        there = self.tensors
+
+        def of_all(wanted: Tensor, index: Index) -> np.ndarray:
+            return tensor(wanted, index) if wanted in there else np.zeros(wanted.placed_shape, dtype)[index]
+
+        return self.whole.read(of_all, index, dtype)
+
+    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
+        """See AnySource."""
+        of_all: dict[str, np.ndarray] = {}
+        self.whole.write(parameter, of_all)
+        written.update((each.name, of_all[each.name]) for each in self.tensors)
 
 
 class AnySource(Protocol):

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxllm.layers.build import build_model, build_tower
+from jaxllm.layers.build import build_audio_encoder, build_model, build_tower
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import ParamPath, state_of, weights
 from jaxllm.loaders import orbax
@@ -19,7 +19,7 @@ from jaxllm.loaders.layout import Progress, raise_on_misfit
 from jaxllm.loaders.reader import Files, Reader
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import VisionEncoder
+from jaxllm.model_parts import Audio, VisionEncoder
 from jaxllm.parallel.arrays import delete
 from jaxllm.parallel.mesh import on_cpu
 from jaxllm.weight_format import Expected
@@ -63,13 +63,13 @@ def load_checkpoint(
     progress: Progress | None = None,
     transform_on_device: bool | None = None,
     whole: nnx.Module | None = None,
-    encoder: VisionEncoder | None = None,
+    encoder: VisionEncoder | Audio | None = None,
 ) -> nnx.State:
     """Load a Hugging Face checkpoint. Each device gets the slices that it keeps and no others; the host holds one tensor at a time.
 
     Transposing, casting and fusing is done on the devices unless they are the host (`transform_on_device` says otherwise).
     whole: the model that the checkpoint is of, if `model` is one stage of it: the tensors of the other stages are not read.
-    encoder: the encoder of images that `model` is, beside whose tensors the checkpoint has others; None: it has none.
+    encoder: the encoder of images or audio that `model` is, beside whose tensors the checkpoint has others; None: it has none.
     """
     checkpoint = _open(directory, load_format, config, encoder)
     reader = Reader(
@@ -114,10 +114,13 @@ def check_weights(config: ModelConfig, directory: Path, *, load_format: str = "a
     if config.vision is not None and config.vision.encoder is not None:
         files = Files(config, _open(directory, load_format, config, config.vision.encoder))
         _check(files, directory, config, _expected(build_tower(config), files), is_part=True)
+    if config.audio is not None:
+        files = Files(config, _open(directory, load_format, config, config.audio))
+        _check(files, directory, config, _expected(build_audio_encoder(config), files), is_part=True)
 
 
-def _open(directory: Path, load_format: str, config: ModelConfig, encoder: VisionEncoder | None = None) -> Checkpoint:
-    """The tensors of a text model, or those of an encoder of images alone, by the names that the model has for them."""
+def _open(directory: Path, load_format: str, config: ModelConfig, encoder: VisionEncoder | Audio | None = None) -> Checkpoint:
+    """The tensors of a text model, or those of an encoder alone, by the names that the model has for them."""
     checkpoint = open_checkpoint(directory, load_format, config.dtype)
     prefix, _, bare = config.names.embedding.partition(".")
     if f"{bare}.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are

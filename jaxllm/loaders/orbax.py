@@ -15,7 +15,6 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import ParamPath, axes_of, parameters, state_of
-from jaxllm.layers.vision import VisionTower
 from jaxllm.loaders.layout import Progress, expand, raise_on_misfit, stored_sharding
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.arrays import convert
@@ -33,7 +32,7 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def has_encoder(directory: Path) -> bool:
-    """Whether it has an encoder of images too."""
+    """Whether it has an encoder of images or audio too."""
     return (directory / ENCODER).is_dir()
 
 
@@ -54,12 +53,12 @@ def restore(
     return _restore(config, model, directory, WEIGHTS, stored, mesh, progress)
 
 
-def restore_tower(
-    config: ModelConfig, tower: VisionTower, directory: Path, mesh: Mesh, *, progress: Progress | None = None
+def restore_encoder(
+    config: ModelConfig, encoder: nnx.Module, directory: Path, mesh: Mesh, *, progress: Progress | None = None
 ) -> nnx.State:
-    """The state of the encoder of images, as `restore`."""
-    stored = {name_of(path): variable for path, variable in parameters(tower)}
-    return _restore(config, tower, directory, ENCODER, stored, mesh, progress)
+    """The state of the encoder of images or audio, as `restore`."""
+    stored = {name_of(path): variable for path, variable in parameters(encoder)}
+    return _restore(config, encoder, directory, ENCODER, stored, mesh, progress)
 
 
 def _restore(

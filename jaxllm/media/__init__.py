@@ -1,6 +1,8 @@
-"""Images of prompts, before the engine: from files to patches and placeholder tokens. Importing it imports no Pillow.
+"""Images and audio of prompts, before the engine: from files to patches and placeholder tokens, or to features. Importing it imports no
+Pillow.
 
-`load_processor` makes the `MediaProcessor` of a model; `payload` has the form in which patches travel to the engine.
+`load_processor` makes the `MediaProcessor` or `AudioProcessor` of a model; `payload` has the form in which patches travel to the engine,
+`features` that of audio.
 """
 
 from pathlib import Path
@@ -10,17 +12,22 @@ from jaxllm.media.media import Media, ProcessedMedia
 from jaxllm.media.options import MediaOptions
 
 if TYPE_CHECKING:
+    from jaxllm.media.audio import AudioProcessor
     from jaxllm.media.processor import MediaProcessor
     from jaxllm.served_model import ServedModel
 
 __all__ = ["Media", "MediaOptions", "ProcessedMedia", "load_processor"]
 
 
-def load_processor(model_dir: Path, model: "ServedModel", options: MediaOptions) -> "MediaProcessor | None":
-    """What prepares the images of a model's prompts, by the files in its directory; None: the model takes text alone.
+def load_processor(model_dir: Path, model: "ServedModel", options: MediaOptions) -> "MediaProcessor | AudioProcessor | None":
+    """What prepares the images or the audio of a model's prompts, by the files in its directory; None: the model takes text alone.
 
     Raises ConfigError if a file asks for what is not supported, or an option contradicts the model.
     """
+    if model.audio is not None:
+        from jaxllm.media.audio import make_audio_processor
+
+        return make_audio_processor(model_dir, model.audio, model.vocab_size, options)
     if model.vision is None:
         return None
     from jaxllm.media.processor import make_processor  # imports Pillow

@@ -1,4 +1,4 @@
-"""An image or a video as it came with a prompt, and what becomes of it before the engine gets it."""
+"""An image, a video or a clip of audio as it came with a prompt, and what becomes of it before the engine gets it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ class Media:
     """One item of a prompt, before preprocessing."""
 
     kind: str
-    """"image" or "video"."""
+    """"image", "video" or "audio"."""
     data: Union[bytes, "PIL.Image.Image", "np.ndarray", Sequence[Any], None]
     """The bytes of a file, a Pillow image, or uint8 [height, width, 3 or 4 or none]; of a video the bytes of a file, uint8 [frames, height,
-    width, 3 or 4], a list of images, or (frames, metadata); None: the one that was prepared with this uuid."""
+    width, 3 or 4], a list of images, or (frames, metadata); of audio samples [n] or
+    [n, channels], or (samples, rate); None: the one that was prepared with this uuid."""
     uuid: str | None = None
     """The caller's name of the content: items with equal ones are the same, whatever their data."""
     name: str = "prompt"
@@ -26,17 +27,18 @@ class Media:
 
 @dataclass(frozen=True)
 class ProcessedMedia:
-    """An image, or a video, ready to be encoded."""
+    """An image, a video, or a clip of audio, ready to be encoded."""
 
     kind: str
     content_hash: bytes
     """32 bytes, over the content or the uuid, the grid, and all settings that shape the payload."""
     token_ids: tuple[int, ...]
-    """The tokens of a prompt that stand for it."""
+    """The tokens of a prompt that stand for it; audio has none."""
     grid: tuple[int, int, int]
-    """Its embeddings: how many tiles or time steps, and the rows and columns of each. An image that is not cut into tiles is one."""
+    """Its embeddings: how many tiles or time steps, and the rows and columns of each. An image that is not cut into tiles is one, and
+    so is audio."""
     payload: bytes
-    """Its patches: see jaxllm/media/payload.py."""
+    """Its patches or features: see jaxllm/media/payload.py and features.py."""
     embedding_runs: tuple[tuple[int, int], ...] = ()
     """(offset, count) of each run of its tokens that an embedding replaces; empty: all are replaced."""
     steps: tuple["ProcessedMedia", ...] = ()

@@ -31,6 +31,8 @@ class Attention:
     """Keys that a token sees, itself included; None: all before it."""
     bias: bool = False
     """Whether queries, keys and values have biases."""
+    key_bias: bool = True
+    """Whether keys have them too."""
     out_bias: bool = False
     head_norms: tuple[Norm, Norm] | None = None
     """The norms of each query head and each key head, before the rotation; of equal epsilon."""

@@ -65,6 +65,7 @@ FAMILIES = {
     "SmolLM3ForCausalLM": ("smollm3", "jaxllm.models.smollm3:read"),
     "SmolVLMForConditionalGeneration": ("smolvlm", "jaxllm.models.idefics3:read"),
     "StableLmForCausalLM": ("stablelm", "jaxllm.models.stablelm:read"),
+    "WhisperForConditionalGeneration": ("whisper", "jaxllm.models.whisper:read"),
 }
 """By architecture: the model_type, which stands in for an absent architecture, and the function that reads a config.json."""
 

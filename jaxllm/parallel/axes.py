@@ -28,6 +28,7 @@ MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
     "slot": None,
     "rank": None,
     "vision": None,
+    "audio": None,
 }
 
 

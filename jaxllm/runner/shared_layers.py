@@ -59,7 +59,8 @@ class SharedLayers:
         graph, state = nnx.split((block, next_norm))
         weights, structure = jax.tree.flatten(state)
         place = self.context.places[block.attention.layer]
-        kept = [self.context.caches[index] for index in place.arrays]
+        indices = [index for layer in block.kept_layers for index in self.context.places[layer].arrays]
+        kept = [self.context.caches[index] for index in indices]
         table = None if place.group is None else self.context.tables[place.group]
         norm = replace(next_norm.norm, name="") if isinstance(next_norm, Normalization) else None
         key = (block.parts, norm, _kinds(state), _kinds(kept), _kinds(table))
@@ -69,14 +70,14 @@ class SharedLayers:
                 weights: list[Any], runs: list[Run], kept: list[jax.Array], table: GroupTable | None
             ) -> tuple[list[Run], list[jax.Array]]:
                 block, next_norm = nnx.merge(graph, jax.tree.unflatten(structure, weights))
-                caches = dict(zip(place.arrays, kept, strict=True))
+                caches = dict(zip(indices, kept, strict=True))
                 tables = {} if place.group is None or table is None else {place.group: table}
                 runs = block(runs, next_norm, step.over(replace(self.context, caches=caches, tables=tables)))
-                return runs, [caches[index] for index in place.arrays]
+                return runs, [caches[index] for index in indices]
 
             self._functions[key] = _Traced.of(layer, weights, list(runs), kept, table)
         new_runs, kept = self._functions[key](weights, list(runs), kept, table)
-        for index, array in zip(place.arrays, kept, strict=True):
+        for index, array in zip(indices, kept, strict=True):
             self.context.caches[index] = array
         return new_runs  # type: ignore[no-any-return]
 

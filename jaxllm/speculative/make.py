@@ -58,6 +58,8 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
     assert options is not None
     if not target.generates:
         raise ConfigError("speculative_config: this model writes no tokens; leave speculative_config out")
+    if target.audio is not None:
+        raise ConfigError(f"speculative_config: {target.architecture} has no drafts here; leave speculative_config out")
     if row_bytes(target):
         raise ConfigError(
             f"speculative_config: {target.architecture} has layers with linear attention, whose states cannot drop a wrong draft; "

@@ -13,7 +13,8 @@ _OBJECT_TYPES = ("image_pil", "image")
 """Parts of scripts, with the image itself, or of `transformers`, also with its address."""
 _VIDEO_TYPES = ("video_url", "video")
 """Parts that are videos: with an address, as vLLM has them, and of scripts, with the frames themselves."""
-A = {"image": "an image", "video": "a video"}
+A = {"image": "an image", "video": "a video", "audio": "audio"}
+MANY = {"image": "images", "video": "videos", "audio": "clips of audio"}
 PARTS: Mapping[str, Mapping[str, str]] = {"image": {"type": "image"}, "video": {"type": "video"}}
 """The part that chat templates receive for an item, by its kind."""
 

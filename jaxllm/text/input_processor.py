@@ -25,7 +25,7 @@ from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 from jaxllm.text.generation_config import FILE_NAME, GenerationConfig
 from jaxllm.text.prompt_media import KEYS as MEDIA_KEYS
 from jaxllm.text.prompt_media import PromptMedia, processed_in
-from jaxllm.text.tokenization import PLAIN, Tokenization, cut_images, encode_prompts
+from jaxllm.text.tokenization import PLAIN, Tokenization, cut_images
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.thinking import PARAM as THINKING
 from jaxllm.thinking import ThinkingBudget, markers
@@ -37,9 +37,10 @@ class TextPrompt(TypedDict, total=False):
     prompt: str
     cache_salt: str
     multi_modal_data: Mapping[str, Any]
-    """{"image": …}: a Pillow image, an array uint8 [height, width, 3], the bytes of a file, or a list of them."""
+    """{"image": …}: a Pillow image, an array uint8 [height, width, 3], the bytes of a file, or a list of them; {"audio": …}: samples
+    and their rate, as (array, 16000), or the bytes of a file."""
     multi_modal_uuids: Mapping[str, Any]
-    """{"image": …}: names of their contents, or None: images with equal ones are the same."""
+    """{"image": …} or {"audio": …}: names of their contents, or None: items with equal ones are the same."""
     mm_processor_kwargs: Mapping[str, Any]
     """How they are prepared, over the option of that name."""
 
@@ -264,7 +265,7 @@ class InputProcessor:
         for has_images in (False, True):
             places = [place for place in texts if bool(images[place]) is has_images]
             batch = [texts[place] for place in places]
-            all_ids = tokenization.encode(self.tokenizer, batch, self.max_model_len, truncates=not has_images)
+            all_ids = self._own(tokenization).encode(self.tokenizer, batch, self.max_model_len, truncates=not has_images)
             for place, token_ids in zip(places, all_ids, strict=True):
                 if has_images:
                     try:
@@ -305,7 +306,11 @@ class InputProcessor:
             raise InvalidRequestError("prompt is empty, must have at least 1 token", "prompt")
         if self.tokenizer is None:
             raise InvalidRequestError("prompt is a text, but there is no tokenizer; pass token ids", "prompt")
-        return encode_prompts(self.tokenizer, [text])[0]
+        return self._own(PLAIN).encode(self.tokenizer, [text], self.max_model_len)[0]
+
+    def _own(self, tokenization: Tokenization) -> Tokenization:
+        """The model's own: prompts of one that hears say all special tokens, which its tokenizer would put around them."""
+        return tokenization if self.media.hearing is None else replace(tokenization, add_special_tokens=False)
 
     def _check_token_ids(self, token_ids: list[int]) -> None:
         if not token_ids:

@@ -1,5 +1,6 @@
-"""The images and videos of prompts, between a caller and the engine: checked, prepared in threads, and put at their placeholders."""
+"""The images, videos and audio of prompts, between a caller and the engine: checked, prepared in threads, and put at their placeholders."""
 
+import numbers
 import os
 import threading
 import time
@@ -12,12 +13,13 @@ from jaxllm.media import Media, MediaOptions, ProcessedMedia
 from jaxllm.metrics.buckets import PHASE_SECONDS
 from jaxllm.observations import Observations
 from jaxllm.request import PromptItem
-from jaxllm.text.chat_media import A
+from jaxllm.text.chat_media import MANY, A
 
 if TYPE_CHECKING:
+    from jaxllm.media.audio import AudioProcessor
     from jaxllm.media.processor import MediaProcessor  # imports Pillow
 
-KINDS = ("image", "video")
+KINDS = ("image", "video", "audio")
 DATA, UUIDS, KWARGS = KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 """Keys of a prompt, as vLLM has them."""
 MAX_THREADS = 4
@@ -27,7 +29,7 @@ MAX_THREADS = 4
 class PromptMedia:
     """Prepares the images of prompts for one model. Thread-safe. Errors are InvalidRequestErrors."""
 
-    def __init__(self, processor: "MediaProcessor | None", options: MediaOptions):
+    def __init__(self, processor: "MediaProcessor | AudioProcessor | None", options: MediaOptions):
         """`processor`: None for a model that takes text alone."""
         self._processor, self._options = processor, options
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jaxllm-images")
@@ -38,7 +40,12 @@ class PromptMedia:
     @property
     def sees_images(self) -> bool:
         """Whether the model takes images."""
-        return self._processor is not None
+        return "image" in self.kinds
+
+    @property
+    def hearing(self) -> "AudioProcessor | None":
+        """What prepares audio; None: the model does not hear."""
+        return self._processor if "audio" in self.kinds else None  # type: ignore[return-value]
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -50,7 +57,9 @@ class PromptMedia:
         for kind in sorted({*kinds}):
             if kind not in self.kinds:
                 takes = "takes text alone, and" if self._processor is None else "takes"
-                raise InvalidRequestError(f"this model {takes} no {kind}s; leave them out, or serve a model that does", param)
+                raise InvalidRequestError(
+                    f"this model {takes} no {MANY[kind]}; leave them out, or serve a model that does", param
+                )
             self._options.check_count(kinds.count(kind), kind, param)
 
     def check_trusted(self, kwargs: Mapping[str, Any] | None, param: str = KWARGS) -> None:
@@ -130,11 +139,11 @@ class PromptMedia:
 
     def _read_kind(self, kind: str, data: Any, uuids: Any) -> list[Media | ProcessedMedia]:
         """The items of a kind."""
-        items, names = (_as_videos if kind == "video" else _as_list)(data), _as_list(uuids)
+        items, names = _LISTS[kind](data), _as_list(uuids)
         if not items and names:
             items = [None] * len(names)
         if names and len(names) != len(items):
-            raise InvalidRequestError(f"{UUIDS} has {len(names)} for {len(items)} {kind}s; give one each, or None", UUIDS)
+            raise InvalidRequestError(f"{UUIDS} has {len(names)} for {len(items)} {MANY[kind]}; give one each, or None", UUIDS)
         self.check_count([kind] * len(items), DATA)
         names = names or [None] * len(items)
         return [_as_media(kind, item, names[place], f"{DATA}.{kind}[{place}]") for place, item in enumerate(items)]
@@ -157,9 +166,11 @@ def processed_in(prompt: Any) -> list[ProcessedMedia] | None:
     data = prompt.get(DATA) if isinstance(prompt, Mapping) else None
     if not data:
         return []
+    if not isinstance(data, Mapping):
+        return None
     items: list[Any] = []
     for kind in KINDS:
-        of_kind = data.get(kind) or [] if isinstance(data, Mapping) else None
+        of_kind = [] if data.get(kind) is None else data[kind]
         if not isinstance(of_kind, list) or not all(isinstance(item, ProcessedMedia) for item in of_kind):
             return None
         items += of_kind
@@ -184,6 +195,15 @@ def _as_videos(value: Any) -> list[Any]:
     is_frames = bool(value) and all(_is_frame(each) for each in value)
     is_described = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
     return [value] if is_frames or is_described else list(value)
+
+
+def _as_clips(value: Any) -> list[Any]:
+    """A clip of audio, or a list of clips, as a list. (samples, rate) is one clip."""
+    is_clip = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], numbers.Number)
+    return [value] if is_clip else _as_list(value)
+
+
+_LISTS = {"image": _as_list, "video": _as_videos, "audio": _as_clips}
 
 
 def _is_frame(value: Any) -> bool:

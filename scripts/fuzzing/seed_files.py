@@ -42,6 +42,9 @@ CONFIG: dict[str, Any] = {
     "shared_expert_intermediate_size": 16,
     "decoder_sparse_step": 1,
     "attention_multiplier": 1.0,
+    "scale_factor": 1,
+    "d_model": 16,
+    **{f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")},
 }
 """Keys of all families."""
 SEEING: dict[str, Any] = {
@@ -56,7 +59,7 @@ SEEING: dict[str, Any] = {
         "fullatt_block_indexes": [1],
     },
 }
-"""Of models of Qwen that see images."""
+"""Config values of Qwen models that see images."""
 
 
 def config(architecture: str) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from jaxllm.layers.attend import Attend
 from jaxllm.layers.build import build_model, build_tower
 from jaxllm.layers.dense_attention import dense_attend, dense_step
 from jaxllm.layers.vision import PatchIndices, patch_indices
+from jaxllm.loaders.encoder import load_encoder
 from jaxllm.loaders.load import load_weights
-from jaxllm.loaders.vision import load_tower
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Vision
 from jaxllm.models.load_config import load_model_config
@@ -129,7 +129,7 @@ def load(directory: Path, **options: Any) -> tuple[ModelConfig, nnx.State, nnx.S
     """A checkpoint's config, text model and encoder, on one device."""
     config, mesh = load_model_config(directory, **options), make_mesh(1)
     text = load_weights(config, build_model(config), directory, load_format="auto", mesh=mesh)
-    return config, text, load_tower(config, build_tower(config), directory, mesh=mesh)
+    return config, text, load_encoder(config, build_tower(config), config.vision.encoder, directory, mesh=mesh)
 
 
 def encode(config: ModelConfig, tower: nnx.State, pixels: Sequence[np.ndarray], *, num_patches: int) -> np.ndarray:

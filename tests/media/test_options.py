@@ -32,7 +32,6 @@ def test_a_prompt_has_at_most_as_many_images_as_the_limit() -> None:
         ({"limit_mm_per_prompt": {"image": -1}}, "says -1 for image, must be a count, not negative"),
         ({"limit_mm_per_prompt": {"image": True}}, "says True for image"),
         ({"limit_mm_per_prompt": {"image": {"count": "4"}}}, "must be a count"),
-        ({"limit_mm_per_prompt": {"audio": 2}}, "says 2 for audio, but no model hears"),
         ({"media_io_kwargs": {"audio": {}}}, "media_io_kwargs has 'audio', must have image or video"),
         ({"media_io_kwargs": {"video": 3}}, "media_io_kwargs.video is 3, must be a JSON object"),
         ({"media_io_kwargs": {"video": {"rate": 3}}}, "media_io_kwargs.video has 'rate'; it takes fps and num_frames"),

@@ -103,7 +103,7 @@ def test_texts_of_many_prompts_are_tokenized_with_their_images(tokenizer: Tokeni
         ({"multi_modal_data": WIDE}, "1 placeholders for 2 images", "prompt"),
         ({}, "1 placeholders for 0 images", "prompt"),
         ({"multi_modal_data": {"image": [picture(1, 1)] * 4}}, r"At most 3 image\(s\) may be provided in one prompt", "multi_modal_data"),
-        ({"multi_modal_data": {"audio": []}}, "has 'audio', must have image or video", "multi_modal_data"),
+        ({"multi_modal_data": {"smell": []}}, "has 'smell', must have image or video or audio", "multi_modal_data"),
         ({"multi_modal_data": {"video": b"1"}}, "takes no videos; leave them out", "multi_modal_data"),
         ({"multi_modal_data": [1]}, "multi_modal_data is a list, must be an object", "multi_modal_data"),
         ({"multi_modal_data": {"image": 3}}, r"multi_modal_data.image\[0\] is no image", "multi_modal_data.image[0]"),

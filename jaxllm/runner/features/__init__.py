@@ -15,6 +15,7 @@ FEATURES = (
     "adapters",
     "rope_delta",
     "images",
+    "audio",
     "expert_slots",
     "expert_counts",
     "prompt_logprobs",

@@ -8,7 +8,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import parameters
-from jaxllm.loaders.vision import vision_weights
+from jaxllm.loaders.encoder import vision_weights
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, Vision
 from jaxllm.runner.features.images.packing import encode_sizes

@@ -17,9 +17,9 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model, build_tower, num_parameters, weight_bytes
 from jaxllm.layers.parameters import parameters
 from jaxllm.loaders import orbax
+from jaxllm.loaders.encoder import load_encoder, vision_weights
 from jaxllm.loaders.formats import open_checkpoint
 from jaxllm.loaders.load import check_weights, load_weights
-from jaxllm.loaders.vision import load_tower, vision_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.progress import SILENT
@@ -96,7 +96,7 @@ def test_tensors_that_do_not_fit_are_named(directory, tmp_path):
     with pytest.raises(ModelLoadError, match=wanted):
         check_weights(config, tmp_path)
     with pytest.raises(ModelLoadError, match=wanted):
-        load_tower(config, build_tower(config), tmp_path, mesh=make_mesh(1))
+        load_encoder(config, build_tower(config), config.vision.encoder, tmp_path, mesh=make_mesh(1))
 
 
 def test_a_checkpoint_without_a_head_is_read_too(directory, tmp_path):
@@ -185,13 +185,13 @@ def test_a_converted_checkpoint_and_a_saved_one_keep_the_encoder(directory, tmp_
     for found in (pictures.load(converted), pictures.load(saved)):
         assert found[0] == config
         jax.tree.map(np.testing.assert_array_equal, found[1:], (text, tower))
-    on_two = load_tower(config, build_tower(config), converted, mesh=make_mesh(2))
+    on_two = load_encoder(config, build_tower(config), config.vision.encoder, converted, mesh=make_mesh(2))
     assert all(variable[...].sharding.is_fully_replicated for _, variable in parameters(on_two))
     shutil.rmtree(converted / orbax.ENCODER / "d")
     with pytest.raises(ModelLoadError, match=r"encoder.orbax is truncated or corrupt; convert it again"):
         pictures.load(converted)
     shutil.rmtree(converted / orbax.ENCODER)
-    with pytest.raises(ModelLoadError, match="without its encoder of images; convert the model again, or use --language-model"):
+    with pytest.raises(ModelLoadError, match="without its encoder; convert the model again, or use --language-model"):
         pictures.load(converted)
 
 
