@@ -17,6 +17,7 @@ class Hearing:
     """See `jaxllm.engine.features.Items`."""
 
     audio: Audio
+    in_steps = ("audio",)
 
     @property
     def described(self) -> Mapping[str, Any]:
