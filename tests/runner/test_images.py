@@ -78,10 +78,19 @@ def test_images_are_encoded_in_few_programs(counts, groups):
 
 
 def test_sizes_of_programs_end_at_the_most_patches_of_an_image():
-    vision = SimpleNamespace(merge_size=2, has_tiles=False)
+    vision = SimpleNamespace(family="qwen3_vl", merge_size=2, has_tiles=False)
     assert encode_sizes(vision, 16384) == (256, 1024, 2048, 4096, 8192, 16384)
     assert encode_sizes(vision, 5000) == (256, 1024, 2048, 4096, 5120)
     assert encode_sizes(vision, 256) == encode_sizes(vision, 100) == (256,)
+
+
+def test_where_all_images_have_one_size_the_only_program_is_made_at_the_start(vision):
+    """Those of Gemma 3 have 64 x 64 patches: a smaller program would encode none."""
+    vision = replace(vision, family="gemma3", merge_size=4, position_grid=64)
+    images = Images(vision, EncoderSizes.of(vision, 16384), "float32", Kernels(), None, False)
+    (encode,) = images.programs()
+    assert [key.size for key in encode.common(None)] == [4096] and not [*encode.rare(None)]
+    assert encode.is_first(None, ProgramKey("encode", 4096))
 
 
 @pytest.mark.parametrize(

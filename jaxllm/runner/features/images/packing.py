@@ -36,8 +36,9 @@ class EncoderInput:
 
 
 def encode_sizes(vision: Vision, max_patches: int) -> tuple[int, ...]:
-    """The sizes of the programs that encode images of at most so many patches, ascending: whole tiles, or else whole cells."""
-    unit = vision.position_grid**2 if vision.has_tiles else vision.merge_size**2
+    """The sizes of the programs that encode images of at most so many patches, ascending: whole tiles, or whole images where all have one
+    size, or else whole cells."""
+    unit = vision.position_grid**2 if vision.has_tiles or vision.family == "gemma3" else vision.merge_size**2
     sizes = (*(size for size in SIZES if size < max_patches), -(-max_patches // SIZES[0]) * SIZES[0])
     return tuple(sorted({-(-size // unit) * unit for size in sizes}))
 
