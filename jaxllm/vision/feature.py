@@ -83,8 +83,14 @@ def _check_plans(config: EngineConfig, vision: Vision, sizes: EncoderSizes) -> N
     num_ranks, patch_bytes = config.parallel.num_ranks, vision.max_patch_values
     num_bytes = num_ranks * sizes.max_encoded_patches * patch_bytes
     if config.parallel.nnodes > 1 and num_bytes > MAX_PLAN_BYTES // 2:
-        most = MAX_PLAN_BYTES // 2 // (num_ranks * patch_bytes)
+        most, step = MAX_PLAN_BYTES // 2 // (num_ranks * patch_bytes), sizes.max_step_patches
+        way_out = f"lower it to {most}"
+        if most < step:  # however small an image is, a step encodes so many patches
+            most_ranks = MAX_PLAN_BYTES // 2 // (step * patch_bytes)
+            way_out = (
+                f"use at most {most_ranks} ranks, with mm_max_patches up to {step}, or set language_model_only for text alone"
+            )
         raise ConfigError(
-            f"mm_max_patches is {sizes.max_item_patches}: with an image of that size for each of {num_ranks} data-parallel ranks a step "
-            f"sends {num_bytes >> 20} MiB to other hosts, and may send {MAX_PLAN_BYTES >> 21}; lower it to {most}"
+            f"mm_max_patches is {sizes.max_item_patches}: with {sizes.max_encoded_patches} patches for each of {num_ranks} data-parallel "
+            f"ranks a step sends {num_bytes >> 20} MiB to other hosts, and may send {MAX_PLAN_BYTES >> 21}; {way_out}"
         )

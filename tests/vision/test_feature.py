@@ -107,6 +107,11 @@ def test_a_build_whose_steps_have_no_images_takes_text_alone(monkeypatch, lackin
             {"nnodes": 2, "data_parallel_size": 8, "enable_expert_parallel": True, "mm_max_patches": 65536},
             "mm_max_patches is 65536: .* each of 8 data-parallel ranks a step sends 384 MiB .* may send 128; lower it to 21845",
         ),
+        (
+            replace(QWEN, temporal_patch_size=2),
+            {"nnodes": 2, "data_parallel_size": 16, "enable_expert_parallel": True, "mm_max_patches": 5461},
+            "8192 patches for each of 16 .* sends 192 MiB .*; use at most 10 ranks, with mm_max_patches up to 8192, or set language",
+        ),
     ],
 )  # fmt: skip
 def test_options_that_exclude_images_are_refused(vision, options, told) -> None:
