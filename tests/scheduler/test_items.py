@@ -149,6 +149,20 @@ def test_what_is_left_of_a_whole_item_behind_a_cached_prefix_is_computed_in_one_
     assert room.limit(make_request("a", 24, items=(named_image("dog", 4, 12),)), start, count) == allowed
 
 
+def test_requests_that_keep_coming_do_not_take_the_tokens_that_a_whole_item_waits_for() -> None:
+    engine = whole_engine(max_num_batched_tokens=12)
+    add(engine, "0", length=5)
+    engine.step()
+    add(engine, "a", named_image("dog", 0, 12), length=12)
+    for number in range(1, 12):
+        add(engine, str(number), length=5)
+        engine.step()
+    assert chunks(engine, "a")[0] == (0, 12)
+    order = list(dict.fromkeys(row.request_id for plan in engine.plans for row in plan.rows))
+    assert order[:3] == ["0", "a", "1"]
+    engine.run()
+
+
 def test_limits_of_chunks_leave_room_for_a_whole_item() -> None:
     engine = whole_engine(max_num_batched_tokens=64, long_prefill_token_threshold=4)
     requests = [add(engine, name, named_image(name, 9, 12)) for name in "ab"]
