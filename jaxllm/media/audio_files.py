@@ -56,7 +56,7 @@ def resampled(samples: np.ndarray, rate: int, name: str, options: MediaOptions) 
             f"has {len(samples) / rate:.1f} seconds, at most {options.mm_max_audio_seconds} are taken (--mm-max-audio-seconds); cut it",
         )
     mono = samples.astype(np.float32) if samples.ndim == 1 else samples.mean(axis=1, dtype=np.float32)
-    if not (np.abs(mono) <= MAX_SAMPLE).all():  # as they are not where one is not a number
+    if not (mono.min() >= -MAX_SAMPLE and mono.max() <= MAX_SAMPLE):  # as where one is not a number
         refuse(name, f"has samples that are not finite, or beyond {MAX_SAMPLE:g}")
     if rate == SAMPLE_RATE:
         return mono
