@@ -9,7 +9,8 @@ MAX_PARTS = 64
 MAX_HEADER_BYTES = 8 << 10
 """Of a part."""
 _BOUNDARY = re.compile(r""";\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))""", re.IGNORECASE)
-_PARAMETER = re.compile(r';\s*(name|filename)="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
+_PARAMETER = re.compile(r';\s*(name|filename\*?)=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))', re.IGNORECASE)
+"""Not all clients quote values, and for a filename that is not ASCII some send filename* alone."""
 
 
 @dataclass
@@ -52,7 +53,7 @@ def _add(form: Form, piece: bytes) -> None:
             disposition = value
         elif name.strip().lower() == "content-transfer-encoding" and value.strip().lower() not in ("binary", "8bit", "7bit"):
             raise bad_request(f"a part has the content-transfer-encoding {shortened(value.strip(), 40)!r}; send it as it is")
-    parameters = {key.lower(): value for key, value in _PARAMETER.findall(disposition)}
+    parameters = {key.lower().rstrip("*"): quoted or bare for key, quoted, bare in _PARAMETER.findall(disposition)}
     if "name" not in parameters:
         raise bad_request("a part of the body has no name in its content-disposition")
     name, content = shortened(parameters["name"], 100), piece[end + 4 :]

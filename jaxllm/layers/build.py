@@ -44,8 +44,8 @@ def take_formats(config: ModelConfig, blocks: nnx.Module) -> None:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Values in the checkpoint, of an encoder of images too: copies of KV heads, padding and scales not counted, a tied head, and of
-    models without videos the frames of a patch, counted once."""
+    """Values in the checkpoint, of an encoder of images or audio too: copies of KV heads, padding and scales not counted, a tied head, and
+    of models without videos the frames of a patch, counted once."""
     plain = dataclasses.replace(config.as_stored(), formats=())
     return sum(math.prod(leaf.shape) for leaf in _leaves(plain))
 
@@ -59,4 +59,6 @@ def _leaves(config: ModelConfig) -> list[nnx.Variable]:
     models: list[nnx.Module] = [build_model(config)]
     if config.vision is not None and config.vision.encoder is not None:
         models.append(build_tower(config))
+    if config.audio is not None:
+        models.append(build_audio_encoder(config))
     return [variable for model in models for _, variable in parameters(model)]

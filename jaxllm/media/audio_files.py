@@ -11,9 +11,13 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.media.options import MediaOptions
 from jaxllm.model_parts.audio import SAMPLE_RATE
 
-MIN_RATE, MAX_RATE = 1000, 384_000
+MIN_RATE, MAX_RATE = 1000, 192_000
 """Samples of a second that a file may have."""
 MAX_CHANNELS = 32
+MAX_SAMPLE = 1e6
+"""Files of floating point may have samples beyond 1, as far as features stay finite."""
+BLOCK_SAMPLES = 1 << 16
+"""Decoded at a time of each channel: a small file may hold hours of silence in many channels."""
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 
 
@@ -52,8 +56,8 @@ def resampled(samples: np.ndarray, rate: int, name: str, options: MediaOptions) 
             f"has {len(samples) / rate:.1f} seconds, at most {options.mm_max_audio_seconds} are taken (--mm-max-audio-seconds); cut it",
         )
     mono = samples.astype(np.float32) if samples.ndim == 1 else samples.mean(axis=1, dtype=np.float32)
-    if not np.isfinite(mono).all():
-        refuse(name, "has samples that are not finite")
+    if not (mono.min() >= -MAX_SAMPLE and mono.max() <= MAX_SAMPLE):  # as where one is not a number
+        refuse(name, f"has samples that are not finite, or beyond {MAX_SAMPLE:g}")
     if rate == SAMPLE_RATE:
         return mono
     from scipy.signal import resample_poly  # takes long to import
@@ -115,7 +119,7 @@ _DECODERS: dict[tuple[int, int], Any] = {
 
 
 def _read_with_soundfile(data: bytes, name: str, options: MediaOptions) -> tuple[np.ndarray, int]:
-    """Samples [n, channels] and rate of a file of any format that libsndfile knows."""
+    """Samples [n], the means of all channels, and rate of a file of any format that libsndfile knows."""
     try:
         import soundfile
     except (ImportError, OSError):
@@ -129,7 +133,11 @@ def _read_with_soundfile(data: bytes, name: str, options: MediaOptions) -> tuple
             check_rate(file.samplerate, name)
             if file.channels > MAX_CHANNELS:
                 refuse(name, f"has {file.channels} channels, must have 1 to {MAX_CHANNELS}")
-            most = int(options.mm_max_audio_seconds * file.samplerate) + 1  # the header may lie: so much is decoded
-            return file.read(most, dtype="float32", always_2d=True), file.samplerate
+            left = int(options.mm_max_audio_seconds * file.samplerate) + 1  # the header may lie: so much is decoded
+            blocks = [np.zeros(0, np.float32)]
+            while len(block := file.read(min(left, BLOCK_SAMPLES), dtype="float32", always_2d=True)):
+                blocks.append(block.mean(axis=1))
+                left -= len(block)
+            return np.concatenate(blocks), file.samplerate
     except (soundfile.SoundFileError, RuntimeError, ValueError):
         refuse(name, "cannot be read; send WAV, FLAC, Ogg or MP3")

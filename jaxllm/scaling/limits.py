@@ -107,7 +107,7 @@ class ModelCost:
         embedding = head * (1 if c.tie_word_embeddings else 2)
         mixtures = [layer.mlp for layer in c.layers if isinstance(layer.mlp, MoE)]
         idle = sum((moe.routing.num_experts - moe.routing.top_k) * 3.0 * moe.width * c.hidden_size for moe in mixtures)
-        per_token = 2.0 * (num_parameters(replace(c, vision=None)) - embedding - idle)
+        per_token = 2.0 * (num_parameters(replace(c, vision=None, audio=None)) - embedding - idle)
         attentions = collections.Counter(layer.attention for layer in c.layers)
         per_token += sum(n * a.flops_per_token for a, n in attentions.items() if isinstance(a, GatedDeltaNet))
         cache_bytes = {layer.attention: size for layer, size in zip(c.layers, self._layer_cache_bytes(), strict=True)}

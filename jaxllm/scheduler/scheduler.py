@@ -454,6 +454,8 @@ class Scheduler:
                 if self.chunk_rooms and prefix.num_computed_tokens < request.num_prompt_tokens:
                     num_tokens = limit_all(self.chunk_rooms, request, prefix.num_computed_tokens, num_tokens)
                     if not num_tokens:
+                        if budget < self._min_chunk:
+                            break  # running requests take too much: those behind it would take it for ever
                         skipped.append(self.waiting.pop())
                         continue
                 allocate = partial(

@@ -16,6 +16,8 @@ from jaxllm.request import PromptItem
 from jaxllm.text.chat_media import MANY, A
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxllm.media.audio import AudioProcessor
     from jaxllm.media.processor import MediaProcessor  # imports Pillow
 
@@ -92,6 +94,11 @@ class PromptMedia:
             except InvalidRequestError:
                 submitted.append([])
         return [_done(prompt, images) for prompt, images in zip(prompts, submitted, strict=True)]
+
+    def samples(self, media: Media) -> "Future[np.ndarray]":
+        """Decode audio of any length in a thread, for a model that hears: see AudioProcessor."""
+        assert self.hearing is not None, "this model does not hear"
+        return self._threads.submit(self.hearing.samples, media)
 
     def _submit(self, media: Media | ProcessedMedia, kwargs: Mapping[str, Any] | None) -> "Future[ProcessedMedia]":
         if isinstance(media, ProcessedMedia):

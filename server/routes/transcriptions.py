@@ -105,7 +105,8 @@ async def _prepare(
     assert hearing is not None, "there are no routes for models that do not hear"
     tokens = TranscriptTokens.of(tokenizer_of(engine), is_multilingual=hearing.is_multilingual)
     tokens.check(body.language, task)
-    samples = await asyncio.to_thread(hearing.samples, Media("audio", data, name="file"))
+    # In the few threads of media: long files would hold up other requests, and several take much memory.
+    samples = await asyncio.wrap_future(engine.input_processor.media.samples(Media("audio", data, name="file")))
     clips = await asyncio.to_thread(cut, samples, hearing.audio.num_samples)
     options = engine_options(body, queue_timeout_seconds=context.queue_timeout_seconds, adapter=None)
     with_timestamps = body.response_format in ("verbose_json", "srt", "vtt")

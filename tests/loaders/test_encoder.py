@@ -25,7 +25,7 @@ from jaxllm.parallel.mesh import make_mesh
 from jaxllm.progress import SILENT
 from jaxllm.runner.weights import Weights
 from scripts.saving import save_safetensors, write_safetensors
-from tests.helpers import pictures, vision_checkpoint
+from tests.helpers import pictures, vision_checkpoint, whisper_checkpoint
 from tests.helpers.slow import slow_except
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -204,3 +204,14 @@ def test_the_size_of_a_model_counts_its_encoder(directory):
     of_file = sum(math.prod(tensors[name].shape) for name in tensors if ".visual." in name)
     assert of_file == count
     assert weight_bytes(config) - weight_bytes(alone) == 4 * count
+
+
+def test_the_size_of_a_model_counts_its_encoder_of_audio(tmp_path):
+    directory = whisper_checkpoint.write(tmp_path / "model")
+    config, tensors = load_model_config(directory, dtype="float32"), open_checkpoint(directory).entries
+    assert config.tie_word_embeddings
+    count = sum(math.prod(entry.shape) for name, entry in tensors.items() if name != "proj_out.weight")
+    assert config.audio is not None
+    count += (config.num_layers + config.audio.num_layers) * config.hidden_size  # keys get zeros as biases
+    assert num_parameters(config) == count
+    assert weight_bytes(config) == 4 * count

@@ -4,6 +4,8 @@ import io
 import struct
 import sys
 import wave
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.media import Media, MediaOptions
 from jaxllm.media.audio import AudioProcessor
 from jaxllm.media.audio_clips import cut
-from jaxllm.media.audio_files import read_audio, resampled
+from jaxllm.media.audio_files import BLOCK_SAMPLES, read_audio, resampled
 from jaxllm.media.features import HOP, WINDOW, log_mel, mel_filters, payload_bytes, unpack
 from jaxllm.model_parts import MLP, Audio
 
@@ -93,6 +95,7 @@ def test_other_rates_are_resampled(rate: int, count: int) -> None:
         (wav(1, 16, b"ab" * 9, rate=3), "has a rate of 3"),
         (wav(1, 8, b"a" * 64001), "has 4.0 seconds, at most 4"),
         (wav(3, 32, np.array([np.nan], "<f4").tobytes()), "not finite"),
+        (wav(3, 32, np.array([3e38, -3e38] * 999, "<f4").tobytes()), "not finite, or beyond 1e.06"),
     ],
 )
 def test_bad_files_are_refused(data: bytes, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +103,39 @@ def test_bad_files_are_refused(data: bytes, told: str, monkeypatch: pytest.Monke
     with pytest.raises(InvalidRequestError, match=told) as caught:
         read_audio(data, "file", OPTIONS)
     assert caught.value.param == "file"
+
+
+def test_other_formats_are_decoded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds are limited, channels and rate hardly: a small file may decode to gigabytes."""
+    left, right = np.random.default_rng(0).normal(0, 0.1, (2, 150_000)).astype(np.float32)
+    sizes = []
+
+    class SoundFile:
+        """soundfile's, over an array."""
+
+        samplerate, channels = 48000, 2
+
+        def __init__(self, file: io.BytesIO):
+            self._rest = np.stack([left, right], axis=1)
+
+        def __enter__(self) -> "SoundFile":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing is open."""
+
+        def read(self, frames: int, dtype: str, always_2d: bool) -> np.ndarray:
+            sizes.append(frames)
+            found, self._rest = self._rest[:frames], self._rest[frames:]
+            return found
+
+    monkeypatch.setitem(sys.modules, "soundfile", SimpleNamespace(SoundFile=SoundFile, SoundFileError=OSError))
+    found = read_audio(b"OggS and more", "a", OPTIONS)
+    np.testing.assert_array_equal(found, resampled((left + right) / 2, 48000, "a", OPTIONS))
+    assert max(sizes) <= BLOCK_SAMPLES
+    with pytest.raises(InvalidRequestError, match="has 3.0 seconds, at most 3 are taken"):
+        read_audio(b"OggS and more", "a", replace(OPTIONS, mm_max_audio_seconds=3))
+    assert sum(sizes) < 150_000 + 5 * BLOCK_SAMPLES
 
 
 def test_features_are_those_of_a_naive_transform() -> None:

@@ -86,6 +86,14 @@ def test_an_image_gets_no_more_tiles_than_patches_allow(tmp_path) -> None:
             make(name, of_tile - 1)
 
 
+def test_lengths_far_above_the_longest_cost_nothing(tmp_path) -> None:
+    usual, huge = (
+        processor(tmp_path, "idefics3", mm_processor_kwargs={"size": {"longest_edge": longest}}, mm_max_patches=36 * 17)
+        for longest in (4096 + 86, 2**31 - 86 + (4096 - 2**31) % 86)
+    )
+    assert usual.count_tokens(300, 200) == huge.count_tokens(300, 200)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_sides_are_whole_tiles(smolvlm, internvl, width: int, height: int) -> None:

@@ -21,6 +21,19 @@ def test_texts_and_files_are_found() -> None:
 
 
 @pytest.mark.parametrize(
+    "disposition",
+    [
+        "form-data; name=file; filename=a.wav; filename*=utf-8''a.wav",  # .NET
+        "form-data; name=\"file\"; filename*=utf-8''%C3%A4.wav",  # urllib3 1
+        'form-data; filename="a; name=b"; name="file"',
+    ],
+)
+def test_names_are_found_however_clients_write_them(disposition: str) -> None:
+    raw = f"--q\r\nContent-Disposition: {disposition}\r\n\r\n".encode() + b"\xff\r\n--q--\r\n"
+    assert read_form("multipart/form-data; boundary=q", raw) == Form({}, {"file": b"\xff"})
+
+
+@pytest.mark.parametrize(
     ("kind", "raw", "status", "told"),
     [
         ("application/json", GOOD, 415, "must be multipart/form-data"),

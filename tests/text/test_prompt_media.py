@@ -1,15 +1,19 @@
 """Prompts with images, through `InputProcessor`, with a stand-in for a model's preparation of images."""
 
+import threading
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import InvalidRequestError
+from jaxllm.media import Media, MediaOptions
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import InputProcessor
-from jaxllm.text.prompt_media import with_processed
+from jaxllm.text.prompt_media import MAX_THREADS, PromptMedia, with_processed
 from jaxllm.text.tokenization import Tokenization
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.fake_engine_core import tiny_model_config
@@ -135,3 +139,28 @@ def test_clients_set_how_images_are_prepared_only_where_they_are_trusted(stand_i
     processor_of(stand_in).media.check_trusted({})
     with pytest.raises(InvalidRequestError, match="mm_processor_kwargs of requests is refused.*--trust-request-mm-kwargs"):
         processor_of(stand_in).media.check_trusted({"max_pixels": 9})
+
+
+def test_few_threads_decode_audio_at_a_time() -> None:
+    """Each file may take a gigabyte while it is decoded."""
+    lock, running, most = threading.Lock(), 0, 0
+
+    class Hearing:
+        kinds = ("audio",)
+
+        def samples(self, media: Media) -> np.ndarray:
+            nonlocal running, most
+            with lock:
+                running += 1
+                most = max(most, running)
+            time.sleep(0.01)
+            with lock:
+                running -= 1
+            assert isinstance(media.data, bytes)
+            return np.full(3, len(media.data), np.float32)
+
+    media = PromptMedia(Hearing(), MediaOptions())  # type: ignore[arg-type]
+    futures = [media.samples(Media("audio", b"x" * size)) for size in range(4 * MAX_THREADS)]
+    assert [future.result()[0] for future in futures] == list(range(4 * MAX_THREADS))
+    assert 1 <= most <= MAX_THREADS
+    media.close()

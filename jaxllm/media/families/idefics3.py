@@ -79,7 +79,10 @@ class Idefics3(Tiled):
         """The sizes that an image is resized to, one after the other: the first keeps its shape, the second has whole tiles."""
         if not self.splits:
             return self._with_longest(width, height, self.longest_edge), (self.side, self.side)
-        firsts = (self._with_longest(width, height, longest) for longest in range(self.longest_edge, 0, -self.side))
+        # Lengths above MAX_SIDE all make the same size.
+        needless = max(0, self.longest_edge - MAX_SIDE) // self.side * self.side
+        lengths = (self.longest_edge, *range(self.longest_edge - needless, 0, -self.side))
+        firsts = (self._with_longest(width, height, longest) for longest in lengths)
         sizes = ((first, self._whole_tiles(*first)) for first in firsts)
         return next((first, second) for first, second in sizes if self._are_few_enough(*second))
 
