@@ -50,8 +50,6 @@ class EncoderCache:
         """Patches that this step encodes."""
         self._is_closed = False
         """Whether this step encodes nothing more."""
-        self._lacks_tokens = False
-        """Whether a waiting request found too few tokens left in this step for a whole item."""
         self._num_queries = self._num_hits = self._num_evictions = self._num_encoded_patches = 0
 
     # Admission
@@ -73,9 +71,8 @@ class EncoderCache:
             )
 
     def fits(self, request: Request) -> Fit:
-        """`limit` decides for each chunk. No request overtakes one that waits for a step with enough tokens for a whole item: decodes of
-        those behind it could take them for ever."""
-        return Fit.IN_TURN if self._lacks_tokens else Fit.NOW
+        """Always: `limit` decides for each chunk."""
+        return Fit.NOW
 
     def take(self, request: Request) -> None:
         """See AdmissionRoom."""
@@ -94,15 +91,13 @@ class EncoderCache:
         for name, entry in [*self._in_use.items()]:
             entry.users = {user: True for user, is_planned in entry.users.items() if is_planned and _is_inside(user, name)}
             self._settle(name, entry)
-        self._num_patches, self._is_closed, self._lacks_tokens = 0, False, False
+        self._num_patches, self._is_closed = 0, False
 
     def limit(self, request: Request, start: int, count: int) -> int:
         """See ChunkRoom."""
         end = start + count
         for item in self._items(request, start, end):
-            is_cut = self._whole_tokens > 0 and item.end > end
-            if is_cut or not self._grant(request, item):
-                self._lacks_tokens |= is_cut and item.position <= start and request.status is request.waiting_status
+            if (self._whole_tokens and item.end > end) or not self._grant(request, item):
                 return max(0, item.position - start)
         return count
 

@@ -219,17 +219,3 @@ def test_an_item_that_its_room_can_never_compute_is_refused() -> None:
 def test_items_need_chunks() -> None:
     with pytest.raises(ConfigError, match="enable_chunked_prefill is off"):
         make_scheduler(rooms=(encoder(),), enable_chunked_prefill=False)
-
-
-def test_an_image_that_a_step_must_compute_whole_is_not_overtaken_for_ever() -> None:
-    """Decodes leave too few tokens of a step, and requests behind it would bring ever more decodes."""
-    engine = make_engine(room=encoder(item=8, whole_tokens=8), max_num_batched_tokens=9, max_num_seqs=4)
-    for number in range(2):
-        add(engine, f"before {number}", length=1)
-    engine.step()
-    waiting = add(engine, "a", named_image("dog", 0), length=10)
-    for number in range(20):
-        add(engine, f"behind {number}", length=1)
-        engine.step()
-    assert waiting.status.is_finished
-    engine.scheduler.check_integrity()
