@@ -14,6 +14,9 @@ from jaxllm.model_parts.audio import SAMPLE_RATE
 MIN_RATE, MAX_RATE = 1000, 384_000
 """Samples of a second that a file may have."""
 MAX_CHANNELS = 32
+DECODED_RATE = 2 * 48_000
+"""Values of a second, of all channels, that compressed audio of the longest duration may have: silence of many channels at a high rate
+fits into few bytes."""
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 
 
@@ -129,7 +132,13 @@ def _read_with_soundfile(data: bytes, name: str, options: MediaOptions) -> tuple
             check_rate(file.samplerate, name)
             if file.channels > MAX_CHANNELS:
                 refuse(name, f"has {file.channels} channels, must have 1 to {MAX_CHANNELS}")
-            most = int(options.mm_max_audio_seconds * file.samplerate) + 1  # the header may lie: so much is decoded
-            return file.read(most, dtype="float32", always_2d=True), file.samplerate
+            most = int(options.mm_max_audio_seconds * DECODED_RATE)
+            frames = min(int(options.mm_max_audio_seconds * file.samplerate), most // file.channels)  # the header may lie
+            samples = file.read(frames + 1, dtype="float32", always_2d=True)
+            if samples.size > most:
+                refuse(name, f"has more than {most} values in {file.channels} channels; send fewer channels or a lower rate")
+            return samples, file.samplerate
+    except InvalidRequestError:
+        raise
     except (soundfile.SoundFileError, RuntimeError, ValueError):
         refuse(name, "cannot be read; send WAV, FLAC, Ogg or MP3")

@@ -1,9 +1,11 @@
 """Audio of prompts: files, rates, features, cuts."""
 
+import contextlib
 import io
 import struct
 import sys
 import wave
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,6 +102,31 @@ def test_bad_files_are_refused(data: bytes, told: str, monkeypatch: pytest.Monke
     with pytest.raises(InvalidRequestError, match=told) as caught:
         read_audio(data, "file", OPTIONS)
     assert caught.value.param == "file"
+
+
+@pytest.mark.parametrize(("channels", "rate", "fault"), [(2, 48000, None), (8, 192000, "in 8 channels"), (1, 48001, "seconds")])
+def test_little_of_a_compressed_file_is_decoded(
+    channels: int, rate: int, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class File(contextlib.nullcontext):
+        """A second of silence, and a frame more at odd rates."""
+
+        def __init__(self, data: io.BytesIO):
+            super().__init__(self)
+            self.channels, self.samplerate = channels, rate
+
+        def read(self, frames: int, **options: object) -> np.ndarray:
+            count = min(frames, rate + rate % 2)
+            assert count * channels <= 96_000 + channels, "it takes much memory"
+            return np.zeros((count, channels), np.float32)
+
+    monkeypatch.setitem(sys.modules, "soundfile", SimpleNamespace(SoundFile=File, SoundFileError=OSError))
+    options = MediaOptions(mm_max_audio_seconds=1)
+    if fault is None:
+        assert len(read_audio(b"fLaC", "file", options)) == 16000
+        return
+    with pytest.raises(InvalidRequestError, match=fault):
+        read_audio(b"fLaC", "file", options)
 
 
 def test_features_are_those_of_a_naive_transform() -> None:
