@@ -32,7 +32,7 @@ class TranscriptionRequest(RequestModel):
     prompt: Annotated[str, Field(max_length=1 << 16)] = ""
     """Text before the transcript, whose spelling and style it follows."""
     response_format: Format = "json"
-    timestamp_granularities: Items[Literal["segment", "word"]] = []
+    timestamp_granularities: Annotated[Items[Literal["segment", "word"]], Field(max_length=2)] = []
     stream: bool = False
     stream_include_usage: bool = False
     temperature: float = 0.0

@@ -113,7 +113,7 @@ def resolve(enable_prefix_caching: bool | None) -> EngineConfig:
 def test_prefix_caching_is_off(asked, told, caplog):
     caplog.set_level(logging.INFO, logger="jaxllm")
     assert resolve(asked).cache.enable_prefix_caching is False
-    assert ("prefix caching is off: layers with linear attention" in caplog.text) == told
+    assert ("prefix caching is off: Qwen3NextForCausalLM has layers with linear attention" in caplog.text) == told
 
 
 def test_prefix_caching_is_refused_if_it_is_asked_for():

@@ -36,7 +36,7 @@ ELSEWHERE = {
     "in check_template": "chat_template chat_template_kwargs",
     "as a structured output": "format",
     "as the bodies that they are, or SamplingParams": "chat_request completion_request sampling_params",
-    "as names that are looked up": "model name lora_name lora_path previous_response_id task tool_choice",
+    "as names that are looked up": "language model name lora_name lora_path previous_response_id task tool_choice",
     "never: only the numbers of values and texts in a body": (
         "generate_responses is_3d_lora_weight keep_alive lora_int_id prompt_tokens reasoning_parser_kwargs token_offsets"
     ),
