@@ -1,18 +1,20 @@
 """Reads and prepares the images and videos of conversations, never in the event loop."""
 
 import asyncio
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import InvalidRequestError
-from jaxllm.media import ProcessedMedia
+from jaxllm.media import Media, ProcessedMedia
 from jaxllm.media.addresses import MediaReader, is_remote
 from jaxllm.request_options import placement
 from jaxllm.text.chat_media import A, MediaRef, split_media
-from jaxllm.text.prompt_media import DATA, KWARGS, by_kind
+from jaxllm.text.prompt_media import MAX_THREADS, by_kind
 from server.options import LimitOptions
+from server.prompts import too_long
 from server.request_bodies import BodyMemory
 
 
@@ -33,6 +35,9 @@ class ChatImages:
     def __init__(self, engine: AsyncLLM, limits: LimitOptions):
         options = engine.config.multimodal
         self._media = engine.input_processor.media
+        self._max_tokens = engine.max_model_len
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
+        """Of each client: it has no more images waiting for the threads than these take, so that others' soon get one."""
         self._reader = MediaReader(options)
         self._options = options
         self._memory = BodyMemory(limits)
@@ -67,15 +72,30 @@ class ChatImages:
         give_back = await self._memory.take(client, min(num_bytes, self._memory.max_bytes // 2))
         try:
             own = [replace(each, uuid=None if each.uuid is None else f"{client} {each.uuid}") for each in references]
-            return TakenImages(marked, await self._prepared(own, kwargs), [each.kind for each in references])
+            return TakenImages(marked, await self._prepared(own, kwargs, client), [each.kind for each in references])
         finally:
             give_back()
 
-    async def _prepared(self, references: Sequence[MediaRef], kwargs: Mapping[str, Any] | None) -> list[ProcessedMedia]:
-        media = await self._reader.read(references)
-        submitted = self._media.submit({DATA: by_kind(media), KWARGS: kwargs})
+    async def _prepared(
+        self, references: Sequence[MediaRef], kwargs: Mapping[str, Any] | None, client: str
+    ) -> list[ProcessedMedia]:
+        """Items of each kind, in their order. Ends where they have more tokens than a prompt: small files may be large images."""
+        turns, num_tokens = self._turns.setdefault(client, asyncio.Semaphore(MAX_THREADS)), 0
+
+        async def prepared(item: Media) -> ProcessedMedia:
+            nonlocal num_tokens
+            async with turns:
+                [future] = self._media.process([item], kwargs)
+                found = await asyncio.wrap_future(future)
+            num_tokens += found.num_tokens
+            if num_tokens >= self._max_tokens:
+                raise too_long(num_tokens, self._max_tokens, at_least=True, param="messages")
+            return found
+
+        items = by_kind(await self._reader.read(references))
+        tasks = [asyncio.ensure_future(prepared(item)) for kind in items.values() for item in kind]
         try:
-            return await asyncio.gather(*map(asyncio.wrap_future, submitted))
+            return await asyncio.gather(*tasks)
         finally:
-            for each in submitted:
-                each.cancel()
+            for task in tasks:
+                task.cancel()

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 PIECE_CHARACTERS = 1 << 20
 """Characters of base64 that are decoded at once; no other thread runs meanwhile."""
+MAX_FRAMES = 1 << 14
+"""Frames of data:video/jpeg: a body of commas would have millions, all of them empty."""
+MAX_FILE_BYTES = 128 << 20
+"""Limit of all file: addresses of a request together, whose body does not count them."""
 
 
 class Reference(Protocol):
@@ -61,7 +65,7 @@ class MediaReader:
             return []
         away = [place for place, each in enumerate(references) if is_remote(each)]
         fetched = await self._fetch([references[place] for place in away]) if away else []
-        found = await asyncio.to_thread(lambda: [self._read_here(each) for each in references])
+        found = await asyncio.to_thread(self._read_all, references)
         for place, data in zip(away, fetched, strict=True):
             found[place] = data
         return [Media(each.kind, data, each.uuid, each.name) for each, data in zip(references, found, strict=True)]
@@ -80,6 +84,16 @@ class MediaReader:
                 names[0],
             )
         return await self._fetcher.fetch([each.source for each in references], names, kinds)
+
+    def _read_all(self, references: Sequence[Reference]) -> list[Any]:
+        found, left = [], MAX_FILE_BYTES
+        for each in references:
+            found.append(data := self._read_here(each))
+            if _scheme(each) == "file" and (left := left - len(data)) < 0:
+                raise InvalidRequestError(
+                    f"the files of this request have more than {MAX_FILE_BYTES} bytes; send fewer", each.name
+                )
+        return found
 
     def _read_here(self, reference: Reference) -> Any:
         """Source of a reference that needs no network: an object, or bytes; None for http(s)."""
@@ -106,6 +120,8 @@ class MediaReader:
         if len(text) * 3 // 4 > self._max_bytes(reference.kind) + 2:
             raise self._too_large(reference)
         is_frames = reference.kind == "video" and head[5:].partition(";")[0].strip().lower() == "video/jpeg"
+        if is_frames and text.count(",") >= MAX_FRAMES:
+            raise InvalidRequestError(f"{name} has more than {MAX_FRAMES} frames; send fewer", name)
         try:
             data = [_from_base64(each) for each in (text.split(",") if is_frames else (text,))]
         except ValueError:

@@ -139,5 +139,7 @@ def _read_with_soundfile(data: bytes, name: str, options: MediaOptions) -> tuple
                 blocks.append(block.mean(axis=1))
                 left -= len(block)
             return np.concatenate(blocks), file.samplerate
+    except InvalidRequestError:
+        raise
     except (soundfile.SoundFileError, RuntimeError, ValueError):
         refuse(name, "cannot be read; send WAV, FLAC, Ogg or MP3")

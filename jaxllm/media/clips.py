@@ -103,6 +103,8 @@ def _of_frames(frames: Sequence[Any], metadata: Mapping[str, Any], name: str, op
         return _frame(frames[number], f"{name}, frame {number}", name, options)
 
     first = frame(0)
+    if isinstance(frames[0], bytes):
+        _check_work(*first.size, len(frames), name, options)
 
     def read(wanted: Sequence[int]) -> Iterator[Image.Image]:
         for number in wanted:
@@ -171,6 +173,7 @@ def _of_animation(data: bytes, name: str, options: MediaOptions) -> Clip:
     now = 0.0
     try:
         for each in ImageSequence.Iterator(image):
+            check_size(*image.size, name, options)  # a later frame of a GIF may be larger than the first
             _check_work(*image.size, len(seconds) + 1, name, options)
             each.load()  # before it WebP does not say how long
             seconds.append(now)

@@ -24,6 +24,8 @@ MAX_AT_ONCE = 8
 MAX_LOOKUPS = 8
 """Threads that wait for name servers; lookups beyond this wait for them, within the time of their fetches."""
 MAX_URL_CHARACTERS = 8192
+MAX_HOST_CHARACTERS = 300
+"""With its port; names have at most 253. Reading a name of other letters takes the event loop quadratic time."""
 MAX_REQUEST_BYTES = 128 << 20
 """Limit of all fetched items of a request together."""
 REQUEST_SECONDS = 30.0
@@ -79,6 +81,8 @@ class MediaFetcher:
         """Parse a URL, of which errors speak as `name`. Raises InvalidRequestError, if it may not be fetched."""
         if len(url) > MAX_URL_CHARACTERS:
             raise InvalidRequestError(f"{name} is a URL of {len(url)} characters, at most {MAX_URL_CHARACTERS} are taken", name)
+        if any(len(host) > MAX_HOST_CHARACTERS for host in re.split("[/?#]", url, maxsplit=3)[2:3]):
+            raise InvalidRequestError(f"{name} is a URL of a host with more than {MAX_HOST_CHARACTERS} characters", name)
         try:
             parsed = URL(url)
             host, port = _plain(parsed.raw_host or ""), parsed.port

@@ -53,7 +53,8 @@ class MediaOptions:
     ] = 1 << 26
     mm_max_image_bytes: Annotated[int, "most bytes of the file of an image"] = 20 << 20
     mm_max_video_pixels: Annotated[
-        int, "most pixels of all frames of the file of a video together, which are decoded; longer and larger ones are refused"
+        int,
+        "most pixels of all frames of a video together, as a file or as files, which are decoded; longer and larger ones are refused",
     ] = 1 << 34
     mm_max_video_bytes: Annotated[int, "most bytes of the file of a video, or of its frames together"] = 64 << 20
     mm_max_audio_bytes: Annotated[int, "most bytes of a file of audio"] = 25 << 20

@@ -4,6 +4,7 @@ import { $, element } from './dom.js';
 
 const MAX_KEPT_BYTES = 1 << 20; // larger files are sent smaller: every request has the whole conversation
 const MAX_EDGE = 2048;
+const READ = ['image/png', 'image/jpeg', 'image/webp', 'image/gif', 'image/bmp']; // by servers; browsers read more, such as AVIF
 let chosen = [];
 let isTaken = false;
 
@@ -70,11 +71,11 @@ async function add(files) {
   if (!faults.length) $('announced').textContent = `${chosen.length} image${chosen.length === 1 ? '' : 's'} to send.`;
 }
 
-/** The data: URL of an image; of a large one, with fewer pixels. Throws for other files. */
+/** The data: URL of an image; of a large one, with fewer pixels; as JPEG if servers do not read it. Throws for other files. */
 async function read(file) {
   const bitmap = await createImageBitmap(file);
   const scale = Math.min(1, MAX_EDGE / Math.max(bitmap.width, bitmap.height));
-  if (file.size <= MAX_KEPT_BYTES) return dataUrl(file);
+  if (file.size <= MAX_KEPT_BYTES && READ.includes(file.type)) return dataUrl(file);
   const canvas = element('canvas', { width: Math.max(1, Math.round(bitmap.width * scale)), height: Math.max(1, Math.round(bitmap.height * scale)) });
   const context = canvas.getContext('2d');
   context.fillStyle = '#fff'; // JPEG has no transparency

@@ -11,6 +11,7 @@ import pytest
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.media.addresses import MediaReader
+from jaxllm.media.media import Media
 from jaxllm.media.options import MediaOptions
 
 IMAGE = bytes(range(256))
@@ -118,3 +119,25 @@ def test_scripts_read_inside_of_an_event_loop_too() -> None:
         return MediaReader(MediaOptions()).read_now([Ref(f"data:;base64,{TEXT}")])
 
     assert asyncio.run(run())[0].data == IMAGE
+
+
+def test_files_of_a_request_share_a_limit(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm.media.addresses.MAX_FILE_BYTES", 2 * len(IMAGE))
+    reader = MediaReader(MediaOptions(allowed_local_media_path=str(directory)))
+    urls = [f"file://{directory}/more/a%20b.png", f"data:;base64,{TEXT}"] * 2
+    assert read(reader, *urls) == [IMAGE] * 4
+    with pytest.raises(InvalidRequestError, match="the files of this request have more than 512 bytes"):
+        read(reader, *urls, urls[0])
+
+
+def test_frames_are_counted_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm.media.addresses.MAX_FRAMES", 3)
+    reader = MediaReader(MediaOptions())
+
+    def frames(count: int) -> list[Media]:
+        return reader.read_now([Ref("data:video/jpeg;base64," + ",".join(["AAAA"] * count), kind="video")])
+
+    assert frames(3)[0].data == [bytes(3)] * 3
+    monkeypatch.setattr("jaxllm.media.addresses._from_base64", lambda text: pytest.fail("it is decoded"))
+    with pytest.raises(InvalidRequestError, match="more than 3 frames"):
+        frames(4)

@@ -187,6 +187,7 @@ def test_a_name_is_resolved_once_so_that_its_second_answer_is_not_used() -> None
         "http://images.example:99999/a.png",
         "http://[::1/a.png",
         "http://images.example/" + "a" * 9000,
+        f"http://{'é' * 2000}.example/a.png",
         "",
     ],
 )
@@ -197,6 +198,14 @@ def test_urls_of_other_kinds_are_refused(url: str) -> None:
             assert not served.requests
 
     asyncio.run(run())
+
+
+def test_hosts_that_would_take_long_to_read_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetcher = MediaFetcher(["*"])
+    monkeypatch.setattr("jaxllm.media.fetch.URL", lambda url: pytest.fail("it is read"))
+    for url in (f"http://{'é' * 2000}/a.png", f"https:/\t/{'é' * 301}", f"http://{'é' * 301}?a"):
+        with pytest.raises(InvalidRequestError, match="more than 300 characters"):
+            fetcher.check(url, NAME)
 
 
 def test_redirects_are_followed_three_times_to_allowed_hosts_alone() -> None:

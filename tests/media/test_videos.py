@@ -290,3 +290,18 @@ def test_settings_of_videos(tmp_path) -> None:
             processor(tmp_path, {**SETTINGS, **wrong})
     with pytest.raises(ConfigError, match="videos_kwargs of mm_processor_kwargs is 3, must be an object"):
         processor(tmp_path, mm_processor_kwargs={"videos_kwargs": 3})
+
+
+def test_frames_of_files_together_have_a_limit_of_pixels() -> None:
+    options, files = MediaOptions(mm_max_video_pixels=3000), [encoded(picture(32, 32), "PNG")] * 3
+    assert len(open_clip(files[:2], "here", options).seconds) == 2
+    with pytest.raises(InvalidRequestError, match="has 3 frames of 32 x 32 pixels, together 3072"):
+        open_clip(files, "here", options)
+
+
+def test_a_later_frame_of_a_gif_is_no_larger_than_an_image_may_be() -> None:
+    small, large = (encoded(picture(side, side), "GIF") for side in (16, 64))
+    grown = small[:-1] + large[13 + 3 * 256 :]  # of the second its frame alone, without header and palette
+    assert open_clip(grown, "here", MediaOptions()).width == 64
+    with pytest.raises(InvalidRequestError, match="has 64 x 64 pixels"):
+        open_clip(grown, "here", MediaOptions(mm_max_image_pixels=64 * 64 - 1))

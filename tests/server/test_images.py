@@ -552,3 +552,48 @@ def test_conversations_with_images_become_vectors(directory: Path) -> None:
         assert sizes(core) == [(2, 1, 2)] and "[ii]what is it?" in prompt_of(core)
         assert reply.json()["usage"]["prompt_tokens"] == len(core.requests[-1].prompt_token_ids)
         assert client.post("/v1/embeddings", {"input": "hi"}).status_code == 200
+
+
+def test_preparation_ends_with_more_tokens_than_a_prompt_has(directory: Path) -> None:
+    core = seeing_core(directory, max_model_len=120)
+    with AsyncLLM(core=core) as engine, Client(create_app(engine, options())) as client:
+        several = [{"type": "image_url", "image_url": {"url": data_url(file_of(128 + place, 128))}} for place in range(100)]
+        refused = client.chat(messages=user(*several))
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+        assert "the prompt has at least 128 tokens" in refused.text and sum(engine.input_processor.media.seconds.counts) < 20
+        assert client.chat(messages=user(IMAGE)).status_code == 200
+
+
+def test_images_of_one_client_do_not_hold_up_anothers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = seeing_core(directory, max_model_len=5000)
+    with AsyncLLM(core=core) as engine, Client(create_app(engine, options(api_key=["one", "two"]))) as client:
+        processor = engine.input_processor.media._processor
+        assert processor is not None
+        process, is_free, prepared = processor.process, threading.Event(), []
+
+        def slow(media: Any, *arguments: Any) -> Any:
+            is_free.wait(10)
+            prepared.append(media.data)
+            return process(media, *arguments)
+
+        monkeypatch.setattr(processor, "process", slow)
+
+        async def run() -> list[int]:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(client.app), base_url="http://localhost") as http:
+
+                async def ask(key: str, *files: bytes) -> int:
+                    parts = [{"type": "image_url", "image_url": {"url": data_url(file)}} for file in files]
+                    headers = {"Authorization": f"Bearer {key}"}
+                    reply = await http.post("/v1/chat/completions", json={"messages": user(*parts)}, headers=headers)
+                    return reply.status_code
+
+                many = asyncio.ensure_future(ask("one", *(file_of(64 + place) for place in range(30))))
+                await asyncio.sleep(0.2)
+                other = asyncio.ensure_future(ask("two", BLUE))
+                await asyncio.sleep(0.2)
+                is_free.set()
+                return [await many, await other]
+
+        with client:
+            assert client.run(run()) == [200, 200]
+        assert len(prepared) == 31 and prepared.index(BLUE) < 12

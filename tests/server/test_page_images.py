@@ -119,6 +119,13 @@ def test_images_are_chosen_pasted_and_dropped_and_sent_in_order(browser: Browser
     assert len(sizes(core)) == 3, "the whole conversation is sent"
 
 
+def test_images_that_browsers_read_and_servers_do_not_are_sent_as_jpeg(browser: Browser, core: FakeEngineCore) -> None:
+    give(browser, "paste", "a.avif", file_of(64, 32, format="AVIF"), "image/avif")
+    wait_for(browser, "a.avif")
+    send(browser)
+    assert sizes(core) == [(1, 2)]
+
+
 def test_an_image_may_be_sent_without_words_and_its_turn_edited_and_retried(browser: Browser, core: FakeEngineCore) -> None:
     give(browser, "paste", "a.png", file_of(64, 32))
     wait_for(browser, "a.png")
