@@ -5,6 +5,7 @@
 Needs Pillow and NumPy alone: its classes for Pillow are imported one by one. Run it after a change of the images.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.helpers.images import SIZES, VISIONS, picture  # noqa: E402
 
 
 def main() -> None:
+    argparse.ArgumentParser(description="Write tests/goldens/images.json.").parse_args()
     found = {
         family: {f"{width}x{height}": digest(oracle(family, picture(width, height))) for width, height in SIZES}
         for family in VISIONS

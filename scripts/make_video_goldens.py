@@ -5,6 +5,7 @@
 Needs torch and transformers. See `make_picture_goldens.py`.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -113,6 +114,7 @@ def compute(arguments: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description="Write tests/goldens/qwen3_vl/video.json.").parse_args()
     import torch
 
     torch.set_grad_enabled(False)
