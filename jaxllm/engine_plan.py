@@ -36,7 +36,7 @@ class EnginePlan:
     model_config: ModelConfig
     memory: memory.MemoryPlan
     media: "MediaProcessor | AudioProcessor | None" = None
-    """What prepares images or audio; None: the model takes text alone, or its files have a fault."""
+    """Preprocessor of images or audio; None: the model takes text alone, or its files have a fault."""
     faults: tuple[JaxLLMError, ...] = ()
     """Reasons why this machine could not start it, apart from memory."""
 

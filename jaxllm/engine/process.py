@@ -75,7 +75,7 @@ class EngineLoop:
         self._requests: dict[str, str] = {}
         """The API server of each request in the core."""
         self._latest_items: dict[str, tuple[str, tuple[PromptItem, ...]]] = {}
-        """Of each API server the latest request that came with its items, and these."""
+        """The latest request of each API server that came with its items, and these items."""
         self._lagging: set[str] = set()
         """API servers to notify, once they read again, that their requests were ended."""
         self._metrics: dict[str, list[Metric]] = {}

@@ -38,7 +38,7 @@ class EncoderWeights:
     build: Callable[[ModelConfig], Any]
     """Makes it, as shapes without values."""
     part: VisionEncoder | Audio
-    """What it is called in the checkpoint."""
+    """Names of its tensors in the checkpoint."""
 
     @cached_property
     def model(self) -> Any:

@@ -20,7 +20,7 @@ __all__ = ["Media", "MediaOptions", "ProcessedMedia", "load_processor"]
 
 
 def load_processor(model_dir: Path, model: "ServedModel", options: MediaOptions) -> "MediaProcessor | AudioProcessor | None":
-    """What prepares the images or the audio of a model's prompts, by the files in its directory; None: the model takes text alone.
+    """Load the preprocessor of a model's images or audio from the files in its directory; None: the model takes text alone.
 
     Raises ConfigError if a file asks for what is not supported, or an option contradicts the model.
     """

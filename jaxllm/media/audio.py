@@ -94,7 +94,7 @@ class AudioProcessor:
         return resampled(data, int(rate), name, self.options)
 
     def placeholder(self, kind: str = "audio") -> str:
-        """Nothing: what is heard has no tokens of its own."""
+        """Empty: audio has no tokens in the prompt."""
         return ""
 
     def expand_text(self, text: str, processed: Sequence[ProcessedMedia]) -> str:

@@ -46,7 +46,7 @@ class PromptMedia:
 
     @property
     def hearing(self) -> "AudioProcessor | None":
-        """What prepares audio; None: the model does not hear."""
+        """Preprocessor of audio; None: the model takes no audio."""
         return self._processor if "audio" in self.kinds else None  # type: ignore[return-value]
 
     @property

@@ -21,7 +21,7 @@ TINY = Shapes("float32", 2, 24)
 MAX_REFERENCE = 2048
 """Patches up to which the reference is checked too: it keeps all scores of a head."""
 TRITON_TILES = (
-    SegmentTiles(128, 64, 8, 3),
+    SegmentTiles(128, 64, 4, 3),
     SegmentTiles(128, 64, 8, 2),
     SegmentTiles(128, 64, 8, 4),
     SegmentTiles(128, 128, 8, 2),

@@ -1,4 +1,4 @@
-"""Audio as a feature of the step: a program of its own writes what layers keep of it, and the step reads that as states of rows."""
+"""Audio as a feature of the step: the program `encode_clip` writes states of rows, which the step reads as any others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
