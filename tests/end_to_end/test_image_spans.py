@@ -1,11 +1,10 @@
 """Models whose tokens of an image see each other give the same tokens however the scheduler cuts prompts, and those of transformers."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -15,7 +14,7 @@ from jaxllm.media.payload import pack
 from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.runner.paged_context import PagedContext
 from tests.helpers import engines, pictures, vision_checkpoint
-from tests.helpers.picture_requests import golden_requests
+from tests.helpers.picture_requests import golden_requests, mixed_request
 from tests.helpers.slow import slow_except
 
 SOFT, START, END = 267, 266, 268
@@ -49,18 +48,7 @@ def image(seed: int) -> PromptItem:
     return PromptItem("image", f"{seed}".encode(), 0, TOKENS, pack((1, 6, 6), patches))
 
 
-def request(name: str, *parts: int | PromptItem, **params: Any) -> EngineCoreRequest:
-    """A prompt of runs of text, of so many tokens, and images."""
-    prompt: list[int] = []
-    items = []
-    for part in parts:
-        if isinstance(part, int):
-            prompt += [(7 * len(prompt) + i) % 250 for i in range(part)]
-        else:
-            prompt.append(START)
-            items.append(msgspec.structs.replace(part, position=len(prompt)))
-            prompt += [SOFT] * part.num_tokens + [END]
-    return replace(engines.request(name, prompt, **{"max_tokens": 8, **params}), items=tuple(items))
+request = partial(mixed_request, (START, SOFT, END))
 
 
 def mixed() -> list[EngineCoreRequest]:

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +15,7 @@ from jaxllm.media.payload import pack
 from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.runner import runner
 from tests.helpers import engines, peft_files, pictures, vision_checkpoint
-from tests.helpers.picture_requests import golden_requests
+from tests.helpers.picture_requests import golden_requests, mixed_request
 from tests.helpers.slow import slow_except
 
 PAD, START, END = 261, 259, 260
@@ -57,18 +56,7 @@ def picture(seed: int, rows: int, columns: int) -> PromptItem:
     return PromptItem("image", name, 0, rows * columns, pack(grid, patches), grid=(1, rows, columns))
 
 
-def request(name: str, *parts: int | PromptItem, max_tokens: int = 8, **params: Any) -> EngineCoreRequest:
-    """A prompt of runs of text, of so many tokens, and images."""
-    prompt: list[int] = []
-    items = []
-    for part in parts:
-        if isinstance(part, int):
-            prompt += [(7 * len(prompt) + i) % 250 for i in range(part)]
-        else:
-            prompt.append(START)
-            items.append(msgspec.structs.replace(part, position=len(prompt)))
-            prompt += [PAD] * part.num_tokens + [END]
-    return replace(engines.request(name, prompt, max_tokens=max_tokens, **params), items=tuple(items))
+request = partial(mixed_request, (START, PAD, END))
 
 
 def mixed() -> list[EngineCoreRequest]:
