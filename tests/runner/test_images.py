@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.device_ops import EncodeItem, UseItem
-from jaxllm.encoder_sizes import EncoderSizes
+from jaxllm.encoder_sizes import EncoderSizes, program_sizes
 from jaxllm.kernel_policy import CPU
 from jaxllm.layers.vision import PatchIndices, VisionTower
 from jaxllm.media.payload import pack
@@ -26,7 +26,7 @@ from jaxllm.runner.feature_inputs import FeatureInputs
 from jaxllm.runner.features import images
 from jaxllm.runner.features.images import encoding_bytes, packing
 from jaxllm.runner.features.images.ops import ImagesOnHost
-from jaxllm.runner.features.images.packing import EncoderInput, encode_sizes, together
+from jaxllm.runner.features.images.packing import EncoderInput, together
 from jaxllm.runner.features.images.step import Images
 from jaxllm.runner.features.rope_delta import RopeDelta
 from jaxllm.runner.kernels import Kernels
@@ -79,9 +79,9 @@ def test_images_are_encoded_in_few_programs(counts, groups):
 
 def test_sizes_of_programs_end_at_the_most_patches_of_an_image():
     vision = SimpleNamespace(family="qwen3_vl", merge_size=2, has_tiles=False)
-    assert encode_sizes(vision, 16384) == (256, 1024, 2048, 4096, 8192, 16384)
-    assert encode_sizes(vision, 5000) == (256, 1024, 2048, 4096, 5120)
-    assert encode_sizes(vision, 256) == encode_sizes(vision, 100) == (256,)
+    assert program_sizes(vision, 16384) == (256, 1024, 2048, 4096, 8192, 16384)
+    assert program_sizes(vision, 5000) == (256, 1024, 2048, 4096, 5120)
+    assert program_sizes(vision, 256) == program_sizes(vision, 100) == (256,)
 
 
 def test_where_all_images_have_one_size_the_only_program_is_made_at_the_start(vision):
@@ -103,7 +103,7 @@ def test_where_all_images_have_one_size_the_only_program_is_made_at_the_start(vi
 )
 def test_programs_encode_whole_tiles(grid, merge, sizes):
     vision = SimpleNamespace(merge_size=merge, position_grid=grid, has_tiles=True)
-    assert encode_sizes(vision, 16384) == sizes
+    assert program_sizes(vision, 16384) == sizes
 
 
 def test_a_program_takes_patches_their_indices_and_rows_of_the_slab(vision):
@@ -196,7 +196,9 @@ def test_memory_is_planned_for_encoder_slab_and_the_largest_encoding(directory):
     assert whole - unprofiled == encoding_bytes(vision, 16384, "float32")
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(VisionTower(vision, "float32"))))
     row_bytes = 4 * vision.result_width
-    assert unprofiled == weights + (EncoderSizes.of(vision, 16384).num_pages * 64 + 2 * 64) * row_bytes
+    assert unprofiled == weights + (EncoderSizes.of(vision, 16384).num_pages * 64 + 2 * 64) * row_bytes + 16384 * 4 * 32
+    without_parts = planned(skip_mm_profiling=True, mm_max_decode_step_patches=0)
+    assert unprofiled - without_parts == 16384 * 4 * 32, "the hidden state between parts"
     assert images.memory_bytes(EngineConfig(), replace(model_config, vision=None), None) == 0
 
 
@@ -227,6 +229,7 @@ class Runner:
         def encode(params, slab, patches_PC, indices):
             assert slab == "slab"
             self.calls.append((key.size, patches_PC, indices))
+            return (slab,)
 
         return encode
 
