@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig
@@ -148,3 +149,19 @@ def test_after_an_error_in_the_middle_images_are_encoded_anew(whole, parts) -> N
         failed = answers(parts, arriving())
     assert any(answer.finish_reason is FinishReason.ERROR for answer in failed.values())
     assert tokens(answers(parts, arriving())) == expected
+
+
+def test_a_plan_without_rows_encodes_its_parts_at_once(parts) -> None:
+    def slab(*ops: EncodeItem | EncodeParts) -> np.ndarray:
+        for op in ops:
+            parts.runner.dispatch(SchedulerOutput([], [], 0, [], [], ops=(op,)))
+        return np.asarray(parts.runner.row_arrays.of_features["images"])
+
+    payload = picture(1, 3, 4).payload
+    nothing = slab(EncodeItem(0, picture(2, 2, 2).payload, [5], NUM_PARTS))
+    begun = slab(EncodeItem(0, payload, [5], 1), EncodeParts(0, 1))
+    assert (begun != nothing).any(), "of the first of the layers behind which results are taken"
+    done = slab(EncodeParts(0, NUM_PARTS - 2))
+    assert (slab(EncodeItem(0, payload, [5], NUM_PARTS)) == done).all() and (
+        done[5 * 64 : 5 * 64 + 12] != begun[5 * 64 : 5 * 64 + 12]
+    ).any()
