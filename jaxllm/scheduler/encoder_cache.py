@@ -52,7 +52,7 @@ class EncoderCache:
         self._unused: dict[bytes, _Entry] = {}
         """Encoded items without users, longest unused first."""
         self._begun: dict[bytes, _Entry] = {}
-        """The item that is encoded in parts, if any. It has no users until its last part is planned."""
+        """The item that is encoded in parts, if any. It has no users until the step behind its last part."""
         self._step_ops: list[AnyDeviceOp] = []
         """This step's parts of that item."""
         self._in_parts = False
@@ -105,11 +105,13 @@ class EncoderCache:
         self._in_parts = decodes and self._sizes.max_decode_patches > 0
         self._spent, self._is_closed = 0, False
         for name, entry in [*self._begun.items()]:
-            count = 1 if self._in_parts else entry.parts_left
-            self._spent += entry.cost if self._in_parts else 0
-            self._step_ops.append(EncodeParts(0, count))
-            self._note_parts(entry, count)
-            if not entry.parts_left:
+            count = min(1, entry.parts_left) if self._in_parts else entry.parts_left
+            if count:
+                self._spent += entry.cost if self._in_parts else 0
+                self._step_ops.append(EncodeParts(0, count))
+                self._note_parts(entry, count)
+            # Decodes would wait for the last part and for the first tokens too, if they were in the same step.
+            if not count or not self._in_parts:
                 self._unused[name] = self._begun.pop(name)
 
     def limit(self, request: Request, start: int, count: int) -> int:
@@ -121,7 +123,7 @@ class EncoderCache:
         return count
 
     def _grant(self, request: Request, item: PromptItem) -> bool:
-        """Let a request use an item, which this step encodes if none did before. Returns whether it may: not before its last part."""
+        """Let a request use an item, which this step encodes if none did before. Returns whether it may."""
         name = item.content_hash
         if name in self._begun:
             return False
@@ -246,9 +248,7 @@ class EncoderCache:
         assert len({*self._in_use, *self._unused, *self._begun}) == len(entries), "an item is in two states"
         assert len(self._begun) <= 1 and not self._step_ops, "two items are encoded in parts, or a part was not planned"
         for entry in self._begun.values():
-            assert not entry.users and 0 < entry.parts_left < self._sizes.num_parts(entry.num_patches), (
-                "no part is done, or all are"
-            )
+            assert not entry.users and entry.parts_left < self._sizes.num_parts(entry.num_patches), "no part is done"
         for name, entry in self._in_use.items():
             assert entry.users, "no request uses an item in use"
             assert entry.users.keys() <= {*requests}, "a request that ended uses an item"

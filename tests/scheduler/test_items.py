@@ -223,7 +223,7 @@ def test_items_need_chunks() -> None:
 
 def decoding_engine(decode_step: int) -> FakeEngine:
     """An engine with a request that decodes."""
-    room = encoder(item=16, step=16, pages=8, decode_step=decode_step)
+    room = encoder(item=16, step=16, pages=12, decode_step=decode_step)
     engine = make_engine(room=room, caching=False, max_num_batched_tokens=64)
     add(engine, "text", length=4, output=60)
     engine.step()
