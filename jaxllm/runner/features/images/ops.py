@@ -87,7 +87,10 @@ class ImagesOnHost(OpRunner):
         self._parts[op.rank] += [(begun.keys.pop(0), begun) for _ in range(op.num_parts)]
 
     def before_step(self, batches: Sequence[Batch]) -> None:
-        self._encode()
+        # Pages of an image whose last part runs now may be given to another in the same plan.
+        self._encode_parts()
+        self._encode_together()
+        self._forget_waiting()
         for batch in batches:
             inputs_IT = self._runner.shapes.inputs.token_inputs_of(batch, self._images.name)
             if inputs_IT is not None:
@@ -95,24 +98,25 @@ class ImagesOnHost(OpRunner):
                     self._fill(inputs_IT[:, chunk.first_token : chunk.first_token + chunk.count], chunk)
         self._pages.clear()
 
-    def _encode(self) -> None:
-        """Start to encode all that waits, of all ranks at the same time as far as they run the same programs. Pages of an image that is
-        encoded in parts may be others' in the same plan, so its parts come first."""
+    def _encode_parts(self) -> None:
+        """Start the parts that wait, of all ranks at the same time as far as they run the same programs."""
         for parts in zip_longest(*self._parts):
-            of_key: dict[ProgramKey, dict[int, _InParts]] = {}
-            for rank, (key, begun) in ((rank, part) for rank, part in enumerate(parts) if part is not None):
-                of_key.setdefault(key, {})[rank] = begun
-            for key, of_rank in of_key.items():
-                kind = next(iter(of_rank.values())).kind
+            begun = {rank: part for rank, part in enumerate(parts) if part is not None}
+            for key in dict.fromkeys(key for key, _ in begun.values()):
+                of_key = {rank: each for rank, (other, each) in begun.items() if other == key}
+                kind = next(iter(of_key.values())).kind
                 ranks = range(len(parts))
-                self._run(kind, key, [of_rank[i].arrays(key) if i in of_rank else kind.arrays(key) for i in ranks])
+                self._run(kind, key, [of_key[i].arrays(key) if i in of_key else kind.arrays(key) for i in ranks])
+
+    def _encode_together(self) -> None:
+        """Start to encode the images that share programs, of all ranks at the same time."""
+        sizes = self._images.sizes.whole_programs
         for kind in self._kinds:
             of_kind = [[each for each in waiting if each.patches_NC.shape[1] == kind.patch_values] for waiting in self._waiting]
-            of_ranks = [together(inputs, max(self._images.sizes.whole_programs, default=0)) for inputs in of_kind]
+            of_ranks = [together(inputs, sizes[-1]) for inputs in of_kind] if sizes else []
             for groups in zip_longest(*of_ranks, fillvalue=()):
-                key = ProgramKey(kind.name, fit(self._images.sizes.whole_programs, max(map(num_patches, groups))))
+                key = ProgramKey(kind.name, fit(sizes, max(map(num_patches, groups))))
                 self._run(kind, key, [kind.arrays(key, group) for group in groups])
-        self._forget_waiting()
 
     def _run(self, kind: Encode, key: ProgramKey, of_ranks: Sequence[tuple[np.ndarray, ...]]) -> None:
         """Start a program with the host arrays of each rank."""
