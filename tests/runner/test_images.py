@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.device_ops import EncodeItem, EncodeParts, UseItem
-from jaxllm.encoder_sizes import EncoderSizes, program_sizes
+from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.kernel_policy import CPU
 from jaxllm.layers.build import build_tower
 from jaxllm.layers.vision import PatchIndices, VisionTower
@@ -79,13 +79,6 @@ def test_images_are_encoded_in_few_programs(counts, groups):
     assert [[len(each.patches_NC) for each in group] for group in found] == groups
 
 
-def test_sizes_of_programs_end_at_the_most_patches_of_an_image():
-    vision = SimpleNamespace(family="qwen3_vl", merge_size=2, has_tiles=False)
-    assert program_sizes(vision, 16384) == (256, 1024, 2048, 4096, 8192, 16384)
-    assert program_sizes(vision, 5000) == (256, 1024, 2048, 4096, 5120)
-    assert program_sizes(vision, 256) == program_sizes(vision, 100) == (256,)
-
-
 def test_where_all_images_have_one_size_the_only_program_is_made_at_the_start(vision):
     """Those of Gemma 3 have 64 x 64 patches: a smaller program would encode none."""
     vision = replace(vision, family="gemma3", merge_size=4, position_grid=64)
@@ -93,19 +86,6 @@ def test_where_all_images_have_one_size_the_only_program_is_made_at_the_start(vi
     (encode,) = images.programs()
     assert [key.size for key in encode.common(None)] == [4096] and not [*encode.rare(None)]
     assert encode.is_first(None, ProgramKey("encode", 4096))
-
-
-@pytest.mark.parametrize(
-    ("grid", "merge", "sizes"),
-    [
-        (32, 2, (1024, 2048, 4096, 8192, 16384)),
-        (27, 3, (729, 1458, 2187, 4374, 8748, 16767)),
-        (4, 2, (256, 1024, 2048, 4096, 8192, 16384)),
-    ],
-)
-def test_programs_encode_whole_tiles(grid, merge, sizes):
-    vision = SimpleNamespace(merge_size=merge, position_grid=grid, has_tiles=True)
-    assert program_sizes(vision, 16384) == sizes
 
 
 def test_a_program_takes_patches_their_indices_and_rows_of_the_slab(vision):
