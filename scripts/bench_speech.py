@@ -9,8 +9,8 @@ decode    time of a token of 1 and of 64 requests that decode
 together  64 clips with 100 output tokens each, all given at once: seconds of audio a second
 prepare   a clip from samples to features, on one core
 
-Clips are as long as the model hears at a time, 30 seconds, each new, prepared before the clock starts except where said. MODEL_DIR holds the
-config.json of a Whisper; without it --model says whose sizes (--tiny: toy sizes).
+Clips are as long as the model hears at a time, 30 seconds, each new, prepared before the clock starts except where said. MODEL_DIR holds
+the config.json of a Whisper; without it --model says whose sizes (--tiny: toy sizes).
 """
 
 import argparse

@@ -124,7 +124,9 @@ class Steps:
         for i, (row, at) in enumerate(places):
             token[i], position[i] = ids[row][at], at
             slots[:, i] = tables[:, row, at // BLOCK] * BLOCK + at % BLOCK
-            later[i] = sum(start + count - 1 - at for owner, start, count in self.spans if owner == row and start <= at < start + count)
+            later[i] = sum(
+                start + count - 1 - at for owner, start, count in self.spans if owner == row and start <= at < start + count
+            )
         start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         is_real = np.arange(padded) < len(places)
         owner = np.zeros(padded, np.int32)

@@ -60,6 +60,11 @@ def _config(*, tiny: bool) -> seeing_models.Config:
     config["vision_config"] |= {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     if tiny:
         config["mm_tokens_per_image"] = 64
-        config["text_config"] |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config["text_config"] |= {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
         config["text_config"] |= {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}
     return config

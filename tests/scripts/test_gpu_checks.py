@@ -34,6 +34,8 @@ from scripts.gpu_checks import (
     record,
     sanitizing,
     scoring,
+    spans,
+    speech,
     state,
     tensor_parallel,
     tensor_parallel_traffic,
@@ -261,9 +263,31 @@ def test_no_engine_is_begun_after_the_deadline() -> None:
 
 
 @pytest.mark.slow
-def test_prompts_with_images_pass_on_one_device_and_on_two(shared_programs) -> None:
-    found = list(images.check(tiny=True, deadline=math.inf))
-    assert not [outcome.line() for outcome in found if not outcome.passed] and len(found) == 13
+@pytest.mark.parametrize(
+    ("share", "count"), enumerate((2, 4, 11, 6, 6, 6)), ids=("encoder", "spans", "two devices", "Gemma 3", "tiles", "videos")
+)
+def test_prompts_with_images_pass_on_one_device_and_on_two(share, count, shared_programs) -> None:
+    found = list(images.check(tiny=True, deadline=math.inf, share=(share, 6)))
+    assert not [outcome.line() for outcome in found if not outcome.passed] and len(found) == count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "count"), [(0, 6), (1, 5)], ids=["tokens", "widths"])
+def test_prompts_with_speech_pass(share, count, shared_programs) -> None:
+    found = list(speech.check(tiny=True, deadline=math.inf, share=(share, 2)))
+    assert not [outcome.line() for outcome in found if not outcome.passed] and len(found) == count
+
+
+@pytest.mark.slow
+def test_attention_without_later_tokens_fails(shared_programs, monkeypatch) -> None:
+    def wrong(core, steps):
+        is_kernel = core.kernels["paged_attention"].implementation == "triton"
+        return right(core, replace(steps, spans=()) if is_kernel else steps)
+
+    right = logits._logits
+    monkeypatch.setattr(logits, "_logits", wrong)
+    kernels_found, *steps = spans.check(tiny=True)
+    assert kernels_found.passed and len(steps) == 3 and all(outcome.failed for outcome in steps)
 
 
 @pytest.mark.slow
@@ -286,11 +310,16 @@ def test_an_encoder_that_mixes_images_up_fails(shared_programs, monkeypatch) -> 
     assert kernels_found.passed and encoder.failed, encoder.line()
 
 
-def test_each_share_leaves_its_checks_of_images_out_after_the_deadline() -> None:
-    found = [list(images.check(tiny=False, deadline=time.perf_counter() - 1, share=(i, 3))) for i in range(3)]
-    assert all(outcome.failed and "lack of time" in outcome.detail for part in found for outcome in part)
-    names = [outcome.name for part in found for outcome in part]
-    assert len(names) == len(set(names)) == len(images.ENCODERS) + len(images.FAMILIES)
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [(images, len(images.ENCODERS) + 1 + len(images.FAMILIES)), (speech, 1 + len(speech.WIDTHS))],
+    ids=["images", "speech"],
+)
+def test_each_share_leaves_its_checks_out_after_the_deadline(part, count) -> None:
+    found = [list(part.check(tiny=False, deadline=time.perf_counter() - 1, share=(i, 3))) for i in range(3)]
+    assert all(outcome.failed and "lack of time" in outcome.detail for share in found for outcome in share)
+    names = [outcome.name for share in found for outcome in share]
+    assert len(names) == len(set(names)) == count
 
 
 class ToyLLM:
