@@ -14,9 +14,10 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     """Load and totals of the engine core."""
     found.gauge("num_requests_running", load.num_running, "requests in the running batch")
     found.gauge("num_requests_waiting", load.num_waiting, "requests waiting for a place in the batch")
-    by_reason = "the same by reason: for capacity, or deferred by something else, never by this engine"
-    found.gauge("num_requests_waiting_by_reason", load.num_waiting, by_reason, reason="capacity")
-    found.gauge("num_requests_waiting_by_reason", 0, by_reason, reason="deferred")
+    by_reason = "the same by reason: for capacity, or deferred until programs that only they need are compiled"
+    num_deferred = min(load.num_deferred, load.num_waiting)
+    found.gauge("num_requests_waiting_by_reason", load.num_waiting - num_deferred, by_reason, reason="capacity")
+    found.gauge("num_requests_waiting_by_reason", num_deferred, by_reason, reason="deferred")
     found.gauge("kv_cache_usage_perc", load.cache_usage, "fraction of the KV cache in use, 0 to 1")
     found.counter("prefix_cache_queries", load.prefix_cache_queries, "tokens looked up in the prefix cache")
     found.counter("prefix_cache_hits", load.prefix_cache_hits, "tokens found in the prefix cache")

@@ -165,6 +165,9 @@ def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
     wanted = replace(wanted, items=items, features=inputs.of_items(items), num_tokens=4096)
     keys = [*encode.common(None), *encode.rare(None)]
     assert {key.size for key in keys if encode.is_needed(key, wanted)} == patches
+    of_largest = [[key for key in keys if key.size >= max(patches)]] if cells == (2040,) else None
+    assert of_largest is None or [*encode.awaited(None, wanted)] == of_largest
+    assert bool([*encode.awaited(None, wanted)]) == bool(cells) and not [*of_videos.awaited(None, wanted)]
     assert not any(of_videos.is_needed(key, wanted) for key in of_videos.rare(None))
     of_frames = replace(wanted, items=[msgspec.structs.replace(item, kind="video") for item in items])
     assert {key.size for key in of_videos.rare(None) if of_videos.is_needed(key, of_frames)} == patches
@@ -221,7 +224,11 @@ class Runner:
         self.ranks.num = num_ranks
         self.shapes = SimpleNamespace(inputs=FeatureInputs((RopeDelta(), images)))
         self.params, self.put, self.calls = (), lambda arrays: arrays, []
+        self.missing = ()
         self.row_arrays = SimpleNamespace(of_features={"images": "slab"}, replaced=lambda images: self.row_arrays)
+
+    def ready_sizes(self, key, sizes):
+        return tuple(size for size in sizes if size not in self.missing)
 
     def program(self, key):
         def encode(params, slab, patches_PC, indices):
@@ -316,6 +323,23 @@ def test_the_images_of_a_plan_are_encoded_together_before_its_step(vision):
     host.replace_lost()
     host.before_step([])
     assert len(runner.calls) == 1, "what waits is lost with the slab"
+
+
+def test_images_are_encoded_by_the_programs_that_are_there(vision):
+    """Apart, if no program is there that encodes them together, and by a larger one than they need."""
+    host, runner, _ = new_host(vision)
+    runner.missing = (1024,)
+    for page in range(2):
+        host.run(EncodeItem(0, payload(12, 16), [page]))
+    host.before_step([])
+    assert [size for size, _, _ in runner.calls] == [256, 256]
+    runner.missing = (256,)
+    host.run(EncodeItem(0, payload(4, 4), [2]))
+    host.before_step([])
+    runner.missing = (1024,)
+    host.run(EncodeItem(0, payload(32, 32), [*range(4)]))
+    host.before_step([])
+    assert [size for size, _, _ in runner.calls[2:]] == [1024, 1024], "if none is there, a step makes what it needs"
 
 
 def test_ranks_encode_at_the_same_time_each_its_own(vision):

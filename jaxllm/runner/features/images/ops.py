@@ -25,6 +25,7 @@ from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import fit
 
 if TYPE_CHECKING:
+    from jaxllm.runner.features.images.programs import Encode
     from jaxllm.runner.features.images.step import Images
 
 
@@ -64,12 +65,20 @@ class ImagesOnHost(OpRunner):
         """Start to encode all that waits, of all ranks at the same time."""
         for kind in self._kinds:
             of_kind = [[each for each in waiting if each.patches_NC.shape[1] == kind.patch_values] for waiting in self._waiting]
-            of_ranks = [together(inputs, kind.sizes[-1]) for inputs in of_kind]
+            if not any(of_kind):
+                continue
+            sizes = self._sizes(kind, max(len(each.patches_NC) for inputs in of_kind for each in inputs))
+            of_ranks = [together(inputs, sizes[-1]) for inputs in of_kind]
             for groups in zip_longest(*of_ranks, fillvalue=()):
-                size = fit(kind.sizes, max(map(num_patches, groups)))
+                size = fit(sizes, max(map(num_patches, groups)))
                 kind.run(self._runner, self._runner.program(ProgramKey(kind.name, size)), size, groups)
         for waiting in self._waiting:
             waiting.clear()
+
+    def _sizes(self, kind: "Encode", largest: int) -> tuple[int, ...]:
+        """The sizes of programs to take, the last of which holds the largest image: those that are there, if one of them does."""
+        ready = self._runner.ready_sizes(ProgramKey(kind.name), kind.sizes)
+        return ready if ready and ready[-1] >= largest else kind.sizes
 
     def _fill(self, inputs_IT: np.ndarray, chunk: Chunk) -> None:
         """Set the values of a chunk's tokens."""

@@ -44,10 +44,19 @@ class Encode(ProgramKind):
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
         # Each image may be encoded alone, and all of them as far as a step encodes so much.
-        sizes, counts = self.images.sizes, [item.num_embeddings for item in wanted.items if item.kind == self.item_kind]
-        alone = [count * sizes.patches_per_embedding for count in counts]
+        sizes, alone = self.images.sizes, self._patches(wanted)
         together = min(sum(alone), max(sizes.max_step_patches, *alone, 0)) if alone else 0
         return key.size in {fit(self.sizes, num_patches) for num_patches in (*alone, together) if num_patches}
+
+    def awaited(self, programs: "StepPrograms", wanted: Wanted) -> Iterable[Sequence[ProgramKey]]:
+        """One that holds the largest image: it encodes the others one after the other."""
+        largest = max(self._patches(wanted), default=0)
+        return [[ProgramKey(self.name, size) for size in self.sizes if size >= largest]] if largest else ()
+
+    def _patches(self, wanted: Wanted) -> list[int]:
+        """Patches of each item of a request that it encodes."""
+        counts = (item.num_embeddings for item in wanted.items if item.kind == self.item_kind)
+        return [count * self.images.sizes.patches_per_embedding for count in counts]
 
     def is_first(self, programs: "StepPrograms", key: ProgramKey) -> bool:
         return key.size == fit(self.sizes, FIRST_PATCHES)
