@@ -50,7 +50,7 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     _add_experts(found, load)
     _add_images(found, load)
     num_ready, num_awaited = load.awaited_programs
-    awaited = "programs that requests wait for now, by whether they are ready"
+    awaited = "programs that the current step waits for, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
     found.gauge("awaited_programs", num_awaited - num_ready, awaited, state="missing")
     fraction = load.device_idle_seconds / load.work_seconds if load.work_seconds > 0 else 0.0
