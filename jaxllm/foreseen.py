@@ -11,7 +11,7 @@ class StepLimit:
     """A limit of steps that compute items of a request."""
 
     num_tokens: int
-    """The most that the programs which are there can compute."""
+    """The most that programs can compute which are there, or which the request waits for."""
     until: "Future[Any]"
     """The program of the largest steps."""
 

@@ -214,13 +214,13 @@ class Bench:
     def _first_beside_text(self, image: Prompt) -> tuple[float, np.ndarray, float]:
         """Seconds until a request with an image has a token, while a text decodes; the times between tokens of the text meanwhile; and for
         how many of these seconds the image waited for programs."""
-        text, name, began, last = self._decode_text(), f"first {next(self._numbers)}", 0.0, 0.0
+        text, name, began, last = self._decode_text(), "", 0.0, 0.0
         gaps: list[float] = []
         seconds = deferred = 0.0
         while not seconds:
             if not began and len(gaps) == SETTLING_STEPS:
-                self.engine.add_request(name, image, greedy(2))
                 began, gaps = time.perf_counter(), []
+                name = self._add(image, 2)
             outputs, now = self.core.step(), time.perf_counter()
             self.engine.take(outputs)
             for output in outputs:
@@ -237,10 +237,14 @@ class Bench:
         return seconds, np.array(gaps), deferred
 
     def _decode_text(self) -> str:
-        """Queue a text of the longest output, and return its id."""
-        name, length = f"text {next(self._numbers)}", self.sizes.context // 16
-        self.engine.add_request(name, {"prompt_token_ids": self.ids(length)}, greedy(self.sizes.max_model_len - length))
-        return name
+        """Queue a text of the longest output. Returns its id in the core."""
+        length = self.sizes.context // 16
+        return self._add({"prompt_token_ids": self.ids(length)}, self.sizes.max_model_len - length)
+
+    def _add(self, prompt: Prompt, num_output: int) -> str:
+        """Queue a request. Returns its id in the core."""
+        self.engine.add_request(f"request {next(self._numbers)}", prompt, greedy(num_output))
+        return next(reversed(self.core.scheduler.requests))  # type: ignore[no-any-return]
 
     def programs(self) -> None:
         began = time.perf_counter()

@@ -287,12 +287,13 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def _awaited(self, wanted: Wanted) -> Foreseen:
         """What such a request waits for. Has it made."""
         missing = [keys[0] for keys in self.shapes.awaited_keys(wanted) if not any(key in self.programs for key in keys)]
+        awaited, limit = {key.described: self.programs.want(key) for key in missing}, None
         largest = ProgramKey("forward", self.buckets.tokens[-1], features=wanted.features)
-        limit = None
-        if wanted.features and largest not in self.programs and largest not in missing:
-            ready = self.ready_sizes(largest, self.buckets.tokens)
-            limit = StepLimit(max(ready), self.programs.want(largest))
-        return Foreseen({key.described: self.programs.want(key) for key in missing}, limit)
+        if wanted.features and largest not in self.programs:
+            will_be_ready = (key.size for key in missing if key.kind == largest.kind)
+            most = max((*self.ready_sizes(largest, self.buckets.tokens), *will_be_ready))
+            limit = StepLimit(most, self.programs.want(largest))
+        return Foreseen(awaited, limit)
 
     def ready_sizes(self, key: ProgramKey, sizes: Sequence[int]) -> tuple[int, ...]:
         """Filters `sizes`: those of which the key's program is there, if larger programs may stand in for others; or else all."""

@@ -169,10 +169,9 @@ def test_a_program_that_cannot_be_compiled_ends_the_requests_that_need_it(gate, 
     core.check_integrity()
 
 
-def test_steps_with_a_small_image_are_small_until_the_program_of_large_ones_is_there(gate, make_core) -> None:
+def test_steps_with_images_are_small_until_the_program_of_large_ones_is_there(gate, make_core) -> None:
     gate.held = {"forward 112 images"}
-    core, sizes = make_core(), list[int]()
-    wait_for(lambda: "forward 16 images" in {key.described for key in core.runner.programs._compiled})
+    core, sizes = make_core(token_buckets=(16, 48, 112)), list[int]()
     schedule = core.scheduler.schedule
 
     def noted(**options: Any) -> SchedulerOutput:
@@ -180,16 +179,20 @@ def test_steps_with_a_small_image_are_small_until_the_program_of_large_ones_is_t
         sizes.append(plan.num_tokens)
         return plan
 
+    def answers() -> dict[str, list[int]]:
+        sizes.clear()
+        texts = [engines.request(f"text {i}", list(range(40 + i)), max_tokens=12) for i in range(2)]
+        found = engines.run(core, [small("small"), large("large"), *texts], max_steps=100_000)
+        return {name: answer.tokens for name, answer in found.items()}
+
     core.scheduler.schedule = noted
-    texts = [engines.request(f"text {i}", list(range(20 + i)), max_tokens=4) for i in range(3)]
-    found = engines.run(core, [small("small", max_tokens=6), *texts])
-    assert len(found["small"].tokens) == 6 and 0 < max(sizes) <= 16 and core.num_compiled_after_warmup == 0
+    before = answers()
+    assert max(sizes) <= 48 and core.num_compiled_after_warmup == 0
     gate.open.set()
     core.finish_compiling()
-    sizes.clear()
-    again = engines.run(core, [small("small", max_tokens=6), *texts])
-    assert max(sizes) > 16, "the limit is lifted"
-    assert {name: answer.tokens for name, answer in again.items()} == {name: answer.tokens for name, answer in found.items()}
+    core.reset_prefix_cache()
+    assert answers() == before and {len(tokens) for tokens in before.values()} == {8, 12}
+    assert max(sizes) > 48, "the limit is lifted"
 
 
 @pytest.mark.parametrize(

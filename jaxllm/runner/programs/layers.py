@@ -49,10 +49,10 @@ class MixedProgram(LayersProgram):
         return bool(wanted.features) and (key.size, key.features) == (wanted.num_tokens, wanted.features)
 
     def awaited(self, programs: "StepPrograms", wanted: Wanted) -> Iterable[Sequence[ProgramKey]]:
-        """One that holds the prompt up to its last item. The largest is made: steps with tokens of others too need no other."""
+        """One that holds the prompt up to its last item, or as much of it as a step computes."""
         if not wanted.features:
             return ()
-        sizes = [size for size in reversed(programs.buckets.tokens) if size >= wanted.num_tokens]
+        sizes = [size for size in programs.buckets.tokens if size >= wanted.num_tokens]
         return [[ProgramKey(self.name, size, features=wanted.features) for size in sizes]]
 
     def _keys(self, programs: "StepPrograms") -> list[ProgramKey]:
