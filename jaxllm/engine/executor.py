@@ -66,7 +66,7 @@ class ExecutorPrograms(Protocol):
     def num_loaded(self) -> int: ...
     @property
     def num_compiled_after_warmup(self) -> int:
-        """Compilations that a request waited for."""
+        """Compilations that a step waited for."""
 
     @property
     def awaited(self) -> tuple[int, int]:
