@@ -165,12 +165,13 @@ def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
     wanted = replace(wanted, items=items, features=inputs.of_items(items), num_tokens=4096)
     keys = [*encode.common(None), *encode.rare(None)]
     assert {key.size for key in keys if encode.is_needed(key, wanted)} == patches
-    of_largest = [[key for key in keys if key.size >= max(patches)]] if cells == (2040,) else None
-    assert of_largest is None or [*encode.awaited(None, wanted)] == of_largest
-    assert bool([*encode.awaited(None, wanted)]) == bool(cells) and not [*of_videos.awaited(None, wanted)]
+    of_largest = [[size for size in encode.sizes if size >= 4 * max(cells)]] if cells else []
+    assert [[key.size for key in keys] for keys in encode.awaited(None, wanted)] == of_largest, "it encodes the others too"
+    assert not [*of_videos.awaited(None, wanted)]
     assert not any(of_videos.is_needed(key, wanted) for key in of_videos.rare(None))
     of_frames = replace(wanted, items=[msgspec.structs.replace(item, kind="video") for item in items])
     assert {key.size for key in of_videos.rare(None) if of_videos.is_needed(key, of_frames)} == patches
+    assert [[key.size for key in keys] for keys in of_videos.awaited(None, of_frames)] == of_largest
     mixed = [ProgramKey("forward", size, features=names) for size in (2048, 4096, 8192) for names in inputs.sets]
     assert [key for key in mixed if Forward().is_needed(key, wanted)] == [key for key in mixed[3:4] if cells]
 
