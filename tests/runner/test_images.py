@@ -147,9 +147,13 @@ def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
     wanted = replace(wanted, items=items, features=inputs.of_items(items), num_tokens=4096)
     keys = [*encode.common(None), *encode.rare(None)]
     assert {key.size for key in keys if encode.is_needed(key, wanted)} == patches
+    of_largest = [[size for size in encode.sizes if size >= 4 * max(cells)]] if cells else []
+    assert [[key.size for key in keys] for keys in encode.awaited(None, wanted)] == of_largest, "it encodes the others too"
+    assert not [*of_videos.awaited(None, wanted)]
     assert not any(of_videos.is_needed(key, wanted) for key in of_videos.rare(None))
     of_frames = replace(wanted, items=[msgspec.structs.replace(item, kind="video") for item in items])
     assert {key.size for key in of_videos.rare(None) if of_videos.is_needed(key, of_frames)} == patches
+    assert [[key.size for key in keys] for keys in of_videos.awaited(None, of_frames)] == of_largest
     mixed = [ProgramKey("forward", size, features=names) for size in (2048, 4096, 8192) for names in inputs.sets]
     assert [key for key in mixed if Forward().is_needed(key, wanted)] == [key for key in mixed[3:4] if cells]
 
@@ -208,6 +212,10 @@ class Runner:
         self.row_arrays = SimpleNamespace(
             of_features={"images": "slab", "images_hidden": "hidden"}, replaced=lambda **arrays: self.row_arrays
         )
+        self.missing = ()
+
+    def ready_sizes(self, key, sizes):
+        return tuple(size for size in sizes if size not in self.missing)
 
     def program(self, key):
         def encode(params, *arguments):
@@ -305,6 +313,23 @@ def test_the_images_of_a_plan_are_encoded_together_before_its_step(vision):
     host.replace_lost()
     host.before_step([])
     assert len(runner.calls) == 1, "what waits is lost with the slab"
+
+
+def test_images_are_encoded_by_the_programs_that_are_there(vision):
+    """Apart, if no program is there that encodes them together, and by a larger one than they need."""
+    host, runner, _ = new_host(vision)
+    runner.missing = (1024,)
+    for page in range(2):
+        host.run(EncodeItem(0, payload(12, 16), [page]))
+    host.before_step([])
+    assert [key.size for key, *_ in runner.calls] == [256, 256]
+    runner.missing = (256,)
+    host.run(EncodeItem(0, payload(4, 4), [2]))
+    host.before_step([])
+    runner.missing = (1024,)
+    host.run(EncodeItem(0, payload(32, 32), [*range(4)]))
+    host.before_step([])
+    assert [size for size, _, _ in runner.calls[2:]] == [1024, 1024], "if none is there, a step makes what it needs"
 
 
 def test_ranks_encode_at_the_same_time_each_its_own(vision):
