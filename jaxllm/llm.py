@@ -252,7 +252,8 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
     def _media_reader(self) -> "MediaReader":
         from jaxllm.media.addresses import MediaReader  # imports an HTTP client
 
-        return MediaReader(self.llm_engine.config.multimodal)
+        engine = self.llm_engine
+        return MediaReader(engine.config.multimodal, on_fetched=engine.input_processor.media.counts.add_fetched)
 
     def beam_search(
         self,

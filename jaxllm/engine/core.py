@@ -362,6 +362,7 @@ class EngineCore:
         stats.device_wait_seconds = self.loop.wait_seconds
         stats.sleep_level = self._sleep.level
         stats.num_retried_steps, stats.num_lost_steps = self._failures.num_retried_steps, self._failures.num_lost_steps
+        stats.num_computed_patches, stats.num_encoder_runs = self.executor.encoder_totals
         if self.adapters is not None:
             self.adapters.add_stats(stats)
         if self._expert_load is not None:

@@ -2,7 +2,6 @@
 
 import numbers
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.media import Media, MediaOptions, ProcessedMedia
-from jaxllm.metrics.buckets import PHASE_SECONDS
-from jaxllm.observations import Observations
+from jaxllm.metrics.media_counts import MediaCounts
 from jaxllm.request import PromptItem
 from jaxllm.text.chat_media import MANY, A
 
@@ -35,9 +33,7 @@ class PromptMedia:
         """`processor`: None for a model that takes text alone."""
         self._processor, self._options = processor, options
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jaxllm-images")
-        self.seconds = Observations(PHASE_SECONDS)
-        """How long each image took."""
-        self._lock = threading.Lock()
+        self.counts = MediaCounts()
 
     @property
     def sees_images(self) -> bool:
@@ -111,8 +107,7 @@ class PromptMedia:
         assert self._processor is not None, "check_count refuses images"
         began = time.perf_counter()
         processed = self._processor.process(media, kwargs)
-        with self._lock:
-            self.seconds.add(time.perf_counter() - began)
+        self.counts.add_item(media.kind, time.perf_counter() - began)
         return processed
 
     def expand_text(self, text: str, processed: Sequence[ProcessedMedia]) -> str:

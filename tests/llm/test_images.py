@@ -54,6 +54,8 @@ def test_prompts_and_chats_with_the_same_image_are_the_same(directory: Path) -> 
     assert {request.items[0].payload for request in core.requests} == {first.items[0].payload}
     (prepared,) = [metric for metric in llm.get_metrics() if metric.name.endswith("mm_preparation_time_seconds")]
     assert isinstance(prepared, Histogram) and prepared.count == 4
+    counted = {metric.labels["kind"]: metric.value for metric in llm.get_metrics() if metric.name.endswith("mm_items")}  # type: ignore
+    assert counted == {"image": 4, "video": 0}
     assert {(item.position, item.grid) for request in core.requests for item in request.items} == {(2, (1, 3, 4))}
 
 

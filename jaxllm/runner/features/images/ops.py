@@ -67,6 +67,8 @@ class ImagesOnHost(OpRunner):
             of_ranks = [together(inputs, kind.sizes[-1]) for inputs in of_kind]
             for groups in zip_longest(*of_ranks, fillvalue=()):
                 size = fit(kind.sizes, max(map(num_patches, groups)))
+                num_computed, num_runs = self._runner.encoder_totals
+                self._runner.encoder_totals = num_computed + size * len(groups), num_runs + 1
                 kind.run(self._runner, self._runner.program(ProgramKey(kind.name, size)), size, groups)
         for waiting in self._waiting:
             waiting.clear()
