@@ -128,7 +128,7 @@ class EngineCore:
         self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight, ops=self.ops)
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.executor)
-        self._pause = Pause(self.config.scheduler.max_num_queued_reqs)
+        self._pause = Pause(self.config.scheduler)
         self._profiler = Profiler(self.config.observe.profiler_dir)
         self._background = BackgroundPrograms(self.executor.programs, self._run_new_program, began=began)
         self._background.watch()
@@ -147,7 +147,7 @@ class EngineCore:
         if request.sampling_params.extra_args:
             request = replace(request, sampling_params=read_arguments(request.sampling_params, self._processors))
         if self._pause.mode is not None:
-            self._pause.hold(request)
+            self._pause.hold(request, (each.spec for each in self.scheduler.requests.values()))
             return
         self._queue(request)
 
