@@ -91,6 +91,10 @@ class PromptMedia:
                 submitted.append([])
         return [_done(prompt, images) for prompt, images in zip(prompts, submitted, strict=True)]
 
+    def check(self, prompt: Any) -> None:
+        """Check the form and the number of a prompt's items, before they are read."""
+        self._read(prompt)
+
     def samples(self, media: Media) -> "Future[np.ndarray]":
         """Decode audio of any length in a thread, for a model that hears: see AudioProcessor."""
         assert self.hearing is not None, "this model does not hear"
@@ -149,6 +153,11 @@ class PromptMedia:
         self.check_count([kind] * len(items), DATA)
         names = names or [None] * len(items)
         return [_as_media(kind, item, names[place], f"{DATA}.{kind}[{place}]") for place, item in enumerate(items)]
+
+
+def has_unprepared(prompt: Any) -> bool:
+    """Whether a prompt has items that are to be prepared."""
+    return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(UUIDS)) and not processed_in(prompt)
 
 
 def with_processed(prompt: Any, processed: Sequence[ProcessedMedia]) -> Any:

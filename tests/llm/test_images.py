@@ -125,6 +125,46 @@ def test_prompts_whose_images_do_not_fit_are_refused(directory: Path, prompt: An
     assert core.requests == []
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_images_of_many_prompts_are_prepared_while_others_run(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, is_chat: bool
+) -> None:
+    """No more wait at a time than the engine takes and a few ahead; answers come in the order of the prompts."""
+    monkeypatch.setattr("jaxllm.llm.AHEAD", 2)
+    monkeypatch.setattr("jaxllm.request_feed.AHEAD", 2)
+    llm, core = seeing(directory, max_num_seqs=3)
+    images = [IMAGE.crop((0, 0, 128, 32 * height)) for height in (1, 2, 3)] * 5
+    most_at_once, core.before_step = [], lambda: most_at_once.append(len(core.running))
+    params = SamplingParams(max_tokens=2)
+    if is_chat:
+        talks = [[{"role": "user", "content": [{"type": "image_pil", "image_pil": image}]}] for image in images]
+        outputs = llm.chat([*talks, [{"role": "user", "content": "text"}]], params, use_tqdm=False)
+    else:
+        prompts: list[Any] = [{"prompt": PAD, "multi_modal_data": {"image": image}} for image in images]
+        outputs = llm.generate([*prompts, "text"], params, use_tqdm=False)
+    pad = core.model_config.vision.image_token_id  # type: ignore[union-attr]
+    counts = [output.prompt_token_ids.count(pad) for output in outputs]
+    assert counts == [4, 8, 12] * 5 + [0] and [int(output.request_id) for output in outputs] == list(range(16))
+    assert max(most_at_once) <= 3 + 2 and len(most_at_once) > 2, "requests came while others ran"
+
+
+def test_of_many_prompts_one_whose_image_is_damaged_ends_the_call(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm.llm.AHEAD", 2)
+    llm, core = seeing(directory)
+    good: Any = {"prompt": PAD, "multi_modal_data": {"image": IMAGE}}
+    damaged: Any = {"prompt": PAD, "multi_modal_data": {"image": b"GIF89a"}}
+    with pytest.raises(
+        InvalidRequestError, match=r"prompt 2 of 4 cannot be served, and ended the call: the image at .*image\[0\]"
+    ):
+        llm.generate([good, good, damaged, good], SamplingParams(max_tokens=99), use_tqdm=False)
+    assert not core.running
+    wrong: Any = {"prompt": PAD, "multi_modal_data": {"picture": IMAGE}}
+    core.requests.clear()
+    with pytest.raises(InvalidRequestError, match="1 of 4 prompts cannot be served, none was run: prompt 3: .*'picture'"):
+        llm.generate([good, good, good, wrong], ONE, use_tqdm=False)
+    assert core.requests == [], "what can be checked without images is checked first"
+
+
 def test_scripts_set_how_images_are_prepared(directory: Path) -> None:
     llm, core = seeing(directory)
     prompt: Any = {"prompt": PAD, "multi_modal_data": {"image": IMAGE}, "mm_processor_kwargs": {"max_pixels": 4096}}
