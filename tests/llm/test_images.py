@@ -1,5 +1,6 @@
 """Prompts and chats with images, most of them prepared for Qwen 3 VL, over an engine core without a model."""
 
+import base64
 import dataclasses
 import io
 from pathlib import Path
@@ -86,6 +87,29 @@ def test_prompts_and_chats_with_the_same_video_are_the_same(directory: Path) -> 
     prompt = {"prompt": clip * 2, "multi_modal_data": {"video": [images, frames[:2]]}}
     llm.generate(prompt, ONE, use_tqdm=False)
     assert len(core.requests[-1].items) == 3, "two videos"
+
+
+def test_parts_of_every_type_are_the_same_image(directory: Path) -> None:
+    """Those of vLLM, with type and without, and of transformers; by address and as objects."""
+    llm, core = seeing(directory)
+    png = io.BytesIO()
+    IMAGE.save(png, "png")
+    url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": url},
+        {"image_url": {"url": url}},
+        {"image_pil": IMAGE},
+        {"type": "image_pil", "image_pil": np.asarray(IMAGE)},
+        {"type": "image", "image": IMAGE},
+        {"type": "image", "image": png.getvalue()},
+        {"type": "image", "url": url},
+    ]
+    llm.chat([[{"role": "user", "content": [part, {"type": "text", "text": "?"}]}] for part in parts], ONE, use_tqdm=False)
+    assert len(core.requests) == len(parts)
+    assert len({(tuple(request.prompt_token_ids), request.items[0].payload) for request in core.requests}) == 1
+    with pytest.raises(InvalidRequestError, match="message 0, part 0 is 'image_embeds'"):
+        llm.chat([{"role": "user", "content": [{"type": "image_embeds", "image_embeds": [1.0]}]}], ONE, use_tqdm=False)
 
 
 def test_the_order_of_images_is_that_of_the_parts(directory: Path) -> None:
