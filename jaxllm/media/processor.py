@@ -107,7 +107,7 @@ class MediaProcessor:
         return processed
 
     def _prepare_video(self, video: QwenVideo, media: Media, content: bytes) -> ProcessedMedia:
-        clip = open_clip(media.data, media.name, self.options)
+        clip = open_clip(media.data, media.name, self.options, media.check)
         numbers = video.chosen(clip, media.name)
         size = video.resized(len(numbers), clip.width, clip.height)
         rows, columns = (length // self.vision.patch_size for length in size[::-1])
