@@ -237,13 +237,15 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         tokenization = Tokenization.of(tokenization_kwargs, add_special_tokens=False)
 
         split = each(conversations(messages), split_media, "conversation")
-        is_later = reads_later and sum(bool(references) for _, references in split) > AHEAD
+        num_with_images = sum(bool(references) for _, references in split)
+        is_later = reads_later and num_with_images > AHEAD
+        reader = self._media_reader if num_with_images else None  # made here, before threads use it
 
         def render(conversation_and_references: tuple[Messages, list[MediaRef]]) -> dict[str, Any]:
             conversation, references = conversation_and_references
             kinds = [each.kind for each in references]
             media.check_count(kinds, "messages")
-            images: Sequence[Any] = references if is_later or not references else self._media_reader.read_now(references)
+            images: Sequence[Any] = references if is_later or not references or reader is None else reader.read_now(references)
             text = render_chat(
                 tokenizer,
                 conversation,
