@@ -212,7 +212,7 @@ class Runner:
         self.row_arrays = SimpleNamespace(
             of_features={"images": "slab", "images_hidden": "hidden"}, replaced=lambda **arrays: self.row_arrays
         )
-        self.missing = ()
+        self.missing, self.encoder_totals = (), (0, 0)
 
     def ready_sizes(self, key, sizes):
         return tuple(size for size in sizes if size not in self.missing)
@@ -329,7 +329,7 @@ def test_images_are_encoded_by_the_programs_that_are_there(vision):
     runner.missing = (1024,)
     host.run(EncodeItem(0, payload(32, 32), [*range(4)]))
     host.before_step([])
-    assert [size for size, _, _ in runner.calls[2:]] == [1024, 1024], "if none is there, a step makes what it needs"
+    assert [key.size for key, *_ in runner.calls[2:]] == [1024, 1024], "if none is there, a step makes what it needs"
 
 
 def test_ranks_encode_at_the_same_time_each_its_own(vision):
