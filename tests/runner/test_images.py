@@ -154,19 +154,19 @@ def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
     of_frames = replace(wanted, items=[msgspec.structs.replace(item, kind="video") for item in items])
     assert {key.size for key in of_videos.rare(None) if of_videos.is_needed(key, of_frames)} == patches
     assert [[key.size for key in keys] for keys in of_videos.awaited(None, of_frames)] == of_largest
+    mixed = [ProgramKey("forward", size, features=names) for size in (2048, 4096, 8192) for names in inputs.sets]
+    assert [key for key in mixed if Forward().is_needed(key, wanted)] == [key for key in mixed[3:4] if cells]
 
 
 def test_a_request_waits_for_all_parts_of_its_images(vision):
     """Of images in parts for each size that it has, of others for one program that holds the largest."""
     encode, _ = Images(vision, EncoderSizes.of(vision, 4096, 600), "float32", Kernels(), None, True).programs()
     num_parts = {size: len(encode.keys(size)) for size in encode.sizes}
-    assert num_parts[256] == 1 < num_parts[1024] < num_parts[4096]
+    assert num_parts == {256: 1, 1024: 2, 2048: 2, 4096: 2}, "at most one for each layer"
     wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
     items = [replace_item(position=5000 * i, num_tokens=count) for i, count in enumerate((60, 1024, 250, 20, 1000))]
     found = [*encode.awaited(None, replace(wanted, items=items))]
     assert found == [[key] for size in (1024, 4096) for key in encode.keys(size)] + [encode.keys(256)]
-    mixed = [ProgramKey("forward", size, features=names) for size in (2048, 4096, 8192) for names in inputs.sets]
-    assert [key for key in mixed if Forward().is_needed(key, wanted)] == [key for key in mixed[3:4] if cells]
 
 
 @pytest.mark.parametrize("num_patches", [256, 1024])
