@@ -26,8 +26,8 @@ def refuse(name: str, fault: str) -> NoReturn:
     raise InvalidRequestError(f"the audio at {name} {fault}", name) from None
 
 
-def read_audio(data: bytes, name: str, options: MediaOptions) -> np.ndarray:
-    """Float32 samples of a file, from -1 to 1. Raises InvalidRequestError."""
+def read_audio(data: bytes, name: str, options: MediaOptions, heard: float = math.inf) -> np.ndarray:
+    """Float32 samples of a file, from -1 to 1. heard: most seconds that the model takes. Raises InvalidRequestError."""
     if not data:
         refuse(name, "is empty; send the bytes of a file")
     if len(data) > options.mm_max_audio_bytes:
@@ -39,12 +39,13 @@ def read_audio(data: bytes, name: str, options: MediaOptions) -> np.ndarray:
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE" and (found := _read_wav(data, name)) is not None:
         samples, rate = found
     else:
-        samples, rate = _read_with_soundfile(data, name, options)
-    return resampled(samples, rate, name, options)
+        samples, rate = _read_with_soundfile(data, name, min(heard, options.mm_max_audio_seconds))
+    return resampled(samples, rate, name, options, heard)
 
 
-def resampled(samples: np.ndarray, rate: int, name: str, options: MediaOptions) -> np.ndarray:
-    """Float32 [n] at 16 kHz of samples [n] or [n, channels], whose channels are averaged. Raises InvalidRequestError."""
+def resampled(samples: np.ndarray, rate: int, name: str, options: MediaOptions, heard: float = math.inf) -> np.ndarray:
+    """Float32 [n] at 16 kHz of samples [n] or [n, channels], whose channels are averaged. heard: most seconds that the model takes. Raises
+    InvalidRequestError."""
     check_rate(rate, name)
     if samples.ndim > 2 or (samples.ndim == 2 and not 1 <= samples.shape[1] <= MAX_CHANNELS):
         refuse(name, f"is an array of shape {samples.shape}, must have samples, or samples and at most {MAX_CHANNELS} channels")
@@ -55,6 +56,8 @@ def resampled(samples: np.ndarray, rate: int, name: str, options: MediaOptions) 
             name,
             f"has {len(samples) / rate:.1f} seconds, at most {options.mm_max_audio_seconds} are taken (--mm-max-audio-seconds); cut it",
         )
+    if len(samples) > heard * rate:
+        refuse(name, f"has more than {heard:g} seconds, which this model hears of a clip; cut it into several")
     mono = samples.astype(np.float32) if samples.ndim == 1 else samples.mean(axis=1, dtype=np.float32)
     if not (mono.min() >= -MAX_SAMPLE and mono.max() <= MAX_SAMPLE):  # as where one is not a number
         refuse(name, f"has samples that are not finite, or beyond {MAX_SAMPLE:g}")
@@ -118,8 +121,9 @@ _DECODERS: dict[tuple[int, int], Any] = {
 """By the code of the form and the bits of a sample."""
 
 
-def _read_with_soundfile(data: bytes, name: str, options: MediaOptions) -> tuple[np.ndarray, int]:
-    """Samples [n], the means of all channels, and rate of a file of any format that libsndfile knows."""
+def _read_with_soundfile(data: bytes, name: str, max_seconds: float) -> tuple[np.ndarray, int]:
+    """Samples [n], the means of all channels, and rate of a file of any format that libsndfile knows. Little more than `max_seconds` is
+    decoded."""
     try:
         import soundfile
     except (ImportError, OSError):
@@ -133,7 +137,7 @@ def _read_with_soundfile(data: bytes, name: str, options: MediaOptions) -> tuple
             check_rate(file.samplerate, name)
             if file.channels > MAX_CHANNELS:
                 refuse(name, f"has {file.channels} channels, must have 1 to {MAX_CHANNELS}")
-            left = int(options.mm_max_audio_seconds * file.samplerate) + 1  # the header may lie: so much is decoded
+            left = int(max_seconds * file.samplerate) + 1  # the header may lie: so much is decoded
             blocks = [np.zeros(0, np.float32)]
             while len(block := file.read(min(left, BLOCK_SAMPLES), dtype="float32", always_2d=True)):
                 blocks.append(block.mean(axis=1))
