@@ -117,10 +117,13 @@ def compute(arguments: dict[str, Any]) -> dict[str, Any] | None:
         if followed is None:
             return None
         results.append(followed)
-    embeddings = [
-        [[round(float(value), 6) for value in row] for row in reference.embeddings(clip)] for clip in (1, 2)
-    ]
-    return {"clips": CLIPS, "counts": reference.counts, "embeddings": {"1": embeddings[0], "2": embeddings[1]}, "results": results}
+    embeddings = [[[round(float(value), 6) for value in row] for row in reference.embeddings(clip)] for clip in (1, 2)]
+    return {
+        "clips": CLIPS,
+        "counts": reference.counts,
+        "embeddings": {"1": embeddings[0], "2": embeddings[1]},
+        "results": results,
+    }
 
 
 def main() -> None:

@@ -50,14 +50,14 @@ def make_core(directory: Path) -> Iterator[Any]:
         core.shutdown()
 
 
-def requests(core: EngineCore, *, copies: int = 1) -> list[EngineCoreRequest]:
+def requests(core: EngineCore, *, copies: int = 1, **params: Any) -> list[EngineCoreRequest]:
     """The golden's prompts, with clips and without."""
     processor = AudioTokenProcessor(core.model_config.audio, MediaOptions())
     made = []
     for number, result in enumerate(GOLDEN["results"] * copies):
         clips = [processor.process(Media("audio", CLIPS[clip])) for clip in result["clips"]]
         token_ids, items = processor.expand(result["prompt"], clips)
-        request = engines.request(f"{number}", token_ids, max_tokens=64, logprobs=0, prompt_logprobs=0)
+        request = engines.request(f"{number}", token_ids, max_tokens=64, logprobs=0, **{"prompt_logprobs": 0, **params})
         made.append(replace(request, items=items))
     return made
 
@@ -115,7 +115,7 @@ def test_short_steps_and_preemption_change_nothing(make_core) -> None:
 @pytest.mark.slow
 def test_equal_beginnings_are_computed_once_and_equal_clips_encoded_once(make_core) -> None:
     core = make_core(enable_prefix_caching=True)
-    plain = [replace(each, params=replace(each.params, prompt_logprobs=None)) for each in requests(core)]
+    plain = requests(core, prompt_logprobs=None)
     check(core, plain)
     encoded = core.stats().num_encoded_patches
     check(core, plain)

@@ -3,8 +3,10 @@
 Clips are a second long. Every parameter is random, those of norms and biases too: values with which models begin a training hide errors.
 """
 
+import io
 import json
 import math
+import wave
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,15 @@ def clip(seed: int, seconds: float = 1.0) -> np.ndarray:
     time = np.arange(int(16000 * seconds)) / 16000
     tones = sum(np.sin(2 * np.pi * hertz * time) for hertz in generator.uniform(100, 4000, 3))
     return (0.1 * tones + 0.02 * generator.normal(size=len(time))).astype(np.float32)
+
+
+def wav(samples: np.ndarray, rate: int = 16000) -> bytes:
+    """A WAV file of 16 bits."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, rate, len(samples), "NONE", ""))
+        writer.writeframes((samples * 32767).astype("<i2").tobytes())
+    return file.getvalue()
 
 
 def _tokenizer() -> Tokenizer:
