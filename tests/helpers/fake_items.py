@@ -20,9 +20,10 @@ PAGE = 4
 """Embeddings of a page."""
 
 
-def encoder(*, item: int = 8, step: int = 8, pages: int = 8, **options: Any) -> EncoderCache:
-    """An encoder cache whose patches are embeddings. item: most of them in an item. step: most that a step encodes. pages: of PAGE each."""
-    return EncoderCache(EncoderSizes(1, item, step, pages, PAGE), **options)
+def encoder(*, item: int = 8, step: int = 8, pages: int = 8, least: int = 0, **options: Any) -> EncoderCache:
+    """An encoder cache whose patches are embeddings. item: most of them in an item. step: most that a step encodes. pages: of PAGE each.
+    least: patches that an item counts at least."""
+    return EncoderCache(EncoderSizes(1, item, step, pages, PAGE, min_item_patches=least), **options)
 
 
 def image(content: bytes, position: int, num_tokens: int, *, has_breaks: bool = False) -> PromptItem:
