@@ -55,7 +55,7 @@ class EngineMetrics:
         """Store the engine core's own numbers, after the latest step."""
         self.programs_compiled_after_warmup = 0
         self.image_seconds: Observations | None = None
-        """Store the times of preparing images, if the model sees them."""
+        """Store the times of preparing images and clips of audio, if prompts of the model have some."""
 
     def request_arrived(self, params: SamplingParams) -> None:
         """A prompt was accepted."""
@@ -141,7 +141,9 @@ class EngineMetrics:
         found.counter("external_prefix_cache_queries", 0, f"lookups {absent}")
         found.counter("external_prefix_cache_hits", 0, f"hits {absent}")
         queries, hits = (self.load.item_cache_queries, self.load.item_cache_hits) if self.load is not None else (0, 0)
-        found.counter("mm_cache_queries", queries, "images of prompts, each when its first token was computed")
+        found.counter(
+            "mm_cache_queries", queries, "images and clips of audio of prompts, each when its first token was computed"
+        )
         found.counter("mm_cache_hits", hits, "those of them that the encoder cache had; the others were encoded")
 
     def _cache_size(self, load: SchedulerStats) -> dict[str, str]:
@@ -187,5 +189,7 @@ class EngineMetrics:
         histogram("request_params_max_tokens", self._request_max_tokens, "most output tokens asked for")
         histogram("request_num_preemptions", self._request_preemptions, "times that an ended sequence lost its place")
         if self.image_seconds is not None:
-            prepared = "reading and preparing an image of a prompt; one that was kept takes less than a millisecond"
+            prepared = (
+                "reading and preparing an image or a clip of audio of a prompt; one that was kept takes less than a millisecond"
+            )
             histogram("mm_preparation_time_seconds", self.image_seconds, prepared)

@@ -59,7 +59,10 @@ def test_clips_stand_at_their_placeholders() -> None:
     prompt = [1, PLACEHOLDER, 2, PLACEHOLDER, 3]
     once, items = prepare.expand(prompt, [long, short])
     assert once == [1, *[PLACEHOLDER] * 5, 2, PLACEHOLDER, 3]
-    assert [(item.kind, item.position, item.num_tokens, item.grid) for item in items] == [("audio", 1, 5, None), ("audio", 7, 1, None)]
+    assert [(item.kind, item.position, item.num_tokens, item.grid) for item in items] == [
+        ("audio", 1, 5, None),
+        ("audio", 7, 1, None),
+    ]
     assert prepare.expand(once, [long, short]) == (once, items), "they may be there already"
     assert prepare.expand([1, 2], []) == ([1, 2], ())
     for clips in ([], [long], [long, short, short]):

@@ -318,7 +318,11 @@ def test_bad_files_are_refused_by_the_name_of_their_part(seeing: Client, kind: s
         ([IMAGE] * 4, "messages[0].content[0]", "At most 3 image(s) may be provided in one prompt"),
         ([{"type": "video_url", "video_url": {"url": URL}}], "messages[0].content[0]", "has 1 frame(s), must have at least 2"),
         ([{"type": "video_embeds", "video_embeds": "x"}], "messages", "'video_embeds'"),
-        ([{"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}], "messages[0].content[0]", "takes no clips of audio"),
+        (
+            [{"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}],
+            "messages[0].content[0]",
+            "takes no clips of audio",
+        ),
         ([{"type": "image_embeds", "image_embeds": "x"}], "messages", "'image_embeds'"),
         ([{"audio_url": {"url": "x"}}], "messages[0].content[0]", "takes no clips of audio"),
         ([{"type": "image", "image": URL}], "messages", "'image'"),
