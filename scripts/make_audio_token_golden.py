@@ -12,6 +12,7 @@ import copy
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,21 @@ CHOSEN = ((0, 2, 1), (1,), (3, 0), ())
 class Reference:
     """A checkpoint as transformers computes it."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, clips: Sequence[tuple[int, float]] = CLIPS):
+        """clips: seed and seconds of each."""
         import torch
 
         self.model = transformers.Qwen2AudioForConditionalGeneration.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         extract = transformers.WhisperFeatureExtractor.from_pretrained(directory)
-        clips = [whisper_checkpoint.clip(*clip) for clip in CLIPS]
-        made = extract(clips, sampling_rate=16000, padding="max_length", return_attention_mask=True, device="cpu")
+        made = extract(
+            [whisper_checkpoint.clip(*clip) for clip in clips],
+            sampling_rate=16000,
+            padding="max_length",
+            return_attention_mask=True,
+            device="cpu",
+        )
         self.features, self.mask = torch.tensor(np.array(made.input_features)), torch.tensor(np.array(made.attention_mask))
         self.counts = [(((int(n) - 1) // 2 + 1) - 2) // 2 + 1 for n in self.mask.sum(-1)]
 
@@ -50,7 +57,7 @@ class Reference:
         found.model = copy.deepcopy(self.model).double()
         return found
 
-    def logprobs(self, token_ids: list[int], clips: tuple[int, ...]) -> Any:
+    def logprobs(self, token_ids: list[int], clips: Sequence[int]) -> Any:
         """[T, V] of a prompt with a placeholder for each embedding, and what follows."""
         import torch
 

@@ -123,6 +123,29 @@ def test_equal_beginnings_are_computed_once_and_equal_clips_encoded_once(make_co
     assert stats.prefix_cache_hits > 0 and stats.num_encoded_patches == encoded
 
 
+@pytest.mark.torch
+def test_other_weights_and_lengths_equal_transformers_itself(tmp_path) -> None:
+    torch = pytest.importorskip("torch")
+    from scripts.make_audio_token_golden import Reference
+
+    directory = audio_checkpoint.write(tmp_path, seed=77)
+    lengths = [(number, seconds) for number, seconds in enumerate((0.99, 0.5, 0.49, 0.25, 0.2401, 0.04, 0.03))]
+    options = {**engines.SMALL, "model": str(directory), "dtype": "float32", "max_model_len": 160, "token_buckets": (16, 160)}
+    core = EngineCore(EngineConfig.from_options(**options))
+    processor = AudioTokenProcessor(core.model_config.audio, MediaOptions())
+    clips = [processor.process(Media("audio", whisper_checkpoint.clip(*clip))) for clip in lengths]
+    prompt = [token for number in range(len(clips)) for token in (number, audio_checkpoint.AUDIO, 7)]
+    token_ids, items = processor.expand(prompt, clips)
+    try:
+        asked = replace(engines.request("a", token_ids, max_tokens=1, prompt_logprobs=0), items=items)
+        found = engines.run(core, [asked])["a"].prompt_logprobs.logprobs[:, 0]
+    finally:
+        core.shutdown()
+    with torch.no_grad():
+        expected = Reference(directory, lengths).logprobs(token_ids, range(len(lengths))).numpy()
+    np.testing.assert_allclose(found, [row[token] for row, token in zip(expected, token_ids[1:], strict=False)], atol=1e-4)
+
+
 def test_what_audio_excludes_is_refused(make_core) -> None:
     for options in ({"pipeline_parallel_size": 2}, {"prefill_context_parallel_size": 2}):
         with pytest.raises(ConfigError, match=f"{next(iter(options))} is set, but Qwen2Audio.*language_model_only"):
