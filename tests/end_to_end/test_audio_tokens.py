@@ -92,9 +92,17 @@ def test_the_encoder_computes_what_transformers_does(directory, is_whole) -> Non
         np.testing.assert_allclose(found[: len(expected)], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options", slow_except([{}], [{}, {"tensor_parallel_size": 2}, {"share_layers": True}, {"data_parallel_size": 2}])
-)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"tensor_parallel_size": 2},
+    {"share_layers": True},
+    {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8},
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}},
+    {"disable_chunked_mm_input": True, "max_num_batched_tokens": 40, "token_buckets": (16, 40)},
+]
+
+
+@pytest.mark.parametrize("options", slow_except([{}], OPTIONS))
 def test_engines_say_what_transformers_says(make_core, options) -> None:
     """More requests than rows, those with the same clips among them."""
     core = make_core(**options)
