@@ -69,28 +69,25 @@ class ItemEmbeddings(StepFeature):
 
 
 class ItemsOnHost(OpRunner):
-    """Collects the items of a plan, has them encoded before its step, and maps the step's tokens to their embeddings."""
+    """Has the items of a plan encoded before its step, and maps the step's tokens to their embeddings. What waits to be encoded is a
+    subclass's."""
 
     ops = (EncodeItem, UseItem)
 
     def __init__(self, runner: Any, feature: ItemEmbeddings):
         self._runner, self._feature = runner, feature
-        self._waiting: list[list[Any]] = [[] for _ in range(runner.ranks.num)]
-        """Inputs that the next step encodes, by rank."""
         self._pages: dict[tuple[str, int], Sequence[int]] = {}
         """Pages of the items whose tokens the next step computes, by request and position."""
 
-    def run(self, op: EncodeItem | UseItem) -> None:
+    def run(self, op: Any) -> None:
         if isinstance(op, UseItem):
             self._pages[op.request_id, op.position] = op.pages
         else:
-            self._waiting[op.rank].append(self.unpacked(op))
+            self.add(op)
 
     def before_step(self, batches: Sequence[Batch]) -> None:
-        if any(self._waiting):
-            self.encode(self._waiting)
-        for waiting in self._waiting:
-            waiting.clear()
+        self.encode()
+        self.forget()
         for batch in batches:
             inputs_IT = self._runner.shapes.inputs.token_inputs_of(batch, self._feature.name)
             if inputs_IT is not None:
@@ -102,15 +99,18 @@ class ItemsOnHost(OpRunner):
     def replace_lost(self) -> None:
         """Forget what waits for a step that does not come. The slab is one of the rows' arrays."""
         self._pages.clear()
-        for waiting in self._waiting:
-            waiting.clear()
+        self.forget()
 
-    def unpacked(self, op: EncodeItem) -> Any:
-        """The input of the encoder."""
+    def add(self, op: Any) -> None:
+        """Keep what an operation brings until the next step."""
         raise NotImplementedError
 
-    def encode(self, waiting: Sequence[Sequence[Any]]) -> None:
-        """Start to encode inputs, those of all ranks at the same time."""
+    def encode(self) -> None:
+        """Start to encode all that waits, of all ranks at the same time."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Nothing waits any more."""
         raise NotImplementedError
 
     def fill(self, inputs_IT: np.ndarray, chunk: Chunk) -> None:

@@ -117,21 +117,30 @@ class HeardTokens(ItemEmbeddings):
 class ClipsOnHost(ItemsOnHost):
     """Encodes one clip after the other."""
 
-    _feature: HeardTokens
+    def __init__(self, runner: Any, heard: HeardTokens):
+        super().__init__(runner, heard)
+        self._heard = heard
+        self._waiting: list[list[ClipInput]] = [[] for _ in range(runner.ranks.num)]
+        """Clips that the next step encodes, by rank."""
 
-    def unpacked(self, op: EncodeItem) -> ClipInput:
-        features_TM, num_frames = unpack_part(op.payload, self._feature.audio)
-        num_real = self._feature.audio.positions_of(num_frames)
-        count = self._feature.tokens.num_embeddings(num_real)
-        return ClipInput(features_TM, num_real, slab_rows(op.pages, self._feature.sizes.page_embeddings, count))
+    def add(self, op: EncodeItem) -> None:
+        heard = self._heard
+        features_TM, num_frames = unpack_part(op.payload, heard.audio)
+        num_real = heard.audio.positions_of(num_frames)
+        rows = slab_rows(op.pages, heard.sizes.page_embeddings, heard.tokens.num_embeddings(num_real))
+        self._waiting[op.rank].append(ClipInput(features_TM, num_real, rows))
 
-    def encode(self, waiting: Sequence[Sequence[ClipInput]]) -> None:
-        audio = self._feature.audio
-        for clips in zip_longest(*waiting):
+    def encode(self) -> None:
+        audio = self._heard.audio
+        for clips in zip_longest(*self._waiting):
             most = max(audio.positions_of(len(clip.features_TM)) for clip in clips if clip is not None)
             size = fit(audio.sizes, most)
             program = self._runner.program(ProgramKey(EncodeAudioItem.name, size))
-            run(self._runner, self._feature, program, [self._feature.arrays(clip, size) for clip in clips])
+            run(self._runner, self._heard, program, [self._heard.arrays(clip, size) for clip in clips])
+
+    def forget(self) -> None:
+        for waiting in self._waiting:
+            waiting.clear()
 
 
 class EncodeAudioItem(ProgramKind):

@@ -1,6 +1,5 @@
 """Runs a plan's operations that encode images, and maps tokens of a step to their embeddings. The host's part of the feature."""
 
-from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -32,20 +31,27 @@ class ImagesOnHost(ItemsOnHost):
         super().__init__(runner, images)
         self._images = images
         self._kinds = images.programs()
+        self._waiting: list[list[EncoderInput]] = [[] for _ in range(runner.ranks.num)]
+        """Images that the next step encodes, by rank."""
 
-    def unpacked(self, op: EncodeItem) -> EncoderInput:
+    def add(self, op: EncodeItem) -> None:
         grid, patches_NC = unpack(op.payload)
         assert any(kind.patch_values == patches_NC.shape[1] for kind in self._kinds), f"patches of {patches_NC.shape[1]} values"
         num_results = len(patches_NC) // self._images.vision.merge_size**2
-        return EncoderInput(grid, patches_NC, slab_rows(op.pages, self._images.sizes.page_embeddings, num_results))
+        rows = slab_rows(op.pages, self._images.sizes.page_embeddings, num_results)
+        self._waiting[op.rank].append(EncoderInput(grid, patches_NC, rows))
 
-    def encode(self, waiting: Sequence[Sequence[EncoderInput]]) -> None:
+    def encode(self) -> None:
         for kind in self._kinds:
-            of_kind = [[each for each in inputs if each.patches_NC.shape[1] == kind.patch_values] for inputs in waiting]
+            of_kind = [[each for each in inputs if each.patches_NC.shape[1] == kind.patch_values] for inputs in self._waiting]
             of_ranks = [together(inputs, kind.sizes[-1]) for inputs in of_kind]
             for groups in zip_longest(*of_ranks, fillvalue=()):
                 size = fit(kind.sizes, max(map(num_patches, groups)))
                 kind.run(self._runner, self._runner.program(ProgramKey(kind.name, size)), size, groups)
+
+    def forget(self) -> None:
+        for waiting in self._waiting:
+            waiting.clear()
 
     def fill(self, inputs_IT: np.ndarray, chunk: Chunk) -> None:
         super().fill(inputs_IT, chunk)
