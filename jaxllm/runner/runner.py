@@ -290,6 +290,11 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """See PlanRunner."""
         return run_by(self.op_runners, op)
 
+    def finish_ops(self) -> None:
+        """See PlanRunner."""
+        for runner in self.op_runners:
+            runner.before_step(())
+
     def allocate_caches(self) -> None:
         """Allocate the KV cache, zeroed: a NaN in a masked slot would still make a sum NaN."""
         program = self.programs.get(ProgramKey("new_caches"))

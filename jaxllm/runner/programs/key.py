@@ -18,3 +18,5 @@ class ProgramKey(NamedTuple):
     """Tokens that a row may sample; in propose, 1 if no drafts are wanted."""
     features: tuple[str, ...] = ()
     """Names of the optional features that the step may need, sorted."""
+    part: int = 0
+    """Which of the programs that encode an image of this size in parts."""
