@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.device_ops import EncodeItem, UseItem
+from jaxllm.device_ops import DeviceOp, EncodeItem, UseItem
 from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.request import PromptItem
 from jaxllm.runner.batch import Batch, Chunk
@@ -72,7 +72,7 @@ class ItemsOnHost(OpRunner):
     """Has the items of a plan encoded before its step, and maps the step's tokens to their embeddings. What waits to be encoded is a
     subclass's."""
 
-    ops = (EncodeItem, UseItem)
+    ops: tuple[type[DeviceOp], ...] = (EncodeItem, UseItem)
 
     def __init__(self, runner: Any, feature: ItemEmbeddings):
         self._runner, self._feature = runner, feature
