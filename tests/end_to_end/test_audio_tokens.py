@@ -73,7 +73,7 @@ def check(core: EngineCore, asked: list[EngineCoreRequest]) -> None:
             np.testing.assert_allclose(answer.prompt_logprobs.logprobs[:, 0], result["prompt_logprobs"], atol=1e-4)
 
 
-@pytest.mark.parametrize("is_whole", [True, False], ids=["longest", "fitting"])
+@pytest.mark.parametrize("is_whole", slow_except([False], [True, False]))
 def test_the_encoder_computes_what_transformers_does(directory, is_whole) -> None:
     """In the program of the longest clip, and in the smallest that holds the clip."""
     config = load_model_config(directory)
