@@ -2,7 +2,8 @@
 
 usage: bench_images.py [MODEL_DIR] [--parts encode,between,…] [--seconds N] [--json FILE] [--markdown FILE] [engine options as name=value …]
 
-first     a request with an image of 1920 x 1080 on an engine that has just started: what it waits for its first token
+first     a request with an image of 1920 x 1080 on an engine that has just started: what it waits for its first token, and the longest
+          time between tokens of a text that decodes meanwhile; then both again, with the programs there
 programs  wait until all programs are made, before all parts that follow, whether named or not
 encode    the program that encodes 256, 1024, 8160 (1920 x 1080) and 16384 patches alone, and its share of a large bf16 product's speed
 between   64 requests decode while four images of 1024 x 1024 arrive a second: time between tokens, against none and against texts;
@@ -45,7 +46,7 @@ from jaxllm.runner.features.images.programs import Encode
 from jaxllm.runner.features.images.step import Images
 from jaxllm.runner.memory import reserve_device_memory
 from jaxllm.scaling.limits import measure_ceilings
-from jaxllm.scaling.runs import decoding, end_all, greedy, time_decodes
+from jaxllm.scaling.runs import SETTLING_STEPS, decoding, end_all, greedy, time_decodes
 from scripts.measuring import seeing_models
 from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.parts import Rows, device, run_parts
@@ -162,14 +163,53 @@ class Bench:
     # Parts
 
     def first(self) -> None:
-        large = self.image(self.sizes.large)
-        waited, name = time.perf_counter() - self.ready, "first token of {} x {}, {{}}".format(*self.sizes.large)
-        compiled = self.core.num_compiled_after_warmup
-        seconds = self.first_token(large)
-        compiled = self.core.num_compiled_after_warmup - compiled
-        note = f"{waited:.1f} s after the start, {compiled} programs compiled meanwhile"
-        self.note(name.format("the engine's first request"), 1e3 * seconds, "ms", note=note)
-        self.note(name.format("the second"), 1e3 * self.first_token(self.image(self.sizes.large)), "ms")
+        name = "first token of {} x {}, {{}}".format(*self.sizes.large)
+        for which in ("the engine's first", "the second"):
+            large, programs = self.image(self.sizes.large), self.core.executor.programs
+            waited, held_up = time.perf_counter() - self.ready, self.core.num_compiled_after_warmup
+            made = programs.num_compiled + programs.num_loaded
+            seconds, gaps, deferred = self._first_beside_text(large)
+            held_up = self.core.num_compiled_after_warmup - held_up
+            made = programs.num_compiled + programs.num_loaded - made
+            note = f"{waited:.1f} s after the start; it waited {deferred:.1f} s for programs; {made} made meanwhile"
+            self.note(name.format(which), 1e3 * seconds, "ms", note=note)
+            note = f"{len(gaps)} of them, median {1e3 * np.median(gaps):.1f} ms; steps waited for {held_up} programs"
+            self.note(f"longest time between tokens of a text beside {which}", 1e3 * gaps.max(), "ms", note=note)
+
+    def _first_beside_text(self, image: Prompt) -> tuple[float, np.ndarray, float]:
+        """Seconds until a request with an image has a token, while a text decodes; the times between tokens of the text meanwhile; and for
+        how many of these seconds the image waited for programs."""
+        text, name, began, last = self._decode_text(), "", 0.0, 0.0
+        gaps: list[float] = []
+        seconds = deferred = 0.0
+        while not seconds:
+            if not began and len(gaps) == SETTLING_STEPS:
+                began, gaps = time.perf_counter(), []
+                name = self._add(image, 2)
+            outputs, now = self.core.step(), time.perf_counter()
+            self.engine.take(outputs)
+            for output in outputs:
+                if output.request_id == name and output.new_token_ids and not seconds:
+                    seconds = now - began
+                if output.request_id == text and output.new_token_ids:
+                    gaps, last = [*gaps, now - last] if last else [], now
+                if output.request_id == text and output.finish_reason:
+                    text = self._decode_text()
+            if began and self.core.stats().num_deferred:
+                deferred = now - began
+        gaps.append(time.perf_counter() - last)  # a step may give the image a token and none to the text
+        end_all(self.engine)
+        return seconds, np.array(gaps), deferred
+
+    def _decode_text(self) -> str:
+        """Queue a text of the longest output. Returns its id in the core."""
+        length = self.sizes.context // 16
+        return self._add({"prompt_token_ids": self.ids(length)}, self.sizes.max_model_len - length)
+
+    def _add(self, prompt: Prompt, num_output: int) -> str:
+        """Queue a request. Returns its id in the core."""
+        self.engine.add_request(f"request {next(self._numbers)}", prompt, greedy(num_output))
+        return next(reversed(self.core.scheduler.requests))  # type: ignore[no-any-return]
 
     def programs(self) -> None:
         began = time.perf_counter()

@@ -206,6 +206,10 @@ class RanksScheduler:
         for rank in self.ranks:
             rank.limit_steps(divisor)
 
+    def limit_tokens(self, most: int | None) -> None:
+        for rank in self.ranks:
+            rank.limit_tokens(most)
+
     @property
     def num_queued_tokens(self) -> int:
         return sum(rank.num_queued_tokens for rank in self.ranks)

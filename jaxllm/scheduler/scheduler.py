@@ -70,6 +70,9 @@ class Scheduler:
         self.max_num_seqs = options.max_num_seqs
         self.max_num_batched_tokens = options.max_num_batched_tokens
         self.max_num_prefill_tokens = options.max_step_tokens
+        self._divisor = 1
+        """See `limit_steps`, and `limit_tokens` for the next one."""
+        self._most_tokens_of_step: int | None = None
         self.drafts = drafts
         self.rooms = rooms
         self.chunk_rooms = tuple(room for room in rooms if isinstance(room, ChunkRoom))
@@ -705,11 +708,25 @@ class Scheduler:
     def limit_steps(self, divisor: int) -> None:
         """Divide the step sizes of the options by `divisor`, from the next step on. Without chunked prefill only the number of
         requests is divided."""
-        assert self.options.max_num_seqs is not None and self.options.max_num_batched_tokens is not None
+        self._divisor = divisor
+        self._set_limits()
+
+    def limit_tokens(self, most: int | None) -> None:
+        """Plan no steps of more tokens, if chunked prefill is on, but enough for a token of each request, and for an item that a step
+        computes whole; None: as many as the options say."""
+        self._most_tokens_of_step = most
+        self._set_limits()
+
+    def _set_limits(self) -> None:
+        usual, largest, divisor = self.options.max_num_batched_tokens, self.options.max_step_tokens, self._divisor
+        assert self.options.max_num_seqs is not None and usual is not None
         self.max_num_seqs = max(1, self.options.max_num_seqs // divisor)
         if self.options.enable_chunked_prefill:
-            self.max_num_batched_tokens = max(self._min_chunk, self.options.max_num_batched_tokens // divisor)
-            self.max_num_prefill_tokens = max(self._min_chunk, self.options.max_step_tokens // divisor)
+            if (most := self._most_tokens_of_step) is not None:
+                most = max(most, self.options.max_num_seqs)
+                usual, largest = min(usual, most), min(largest, most)
+            self.max_num_batched_tokens = max(self._min_chunk, usual // divisor)
+            self.max_num_prefill_tokens = max(self._min_chunk, largest // divisor)
 
     @property
     def num_queued_tokens(self) -> int:

@@ -14,7 +14,7 @@ _KINDS = {
 }
 """The kind of an item by the type of its part. Types that end in _url have an address, or an object with it, as chat completions and vLLM
 have them; input_image is that of the Responses API, input_audio has base64 and its format. The others are of scripts, with the item
-itself, or its address, as `transformers` has it."""
+itself, or its address, as `transformers` has it, which may be called `url`."""
 A = {"image": "an image", "video": "a video", "audio": "audio"}
 MANY = {"image": "images", "video": "videos", "audio": "clips of audio"}
 PARTS: Mapping[str, Mapping[str, str]] = {
@@ -67,14 +67,16 @@ def _taken(part: Any, name: str, found: list[MediaRef]) -> Any:
     uuid = part.get("uuid")
     if uuid is not None and not isinstance(uuid, str):
         raise InvalidRequestError(f"{name} has the uuid {uuid!r}, must be a string", name)
-    key = "image_url" if type == "input_image" else type
+    key = called = "image_url" if type == "input_image" else type
+    if key not in part and type in ("image", "video", "audio"):
+        key = "url"
     source: Any
     if key == "input_audio":
         source = _inline(part.get(key), name)
     else:
-        source = _address(part, key, name) if key.endswith("_url") else part.get(type)
+        source = _address(part, key, name) if key.endswith("url") else part.get(type)
     if source is None and uuid is None:
-        raise InvalidRequestError(f"{name} has no {kind}: {key} is missing", name)
+        raise InvalidRequestError(f"{name} has no {kind}: {called} is missing", name)
     found.append(MediaRef(kind, source, uuid, name))
     return dict(PARTS[kind])
 
@@ -113,7 +115,7 @@ def _address(part: Mapping[str, Any], key: str, name: str) -> str | None:
     if isinstance(given, Mapping):
         given, detail = given.get("url"), given.get("detail", detail)
     if given is not None and not isinstance(given, str):
-        a = "a" if key == "video_url" else "an"
+        a = "an" if key.startswith(("image", "audio")) else "a"
         raise InvalidRequestError(f"{name} has {a} {key} of type {type(given).__name__}, must be a string", name)
     if detail not in (None, "auto"):
         warn_once("detail of images has no effect: their size and mm_processor_kwargs decide how many tokens they have")

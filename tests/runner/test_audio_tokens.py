@@ -18,9 +18,12 @@ from jaxllm.media.features import pack_part
 from jaxllm.model_parts import MLP, Audio, AudioTokens, MergerLinear
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.ranks import Ranks
+from jaxllm.request import PromptItem
 from jaxllm.runner.feature_inputs import FeatureInputs
 from jaxllm.runner.features import audio_tokens
 from jaxllm.runner.features.audio_tokens import ClipsOnHost, HeardTokens
+from jaxllm.runner.programs.kind import Wanted
+from jaxllm.sampling_params import SamplingParams
 from tests.helpers import audio_checkpoint
 
 TOKENS = AudioTokens(9, "<|audio|>", "projector.", (MergerLinear("projector.linear", 64),), num_averaged=2)
@@ -38,7 +41,11 @@ class Runner:
         self.shapes = SimpleNamespace(inputs=FeatureInputs((heard,)))
         self.params, self.put = (), lambda arrays: arrays
         self.calls: list[Any] = []
+        self.encoder_totals, self.ready = (0, 0), AUDIO.sizes
         self.row_arrays = SimpleNamespace(of_features={"audio_tokens": "slab"}, replaced=lambda audio_tokens: self.row_arrays)
+
+    def ready_sizes(self, key: Any, sizes: Any) -> Any:
+        return tuple(size for size in sizes if size in self.ready)
 
     def program(self, key: Any) -> Any:
         return lambda params, slab, features, integers: self.calls.append((key.size, features, integers))
@@ -75,6 +82,27 @@ def test_the_smallest_program_that_sees_what_is_behind_a_clip_encodes_it(num_fra
     host.replace_lost()
     host.before_step([])
     assert len(runner.calls) == 1, "what waits is lost with the slab"
+
+
+def test_a_larger_program_that_is_there_encodes_a_clip() -> None:
+    host, runner = new_host()
+    runner.ready = (50,)  # type: ignore[assignment]
+    host.run(clip(0, 10, 3))
+    host.before_step([])
+    runner.ready = (14,)  # type: ignore[assignment]
+    host.run(clip(0, 60, 3))
+    host.before_step([])
+    assert [size for size, _, _ in runner.calls] == [50, 50] and runner.encoder_totals == (100, 2)
+
+
+@pytest.mark.parametrize(("num_tokens", "sizes"), [(1, [14, 26, 50]), (6, [14, 26, 50]), (7, [26, 50]), (25, [50])])
+def test_a_request_waits_for_a_program_that_holds_its_clips(num_tokens: int, sizes: list[int]) -> None:
+    (encode,) = HeardTokens(AUDIO, SIZES, "float32", None).programs()  # type: ignore[arg-type]
+    wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
+    items = [PromptItem("audio", b"a", 0, 1), PromptItem("audio", b"b", 1, num_tokens)]
+    found = [*encode.awaited(None, replace(wanted, items=items))]  # type: ignore[arg-type]
+    assert [[key.size for key in keys] for keys in found] == [sizes]
+    assert not [*encode.awaited(None, wanted)]  # type: ignore[arg-type]
 
 
 def test_ranks_encode_at_the_same_time_each_its_own() -> None:

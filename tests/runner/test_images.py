@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.device_ops import EncodeItem, EncodeParts, UseItem
-from jaxllm.encoder_sizes import EncoderSizes, program_sizes
+from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.kernel_policy import CPU
 from jaxllm.layers.build import build_tower
 from jaxllm.layers.vision import PatchIndices, VisionTower
@@ -80,13 +80,6 @@ def test_images_are_encoded_in_few_programs(counts, groups):
     assert [[len(each.patches_NC) for each in group] for group in found] == groups
 
 
-def test_sizes_of_programs_end_at_the_most_patches_of_an_image():
-    vision = SimpleNamespace(family="qwen3_vl", merge_size=2, has_tiles=False)
-    assert program_sizes(vision, 16384) == (256, 1024, 2048, 4096, 8192, 16384)
-    assert program_sizes(vision, 5000) == (256, 1024, 2048, 4096, 5120)
-    assert program_sizes(vision, 256) == program_sizes(vision, 100) == (256,)
-
-
 def test_where_all_images_have_one_size_the_only_program_is_made_at_the_start(vision):
     """Those of Gemma 3 have 64 x 64 patches: a smaller program would encode none."""
     vision = replace(vision, family="gemma3", merge_size=4, position_grid=64)
@@ -94,19 +87,6 @@ def test_where_all_images_have_one_size_the_only_program_is_made_at_the_start(vi
     (encode,) = images.programs()
     assert [key.size for key in encode.common(None)] == [4096] and not [*encode.rare(None)]
     assert encode.is_first(None, ProgramKey("encode", 4096))
-
-
-@pytest.mark.parametrize(
-    ("grid", "merge", "sizes"),
-    [
-        (32, 2, (1024, 2048, 4096, 8192, 16384)),
-        (27, 3, (729, 1458, 2187, 4374, 8748, 16767)),
-        (4, 2, (256, 1024, 2048, 4096, 8192, 16384)),
-    ],
-)
-def test_programs_encode_whole_tiles(grid, merge, sizes):
-    vision = SimpleNamespace(merge_size=merge, position_grid=grid, has_tiles=True)
-    assert program_sizes(vision, 16384) == sizes
 
 
 def test_a_program_takes_patches_their_indices_and_rows_of_the_slab(vision):
@@ -159,11 +139,26 @@ def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
     wanted = replace(wanted, items=items, features=inputs.of_items(items), num_tokens=4096)
     keys = [*encode.common(None), *encode.rare(None)]
     assert {key.size for key in keys if encode.is_needed(key, wanted)} == patches
+    of_largest = [[size for size in encode.sizes if size >= 4 * max(cells)]] if cells else []
+    assert [[key.size for key in keys] for keys in encode.awaited(None, wanted)] == of_largest, "it encodes the others too"
+    assert not [*of_videos.awaited(None, wanted)]
     assert not any(of_videos.is_needed(key, wanted) for key in of_videos.rare(None))
     of_frames = replace(wanted, items=[msgspec.structs.replace(item, kind="video") for item in items])
     assert {key.size for key in of_videos.rare(None) if of_videos.is_needed(key, of_frames)} == patches
+    assert [[key.size for key in keys] for keys in of_videos.awaited(None, of_frames)] == of_largest
     mixed = [ProgramKey("forward", size, features=names) for size in (2048, 4096, 8192) for names in inputs.sets]
     assert [key for key in mixed if Forward().is_needed(key, wanted)] == [key for key in mixed[3:4] if cells]
+
+
+def test_a_request_waits_for_all_parts_of_its_images(vision):
+    """Of images in parts for each size that it has, of others for one program that holds the largest."""
+    encode, _ = Images(vision, EncoderSizes.of(vision, 4096, 600), "float32", Kernels(), None, True).programs()
+    num_parts = {size: len(encode.keys(size)) for size in encode.sizes}
+    assert num_parts == {256: 1, 1024: 2, 2048: 2, 4096: 2}, "at most one for each layer"
+    wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
+    items = [replace_item(position=5000 * i, num_tokens=count) for i, count in enumerate((60, 1024, 250, 20, 1000))]
+    found = [*encode.awaited(None, replace(wanted, items=items))]
+    assert found == [[key] for size in (1024, 4096) for key in encode.keys(size)] + [encode.keys(256)]
 
 
 @pytest.mark.parametrize("num_patches", [256, 1024])
@@ -220,6 +215,10 @@ class Runner:
         self.row_arrays = SimpleNamespace(
             of_features={"images": "slab", "images_hidden": "hidden"}, replaced=lambda **arrays: self.row_arrays
         )
+        self.missing, self.encoder_totals = (), (0, 0)
+
+    def ready_sizes(self, key, sizes):
+        return tuple(size for size in sizes if size not in self.missing)
 
     def program(self, key):
         def encode(params, *arguments):
@@ -317,6 +316,23 @@ def test_the_images_of_a_plan_are_encoded_together_before_its_step(vision):
     host.replace_lost()
     host.before_step([])
     assert len(runner.calls) == 1, "what waits is lost with the slab"
+
+
+def test_images_are_encoded_by_the_programs_that_are_there(vision):
+    """Apart, if no program is there that encodes them together, and by a larger one than they need."""
+    host, runner, _ = new_host(vision)
+    runner.missing = (1024,)
+    for page in range(2):
+        host.run(EncodeItem(0, payload(12, 16), [page]))
+    host.before_step([])
+    assert [key.size for key, *_ in runner.calls] == [256, 256]
+    runner.missing = (256,)
+    host.run(EncodeItem(0, payload(4, 4), [2]))
+    host.before_step([])
+    runner.missing = (1024,)
+    host.run(EncodeItem(0, payload(32, 32), [*range(4)]))
+    host.before_step([])
+    assert [key.size for key, *_ in runner.calls[2:]] == [1024, 1024], "if none is there, a step makes what it needs"
 
 
 def test_ranks_encode_at_the_same_time_each_its_own(vision):

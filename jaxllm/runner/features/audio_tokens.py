@@ -20,7 +20,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Audio, AudioTokens
 from jaxllm.runner.item_embeddings import ItemEmbeddings, ItemsOnHost, slab_rows
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.runner.programs.kind import ProgramKind, fit
+from jaxllm.runner.programs.kind import ProgramKind, Wanted, fit
 from jaxllm.runner.row_arrays import Params
 from jaxllm.runner.split_program import CompiledProgram, Lowered
 from jaxllm.runner.step_feature import FeatureParts, StepFeature
@@ -134,8 +134,11 @@ class ClipsOnHost(ItemsOnHost):
         audio = self._heard.audio
         for clips in zip_longest(*self._waiting):
             most = max(audio.positions_of(len(clip.features_TM)) for clip in clips if clip is not None)
-            size = fit(audio.sizes, most)
+            ready = self._runner.ready_sizes(ProgramKey(EncodeAudioItem.name), audio.sizes)
+            size = fit(ready if ready and ready[-1] >= most else audio.sizes, most)
             program = self._runner.program(ProgramKey(EncodeAudioItem.name, size))
+            num_computed, num_runs = self._runner.encoder_totals
+            self._runner.encoder_totals = num_computed + size * len(clips), num_runs + 1
             run(self._runner, self._heard, program, [self._heard.arrays(clip, size) for clip in clips])
 
     def forget(self) -> None:
@@ -153,6 +156,14 @@ class EncodeAudioItem(ProgramKind):
 
     def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         return [ProgramKey(self.name, size) for size in reversed(self.heard.audio.sizes)]
+
+    def awaited(self, programs: "StepPrograms", wanted: Wanted) -> Iterable[Sequence[ProgramKey]]:
+        """One program that holds the longest clip, with what it sees behind it."""
+        sizes, count = self.heard.audio.sizes, self.heard.tokens.num_averaged
+        if not (clips := [item.num_embeddings for item in wanted.items if item.kind == "audio"]):
+            return []
+        longest = min((max(clips) + 1) * count, sizes[-1])
+        return [[ProgramKey(self.name, size) for size in sizes if size >= longest]]
 
     def is_first(self, programs: "StepPrograms", key: ProgramKey) -> bool:
         return key.size == self.heard.audio.sizes[-1]

@@ -24,6 +24,7 @@ from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import fit
 
 if TYPE_CHECKING:
+    from jaxllm.runner.features.images.programs import Encode
     from jaxllm.runner.features.images.step import Images
 
 
@@ -96,10 +97,12 @@ class ImagesOnHost(ItemsOnHost):
 
     def _encode_together(self) -> None:
         """Start to encode the images that share programs, of all ranks at the same time."""
-        sizes = self._images.sizes.whole_programs
         for kind in self._kinds:
             of_kind = [[each for each in waiting if each.patches_NC.shape[1] == kind.patch_values] for waiting in self._waiting]
-            of_ranks = [together(inputs, sizes[-1]) for inputs in of_kind] if sizes else []
+            if not any(of_kind):
+                continue
+            sizes = self._sizes(kind, max(len(each.patches_NC) for inputs in of_kind for each in inputs))
+            of_ranks = [together(inputs, sizes[-1]) for inputs in of_kind]
             for groups in zip_longest(*of_ranks, fillvalue=()):
                 key = ProgramKey(kind.name, fit(sizes, max(map(num_patches, groups))))
                 self._run(kind, key, [kind.arrays(key, group) for group in groups])
@@ -107,12 +110,21 @@ class ImagesOnHost(ItemsOnHost):
     def _run(self, kind: Encode, key: ProgramKey, of_ranks: Sequence[tuple[np.ndarray, ...]]) -> None:
         """Start a program with the host arrays of each rank."""
         runner = self._runner
+        if key.part == 0:  # the parts of an image are one run of the encoder
+            num_computed, num_runs = runner.encoder_totals
+            runner.encoder_totals = num_computed + key.size * len(of_ranks), num_runs + 1
         kind.run(runner, key, runner.program(key), tuple(map(runner.ranks.joined, zip(*of_ranks, strict=True))))
 
     def forget(self) -> None:
         for waiting, parts in zip(self._waiting, self._parts, strict=True):
             waiting.clear()
             parts.clear()
+
+    def _sizes(self, kind: "Encode", largest: int) -> tuple[int, ...]:
+        """The sizes of programs to take, the last of which holds the largest image: those that are there, if one of them does."""
+        whole = self._images.sizes.whole_programs
+        ready = self._runner.ready_sizes(ProgramKey(kind.name), whole)
+        return ready if ready and ready[-1] >= largest else whole
 
     def fill(self, inputs_IT: np.ndarray, chunk: Chunk) -> None:
         super().fill(inputs_IT, chunk)

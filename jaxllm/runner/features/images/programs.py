@@ -54,12 +54,25 @@ class Encode(ProgramKind):
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
         # Each image may be encoded alone, and all that share programs as far as a step encodes so much.
-        sizes, counts = self.images.sizes, [item.num_embeddings for item in wanted.items if item.kind == self.item_kind]
-        alone = [count * sizes.patches_per_embedding for count in counts]
+        sizes, alone = self.images.sizes, self._patches(wanted)
         needed = {fit(self.sizes, num_patches) for num_patches in alone}
         if whole := [num_patches for num_patches in alone if sizes.num_parts(num_patches) == 1]:
             needed.add(fit(sizes.whole_programs, min(sum(whole), max(sizes.max_step_patches, *whole))))
         return key.size in needed
+
+    def awaited(self, programs: "StepPrograms", wanted: Wanted) -> Iterable[Sequence[ProgramKey]]:
+        """All parts of images that are encoded in parts, and one program that holds the largest other: it encodes one after the other."""
+        sizes, alone = self.images.sizes, self._patches(wanted)
+        in_parts = {fit(self.sizes, num_patches) for num_patches in alone if sizes.num_parts(num_patches) > 1}
+        needed = [[key] for size in sorted(in_parts) for key in self.keys(size)]
+        if largest := max((num_patches for num_patches in alone if sizes.num_parts(num_patches) == 1), default=0):
+            needed.append([ProgramKey(self.name, size) for size in sizes.whole_programs if size >= largest])
+        return needed
+
+    def _patches(self, wanted: Wanted) -> list[int]:
+        """Patches of each item of a request that it encodes."""
+        counts = (item.num_embeddings for item in wanted.items if item.kind == self.item_kind)
+        return [count * self.images.sizes.patches_per_embedding for count in counts]
 
     def is_first(self, programs: "StepPrograms", key: ProgramKey) -> bool:
         return key.size == fit(self.sizes, FIRST_PATCHES)
