@@ -192,7 +192,7 @@ class Bench:
         return seconds
 
     def prepare(self) -> None:
-        processor, times = self.engine.input_processor.media.hearing, []
+        processor, times = self.engine.input_processor.media.speech, []
         for _ in range(6):
             samples = self.samples()
             began, wall = time.process_time(), time.perf_counter()

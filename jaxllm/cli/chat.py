@@ -190,7 +190,7 @@ def _attach(conversation: Conversation, argument: str, *, kind: str) -> None:
         raise ConfigError(f"/{kind} needs a file name")
     conversation.images.append(image_part(argument, kind))
     count = sum(part["type"] == f"{kind}_url" for part in conversation.images)
-    terminal.note(f"{terminal.counted(count, kind)} for the next message")
+    terminal.note(f"{terminal.counted(count, 'clip' if kind == 'audio' else kind)} for the next message")
 
 
 def _set(conversation: Conversation, argument: str) -> None:
@@ -228,6 +228,7 @@ COMMANDS = {
     "system": Command(_system, "[TEXT]", "set the system message; without text remove it"),
     "image": Command(functools.partial(_attach, kind="image"), "FILE", "send an image with the next message"),
     "video": Command(functools.partial(_attach, kind="video"), "FILE", "send a video with the next message"),
+    "audio": Command(functools.partial(_attach, kind="audio"), "FILE", "send audio with the next message"),
     "set": Command(_set, "[NAME VALUE]", "change a sampling value, e.g. /set temperature 0; alone: show all"),
     "save": Command(_save, "FILE", "write the conversation to a file"),
     "load": Command(_load, "FILE", "go on with a saved conversation"),

@@ -15,7 +15,7 @@ from jaxllm.batches import each
 from jaxllm.cli import prompts, running, terminal
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.forms import add_form_arguments, read_form
-from jaxllm.cli.images import add_image_argument, read_image, text_of, with_images
+from jaxllm.cli.images import KINDS, add_image_argument, read_image, text_of, with_images
 from jaxllm.cli.options import (
     add_common_arguments,
     add_lora_argument,
@@ -32,6 +32,7 @@ from jaxllm.flag_arguments import spelling
 from jaxllm.hub import KNOWN
 from jaxllm.progress import SILENT, Progress
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.text.chat_media import MANY
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
@@ -144,20 +145,18 @@ def _gather(arguments: argparse.Namespace) -> list[prompts.Prompt]:
         jobs = prompts.from_arguments(arguments.prompts)
     else:
         jobs = [prompts.from_nothing(chat=arguments.chat)]
-    if arguments.image or arguments.video:
-        images = [read_image(path) for path in arguments.image]
-        videos = [read_image(path, "video") for path in arguments.video]
-        jobs = [_with_images(job, images, videos) for job in jobs]
+    if media := {kind: found for kind in KINDS if (found := [read_image(path, kind) for path in getattr(arguments, kind)])}:
+        jobs = [_with_media(job, media) for job in jobs]
     return [_as_message(job, arguments.system) for job in jobs] if arguments.chat else jobs
 
 
-def _with_images(job: prompts.Prompt, images: Sequence[bytes], videos: Sequence[bytes]) -> prompts.Prompt:
+def _with_media(job: prompts.Prompt, media: Mapping[str, Sequence[bytes]]) -> prompts.Prompt:
     if job.text is None:
-        kind = "image" if images else "video"
+        kind = next(iter(media))
         raise UsageError(
-            f"{job.origin}: --{kind} takes prompts of text; write {kind}s into messages as parts of type {kind}_url"
+            f"{job.origin}: --{kind} takes prompts of text; write {MANY[kind]} into messages as parts of type {kind}_url"
         )
-    return dataclasses.replace(job, images=images, videos=videos)
+    return dataclasses.replace(job, media=media)
 
 
 def _as_message(job: prompts.Prompt, system: str | None) -> prompts.Prompt:
@@ -191,13 +190,13 @@ def _origins_in_errors(jobs: Sequence[prompts.Prompt]) -> Iterator[None]:
 
 def _as_input(llm: "LLM", job: prompts.Prompt) -> Any:
     """The prompt in the engine's form; applies the model's chat template to messages."""
-    data = {"image": list(job.images), "video": list(job.videos)}
+    data = {kind: list(files) for kind, files in job.media.items()}
     if job.messages is not None:
         parts = [{"type": kind, kind: each} for kind, files in data.items() for each in files]
         return llm.render_conversations([*job.messages[:-1], with_images(job.messages[-1], parts)])[0]
     if job.token_ids is not None:
         return {"prompt_token_ids": job.token_ids}
-    if not any(data.values()):
+    if not data:
         return job.text
     before = "".join(llm.llm_engine.input_processor.media.placeholders([kind for kind, files in data.items() for _ in files]))
     return {"prompt": f"{before}{job.text}", "multi_modal_data": data}

@@ -1,4 +1,4 @@
-"""Images and videos of the command line: --image FILE and --video FILE, and /image FILE and /video FILE of a conversation."""
+"""Images, videos and audio of the command line: --image FILE, --video FILE and --audio FILE, and /image FILE … of a conversation."""
 
 import argparse
 import base64
@@ -10,11 +10,14 @@ from typing import Any
 from jaxllm.cli.parser import Parser
 from jaxllm.errors import ConfigError
 
+KINDS = {"image": "sees images", "video": "sees videos", "audio": "hears"}
+"""What a model does that takes a kind of files."""
+
 
 def add_image_argument(parser: Parser, about: str) -> None:
-    """`about`: which message or prompt the images and videos go with."""
-    for kind in ("image", "video"):
-        text = f"{kind} {about}, for a model that sees {kind}s; give it several times for several"
+    """`about`: which message or prompt the files go with."""
+    for kind, does in KINDS.items():
+        text = f"{kind} {about}, for a model that {does}; give it several times for several"
         parser.add_argument(f"--{kind}", action="append", default=[], metavar="FILE", help=text)
 
 
@@ -27,14 +30,14 @@ def read_image(path: str, kind: str = "image") -> bytes:
 
 
 def image_part(path: str, kind: str = "image") -> dict[str, Any]:
-    """The image or video in a file as a part of a message, in a form that files and servers take too. Raises ConfigError."""
+    """The image, video or audio in a file as a part of a message, in a form that files and servers take too. Raises ConfigError."""
     type, content = mimetypes.guess_type(path)[0] or "application/octet-stream", read_image(path, kind)
     return {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{type};base64,{base64.b64encode(content).decode()}"}}
 
 
 def given_parts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The images and videos of the command line, as parts of a message. Raises ConfigError."""
-    return [image_part(path, kind) for kind in ("image", "video") for path in getattr(arguments, kind)]
+    """The images, videos and audio of the command line, as parts of a message. Raises ConfigError."""
+    return [image_part(path, kind) for kind in KINDS for path in getattr(arguments, kind)]
 
 
 def with_images(message: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.encoder_sizes import most_patches
 from jaxllm.errors import ModelLoadError
 from jaxllm.model_parts import Layer
+from jaxllm.model_parts.audio import HOP, SAMPLE_RATE, Audio
 
 if TYPE_CHECKING:
     from jaxllm.engine_plan import EnginePlan
@@ -63,7 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if fault is None else 1
     texts = {name: [_as_text(name, value)] for name, value in report.items()}
     texts["layers"] = list(_layer_kinds(plan.model_config.layers))
-    texts["images"] = [_images_text(report["images"]) if report["audio"] is None else "none: it takes audio and text"]
+    audio = plan.model_config.audio
+    texts["images"] = [_images_text(report["images"]) if audio is None else "none: it takes audio and text"]
+    if audio is not None:
+        texts["audio"] = [_audio_text(audio)]
     texts["cache_groups"] = list(map(_cache_group, report["cache_groups"]))
     for name, paragraphs in texts.items():
         for text in paragraphs:
@@ -136,6 +140,16 @@ def _images_text(images: dict[str, Any] | None) -> str:
         f"{images['family']}, an encoder of {images['encoder_layers']} layers of width {images['encoder_width']} for patches of "
         f"{images['patch_size']} x {images['patch_size']} pixels, at most {images['max_patches']} of an image and "
         f"{images['patches_of_a_token']} of a token{tokens}"
+    )
+
+
+def _audio_text(audio: Audio) -> str:
+    what = "which layers attend to"
+    if audio.tokens is not None:
+        what = f"{SAMPLE_RATE / (2 * HOP) / audio.tokens.num_averaged:g} tokens a second"
+    return (
+        f"an encoder of {audio.num_layers} layers of width {audio.hidden_size} for clips of at most {audio.num_samples / SAMPLE_RATE:g} "
+        f"seconds, {what}"
     )
 
 

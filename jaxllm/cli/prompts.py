@@ -28,10 +28,8 @@ class Prompt:
     text: str | None = None
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    images: Sequence[bytes] = ()
-    """Files of images that go before the text, or before that of the last message."""
-    videos: Sequence[bytes] = ()
-    """Files of videos, behind the images."""
+    media: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
+    """Files by their kind, image, video or audio, that go before the text, or before that of the last message."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     origin: str = "prompt"
     """Name in messages: "prompt 0", "prompts.jsonl:7"."""
