@@ -41,6 +41,8 @@ from PIL import Image
 
 from jaxllm import LLM
 from jaxllm.http_client.datasets import PromptWriter
+from jaxllm.measuring.limits import measure_ceilings
+from jaxllm.measuring.runs import decoding, end_all, greedy, time_decodes
 from jaxllm.media import Media
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.features.images.packing import EncoderInput, arrays, encode_sizes
@@ -49,8 +51,6 @@ from jaxllm.runner.features.images.step import Images
 from jaxllm.runner.memory import reserve_device_memory
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import fit
-from jaxllm.scaling.limits import measure_ceilings
-from jaxllm.scaling.runs import decoding, end_all, greedy, time_decodes
 from scripts.measuring import seeing_models
 from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.rows import figure, markdown_table
