@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.acceptance import Acceptance
 from jaxllm.cli import options, running
-from jaxllm.cli.bench_elsewhere import add_arguments_of_vllm, dataset
 from jaxllm.cli.bench_serve import read_mix
 from jaxllm.cli.flags import engine_flags, sampling_flags, shaping_flags
 from jaxllm.cli.json_files import check_writable, write_json
-from jaxllm.cli.numbers import count, fraction, positive
+from jaxllm.cli.numbers import count, dataset, fraction, positive
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.config import Flag
 from jaxllm.log import info_once
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.vllm_arguments import add_vllm_arguments
+from jaxllm.vllm_flags import BENCH_TABLE
 
 if TYPE_CHECKING:
     from jaxllm.http_client.datasets import LoadPrompt
@@ -65,7 +66,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_common_arguments(parser)
     parser.add_flags(bench_flags())
     parser.add_flags(engine_flags())
-    add_arguments_of_vllm(parser)
+    add_vllm_arguments(parser, names=BENCH_TABLE)
 
 
 def run(arguments: argparse.Namespace) -> int:

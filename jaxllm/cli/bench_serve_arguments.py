@@ -4,12 +4,12 @@ import contextlib
 import math
 
 from jaxllm.cli import options
-from jaxllm.cli.bench_elsewhere import add_arguments_of_vllm, dataset
 from jaxllm.cli.flags import shaping_flags
 from jaxllm.cli.numbers import (
     ArgumentType,
     above_zero,
     count,
+    dataset,
     fraction,
     fraction_or_1,
     json_object,
@@ -23,6 +23,7 @@ from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments
 from jaxllm.flag_arguments import read_object, spelling
 from jaxllm.vllm_arguments import add_vllm_arguments
+from jaxllm.vllm_flags import BENCH_TABLE
 
 DATASETS = ("random", "random-mm", "mix", "sharegpt", "custom", "prefix_repetition")
 BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat", "openai-embeddings": "openai-embeddings"}
@@ -39,8 +40,7 @@ def add_arguments(parser: Parser) -> None:
     _add_load_arguments(parser)
     _add_request_arguments(parser)
     _add_result_arguments(parser)
-    add_arguments_of_vllm(parser)
-    add_vllm_arguments(parser, names=("trust_remote_code", "tokenizer_mode"))
+    add_vllm_arguments(parser, names=(*BENCH_TABLE, "trust_remote_code", "tokenizer_mode"))
 
 
 def _add_server_arguments(parser: Parser) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.flag_arguments import read_object, whole_number
+from jaxllm.vllm_flags import BENCH_DATASETS
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,17 @@ def names(known: Sequence[str]) -> ArgumentType:
         return tuple(name for name in known if name in asked)
 
     return ArgumentType(read, "NAMES")
+
+
+def dataset(known: Sequence[str]) -> ArgumentType:
+    """The name of a dataset, with the reason why one of vLLM's others is refused."""
+
+    def read(text: str) -> str:
+        if text in BENCH_DATASETS:
+            raise ValueError(f"{text!r} is not offered (one of {', '.join(known)}): {BENCH_DATASETS[text]}")
+        return text
+
+    return ArgumentType(read, "NAME")
 
 
 count = ArgumentType(whole_number, "N", lambda value: value >= 0, "must not be negative")

@@ -124,7 +124,7 @@ def test_vllm_s_spellings_spread_lengths_after_a_shared_prefix(opened: Any, caps
         (["latency", "--output-json", "/dev/null/r.json"], 1, "cannot write /dev/null/r.json"),
         (["latency", "--random-prefix-len", "5"], 2, "--range-ratio and --prefix-len are for throughput of random prompts"),
         (["throughput", "--dataset-name", "sonnet"], 2, "'sonnet' is not offered (one of random, sharegpt): its dataset"),
-        (["throughput", "--hf-subset", "en"], 2, "--hf-subset is refused: its dataset is not offered"),
+        (["throughput", "--hf-subset", "en"], 2, "--hf-subset en is refused: its dataset is not offered"),
         (["throughput", "--n", "2"], 2, "invalid choice: 2"),
     ],
 )
