@@ -18,7 +18,6 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.model_parts import Layer
 
 if TYPE_CHECKING:
-    from jaxllm.engine_plan import EnginePlan
     from jaxllm.runner.memory import MemoryPlan
 
 ABOUT = (
@@ -32,8 +31,6 @@ EXAMPLES = """examples:
 
 _WIDTH, _INDENT = 100, 30
 """Columns of the text, and where values begin."""
-IMAGE_SIZES = ((640, 480), (1920, 1080), (4000, 3000))
-"""Width and height in pixels of the images whose token counts are printed."""
 _NAMES = {"name", "qkv", "out", "gate_up", "down", "router", "correction_bias", "shared_gate"}
 """Fields of parts that say what the checkpoint calls something."""
 
@@ -54,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     options.use_model_argument(arguments)
     plan = plan_engine(EngineConfig.from_options(**options.engine_options(arguments)), device_bytes=arguments.device_memory)
-    report, fault = describe(plan), plan.fault
+    report, fault = plan.described(), plan.fault
     if arguments.json:
         memory = {**_memory(plan.memory), "fits": fault is None}
         told = None if fault is None else str(fault)
@@ -71,60 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
     verdict = "it cannot start" if isinstance(fault, ModelLoadError) else "it does not fit"
     print("it fits" if fault is None else f"{verdict}: {fault}")
     return 0 if fault is None else 1
-
-
-def describe(plan: "EnginePlan") -> dict[str, Any]:
-    """The model's own numbers, then its memory use over all devices."""
-    from jaxllm.layers.build import num_parameters, weight_bytes
-
-    cache, longest = plan.cache, plan.memory.max_model_len
-    per_token = cache.block_bytes // cache.block_size
-    groups = [
-        {
-            "keeps": str(group.policy),
-            "layers": list(group.layers),
-            "bytes_per_token": per_token,
-            "bytes_per_longest_request": cache.block_bytes
-            * group.policy.num_blocks_for(longest, cache.block_size, cache.max_step_tokens),
-        }
-        for group in cache.groups
-    ]
-    if by_row := [layer for layer, place in enumerate(cache.places) if place.group is None]:
-        sizes = {"bytes_per_token": 0, "bytes_per_longest_request": cache.row_bytes}
-        groups.append({"keeps": "a state by row", "layers": by_row, **sizes})
-    described = plan.model_config.described()
-    del described["vision"]
-    return {
-        "model": plan.config.model.model,
-        **described,
-        "images": _images(plan),
-        "num_parameters": num_parameters(plan.model_config),
-        "weight_bytes": weight_bytes(plan.model_config),
-        "kv_cache_bytes_per_token": len(cache.groups) * cache.block_bytes // cache.block_size,
-        "cache_groups": groups,
-        "longest_request_tokens": longest,
-        "longest_request_bytes": sum(group["bytes_per_longest_request"] for group in groups),
-    }
-
-
-def _images(plan: "EnginePlan") -> dict[str, Any] | None:
-    """How the model sees images, and how many tokens some sizes have; None: it takes text alone."""
-    vision, media = plan.model_config.vision, plan.media
-    if vision is None:
-        return None
-    from jaxllm.media.processor import MediaProcessor  # imports Pillow
-
-    return {
-        "family": vision.family,
-        "encoder_layers": vision.num_layers,
-        "encoder_width": vision.hidden_size,
-        "patch_size": vision.patch_size,
-        "patches_of_a_token": vision.merge_size**2,
-        "max_patches": plan.config.multimodal.mm_max_patches,
-        "tokens": {}
-        if not isinstance(media, MediaProcessor)
-        else {f"{w}x{h}": media.count_tokens(w, h) for w, h in IMAGE_SIZES},
-    }
 
 
 def _images_text(images: dict[str, Any] | None) -> str:

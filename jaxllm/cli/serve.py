@@ -8,7 +8,6 @@ from jaxllm.cli.flags import engine_flags, server_flags
 from jaxllm.cli.parser import Parser
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
-from server.options import ServerOptions
 from server.served_config import served_config
 
 ABOUT = (
@@ -41,14 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
         return running.dry_run(engine_options)
     from jaxllm.llm_engine import check_model
     from server.middleware import load_middleware
-    from server.serve import serve
+    from server.serve import follow_host_0, serve
     from server.start_report import show_start
 
     config = served_config(config, server_options)
     load_middleware(server_options.network.middleware or ())  # report its errors and the model's before any process starts
     check_model(config)
     if config.parallel.node_rank:
-        return _follow(config, server_options, level)
+        return follow_host_0(config, server_options, log_level=level)
     if server_options.processes.headless:
         raise ConfigError(
             "headless is set, but host 0 serves HTTP: leave it out, or give this host's --node-rank (and --nnodes)"
@@ -56,24 +55,3 @@ def run(arguments: argparse.Namespace) -> int:
     on_ready = (lambda serving: None) if arguments.quiet else show_start
     with options.progress_for(arguments, engine_options) as progress:
         return serve(config, server_options, log_level=level, progress=progress, on_ready=on_ready)
-
-
-def _follow(config: EngineConfig, options: ServerOptions, log_level: str | None) -> int:
-    """Run as another host until host 0 ends, with replicas or with devices of the one engine. Ctrl-C and SIGTERM end this host, in
-    the first case once its requests have ended, and in the second with all others."""
-    if config.parallel.num_replicas > 1:
-        from jaxllm.replicas.hosts.host import serve_replicas
-
-        return serve_replicas(
-            config,
-            drain_seconds=options.network.shutdown_timeout,
-            log_level=log_level,
-            log_format=options.logging.log_format,
-            step_timeout_seconds=options.processes.step_timeout,
-            compile_timeout_seconds=options.processes.compile_timeout,
-            stall_timeout_seconds=options.processes.stall_timeout,
-        )
-    from jaxllm.engine.features import follow
-
-    follow(config)
-    return 0

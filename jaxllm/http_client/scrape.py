@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -182,11 +182,3 @@ def _plain(name: str) -> str | None:
         if name.startswith(prefix):
             return name.removeprefix(prefix).removesuffix("_total")
     return "http_requests" if name == "http_requests_total" else None
-
-
-def sparkline(values: Iterable[float]) -> str:
-    """A line of bars, scaled to the largest value."""
-    listed = list(values)
-    top = max(listed, default=0.0)
-    marks = "▁▂▃▄▅▆▇█"
-    return "".join(marks[min(len(marks) - 1, int(value / top * len(marks)))] if top > 0 else marks[0] for value in listed)
