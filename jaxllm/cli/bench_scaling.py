@@ -87,7 +87,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write. Returns the exit code: 1 if any requested result is missing, 130 after Ctrl-C."""
     options.use_model_argument(arguments)
-    output = _output_directory(arguments.output)
+    output = None if arguments.output is None else report.make_directory(arguments.output)
     paths = [Path(path) for path in arguments.earlier]
     if paths and "model" not in arguments and arguments.tensor_parallel_sizes is None:
         results = experiment.join(paths, None)
@@ -169,20 +169,6 @@ def _requests(arguments: argparse.Namespace) -> tuple[tuple[int, int], ...]:
     if arguments.requests is None:
         return mixed_requests(arguments.num_requests or DEFAULT_MIXED_REQUESTS, arguments.input_len, arguments.output_len)
     return tuple(read_mix(arguments.requests, arguments.num_requests, "--num-requests"))
-
-
-def _output_directory(path: str | None) -> Path | None:
-    """Create the directory if it is missing. Raises ConfigError if it holds results, which may have taken long."""
-    if path is None:
-        return None
-    directory = Path(path)
-    if (directory / report.JSON_FILE).exists():
-        raise ConfigError(f"{directory / report.JSON_FILE} exists already; give another --output, or move it away")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the directory {directory}: {error.strerror}") from None
-    return directory
 
 
 def _print_plan(results: Results, devices: dict[str, Any], sizes: tuple[int, ...]) -> None:

@@ -135,7 +135,10 @@ def _obey(conversation: Conversation, line: str) -> bool:
         return False
     if name not in COMMANDS:
         raise ConfigError(unknown_name("command", "/" + name, ["/" + known for known in (*COMMANDS, *EXITS)]))
-    COMMANDS[name].run(conversation, argument.strip())
+    command, argument = COMMANDS[name], argument.strip()
+    if command.form == "FILE" and not argument:
+        raise ConfigError(f"/{name} needs a file name")
+    command.run(conversation, argument)
     return True
 
 
@@ -168,8 +171,6 @@ def _system(conversation: Conversation, argument: str) -> None:
 
 
 def _save(conversation: Conversation, argument: str) -> None:
-    if not argument:
-        raise ConfigError("/save needs a file name")
     text = json.dumps(conversation.messages, ensure_ascii=False, indent=1)
     try:
         Path(argument).expanduser().write_text(text + "\n", encoding="utf-8")
@@ -179,15 +180,11 @@ def _save(conversation: Conversation, argument: str) -> None:
 
 
 def _load(conversation: Conversation, argument: str) -> None:
-    if not argument:
-        raise ConfigError("/load needs a file name")
     conversation.messages = load_messages(argument)
     terminal.note(f"{len(conversation.messages)} messages loaded")
 
 
 def _attach(conversation: Conversation, argument: str, *, kind: str) -> None:
-    if not argument:
-        raise ConfigError(f"/{kind} needs a file name")
     conversation.images.append(image_part(argument, kind))
     count = sum(part["type"] == f"{kind}_url" for part in conversation.images)
     terminal.note(f"{terminal.counted(count, kind)} for the next message")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxllm.errors import ConfigError
 from jaxllm.http_client.client import ServerClient, ServerError
 from jaxllm.http_client.datasets import LoadPrompt
 
@@ -197,6 +198,22 @@ async def run_load(
                 await asyncio.sleep(delay)
             tasks.append(group.create_task(one(index)))
     return LoadRun([task.result() for task in tasks], time.perf_counter() - began)
+
+
+async def first_model(client: ServerClient, timeout_seconds: float, pause_seconds: float = 1.0) -> str:
+    """The first model that the server lists; waits while it cannot be reached, or loads. Raises ServerError or ConfigError."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            names = await client.models()
+        except ServerError as error:
+            if error.is_final or time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(pause_seconds)
+            continue
+        if not names:
+            raise ConfigError("the server lists no models at /v1/models; name one with --model")
+        return names[0]
 
 
 async def wait_until_ready(

@@ -83,6 +83,14 @@ async def scrape(client: ServerClient) -> Scrape:
         raise ServerError(f"{client.base_url}/metrics: {error}") from None
 
 
+async def scrape_if_any(client: ServerClient) -> Scrape | None:
+    """A server's metrics; None if it has none."""
+    try:
+        return await scrape(client)
+    except ServerError:
+        return None
+
+
 def view(before: Scrape, now: Scrape) -> dict[str, Any]:
     """The current state, and rates and latencies (ms) between two readings; None without observations."""
     seconds = max(now.time - before.time, 1e-9)
