@@ -48,7 +48,7 @@ def scaling_flags() -> list[Flag]:
 
 
 def add_arguments(parser: Parser) -> None:
-    options.add_model_argument(parser)
+    parser.add_model()
     add = parser.add_argument
     sizes = "numbers of devices to split layers over; default: the powers of two up to the devices there are"
     add("--tensor-parallel-sizes", type=_numbers, metavar="N,N", help=sizes)
@@ -86,7 +86,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write. Returns the exit code: 1 if any requested result is missing, 130 after Ctrl-C."""
-    options.use_model_argument(arguments)
     output = None if arguments.output is None else report.make_directory(arguments.output)
     paths = [Path(path) for path in arguments.earlier]
     if paths and "model" not in arguments and arguments.tensor_parallel_sizes is None:

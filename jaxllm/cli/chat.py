@@ -44,7 +44,7 @@ def chat_flags() -> list[Flag]:
 
 def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    options.add_model_argument(parser)
+    parser.add_model()
     add("--system", "--system-prompt", help="system message to begin with")
     add("--quick", help="answer this message and end")
     add_image_argument(parser, "of the first message")
@@ -60,7 +60,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Open the model, or connect to a server, and converse until the input ends. Returns the exit code."""
-    options.use_model_argument(arguments)
     sampling = options.sampling_options(arguments, chat_flags())
     messages = load_messages(arguments.load) if arguments.load else []
     images = given_parts(arguments)

@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def gather(*, devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The whole report as plain values. `devices`: found by another process; default: start JAX and query it."""
+    verdicts = VerdictStore(env.cache_dir() / env.KERNEL_VERDICTS).all()
     return {
         "jaxllm": __version__ + (f" (git {sha})" if (sha := git_sha()) else ""),
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -67,7 +68,7 @@ def gather(*, devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
         },
         "compilation cache": _cache(env.cache_dir()),
         "verified devices": verified_devices() or "none",
-        "kernel checks": _kernel_checks(env.cache_dir() / env.KERNEL_VERDICTS) or "none",
+        "kernel checks": {verdict.subject.name: str(verdict) for verdict in verdicts[:MAX_KERNEL_CHECKS]} or "none",
     }
 
 
@@ -112,21 +113,6 @@ def verified_devices() -> dict[str, str]:
         others = [op for op in verified.OPS if not verified.is_verified(kind, op)]
         which = f"other kernels than these of {', '.join(others)}" if others else "these kernels"
         found[kind] = f"{which}, {record['date']}, commit {record['commit']}, jax {record['versions'].get('jax', 'unknown')}"
-    return found
-
-
-def _kernel_checks(folder: Path) -> dict[str, str]:
-    """The latest results of kernel checks. Does not compile, and does not use a device."""
-    found: dict[str, str] = {}
-    for verdict in VerdictStore(folder).all()[:MAX_KERNEL_CHECKS]:
-        subject = verdict.subject
-        shapes = "; ".join(
-            ", ".join(f"{name} {value}" for name, value in shape.items() if not isinstance(value, (list, bool)))
-            for shape in subject.shapes
-        )
-        about = f"{subject.device}, jax {subject.surroundings.get('jax version')}; {shapes}"
-        result = "passed" if verdict.fault is None else f"FAILED in {verdict.fault}"
-        found[f"{subject.op} {subject.implementation} ({subject.digest[:6]})"] = f"{result} ({verdict.checked_at} UTC; {about})"
     return found
 
 

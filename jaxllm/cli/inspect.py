@@ -2,10 +2,8 @@
 
 import argparse
 import dataclasses
-import itertools
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli import options
@@ -15,7 +13,7 @@ from jaxllm.cli.parser import Parser
 from jaxllm.cli.terminal import size
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ModelLoadError
-from jaxllm.model_parts import Layer
+from jaxllm.model_parts.description import kinds_of_layers, short_ranges
 
 if TYPE_CHECKING:
     from jaxllm.runner.memory import MemoryPlan
@@ -31,12 +29,10 @@ EXAMPLES = """examples:
 
 _WIDTH, _INDENT = 100, 30
 """Columns of the text, and where values begin."""
-_NAMES = {"name", "qkv", "out", "gate_up", "down", "router", "correction_bias", "shared_gate"}
-"""Fields of parts that say what the checkpoint calls something."""
 
 
 def add_arguments(parser: Parser) -> None:
-    options.add_model_argument(parser)
+    parser.add_model()
     parser.add_argument("--json", action="store_true", help="as a JSON object")
     memory = "plan for GPUs with so much memory (80G, 140G) instead of for this machine"
     parser.add_argument("--device-memory", type=positive, metavar="BYTES", help=memory)
@@ -49,7 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the numbers. Returns the exit code: 1 if it does not fit or cannot start."""
     from jaxllm.engine_plan import plan_engine
 
-    options.use_model_argument(arguments)
     plan = plan_engine(EngineConfig.from_options(**options.engine_options(arguments)), device_bytes=arguments.device_memory)
     report, fault = plan.described(), plan.fault
     if arguments.json:
@@ -58,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({**report, "memory_plan": memory, "fault": told}))
         return 0 if fault is None else 1
     texts = {name: [_as_text(name, value)] for name, value in report.items()}
-    texts["layers"] = list(_layer_kinds(plan.model_config.layers))
+    texts["layers"] = list(kinds_of_layers(plan.model_config.layers))
     texts["images"] = [_images_text(report["images"]) if report["audio"] is None else "none: it takes audio and text"]
     texts["cache_groups"] = list(map(_cache_group, report["cache_groups"]))
     for name, paragraphs in texts.items():
@@ -95,50 +90,11 @@ def _paragraph(name: str, text: str) -> str:
     )
 
 
-def _layer_kinds(layers: Sequence[Layer]) -> Iterable[str]:
-    """For each kind of layer which layers are of it, and how its parts differ from the plainest."""
-    for kind in dict.fromkeys(layers):
-        places = numbers(i for i, layer in enumerate(layers) if layer == kind)
-        yield f"{places}: {_differences(kind)}"
-
-
 def _cache_group(group: dict[str, Any]) -> str:
     """Layers that share blocks, or have a state by row, and what these cost."""
     per_token = f"{size(group['bytes_per_token'])} a token, at most " if group["bytes_per_token"] else ""
     longest = size(group["bytes_per_longest_request"])
-    return f"{group['keeps']}, layers {numbers(group['layers'])}: {per_token}{longest} a request"
-
-
-def numbers(given: Iterable[int]) -> str:
-    """Ascending numbers, short: 0-4, 6, 8-10; at equal distances 5, 11, …, 47."""
-    found = list(given)
-    steps = {after - before for before, after in itertools.pairwise(found)}
-    if len(found) > 3 and len(steps) == 1 and steps != {1}:
-        return f"{found[0]}, {found[1]}, …, {found[-1]}"
-    runs: list[list[int]] = []
-    for number in found:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-
-
-def _differences(part: Any) -> str:
-    """The fields of a part that do not have their default."""
-    told = []
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        if field.name in _NAMES or value == field.default:
-            continue
-        if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
-            value = value[0]  # the norms of queries and keys are alike
-        if not dataclasses.is_dataclass(value):
-            told.append(field.name if value is True else f"{field.name} {_as_text(field.name, value)}")
-        else:
-            inner = _differences(value)
-            told.append(f"{field.name} ({inner})" if inner else field.name)
-    return ", ".join(told)
+    return f"{group['keeps']}, layers {short_ranges(group['layers'])}: {per_token}{longest} a request"
 
 
 def _as_text(name: str, value: Any) -> str:

@@ -22,20 +22,6 @@ if TYPE_CHECKING:
     from server.options import ServerOptions
 
 
-def add_model_argument(parser: Parser) -> None:
-    """Add the model as a positional argument."""
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="as --model")
-
-
-def use_model_argument(arguments: argparse.Namespace) -> None:
-    """Use MODEL as --model."""
-    if arguments.positional_model is None:
-        return
-    if "model" in arguments:
-        raise UsageError("give the model once: as MODEL or with --model")
-    arguments.model = arguments.positional_model
-
-
 def add_common_arguments(parser: Parser) -> None:
     """Add the arguments of every command that runs or plans a model."""
     parser.takes_vllm_flags = True

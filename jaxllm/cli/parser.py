@@ -39,6 +39,8 @@ class Parser(argparse.ArgumentParser):
         """Groups that plain `--help` lists by name only."""
         self.takes_vllm_flags = False
         """Whether vLLM's flags for an engine are accepted or refused with the reason, instead of being unknown."""
+        self.takes_model = False
+        """Whether the model may be given without a flag."""
         self._short_usage = ""
         self.typed: dict[str, str] = {}
         """How keys of objects were typed, by the arguments that they have become."""
@@ -53,6 +55,11 @@ class Parser(argparse.ArgumentParser):
             if flag.group not in self.brief_groups:
                 self.brief_groups[flag.group] = self.add_argument_group(flag.group)
             add_flag(self.brief_groups[flag.group], flag, SHORT_NAMES)
+
+    def add_model(self) -> None:
+        """Add MODEL, which is another way to give --model."""
+        self.takes_model = True
+        self.add_argument("positional_model", nargs="?", metavar="MODEL", action=_Model, help="as --model")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The arguments as a namespace; exits with code 2 and one clear line if they are wrong."""
@@ -185,7 +192,7 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse_doubtful(self, found: argparse.Namespace, arguments: Sequence[str]) -> None:
         """Detect `--api-key KEY MODEL`, which gives two keys and no model and is probably a mistake."""
-        if getattr(found, "positional_model", "") is not None or "model" in found:
+        if not self.takes_model or "model" in found:
             return
         for flag in map(spelling, SEVERAL_WORDS):
             words = [*arguments, ""][arguments.index(flag) + 1 :] if flag in arguments else []
@@ -205,6 +212,15 @@ class _Help(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         sys.stdout.write(parser.help_for(values) if values else parser.brief_help())
         parser.exit(0)
+
+
+class _Model(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if values is None:
+            return
+        if "model" in namespace:
+            parser.error("give the model once: as MODEL or with --model")
+        namespace.model = values
 
 
 class Formatter(argparse.HelpFormatter):

@@ -21,7 +21,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: Parser) -> None:
-    options.add_model_argument(parser)
+    parser.add_model()
     options.add_common_arguments(parser)
     parser.add_flags(server_flags())
     parser.add_flags(engine_flags())
@@ -29,7 +29,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal or a failure. Returns the exit code."""
-    options.use_model_argument(arguments)
     engine_options = options.engine_options(arguments)
     config = EngineConfig.from_options(**engine_options)
     server_options = options.server_options(arguments, config, server_flags())
