@@ -7,13 +7,13 @@ import re
 import shlex
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from jaxllm.cli import env, options, terminal
-from jaxllm.cli.bench_scaling_screen import Screen, print_summary
 from jaxllm.cli.bench_serve import read_mix
 from jaxllm.cli.flags import engine_flags
 from jaxllm.cli.numbers import above_zero, count, names, positive
@@ -23,7 +23,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.scaling import experiment, report
 from jaxllm.scaling.plan import DECODE, MIXED, SCALINGS, WORKS, Plan, mixed_requests
 from jaxllm.scaling.processes import environment_of, find_devices, measure_size
-from jaxllm.scaling.results import Results
+from jaxllm.scaling.results import Results, SizeResult
+from jaxllm.scaling.tables import KERNELS, LIMITS, MEASUREMENTS, Table, tables
 
 ABOUT = (
     "Measure decode, prefill and mixed work with the layers split over 1, 2, 4 … devices, each size in a process of its own: "
@@ -123,12 +124,45 @@ def _finish(arguments: argparse.Namespace, results: Results, output: Path | None
     if arguments.json:
         print(msgspec.json.encode(results).decode())
     else:
-        print_summary(results)
+        _print_summary(results)
     if not arguments.quiet and output is not None:
         terminal.note(f"report written to {output / report.HTML_FILE}")
     if results.interrupted:
         return 130
     return 1 if results.problems else 0
+
+
+class Screen:
+    """Shows results as they come."""
+
+    def __init__(self, results: Results, *, quiet: bool, has_table: bool):
+        self._results, self._quiet, self._has_table = results, quiet, has_table
+        self._began = time.monotonic()
+        self._print(tables(results)[MEASUREMENTS], with_header=True)
+
+    def hear(self, size: int, message: SizeResult | str) -> None:
+        """Show a part of a size's results, or what is done now. A part is in the results already."""
+        if isinstance(message, str):
+            if not self._quiet:
+                elapsed = terminal.duration(time.monotonic() - self._began)
+                terminal.note(f"[{elapsed}] {terminal.counted(size, 'device')}: {message}")
+        elif message.rows:
+            table = tables(self._results)[MEASUREMENTS]
+            lines = [line for line in table.lines if line["tensor_parallel_size"] == size]
+            self._print(Table(table.columns, lines[-len(message.rows) :]))
+
+    def _print(self, table: Table, *, with_header: bool = False) -> None:
+        if self._has_table:
+            print(table.as_text(with_header=with_header), flush=True)
+
+
+def _print_summary(results: Results) -> None:
+    """Print what all rows together say, and what is missing."""
+    for heading, table in tables(results).items():
+        if table.lines and heading not in (MEASUREMENTS, LIMITS, KERNELS):
+            print(f"\n{heading}\n{table.as_text()}")
+    for problem in results.problems:
+        terminal.note(problem, "red")
 
 
 def _plan(arguments: argparse.Namespace, devices: dict[str, Any]) -> Plan:

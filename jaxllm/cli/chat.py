@@ -14,7 +14,7 @@ from jaxllm.cache_folders import make_folder
 from jaxllm.cli import options, running, terminal
 from jaxllm.cli.conversation import Conversation, LocalConversation, ServerConversation, connected
 from jaxllm.cli.flags import engine_flags, sampling_flags
-from jaxllm.cli.images import add_image_argument, given_parts, image_part
+from jaxllm.cli.images import add_image_argument, given_files, image_part
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client
 from jaxllm.config import Flag, unknown_name
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Open the model, or connect to a server, and converse until the input ends. Returns the exit code."""
     sampling = options.sampling_options(arguments, chat_flags())
     messages = load_messages(arguments.load) if arguments.load else []
-    images = given_parts(arguments)
+    images = [image_part(path, kind) for kind, path in given_files(arguments)]
     if arguments.url is not None:
         return _converse_with_server(arguments, sampling, messages, images)
     engine_options = options.engine_options(arguments)

@@ -54,7 +54,7 @@ def gather(*, devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The whole report as plain values. `devices`: found by another process; default: start JAX and query it."""
     verdicts = VerdictStore(env.cache_dir() / env.KERNEL_VERDICTS).all()
     return {
-        "jaxllm": __version__ + (f" (git {sha})" if (sha := git_sha()) else ""),
+        "jaxllm": own_version(),
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
         "processor": {"cores": os.cpu_count(), "memory": size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))},
@@ -126,6 +126,11 @@ def git_sha() -> str | None:
         return None
 
 
+def own_version() -> str:
+    """`0.1.0 (git 1a2b3c4)`"""
+    return __version__ + (f" (git {sha})" if (sha := git_sha()) else "")
+
+
 def package_version(name: str) -> str | None:
     """The installed version of a package, or None."""
     try:
@@ -136,8 +141,5 @@ def package_version(name: str) -> str | None:
 
 def version_line() -> str:
     """`jaxllm 0.1.0 (git 1a2b3c4), jax 0.10.2, flax 0.12.8, Python 3.11.7`"""
-    sha = git_sha()
     packages = [f"{name} {package_version(name)}" for name in ("jax", "flax")]
-    return ", ".join(
-        [f"jaxllm {__version__}{f' (git {sha})' if sha else ''}", *packages, f"Python {platform.python_version()}"]
-    )
+    return ", ".join([f"jaxllm {own_version()}", *packages, f"Python {platform.python_version()}"])
