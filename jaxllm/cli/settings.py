@@ -110,20 +110,15 @@ def _yaml_pairs(text: str, path: str) -> list[tuple[str, Any, int]]:
     """Key, value and line of each pair at the top of a YAML document."""
     import yaml  # here, so that commands without a file start faster
 
-    loader = yaml.SafeLoader(text)
+    construct: Any = yaml.constructor.SafeConstructor().construct_object
     try:
-        node = loader.get_single_node()
+        node = yaml.compose(text, yaml.SafeLoader)
         if node is None:
             return []
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}:{node.start_mark.line + 1}: must hold `option: value` lines")
-        return [
-            (str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1)  # type: ignore[no-untyped-call]
-            for key, value in node.value
-        ]
+        return [(str(key.value), construct(value, deep=True), key.start_mark.line + 1) for key, value in node.value]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
         raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from None
-    finally:
-        loader.dispose()

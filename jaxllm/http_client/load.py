@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxllm.errors import ConfigError
 from jaxllm.http_client.client import ServerClient, ServerError
 from jaxllm.http_client.datasets import LoadPrompt
 
@@ -205,15 +204,11 @@ async def first_model(client: ServerClient, timeout_seconds: float, pause_second
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
-            names = await client.models()
+            return str((await client.model_card(None))["id"])
         except ServerError as error:
             if error.is_final or time.monotonic() > deadline:
                 raise
             await asyncio.sleep(pause_seconds)
-            continue
-        if not names:
-            raise ConfigError("the server lists no models at /v1/models; name one with --model")
-        return names[0]
 
 
 async def wait_until_ready(
