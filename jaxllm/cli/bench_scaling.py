@@ -16,7 +16,7 @@ import msgspec
 from jaxllm.cli import env, options, terminal
 from jaxllm.cli.bench_serve import read_mix
 from jaxllm.cli.flags import engine_flags
-from jaxllm.cli.numbers import above_zero, count, names, positive
+from jaxllm.cli.numbers import above_zero, count, names, positive, several
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.config import Flag
 from jaxllm.errors import ConfigError
@@ -52,9 +52,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_model()
     add = parser.add_argument
     sizes = "numbers of devices to split layers over; default: the powers of two up to the devices there are"
-    add("--tensor-parallel-sizes", type=_numbers, metavar="N,N", help=sizes)
+    add("--tensor-parallel-sizes", type=several(positive), help=sizes)
     batches = "requests that decode at once; in weak scaling for each device (default: 1,16,64,256)"
-    add("--batch-sizes", type=_numbers, default=(1, 16, 64, 256), metavar="N,N", help=batches)
+    add("--batch-sizes", type=several(positive), default=(1, 16, 64, 256), help=batches)
     add("--input-len", type=positive, default=1024, help="tokens of each prompt")
     add("--output-len", type=positive, default=256, help="tokens of each request; decode times one step less")
     add("--work", type=names(WORKS), default=WORKS, help=f"which of {','.join(WORKS)} (default: all)")
@@ -212,13 +212,6 @@ def _print_plan(results: Results, devices: dict[str, Any], sizes: tuple[int, ...
         work += ["prefill"] * ("prefill" in plan.works) + ["mixed"] * (MIXED in plan.works) + ["all-reduce"] * (size > 1)
         is_done = size in results.complete_sizes
         print(f"tensor-parallel size {size}: {'measured already' if is_done else ', '.join(work)}")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    found = tuple(sorted({positive(part) for part in text.split(",") if part.strip()}))
-    if not found:
-        raise argparse.ArgumentTypeError("must be numbers with commas between them, e.g. 1,2,4")
-    return found
 
 
 def _cpu_devices(text: str) -> int:

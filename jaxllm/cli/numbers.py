@@ -62,6 +62,17 @@ def names(known: Sequence[str]) -> ArgumentType:
     return ArgumentType(read, "NAMES")
 
 
+def several(each: ArgumentType) -> ArgumentType:
+    """Numbers with commas between them, as a tuple in ascending order."""
+
+    def read(text: str) -> tuple[Any, ...]:
+        if found := {each(part) for part in text.split(",") if part.strip()}:
+            return tuple(sorted(found))
+        raise ValueError("must be numbers with commas between them, e.g. 1,2,4")
+
+    return ArgumentType(read, "N,N")
+
+
 def dataset(known: Sequence[str]) -> ArgumentType:
     """The name of a dataset, with the reason why one of vLLM's others is refused."""
 
@@ -80,5 +91,6 @@ not_negative = ArgumentType(_decimal, "X", lambda value: 0 <= value < math.inf, 
 rate = ArgumentType(_decimal, "X", lambda value: value > 0, "must be above 0, or inf")
 fraction = ArgumentType(_decimal, "X", lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
 fraction_or_1 = ArgumentType(_decimal, "X", lambda value: 0 <= value <= 1, "must be from 0 to 1")
+percentile = ArgumentType(_decimal, "X", lambda value: 0 <= value <= 100, "must be from 0 to 100")
 json_object = ArgumentType(read_object, "JSON")
 name_value = ArgumentType(_pair, "NAME=VALUE")
