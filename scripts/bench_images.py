@@ -17,17 +17,13 @@ the whole of Qwen3-VL-8B on one H200 (of encoding on an H100 too).
 """
 
 import argparse
-import contextlib
-import dataclasses
 import io
 import itertools
 import json
-import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +49,8 @@ from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import fit
 from scripts.measuring import seeing_models
 from scripts.measuring.command_line import engine_option, script_parser
-from scripts.measuring.rows import figure, markdown_table
+from scripts.measuring.parts import Rows, device, run_parts
 
-HEADER = ("work", "jaxllm", "goal", "note")
 Prompt = dict[str, Any]
 
 
@@ -93,33 +88,14 @@ TINY_OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table. The goal is the most that is wanted, or with `more` the least."""
-
-    name: str
-    value: float
-    unit: str
-    goal: float | None = None
-    more: bool = False
-    note: str = ""
-
-    def cells(self) -> list[str]:
-        goal = "–"
-        if self.goal is not None:
-            is_met = self.value >= self.goal if self.more else self.value <= self.goal
-            goal = f"{'≥' if self.more else '≤'} {self.goal:g}: {'met' if is_met else 'missed'}"
-        value = f"{self.value:.4f}" if self.unit == "×" else figure(self.value)
-        return [self.name, f"{value} {self.unit}", goal, self.note]
-
-
 class Bench:
     """One engine that sees images, and the rows found so far."""
 
     def __init__(self, args: argparse.Namespace, directory: Path):
         self.args, self.directory = args, directory
         self.sizes = TINY if args.tiny else Sizes()
-        self.rows: list[Row] = []
+        self.rows = Rows(directory.name, args.json)
+        self.note = self.rows.note
         self.config = json.loads((directory / "config.json").read_text())
         self._random, self._numbers = np.random.default_rng(1), itertools.count()
         # The ceilings start the device, the engine comes after.
@@ -136,16 +112,6 @@ class Bench:
         sees = "vision_config" in json.loads((directory / "config.json").read_text())
         tiny = {name: value for name, value in TINY_OPTIONS.items() if sees or not name.startswith("mm_")}
         return LLM(model=str(directory), **(options | (tiny if self.args.tiny else {}) | dict(self.args.options)))
-
-    def note(
-        self, name: str, value: float, unit: str, goal: float | None = None, *, more: bool = False, note: str = ""
-    ) -> None:
-        """Keep and print a row, and write all of them."""
-        self.rows.append(Row(name, value, unit, goal, more, note))
-        print(" | ".join(self.rows[-1].cells()), flush=True)
-        if self.args.json:
-            found = {"device": _device(), "model": self.directory.name, "rows": list(map(dataclasses.asdict, self.rows))}
-            self.args.json.write_text(json.dumps(found, indent=1))
 
     # Prompts
 
@@ -214,7 +180,7 @@ class Bench:
     def encode(self) -> None:
         runner = self.core.runner
         images = runner.shapes.functions.get(Images)
-        sizes, on_h200 = encode_sizes(self.vision, images.sizes.max_item_patches), "H200" in _device()
+        sizes, on_h200 = encode_sizes(self.vision, images.sizes.max_item_patches), "H200" in device()
         goals = {8160: 45.0 if on_h200 else 60.0}
         for num_patches in self.sizes.patches:
             if num_patches > sizes[-1]:
@@ -416,50 +382,22 @@ def main() -> None:
         parser.error(f"one model at a time, not {', '.join(models)}")
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"--parts {', '.join(sorted(unknown))} is unknown; there are {', '.join(PARTS)}")
-    began, left_out = time.monotonic(), []
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         config = seeing_models.QWEN3_VL_8B
         model = Path(models[0]) if models else Path(directory, "qwen3-vl")
         if not models:
             seeing_models.write(model, seeing_models.tiny(config) if args.tiny else config)
         bench = Bench(args, model)
-        for part in (part for part in PARTS if part in (*args.parts, "programs")):
-            if time.monotonic() > began + args.seconds:
-                left_out.append(f"{part} (there was no time for it)")
-                continue
-            try:
-                with limited(args.part_seconds):
-                    getattr(bench, part)()
-            except Exception as problem:
-                traceback.print_exc()
-                left_out.append(f"{part} ({type(problem).__name__}: {problem})")
-                end_all(bench.engine)
-    table = f"**{model.name}** on {_device()}\n\n{markdown_table(HEADER, [row.cells() for row in bench.rows])}\n"
+        parts = {part: getattr(bench, part) for part in PARTS if part in (*args.parts, "programs")}
+        limits = {"seconds": args.seconds - (time.monotonic() - began), "part_seconds": args.part_seconds}
+        left_out = run_parts(parts, **limits, after_failure=lambda: end_all(bench.engine))
+    table = bench.rows.table()
     print(f"\n{table}\n{time.monotonic() - began:.0f} s in all")
     if args.markdown:
         args.markdown.write_text(table)
     if left_out:
         sys.exit(f"left out: {'; '.join(left_out)}")
-
-
-@contextlib.contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in what takes longer."""
-
-    def end(number: int, frame: Any) -> None:
-        raise TimeoutError(f"it took longer than {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _device() -> str:
-    return jax.devices()[0].device_kind  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":
