@@ -49,27 +49,8 @@ def test_acceptance_of_drafts_is_reported(
 
 
 def test_latency_reports_average_and_percentiles(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "bench",
-                "latency",
-                "--batch-size",
-                "2",
-                "--input-len",
-                "8",
-                "--output-len",
-                "3",
-                "--num-iters",
-                "4",
-                "--num-iters-warmup",
-                "1",
-                "--json",
-                "-q",
-            ]
-        )
-        == 0
-    )
+    lengths = "--batch-size 2 --input-len 8 --output-len 3 --num-iters 4 --num-iters-warmup 1"
+    assert main(["bench", "latency", *lengths.split(), "--json", "-q"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["avg_latency_seconds"] == pytest.approx(statistics.fmean(report["all_latencies_seconds"]))
     assert set(report["percentiles_seconds"]) == {"10", "25", "50", "75", "90", "99"}
