@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.cache_spec import CacheLayout
 from jaxllm.config import EngineConfig
+from jaxllm.encoder_sizes import most_patches
 from jaxllm.engine import prepare
 from jaxllm.engine.features import check_speculative_config
 from jaxllm.errors import JaxLLMError
@@ -102,7 +103,7 @@ class EnginePlan:
             "encoder_width": vision.hidden_size,
             "patch_size": vision.patch_size,
             "patches_of_a_token": vision.merge_size**2,
-            "max_patches": self.config.multimodal.mm_max_patches,
+            "max_patches": most_patches(vision, self.config.multimodal.mm_max_patches),
             "tokens": {}
             if not isinstance(media, MediaProcessor)
             else {f"{w}x{h}": media.count_tokens(w, h) for w, h in IMAGE_SIZES},

@@ -166,7 +166,7 @@ def _encoded(core: EngineCore, grids: Sequence[Grid]) -> np.ndarray:
     slab = jnp.zeros((len(rows), vision.result_width), core.model_config.dtype)
     # Equal weights in all types. A cast there and back would be taken out by the compiler.
     rounded = jax.jit(lambda x: lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
-    found = jax.jit(images.encode)(tuple(map(rounded, runner.params)), slab, patches_PC, indices)
+    (found,) = jax.jit(images.encode)(tuple(map(rounded, runner.params)), slab, patches_PC, indices)
     return np.asarray(found.astype(jnp.float32))[:num_results]
 
 
