@@ -1,4 +1,4 @@
-"""What the supervisor tells once requests are accepted: the model, its address, and how to try it."""
+"""Prints the start of a server once requests are accepted: the model, its address, and examples of requests."""
 
 import json
 import shlex

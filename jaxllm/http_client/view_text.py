@@ -1,4 +1,4 @@
-"""What `scrape.view` says of a server, as text for `jaxllm top`."""
+"""The text of the figures of `scrape.view`, for `jaxllm top`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
