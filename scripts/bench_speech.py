@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 
 from jaxllm import LLM
+from jaxllm.measuring.runs import end_all, greedy, time_decodes
 from jaxllm.media import Media
 from jaxllm.media.features import log_mel
 from jaxllm.model_parts.audio import SAMPLE_RATE
 from jaxllm.runner.features.audio.programs import EncodeClip
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.scaling.runs import end_all, greedy, time_decodes
 from scripts.measuring import hearing_models
 from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.parts import Rows, run_parts

@@ -21,7 +21,7 @@ def add_image_argument(parser: Parser, about: str) -> None:
         parser.add_argument(f"--{kind}", action="append", default=[], metavar="FILE", help=text)
 
 
-def read_image(path: str, kind: str = "image") -> bytes:
+def read_image(path: str, kind: str) -> bytes:
     """The bytes of the file. Raises ConfigError."""
     try:
         return Path(path).expanduser().read_bytes()
@@ -29,15 +29,15 @@ def read_image(path: str, kind: str = "image") -> bytes:
         raise ConfigError(f"cannot read the {kind} {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def image_part(path: str, kind: str = "image") -> dict[str, Any]:
+def image_part(path: str, kind: str) -> dict[str, Any]:
     """The image, video or audio in a file as a part of a message, in a form that files and servers take too. Raises ConfigError."""
     type, content = mimetypes.guess_type(path)[0] or "application/octet-stream", read_image(path, kind)
     return {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{type};base64,{base64.b64encode(content).decode()}"}}
 
 
-def given_parts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The images, videos and audio of the command line, as parts of a message. Raises ConfigError."""
-    return [image_part(path, kind) for kind in KINDS for path in getattr(arguments, kind)]
+def given_files(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """Kind and path of each image, video and audio file of the command line."""
+    return [(kind, path) for kind in KINDS for path in getattr(arguments, kind)]
 
 
 def with_images(message: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
