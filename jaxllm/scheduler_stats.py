@@ -98,6 +98,8 @@ class SchedulerStats:
     """Pages of items that requests compute."""
     awaited_programs: tuple[int, int] = (0, 0)
     """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""
+    num_deferred: int = 0
+    """The part of `num_waiting` that waits for programs, not for a place."""
 
 
 _MOST = ("sleep_level", "num_speculative_tokens", "max_adapters")

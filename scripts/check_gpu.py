@@ -16,8 +16,10 @@ failures         the demo model: the same tokens after the device ran out of mem
 engine           four models with random weights through LLM: 64 prompts together, alone, preempted, with and without cached
                  prefixes; logprobs no further from float32, and top-1 agreement no lower, than the plain path's (stated factors)
 adapters         the demo model in float32 with LoRA adapters, more than slots: tokens equal those of plain JAX, on 1, 2 and 4 GPUs
-images           encoders of public widths in bfloat16, no further from float32 than plain XLA (a stated factor); tiny models in float32
-                 say plain JAX's tokens of prompts with images: packed, in chunks, preempted, from cached prefixes, on 1 and 2 GPUs
+images           encoders and Gemma 3's attention of public widths in bfloat16, no further from float32 than plain XLA (a stated factor);
+                 tiny models in float32 say plain JAX's tokens of prompts with images and videos: packed, in chunks, preempted, from
+                 cached prefixes, on 1 and 2 GPUs
+speech           the same of Whisper: encoder and decoder of public widths, tokens of a tiny model for clips of several lengths
 tensor_parallel  on 2 and 4 GPUs: starts with the default memory, twice in one process; one GPU's tokens with requests of every kind,
                  mixed, preempted, from cached prefixes, after failed steps and sleep, with fp8 weights and cache; skipped on one GPU
 topologies       on 2 and 4 GPUs: one GPU's tokens with replicas, stages of a pipeline, whole experts and split tokens, also of

@@ -68,8 +68,9 @@ cache knows do not ask it. A `mm_cache_usage_perc` near 1 makes images wait unti
 or a compilation, and when the engine's process gives no sign of life. `replica_state` is `stalled` once `/ready` says so
 (`--stall-timeout`), which a compilation never is.
 
-**Compiled while serving.** With `--warmup all` and `background`, `programs_compiled_after_warmup` must stay at 0: each one made a request
-wait. While requests wait for programs, `awaited_programs` counts these.
+**Compiled while serving.** With `--warmup all` and `background`, `programs_compiled_after_warmup` must stay at 0: each one made all
+requests of a step wait. While a step waits for programs, `awaited_programs` counts these. Requests that wait for programs while others
+run are the `deferred` ones of `num_requests_waiting_by_reason`.
 """
 
 

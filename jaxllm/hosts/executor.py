@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxllm.engine.executor import Executor, ExecutorPrograms, MemoryAction, MemoryPart, PendingStep
 from jaxllm.errors import EngineDeadError
+from jaxllm.foreseen import Foreseen
 from jaxllm.hosts import results
 from jaxllm.hosts.leader import Leader
 from jaxllm.hosts.sent_tokens import SentTokens
@@ -125,8 +126,8 @@ class HostsExecutor:
 
     def foresee(
         self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
-    ) -> None:
-        self._own.foresee(params, pooling, items, is_masked=is_masked)
+    ) -> Foreseen:
+        return self._own.foresee(params, pooling, items, is_masked=is_masked)
 
     def close(self) -> None:
         """End the engine on all hosts."""

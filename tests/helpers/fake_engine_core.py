@@ -70,6 +70,7 @@ class FakeStats:
     device_wait_seconds: float = 0.0
     device_idle_seconds: float = 0.0
     awaited_programs: tuple[int, int] = (0, 0)
+    num_deferred: int = 0
 
 
 def tiny_model_config(vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:

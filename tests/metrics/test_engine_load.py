@@ -22,6 +22,14 @@ def test_steps_are_a_histogram_by_their_tokens() -> None:
     assert (histogram.buckets["1.0"], histogram.buckets["8.0"], histogram.buckets["16384.0"]) == (1, 3, 3)
 
 
+def test_requests_that_wait_for_programs_are_deferred() -> None:
+    found = collected(num_waiting=5, num_deferred=2)
+    by_reason = {
+        metric.labels["reason"]: metric.value for metric in found if metric.name == "jaxllm:num_requests_waiting_by_reason"
+    }
+    assert by_reason == {"capacity": 3, "deferred": 2}
+
+
 def test_idle_time_is_a_fraction_of_the_time_with_work() -> None:
     def fraction(**stats: float) -> float:
         (found,) = [metric.value for metric in collected(**stats) if metric.name == "jaxllm:device_idle_fraction"]
