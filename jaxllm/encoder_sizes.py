@@ -24,6 +24,20 @@ def program_sizes(vision: Vision, max_patches: int) -> tuple[int, ...]:
     return tuple(sorted({-(-size // unit) * unit for size in sizes}))
 
 
+MAX_PATCHES = 16384
+"""Patches of the largest image by default."""
+_IDEFICS3_TILES = 17
+"""Of the largest image that Idefics 3 and SmolVLM make: four rows and columns, and the whole."""
+
+
+def most_patches(vision: Vision, given: int | None) -> int:
+    """Most patches of an image. given: as the option mm_max_patches says; None: as many as the largest image of a family whose images are
+    not made smaller has, at least MAX_PATCHES."""
+    if given is not None:
+        return given
+    return max(MAX_PATCHES, _IDEFICS3_TILES * vision.position_grid**2 if vision.family == "idefics3" else 0)
+
+
 @dataclass(frozen=True)
 class EncoderSizes:
     """Sizes of one data-parallel rank. They count patches: so many of them make an embedding that one limit serves both.
@@ -50,11 +64,11 @@ class EncoderSizes:
     """Most patches that attend to each other."""
 
     @classmethod
-    def of(cls, vision: Vision, max_patches: int, max_decode_patches: int = 0) -> "EncoderSizes":
-        """The sizes for a model's encoder. max_patches: most patches of an image, where images differ in size. The slab holds the
+    def of(cls, vision: Vision, max_patches: int | None, max_decode_patches: int = 0) -> "EncoderSizes":
+        """The sizes for a model's encoder. max_patches: see `most_patches`; it counts where images differ in size. The slab holds the
         embeddings of one step, and as many that requests still compute with."""
         per_embedding = vision.merge_size**2
-        max_item_patches = vision.position_grid**2 if vision.family == "gemma3" else max_patches
+        max_item_patches = vision.position_grid**2 if vision.family == "gemma3" else most_patches(vision, max_patches)
         num_rows = max(STEP_PATCHES, max_item_patches) // per_embedding
         programs = program_sizes(vision, max_item_patches)
         return cls(

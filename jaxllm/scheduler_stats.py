@@ -92,6 +92,10 @@ class SchedulerStats:
     """Items that left the encoder cache for others."""
     num_encoded_patches: int = 0
     """Patches of all encoded items, without padding."""
+    num_computed_patches: int = 0
+    """Patches that the encoder computed, of all data-parallel ranks together, padding included (this and the next are set by the core)."""
+    num_encoder_runs: int = 0
+    """Programs of the encoder that steps ran."""
     num_item_pages: int = 0
     """Pages of the encoder cache; 0 for a model of text alone."""
     num_used_item_pages: int = 0

@@ -130,7 +130,7 @@ class EngineCore:
         self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight, ops=self.ops)
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.executor)
-        self._pause = Pause(self.config.scheduler.max_num_queued_reqs)
+        self._pause = Pause(self.config.scheduler)
         self._profiler = Profiler(self.config.observe.profiler_dir)
         self._background = BackgroundPrograms(self.executor.programs, self._run_new_program, began=began)
         self._background.watch()
@@ -149,7 +149,7 @@ class EngineCore:
         if request.sampling_params.extra_args:
             request = replace(request, sampling_params=read_arguments(request.sampling_params, self._processors))
         if self._pause.mode is not None:
-            self._pause.hold(request)
+            self._pause.hold(request, (each.spec for each in self.scheduler.requests.values()))
             return
         self._queue(request)
 
@@ -364,6 +364,7 @@ class EngineCore:
         stats.num_deferred = self.needed_programs.num_waiting
         stats.sleep_level = self._sleep.level
         stats.num_retried_steps, stats.num_lost_steps = self._failures.num_retried_steps, self._failures.num_lost_steps
+        stats.num_computed_patches, stats.num_encoder_runs = self.executor.encoder_totals
         if self.adapters is not None:
             self.adapters.add_stats(stats)
         if self._expert_load is not None:

@@ -93,6 +93,10 @@ class Executor(Protocol):
     @property
     def programs(self) -> ExecutorPrograms: ...
 
+    @property
+    def encoder_totals(self) -> tuple[int, int]:
+        """Patches that steps have encoded since the start, padding included, and runs of the encoder."""
+
     def run_new_program(self) -> bool:
         """Run a common program that was made after the start on empty steps, as `warm_up` does. Returns whether there was one. Called
         while no step is in flight."""

@@ -120,6 +120,11 @@ class HostsExecutor:
         """See Executor. Each host compiles its own."""
         return self._own.programs
 
+    @property
+    def encoder_totals(self) -> tuple[int, int]:
+        """See Executor. Every host runs the same programs."""
+        return self._own.encoder_totals
+
     def run_new_program(self) -> bool:
         """See Executor, as for the next one."""
         return self._own.run_new_program()  # never one: all hosts run the same programs, at the start

@@ -98,6 +98,11 @@ def _add_images(found: Collected, load: SchedulerStats) -> None:
     found.gauge("mm_cache_usage_perc", usage, "fraction of the encoder cache that requests use, 0 to 1; more is cached")
     found.counter("mm_cache_evictions", load.num_item_evictions, "encoded images that left the encoder cache for others")
     found.counter("mm_encoder_patches", load.num_encoded_patches, "patches of the images that were encoded, without padding")
+    computed = "patches that the encoder computed for them, those of padding included"
+    found.counter("mm_encoder_computed_patches", load.num_computed_patches, computed)
+    found.counter(
+        "mm_encoder_runs", load.num_encoder_runs, "runs of the encoder, each over the images of a step that fit together"
+    )
 
 
 def _add_experts(found: Collected, load: SchedulerStats) -> None:

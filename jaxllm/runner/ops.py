@@ -70,6 +70,8 @@ class PlanRunner:
     num_steps = 0
     dispatch_seconds = 0.0
     """Total host time of starting all steps, in seconds."""
+    encoder_totals = (0, 0)
+    """See Executor."""
 
     def dispatch(self, plan: SchedulerOutput) -> Any:
         """See Executor."""

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from jaxllm import encoder_sizes
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
 from jaxllm.request_options import RequestOptions
-from jaxllm.runner.features.images import packing, programs, step
+from jaxllm.runner.features.images import programs, step
 from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.scheduler_output import SchedulerOutput
 from tests.end_to_end.test_image_steps import END, PAD, START, picture
@@ -59,7 +60,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Programs that encode more than 16 patches are rare, and so is that of the largest step with images."""
     gate, lower = Gate(), StepPrograms.lower
     monkeypatch.setattr(StepPrograms, "lower", lambda shapes, key: gate.lowered(lower, shapes, key))
-    monkeypatch.setattr(packing, "SIZES", (16, 64))
+    monkeypatch.setattr(encoder_sizes, "PROGRAM_SIZES", (16, 64))
     for module, name in ((programs, "COMMON_PATCHES"), (programs, "FIRST_PATCHES"), (step, "COMMON_TOKENS")):
         monkeypatch.setattr(module, name, 16)
     yield gate

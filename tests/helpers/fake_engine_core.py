@@ -42,6 +42,8 @@ class FakeStats:
     item_cache_hits: int = 0
     num_item_evictions: int = 0
     num_encoded_patches: int = 0
+    num_computed_patches: int = 0
+    num_encoder_runs: int = 0
     num_item_pages: int = 0
     num_used_item_pages: int = 0
     num_retried_steps: int = 0

@@ -154,6 +154,17 @@ def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
     of_frames = replace(wanted, items=[msgspec.structs.replace(item, kind="video") for item in items])
     assert {key.size for key in of_videos.rare(None) if of_videos.is_needed(key, of_frames)} == patches
     assert [[key.size for key in keys] for keys in of_videos.awaited(None, of_frames)] == of_largest
+
+
+def test_a_request_waits_for_all_parts_of_its_images(vision):
+    """Of images in parts for each size that it has, of others for one program that holds the largest."""
+    encode, _ = Images(vision, EncoderSizes.of(vision, 4096, 600), "float32", Kernels(), None, True).programs()
+    num_parts = {size: len(encode.keys(size)) for size in encode.sizes}
+    assert num_parts[256] == 1 < num_parts[1024] < num_parts[4096]
+    wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
+    items = [replace_item(position=5000 * i, num_tokens=count) for i, count in enumerate((60, 1024, 250, 20, 1000))]
+    found = [*encode.awaited(None, replace(wanted, items=items))]
+    assert found == [[key] for size in (1024, 4096) for key in encode.keys(size)] + [encode.keys(256)]
     mixed = [ProgramKey("forward", size, features=names) for size in (2048, 4096, 8192) for names in inputs.sets]
     assert [key for key in mixed if Forward().is_needed(key, wanted)] == [key for key in mixed[3:4] if cells]
 
@@ -212,7 +223,7 @@ class Runner:
         self.row_arrays = SimpleNamespace(
             of_features={"images": "slab", "images_hidden": "hidden"}, replaced=lambda **arrays: self.row_arrays
         )
-        self.missing = ()
+        self.missing, self.encoder_totals = (), (0, 0)
 
     def ready_sizes(self, key, sizes):
         return tuple(size for size in sizes if size not in self.missing)
@@ -329,7 +340,7 @@ def test_images_are_encoded_by_the_programs_that_are_there(vision):
     runner.missing = (1024,)
     host.run(EncodeItem(0, payload(32, 32), [*range(4)]))
     host.before_step([])
-    assert [size for size, _, _ in runner.calls[2:]] == [1024, 1024], "if none is there, a step makes what it needs"
+    assert [key.size for key, *_ in runner.calls[2:]] == [1024, 1024], "if none is there, a step makes what it needs"
 
 
 def test_ranks_encode_at_the_same_time_each_its_own(vision):

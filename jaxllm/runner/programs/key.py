@@ -24,6 +24,6 @@ class ProgramKey(NamedTuple):
     @property
     def described(self) -> str:
         """For the log and for clients."""
-        what = [self.kind, *([str(self.size)] if self.size else ())]
+        what = [self.kind, *([str(self.size)] if self.size else ()), *([f"part {self.part + 1}"] if self.part else ())]
         what += [part.name.lower() for part in (self.variant, self.logprobs) if part]
         return " ".join((*what, *self.features))

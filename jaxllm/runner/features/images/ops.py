@@ -124,6 +124,9 @@ class ImagesOnHost(OpRunner):
     def _run(self, kind: Encode, key: ProgramKey, of_ranks: Sequence[tuple[np.ndarray, ...]]) -> None:
         """Start a program with the host arrays of each rank."""
         runner = self._runner
+        if key.part == 0:  # the parts of an image are one run of the encoder
+            num_computed, num_runs = runner.encoder_totals
+            runner.encoder_totals = num_computed + key.size * len(of_ranks), num_runs + 1
         kind.run(runner, key, runner.program(key), tuple(map(runner.ranks.joined, zip(*of_ranks, strict=True))))
 
     def _forget_waiting(self) -> None:
