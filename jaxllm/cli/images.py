@@ -42,9 +42,7 @@ def given_files(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 
 def with_images(message: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The message with images before its text."""
-    if not parts:
-        return dict(message)
-    return {**message, "content": [*parts, {"type": "text", "text": message["content"]}]}
+    return {**message, "content": [*parts, {"type": "text", "text": message["content"]}]} if parts else dict(message)
 
 
 def text_of(message: Mapping[str, Any]) -> str:

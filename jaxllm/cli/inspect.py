@@ -50,8 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     report, fault = plan.described(), plan.fault
     if arguments.json:
         memory = {**_memory(plan.memory), "fits": fault is None}
-        told = None if fault is None else str(fault)
-        print(json.dumps({**report, "memory_plan": memory, "fault": told}))
+        print(json.dumps({**report, "memory_plan": memory, "fault": fault and str(fault)}))
         return 0 if fault is None else 1
     texts = {name: [_as_text(name, value)] for name, value in report.items()}
     texts["layers"] = list(kinds_of_layers(plan.model_config.layers))
@@ -81,9 +80,8 @@ def _images_text(images: dict[str, Any] | None) -> str:
 
 
 def _audio_text(audio: Audio) -> str:
-    what = "which layers attend to"
-    if audio.tokens is not None:
-        what = f"{SAMPLE_RATE / (2 * HOP) / audio.tokens.num_averaged:g} tokens a second"
+    tokens = audio.tokens
+    what = "which layers attend to" if tokens is None else f"{SAMPLE_RATE / (2 * HOP) / tokens.num_averaged:g} tokens a second"
     return (
         f"an encoder of {audio.num_layers} layers of width {audio.hidden_size} for clips of at most {audio.num_samples / SAMPLE_RATE:g} "
         f"seconds, {what}"
