@@ -103,8 +103,10 @@ class OutputMatcher(Protocol):
 class RequestAdapter(Protocol):
     """The adapter of a request, in the engine core."""
 
-    cache_key: str
-    """Differs between adapters whose keys and values differ."""
+    @property
+    def cache_key(self) -> str:
+        """Differs between adapters whose keys and values differ, in all engines of the model."""
+
     slot: int
     """Its slot on the device, while a request that has it is admitted."""
 
