@@ -1,7 +1,7 @@
 """Work on the devices that a step's plan carries in addition to its rows. Does not import JAX."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -76,7 +76,59 @@ class EncodeAudio(RankOp, frozen=True):
     """See `PromptItem`."""
 
 
-AnyDeviceOp = WriteAdapter | DropStaged | TakeCounts | MoveExperts | EncodeItem | UseItem | EncodeAudio
+class CopyBlocks(DeviceOp, frozen=True):
+    """A part of a copy between blocks and slots of host memory. Returns at once; when it is over, a `FinishedCopy` has its number."""
+
+    number: int
+    staging: int
+    """The staging buffer on the devices, which nothing else uses meanwhile."""
+    slots: list[int]
+    """In the order of rows of the staging buffer."""
+
+
+class GatherBlocks(CopyBlocks, frozen=True):
+    """Read blocks into a staging buffer, and copy that to slots behind the steps that follow."""
+
+    block_ids: list[int]
+    """One for each slot."""
+
+
+class StageBlocks(CopyBlocks, frozen=True):
+    """Copy slots to a staging buffer, whatever steps run."""
+
+
+class ScatterBlocks(CopyBlocks, frozen=True):
+    """Write a staging buffer, to which these slots were copied, into blocks. A block whose content was damaged on its way is left as it
+    is."""
+
+    block_ids: list[int]
+    """One for each slot."""
+
+
+class FinishedCopy(NamedTuple):
+    """The end of a `CopyBlocks`."""
+
+    number: int
+    is_right: Sequence[bool] = ()
+    """After `ScatterBlocks`: whether each block has its content."""
+    seconds: float = 0.0
+    """Time of the copy between host and devices."""
+    error: Exception | None = None
+    """Why it failed: nothing is known of what it wrote."""
+
+
+AnyDeviceOp = (
+    WriteAdapter
+    | DropStaged
+    | TakeCounts
+    | MoveExperts
+    | EncodeItem
+    | UseItem
+    | EncodeAudio
+    | GatherBlocks
+    | StageBlocks
+    | ScatterBlocks
+)
 """All kinds, as other hosts decode them."""
 
 
