@@ -82,27 +82,26 @@ class CopyBlocks(DeviceOp, frozen=True):
     number: int
     staging: int
     """The staging buffer on the devices, which nothing else uses meanwhile."""
-    slots: list[int]
-    """In the order of rows of the staging buffer."""
 
 
 class GatherBlocks(CopyBlocks, frozen=True):
-    """Read blocks into a staging buffer, and copy that to slots behind the steps that follow."""
+    """Read blocks into a staging buffer, and copy that to slots, one for each block, beside the steps that follow."""
 
     block_ids: list[int]
-    """One for each slot."""
+    slots: list[int]
 
 
 class StageBlocks(CopyBlocks, frozen=True):
-    """Copy slots to a staging buffer, whatever steps run."""
+    """Copy slots to a staging buffer, beside any steps."""
+
+    slots: list[int]
 
 
 class ScatterBlocks(CopyBlocks, frozen=True):
-    """Write a staging buffer, to which these slots were copied, into blocks. A block whose content was damaged on its way is left as it
-    is."""
+    """Write slots that were copied to a staging buffer into blocks, one for each slot. A block whose content was damaged on its way is left
+    as it is."""
 
     block_ids: list[int]
-    """One for each slot."""
 
 
 class FinishedCopy(NamedTuple):

@@ -76,7 +76,9 @@ wait. While requests wait for programs, `awaited_programs` counts these.
 def every_metric() -> list[Metric]:
     """Metrics of one engine and one API server, with something counted wherever a metric appears only then."""
     engine = EngineMetrics("m", 100, cache_config=cache_labels(CacheOptions()))
-    engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1, num_item_pages=1)
+    engine.load = SchedulerStats(
+        0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1, num_item_pages=1, num_host_slots=1
+    )
     engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)
     engine.image_seconds = Observations(PHASE_SECONDS)
     states = replica_states("m", [("serving", 0.0)], get_args(ReplicaState))

@@ -137,9 +137,12 @@ class EngineMetrics:
         found.counter("programs_compiled_after_warmup", self.programs_compiled_after_warmup, "programs compiled while serving")
         if cache_config:
             found.gauge("cache_config_info", 1, "options and size of the KV cache, as labels", **cache_config)
-        absent = "of a cache of another engine or host memory, which this engine does not have"
-        found.counter("external_prefix_cache_queries", 0, f"lookups {absent}")
-        found.counter("external_prefix_cache_hits", 0, f"hits {absent}")
+        asked, loaded = (
+            (0, 0) if self.load is None else (self.load.external_prefix_cache_queries, self.load.external_prefix_cache_hits)
+        )
+        looked_up = "tokens that the devices did not have, looked up in host memory (--kv-offloading-size)"
+        found.counter("external_prefix_cache_queries", asked, looked_up)
+        found.counter("external_prefix_cache_hits", loaded, "those of them that were loaded from there")
         queries, hits = (self.load.item_cache_queries, self.load.item_cache_hits) if self.load is not None else (0, 0)
         found.counter("mm_cache_queries", queries, "images of prompts, each when its first token was computed")
         found.counter("mm_cache_hits", hits, "those of them that the encoder cache had; the others were encoded")

@@ -78,9 +78,9 @@ def copied(request: pytest.FixtureRequest) -> Iterator[Copied]:
 def test_blocks_come_back_as_they_were_and_others_stay(copied: Copied) -> None:
     before, slots = copied.bits(), copied.slots(25)
     sources, targets = list(range(5, 30)), list(range(62, 37, -1))
-    copied.run(GatherBlocks(1, 0, slots, sources))
+    copied.run(GatherBlocks(1, 0, sources, slots))
     copied.run(StageBlocks(2, 3, slots))
-    (copy,) = copied.run(ScatterBlocks(3, 3, slots, targets))
+    (copy,) = copied.run(ScatterBlocks(3, 3, targets))
     assert copy.is_right == [True] * 25
     for old, new in zip(before, copied.bits(), strict=True):
         np.testing.assert_array_equal(new[targets], old[sources])
@@ -91,7 +91,7 @@ def test_blocks_come_back_as_they_were_and_others_stay(copied: Copied) -> None:
 def test_slots_have_the_same_bytes_whatever_devices_hold(copied: Copied) -> None:
     """[head][array][token][width], for each number of heads."""
     bits, slots = copied.bits(), copied.slots(3)
-    copied.run(GatherBlocks(1, 1, slots, [7, 40, 9]))
+    copied.run(GatherBlocks(1, 1, [7, 40, 9], slots))
     format = copied.copier.format
     for slot, block in zip(slots, [7, 40, 9], strict=True):
         parts = []
@@ -106,11 +106,11 @@ def test_slots_have_the_same_bytes_whatever_devices_hold(copied: Copied) -> None
 
 def test_a_gather_reads_what_was_there_before_the_rest_of_its_plan(copied: Copied) -> None:
     before, (first, second) = copied.bits(), copied.slots(2)
-    copied.run(GatherBlocks(1, 0, [first], [20]))
+    copied.run(GatherBlocks(1, 0, [20], [first]))
     copied.run(StageBlocks(2, 1, [first]))
-    copied.run(GatherBlocks(3, 0, [second], [50]), ScatterBlocks(4, 1, [first], [50]), GatherBlocks(5, 2, [first], [50]))
+    copied.run(GatherBlocks(3, 0, [50], [second]), ScatterBlocks(4, 1, [50]), GatherBlocks(5, 2, [50], [first]))
     copied.run(StageBlocks(6, 0, [second, first]))
-    copied.run(ScatterBlocks(7, 0, [second, first], [51, 52]))
+    copied.run(ScatterBlocks(7, 0, [51, 52]))
     for old, new in zip(before, copied.bits(), strict=True):
         np.testing.assert_array_equal(new[[50, 51, 52]], old[[20, 50, 20]])
 
@@ -118,7 +118,7 @@ def test_a_gather_reads_what_was_there_before_the_rest_of_its_plan(copied: Copie
 @pytest.mark.parametrize("damage", ["a bit", "words swapped", "blocks swapped"])
 def test_damaged_contents_are_noticed_and_not_written(copied: Copied, damage: str) -> None:
     slots = copied.slots(4)
-    copied.run(GatherBlocks(1, 0, slots, [10, 11, 12, 13]))
+    copied.run(GatherBlocks(1, 0, [10, 11, 12, 13], slots))
     words = copied.copier.arena.words
     wrong = [False, True, False, False]
     if damage == "a bit":
@@ -130,7 +130,7 @@ def test_damaged_contents_are_noticed_and_not_written(copied: Copied, damage: st
         wrong[2] = True
     before = copied.bits()
     copied.run(StageBlocks(2, 2, slots))
-    (copy,) = copied.run(ScatterBlocks(3, 2, slots, [14, 15, 16, 17]))
+    (copy,) = copied.run(ScatterBlocks(3, 2, [14, 15, 16, 17]))
     assert [not is_right for is_right in copy.is_right] == wrong
     right = [index for index in range(4) if not wrong[index]]
     for old, new in zip(before, copied.bits(), strict=True):
@@ -142,11 +142,11 @@ def test_damaged_contents_are_noticed_and_not_written(copied: Copied, damage: st
 
 def test_slots_outlive_the_devices_memory(copied: Copied) -> None:
     before, slots = copied.bits(), copied.slots(2)
-    copied.run(GatherBlocks(1, 0, slots, [3, 4]))
+    copied.run(GatherBlocks(1, 0, [3, 4], slots))
     copied.runner.memory("drop", "kv_cache")
     copied.runner.memory("restore", "kv_cache")
     copied.run(StageBlocks(2, 0, slots))
-    copied.run(ScatterBlocks(3, 0, slots, [8, 9]))
+    copied.run(ScatterBlocks(3, 0, [8, 9]))
     for old, new in zip(before, copied.bits(), strict=True):
         np.testing.assert_array_equal(new[[8, 9]], old[[3, 4]])
 

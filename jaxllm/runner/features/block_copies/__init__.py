@@ -73,4 +73,6 @@ def make(parts: FeatureParts) -> StepFeature | None:
         return None
     drafter = parts.beside["drafter"]
     layers = (*parts.model_config.layers, *(() if drafter is None else drafter.layers))
-    return BlockCopies(_num_copies(layers), int(size * 2**30), _buffer_bytes(parts.config))
+    return BlockCopies(
+        _num_copies(layers), int(size * 2**30) // parts.config.parallel.num_replicas, _buffer_bytes(parts.config)
+    )

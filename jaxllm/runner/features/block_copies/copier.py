@@ -38,6 +38,8 @@ class BlockCopier(OpRunner):
         self.sizes = batch_sizes(format)
         self.num_staging = num_staging
         self._staging: list[jax.Array] = []
+        self._staged_sums: dict[int, np.ndarray] = {}
+        """uint32 [devices, n, H]: the checksums that staged contents should have, by staging buffer."""
         self._transfer: Transfer | None = None
         self._finished: list[FinishedCopy] = []
         self._changed = threading.Condition()
@@ -95,8 +97,8 @@ class BlockCopier(OpRunner):
                 self._staged.submit(partial(self._finish, op.number, partial(self._to_device, op)))
             case ScatterBlocks():
                 size = self._size(len(op.block_ids))
-                program, sums_DnH = self._runner.program(ProgramKey(Scatter.name, size)), self._sums(op.slots)
-                staging = self._staging[op.staging]
+                program = self._runner.program(ProgramKey(Scatter.name, size))
+                staging, sums_DnH = self._staging[op.staging], self._staged_sums.pop(op.staging)
                 is_right_Dn = programs.scatter(self._runner, program, size, op.block_ids, staging, sums_DnH)
                 self._scattered.submit(partial(self._finish, op.number, partial(self._verdict, op, is_right_Dn)))
 
@@ -114,12 +116,9 @@ class BlockCopier(OpRunner):
     def _to_device(self, op: StageBlocks) -> FinishedCopy:
         assert self._transfer is not None
         start = time.perf_counter()
+        self._staged_sums[op.staging] = np.repeat(self.arena.sums[op.slots].swapaxes(0, 1), self.format.num_copies, axis=0)
         self._staging[op.staging] = self._transfer.to_device(self._staging[op.staging], op.slots)
         return FinishedCopy(op.number, seconds=time.perf_counter() - start)
-
-    def _sums(self, slots: list[int]) -> np.ndarray:
-        """uint32 [devices, n, H]: the checksums of slots."""
-        return np.repeat(self.arena.sums[slots].swapaxes(0, 1), self.format.num_copies, axis=0)
 
     def _verdict(self, op: ScatterBlocks, is_right_Dn: jax.Array) -> FinishedCopy:
         is_right_n = np.all(np.asarray(is_right_Dn), axis=0)[: len(op.block_ids)]
@@ -144,6 +143,7 @@ class BlockCopier(OpRunner):
             thread.drain()
         delete(self._staging)
         self._staging = []
+        self._staged_sums.clear()
 
     def delete_arrays(self) -> None:
         """See OpRunner."""
