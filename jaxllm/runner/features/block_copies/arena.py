@@ -21,7 +21,8 @@ class Arena:
     """Slots for contents, each a whole number of pages: the parts of a block one after the other. Beside them the checksums of each."""
 
     def __init__(self, num_bytes: int, format: BlockFormat):
-        """Raises ConfigError if there is not so much memory, or it has no slot."""
+        """Takes no memory yet. Raises ConfigError if there is not so much, or it has no slot."""
+        self._format = format
         self.slot_bytes = -(-format.block_bytes // PAGE_BYTES) * PAGE_BYTES
         self.num_slots = num_bytes // self.slot_bytes
         if not self.num_slots:
@@ -29,10 +30,14 @@ class Arena:
                 f"kv_offloading_size is {num_bytes / 2**30:.3g} GiB, less than a block ({self.slot_bytes} bytes); raise it"
             )
         check_memory(num_bytes)
+
+    def open(self) -> None:
+        """Take the memory. Raises ConfigError."""
+        format = self._format
         try:
-            memory = mmap.mmap(-1, self.num_slots * self.slot_bytes)
+            memory = mmap.mmap(-1, self.num_bytes)
         except OSError as error:
-            raise ConfigError(f"kv_offloading_size is {num_bytes / 2**30:.3g} GiB: {error.strerror}; lower it") from error
+            raise ConfigError(f"kv_offloading_size is {self.num_bytes / 2**30:.3g} GiB: {error.strerror}; lower it") from error
         slots = np.frombuffer(memory, np.uint32).reshape(self.num_slots, -1)
         self.words = slots[:, : format.num_parts * format.part_words].reshape(self.num_slots, format.num_parts, -1)
         """uint32 [slots, parts, words]"""

@@ -40,12 +40,12 @@ class BlockCopier(OpRunner):
         self._staging: list[jax.Array] = []
         self._staged_sums: dict[int, np.ndarray] = {}
         """uint32 [devices, n, H]: the checksums that staged contents should have, by staging buffer."""
-        self._transfer: Transfer | None = None
         self._finished: list[FinishedCopy] = []
         self._changed = threading.Condition()
-        self._gathered, self._staged, self._scattered = map(WorkerThread, ("kv-store", "kv-load", "kv-verdict"))
-        self._on_gpu = jax.default_backend() != "cpu"
-        self._touching = self._staged.submit(self.arena.touch) if self._on_gpu else None
+        self._transfer: Transfer | None = None
+        """None, as the threads, before the first `allocate`: engines try runners that never run."""
+        self._threads: tuple[WorkerThread, ...] = ()
+        """For stores, loads and verdicts."""
 
     @property
     def num_slots(self) -> int:
@@ -73,6 +73,9 @@ class BlockCopier(OpRunner):
         with self._changed:
             self._changed.wait_for(lambda: bool(self._finished), seconds)
 
+    def _submit(self, thread: int, op: CopyBlocks, finish: Finish) -> None:
+        self._threads[thread].submit(partial(self._finish, op.number, finish))
+
     def _finish(self, number: int, finish: Finish) -> None:
         try:
             found = finish()
@@ -92,15 +95,15 @@ class BlockCopier(OpRunner):
                 program = self._runner.program(ProgramKey(Gather.name, size))
                 staging, sums = programs.gather(self._runner, program, size, op.block_ids, self._staging[op.staging])
                 self._staging[op.staging] = staging
-                self._gathered.submit(partial(self._finish, op.number, partial(self._to_host, op, staging, sums)))
+                self._submit(0, op, partial(self._to_host, op, staging, sums))
             case StageBlocks():
-                self._staged.submit(partial(self._finish, op.number, partial(self._to_device, op)))
+                self._submit(1, op, partial(self._to_device, op))
             case ScatterBlocks():
                 size = self._size(len(op.block_ids))
                 program = self._runner.program(ProgramKey(Scatter.name, size))
                 staging, sums_DnH = self._staging[op.staging], self._staged_sums.pop(op.staging)
                 is_right_Dn = programs.scatter(self._runner, program, size, op.block_ids, staging, sums_DnH)
-                self._scattered.submit(partial(self._finish, op.number, partial(self._verdict, op, is_right_Dn)))
+                self._submit(2, op, partial(self._verdict, op, is_right_Dn))
 
     def _size(self, num_blocks: int) -> int:
         return next(size for size in self.sizes if size >= num_blocks)
@@ -129,17 +132,23 @@ class BlockCopier(OpRunner):
     def allocate(self) -> None:
         """See OpRunner. What is in the slots stays right."""
         if self._transfer is None:
-            if self._touching is not None:
-                self._touching.result()
-            make = CudaTransfer if self._on_gpu else PlainTransfer
-            self._transfer = make(self.arena, self.format)
+            with self._runner.times.part("host memory"):
+                self._transfer = self._open()
+            self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-verdict")))
         shape = Gather(self.format.num_copies).staging(self._runner.shapes)
         zeros = jax.jit(partial(jnp.zeros, shape.shape, shape.dtype), out_shardings=shape.sharding)
         self._staging = jax.block_until_ready([zeros() for _ in range(self.num_staging)])
 
+    def _open(self) -> Transfer:
+        self.arena.open()
+        if jax.default_backend() == "cpu":
+            return PlainTransfer(self.arena, self.format)
+        self.arena.touch()
+        return CudaTransfer(self.arena, self.format)
+
     def release(self) -> None:
         """See OpRunner. Waits for the transfers, which have addresses of staging buffers."""
-        for thread in (self._gathered, self._staged, self._scattered):
+        for thread in self._threads:
             thread.drain()
         delete(self._staging)
         self._staging = []
@@ -148,7 +157,7 @@ class BlockCopier(OpRunner):
     def delete_arrays(self) -> None:
         """See OpRunner."""
         self.release()
-        for thread in (self._gathered, self._staged, self._scattered):
+        for thread in self._threads:
             thread.shutdown()
         if self._transfer is not None:
             self._transfer.close()
