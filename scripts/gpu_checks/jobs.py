@@ -56,6 +56,7 @@ JOBS = (
     Job("collectives", gib=4, all_gpus=True),
     Job("adapters", gib=6, all_gpus=True),
     *(Job("images", i, 3, gib=10, all_gpus=True) for i in range(3)),
+    Job("tiers", gib=20, all_gpus=True),
     Job("topologies", gib=20, all_gpus=True),
     Job("hosts", gib=24, all_gpus=True),
     Job("tensor_parallel", 1, 2, gib=10, all_gpus=True),

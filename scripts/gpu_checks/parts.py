@@ -16,6 +16,7 @@ PARTS = (
     "engine",
     "adapters",
     "images",
+    "tiers",
     "tensor_parallel",
     "topologies",
     "hosts",
@@ -67,6 +68,10 @@ def _outcomes(part: str, args: argparse.Namespace, until: float, done: Collectio
         from scripts.gpu_checks import images
 
         yield from images.check(tiny=args.tiny, deadline=until, share=args.share)
+    elif part == "tiers":
+        from scripts.gpu_checks import tiers
+
+        yield from tiers.check(tiny=args.tiny)
     elif part == "engine":
         from scripts.gpu_checks import engine
 

@@ -92,7 +92,7 @@ class Scatter(BlockProgram):
 
 def _gather(format: BlockFormat, caches: Caches, block_n: jax.Array, staging_1Nw: jax.Array) -> tuple[jax.Array, jax.Array]:
     words_nw, sums_nH = format.gather(caches, block_n)
-    return staging_1Nw.at[0, : len(block_n)].set(words_nw), sums_nH[None]
+    return jax.lax.dynamic_update_slice(staging_1Nw, words_nw[None], (0, 0, 0)), sums_nH[None]
 
 
 def _scatter(
