@@ -38,7 +38,7 @@ class ChatImages:
         self._max_tokens = engine.max_model_len
         self._turns: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
         """Of each client: it has no more images waiting for the threads than these take, so that others' soon get one."""
-        self._reader = MediaReader(options)
+        self._reader = MediaReader(options, on_fetched=self._media.counts.add_fetched)
         self._options = options
         self._memory = BodyMemory(limits)
         """Memory of fetched images, which no body counts."""

@@ -14,6 +14,7 @@ from jaxllm.cli.numbers import positive
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.terminal import size
 from jaxllm.config import EngineConfig
+from jaxllm.encoder_sizes import most_patches
 from jaxllm.errors import ModelLoadError
 from jaxllm.model_parts import Layer
 
@@ -120,7 +121,7 @@ def _images(plan: "EnginePlan") -> dict[str, Any] | None:
         "encoder_width": vision.hidden_size,
         "patch_size": vision.patch_size,
         "patches_of_a_token": vision.merge_size**2,
-        "max_patches": plan.config.multimodal.mm_max_patches,
+        "max_patches": most_patches(vision, plan.config.multimodal.mm_max_patches),
         "tokens": {}
         if not isinstance(media, MediaProcessor)
         else {f"{w}x{h}": media.count_tokens(w, h) for w, h in IMAGE_SIZES},

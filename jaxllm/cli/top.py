@@ -111,6 +111,7 @@ def _figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("prompt", f"{found['prompt_tokens_per_second']:.1f} tokens/s"),
         ("generation", f"{found['generation_tokens_per_second']:.1f} tokens/s"),
         ("drafts", "" if drafts is None else _drafts(drafts)),
+        ("encoder", _encoder(found["encoder"])),
         ("preemptions", f"{found['preemptions']:.0f}" if found["preemptions"] else ""),
     ]
     for name, percentiles in found["latency_ms"].items():
@@ -144,6 +145,13 @@ def _drafts(report: Mapping[str, Any]) -> str:
         return "–"
     rate, length = report["spec_decode_acceptance_rate"], report["spec_decode_acceptance_length"]
     return f"{rate:.1f}% accepted, {length:.2f} tokens a step of a request"
+
+
+def _encoder(report: Mapping[str, float] | None) -> str:
+    if report is None:
+        return ""
+    padding = 1 - report["patches"] / report["computed_patches"]
+    return f"{report['patches']:.0f} patches of images, {padding:.0%} of what it computed was padding"
 
 
 def _counts(found: Mapping[str, Mapping[str, float]]) -> str:

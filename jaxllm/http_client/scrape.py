@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -105,6 +105,7 @@ def view(before: Scrape, now: Scrape) -> dict[str, Any]:
         "prompt_tokens_per_second": grown("prompt_tokens") / seconds,
         "generation_tokens_per_second": grown("generation_tokens") / seconds,
         "preemptions": grown("num_preemptions"),
+        "encoder": _encoder(grown),
         "drafts": None if drafts is None else drafts.report(),
         "latency_ms": {
             name: _percentiles(before.buckets.get(metric, {}), now.buckets.get(metric, {}))
@@ -162,6 +163,12 @@ def _compiling(now: Scrape) -> dict[str, float] | None:
     """Programs that requests wait for: number ready, and total. None if all are ready."""
     awaited = now.by_label.get("awaited_programs", {})
     return {"ready": awaited.get("ready", 0.0), "total": sum(awaited.values())} if awaited.get("missing") else None
+
+
+def _encoder(grown: Callable[[str], float]) -> dict[str, float] | None:
+    """What the vision encoder did; None: nothing."""
+    computed = grown("mm_encoder_computed_patches")
+    return {"patches": grown("mm_encoder_patches"), "computed_patches": computed} if computed else None
 
 
 def _by_label(before: Scrape, now: Scrape, name: str) -> dict[str, dict[str, float]]:

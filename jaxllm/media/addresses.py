@@ -2,7 +2,7 @@
 
 import asyncio
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +19,7 @@ PIECE_CHARACTERS = 1 << 20
 """Characters of base64 that are decoded at once; no other thread runs meanwhile."""
 MAX_FRAMES = 1 << 14
 """Frames of data:video/jpeg: a body of commas would have millions, all of them empty."""
+_FETCHED = ("http", "https", "file")
 MAX_FILE_BYTES = 128 << 20
 """Limit of all file: addresses of a request together, whose body does not count them."""
 
@@ -42,7 +43,14 @@ class Reference(Protocol):
 class MediaReader:
     """Reads what references name. Thread-safe. `read` is for event loops, `read_now` for scripts."""
 
-    def __init__(self, options: MediaOptions, fetcher: "MediaFetcher | None" = None):
+    def __init__(
+        self,
+        options: MediaOptions,
+        fetcher: "MediaFetcher | None" = None,
+        on_fetched: Callable[[int], None] = lambda num_bytes: None,
+    ):
+        """on_fetched: called with the number of bytes that came from other hosts or from files, for each request that has some."""
+        self._on_fetched = on_fetched
         directory = options.allowed_local_media_path
         self._directory = None if directory is None else Path(directory).expanduser().resolve()
         self._max_bytes = options.max_bytes
@@ -68,6 +76,8 @@ class MediaReader:
         found = await asyncio.to_thread(self._read_all, references)
         for place, data in zip(away, fetched, strict=True):
             found[place] = data
+        if fetched := [found[place] for place, each in enumerate(references) if _scheme(each) in _FETCHED]:
+            self._on_fetched(sum(map(len, fetched)))
         return [Media(each.kind, data, each.uuid, each.name) for each, data in zip(references, found, strict=True)]
 
     def read_now(self, references: Sequence[Reference]) -> list[Media]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.files import read_json
-from jaxllm.media.audio_files import check_rate, read_audio, refuse, resampled
+from jaxllm.media.audio_files import ToFloat, check_rate, read_audio, refuse, resampled
 from jaxllm.media.cache import ProcessedCache
 from jaxllm.media.features import log_mel, pack
 from jaxllm.media.media import Media, ProcessedMedia
@@ -82,6 +82,7 @@ class AudioProcessor:
         if data is None:
             refuse(name, "has a uuid and no content, and no audio of that uuid is kept here; send its content")
         rate: Any = SAMPLE_RATE
+        to_float: ToFloat = lambda samples: samples.astype(np.float32)  # noqa: E731
         if isinstance(data, tuple) and len(data) == 2:
             data, rate = data
         if not isinstance(data, np.ndarray) or data.dtype.kind not in "fiu" or not data.ndim:
@@ -90,8 +91,8 @@ class AudioProcessor:
         if data.dtype.kind != "f":
             limits = np.iinfo(data.dtype)
             middle, half = (0, -float(limits.min)) if limits.min else ((limits.max + 1) / 2, (limits.max + 1) / 2)
-            data = ((data - middle) / half).astype(np.float32)
-        return resampled(data, int(rate), name, self.options)
+            to_float = lambda samples: ((samples - middle) / half).astype(np.float32)  # noqa: E731
+        return resampled(data, int(rate), name, self.options, to_float)
 
     def placeholder(self, kind: str = "audio") -> str:
         """Empty: audio has no tokens in the prompt."""

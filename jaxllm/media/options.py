@@ -45,9 +45,10 @@ class MediaOptions:
         Literal["sha256", "sha512"], "hash by which equal images are found; vLLM's default, blake3, needs a package"
     ] = "sha256"
     mm_max_patches: Annotated[
-        int,
-        "most patches of an image or a frame; larger ones are made smaller; more take memory on the device and hold up other requests",
-    ] = 16384
+        int | None,
+        "most patches of an image or a frame; larger ones are made smaller; more take memory on the device and hold up other requests; "
+        "default: 16384, or with Idefics 3 and SmolVLM as many as 17 tiles have, if these are more",
+    ] = None
     mm_max_image_pixels: Annotated[
         int, "most pixels of an image as it came; larger ones are refused before they are decoded"
     ] = 1 << 26

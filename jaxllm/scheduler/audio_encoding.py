@@ -47,7 +47,7 @@ class AudioEncoding:
         self._granted.discard(request)
         self._encoded.discard(request)
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, decodes: bool) -> None:
         """See ChunkRoom."""
         self._granted.clear()
 
@@ -67,6 +67,10 @@ class AudioEncoding:
         self._granted.remove(request)
         self._encoded.add(request)
         return [EncodeAudio(0, request.request_id, item.payload) for item in request.spec.items]
+
+    def step_ops(self) -> list[AnyDeviceOp]:
+        """There are none."""
+        return []
 
     def forget(self) -> None:
         """See ChunkRoom."""

@@ -10,7 +10,7 @@ from jaxllm.log import warn_once
 _URL_TYPES = ("image_url", "input_image")
 """Parts whose image_url is an address, or an object with it: those of chat completions and of the Responses API."""
 _OBJECT_TYPES = ("image_pil", "image")
-"""Parts of scripts, with the image itself, or of `transformers`, also with its address."""
+"""Parts of scripts, with the image itself, or of `transformers`, also with its address, which may be called `url`."""
 _VIDEO_TYPES = ("video_url", "video")
 """Parts that are videos: with an address, as vLLM has them, and of scripts, with the frames themselves."""
 A = {"image": "an image", "video": "a video", "audio": "audio"}
@@ -61,9 +61,11 @@ def _taken(part: Any, name: str, found: list[MediaRef]) -> Any:
     if uuid is not None and not isinstance(uuid, str):
         raise InvalidRequestError(f"{name} has the uuid {uuid!r}, must be a string", name)
     key = _key(type)
-    source = _address(part, key, name) if key in ("image_url", "video_url") else part.get(type)
+    if key not in part and type in ("image", "video"):
+        key = "url"
+    source = _address(part, key, name) if key.endswith("url") else part.get(type)
     if source is None and uuid is None:
-        raise InvalidRequestError(f"{name} has no {kind}: {key} is missing", name)
+        raise InvalidRequestError(f"{name} has no {kind}: {_key(type)} is missing", name)
     found.append(MediaRef(kind, source, uuid, name))
     return dict(PARTS[kind])
 
@@ -85,7 +87,7 @@ def _address(part: Mapping[str, Any], key: str, name: str) -> str | None:
     if isinstance(given, Mapping):
         given, detail = given.get("url"), given.get("detail", detail)
     if given is not None and not isinstance(given, str):
-        a = "an" if key == "image_url" else "a"
+        a = "an" if key.startswith("image") else "a"
         raise InvalidRequestError(f"{name} has {a} {key} of type {type(given).__name__}, must be a string", name)
     if detail not in (None, "auto"):
         warn_once("detail of images has no effect: their size and mm_processor_kwargs decide how many tokens they have")

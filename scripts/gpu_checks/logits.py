@@ -7,11 +7,13 @@ relative to the float32 logits: of all tokens together, and of the worst token (
 
 import concurrent.futures
 import json
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,30 +22,45 @@ from jax import lax
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
+from jaxllm.kernel_verdicts import OpReport
 from jaxllm.layers.row_states import StateRows
 from jaxllm.runner.paged_context import GroupTable
 from jaxllm.runner.places import Places, make_step
+from pallas_kernels.span_attention import Later
 from scripts.gpu_checks import Outcome, kernels_in_use
 from scripts.gpu_checks import shapes as shapes_of
 from scripts.gpu_checks.shapes import LLAMA_8B
 from scripts.kernels.compiling import Compiler
 
-Tokens = tuple[jax.Array, Places]
-"""Token ids, and where they are."""
 FACTOR, WORST_FACTOR = 1.5, 2.0
 MOST = 0.2
 """If plain XLA is off by more, the comparison is not meaningful."""
 BLOCK = 16
 
 
+class Batch(NamedTuple):
+    """The tokens of a step; those past `count` are padding."""
+
+    token_ids_T: jax.Array
+    places: Places
+    later: Later | None
+    count: int
+
+
 @dataclass(frozen=True)
 class Steps:
-    """Prompts computed in one step, then decodes with fixed tokens, so that every model gets the same."""
+    """Prompts computed in one step or two, then decodes with fixed tokens, so that every model gets the same."""
 
     prompts: tuple[int, ...] = (200, 61, 7, 1, 17)
     num_decodes: int = 4
     num_rows: int = 8
     """Rows past the prompts are padding."""
+    first: tuple[int, ...] = ()
+    """How many tokens of each prompt a first step computes; empty: all."""
+    spans: tuple[tuple[int, int, int], ...] = ()
+    """Row, first position and length of spans whose tokens see each other, each within a step."""
+    num_groups: int = 1
+    """Groups of layers, each with blocks of its own."""
 
     @property
     def width(self) -> int:
@@ -51,57 +68,85 @@ class Steps:
 
     @property
     def num_blocks(self) -> int:
-        return len(self.prompts) * self.width + 2
+        return self.num_groups * len(self.prompts) * self.width + 2
 
     def token_ids(self, vocab_size: int) -> list[np.ndarray]:
         """Token ids of each request: prompt and output."""
         rng = np.random.default_rng(0)
         return [rng.integers(0, vocab_size, n + self.num_decodes).astype(np.int32) for n in self.prompts]
 
-    def table(self) -> np.ndarray:
-        blocks = np.random.default_rng(1).permutation(self.num_blocks - 1)[: len(self.prompts) * self.width] + 1
-        table = np.zeros((self.num_rows, self.width), np.int32)
-        table[: len(self.prompts)] = blocks.reshape(len(self.prompts), self.width)
-        return table
+    def tables(self) -> np.ndarray:
+        """The blocks of each row in each group: [groups, rows, width]."""
+        shape = (self.num_groups, len(self.prompts), self.width)
+        blocks = np.random.default_rng(1).permutation(self.num_blocks - 1)[: math.prod(shape)] + 1
+        tables = np.zeros((self.num_groups, self.num_rows, self.width), np.int32)
+        tables[:, : len(self.prompts)] = blocks.reshape(shape)
+        return tables
 
-    def prefill(self, vocab_size: int) -> Tokens:
-        counts = np.zeros(self.num_rows, np.int32)
-        counts[: len(self.prompts)] = self.prompts
+    def batches(self, vocab_size: int) -> dict[str, list[Batch]]:
+        """Steps in their order; those of a name have equal shapes."""
+        whole, none, found = self.prompts, (0,) * len(self.prompts), {}
+        if self.first:
+            found[f"the first {sum(self.first)} tokens"] = [self._of_prompts(vocab_size, none, self.first)]
+        rest = sum(whole) - sum(self.first)
+        title = f"the {rest} tokens behind them" if self.first else f"prefill of {rest} tokens"
+        found[title] = [self._of_prompts(vocab_size, self.first or none, whole)]
+        decodes = [self._decode(vocab_size, step) for step in range(self.num_decodes)]
+        return {**found, f"{self.num_decodes} decodes of {len(whole)} rows": decodes}
+
+    def _of_prompts(self, vocab_size: int, begin: Sequence[int], end: Sequence[int]) -> Batch:
+        counts, lengths = np.zeros((2, self.num_rows), np.int32)
+        counts[: len(end)] = np.array(end) - np.array(begin)
+        lengths[: len(end)] = np.where(counts[: len(end)] > 0, end, 0)
         padded = -(-int(counts.sum()) // 16) * 16
-        return self._tokens(
-            vocab_size, [(row, position) for row, n in enumerate(self.prompts) for position in range(n)], padded, counts, counts
-        )
+        places = [(row, position) for row in range(len(end)) for position in range(begin[row], end[row])]
+        return self._batch(vocab_size, places, padded, counts, lengths)
 
-    def decode(self, vocab_size: int, step: int) -> Tokens:
+    def _decode(self, vocab_size: int, step: int) -> Batch:
         counts, lengths = np.ones(self.num_rows, np.int32), np.zeros(self.num_rows, np.int32)
         lengths[: len(self.prompts)] = np.array(self.prompts) + step + 1
         places = [(row, n + step) for row, n in enumerate(self.prompts)]
-        return self._tokens(vocab_size, places, self.num_rows, counts, lengths)
+        return self._batch(vocab_size, places, self.num_rows, counts, lengths, num_queries=1)
 
-    def _tokens(self, vocab_size: int, places: list[tuple[int, int]], padded: int, counts: Any, lengths: Any) -> Tokens:
+    def _batch(
+        self,
+        vocab_size: int,
+        places: Sequence[tuple[int, int]],
+        padded: int,
+        counts: np.ndarray,
+        lengths: np.ndarray,
+        num_queries: int | None = None,
+    ) -> Batch:
         """Tokens by (row, position); the rest is padding."""
-        ids, table = self.token_ids(vocab_size), self.table()
-        token, position, slot = (np.full(padded, fill, np.int32) for fill in (0, 0, -1))
+        ids, tables = self.token_ids(vocab_size), self.tables()
+        token, position, later = np.zeros((3, padded), np.int32)
+        slots = np.full((self.num_groups, padded), -1, np.int32)
         for i, (row, at) in enumerate(places):
             token[i], position[i] = ids[row][at], at
-            slot[i] = table[row, at // BLOCK] * BLOCK + at % BLOCK
+            slots[:, i] = tables[:, row, at // BLOCK] * BLOCK + at % BLOCK
+            later[i] = sum(
+                start + count - 1 - at for owner, start, count in self.spans if owner == row and start <= at < start + count
+            )
         start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         is_real = np.arange(padded) < len(places)
         owner = np.zeros(padded, np.int32)
         owner[: len(places)] = [row for row, _ in places]
-        at = Places(
+        found = Places(
             row_T=owner,  # type: ignore[arg-type]
             owner_T=owner,  # type: ignore[arg-type]
             offset_T=np.zeros(padded, np.int32),  # type: ignore[arg-type]
             position_T=position,  # type: ignore[arg-type]
             is_real_T=is_real,  # type: ignore[arg-type]
-            tables=(GroupTable(table, slot),),  # type: ignore[arg-type]
+            tables=tuple(map(GroupTable, tables, slots)),  # type: ignore[arg-type]
             query_start_R1=start,  # type: ignore[arg-type]
-            kv_length_R=lengths.astype(np.int32),
+            kv_length_R=lengths.astype(np.int32),  # type: ignore[arg-type]
             rows=StateRows(np.arange(self.num_rows, dtype=np.int32), lengths == counts, start),  # type: ignore[arg-type]
             num_queries=None,
         )
-        return jax.tree.map(jnp.asarray, (token, at))  # type: ignore[no-any-return]
+        token_ids, found, later_T = jax.tree.map(jnp.asarray, (token, found, later))
+        most = max((count for _, _, count in self.spans), default=1) - 1
+        seen = Later(later_T, most) if most and num_queries is None else None
+        return Batch(token_ids, found._replace(num_queries=num_queries), seen, len(places))
 
 
 def check(*, tiny: bool) -> Iterator[Outcome]:
@@ -120,7 +165,7 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
             # Engines of one layer fit into memory together: while one compiles, another runs.
             with concurrent.futures.ThreadPoolExecutor(len(engines) if num_layers == 1 else 1) as pool:
                 runs = [pool.submit(run, directory, steps, **options) for options in engines]
-                exact, plain, ours = (found.result() for found in runs)
+                exact, plain, ours = (found.result().logits for found in runs)
         for name in exact:
             yield compare(f"logits, {num_layers} layer{'s' * (num_layers > 1)}, {name}", exact[name], plain[name], ours[name])
 
@@ -142,11 +187,21 @@ def errors(exact: np.ndarray, got: np.ndarray) -> tuple[float, float]:
     return float(np.linalg.norm(off) / np.linalg.norm(size)), float((off / size).max())
 
 
-def run(directory: str, steps: Steps, **options: Any) -> dict[str, np.ndarray]:
-    """float32 logits of the prefill's tokens and of each decode's."""
+class Found(NamedTuple):
+    """What an engine computes, and the implementation that it chose for each op."""
+
+    logits: dict[str, np.ndarray]
+    """float32 [tokens, vocabulary], by the steps' names."""
+    kernels: Mapping[str, OpReport]
+
+
+def run(
+    directory: str | Path, steps: Steps, *, before: Callable[[EngineCore], dict[str, np.ndarray]] | None = None, **options: Any
+) -> Found:
+    """Logits of the steps' tokens. before: runs before the steps, when the weights are rounded; what it finds comes first."""
     core = EngineCore(
         EngineConfig.from_options(
-            model=directory,
+            model=str(directory),
             load_format="dummy",
             max_num_seqs=steps.num_rows,
             max_num_batched_tokens=512,
@@ -162,7 +217,12 @@ def run(directory: str, steps: Steps, **options: Any) -> dict[str, np.ndarray]:
         used = kernels_in_use("logits", core.kernels)
         if used.failed:
             raise RuntimeError(used.detail)
-        return _logits(core, steps)
+        runner = core.runner
+        # A cast there and back would be taken out by the compiler.
+        rounded = jax.jit(lambda x: lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), donate_argnums=0)
+        runner.params = tuple(rounded(x) for x in runner.params)
+        found = before(core) if before is not None else {}
+        return Found({**found, **_logits(core, steps)}, dict(core.kernels))
     finally:
         core.shutdown()
 
@@ -170,30 +230,29 @@ def run(directory: str, steps: Steps, **options: Any) -> dict[str, np.ndarray]:
 def _logits(core: EngineCore, steps: Steps) -> dict[str, np.ndarray]:
     runner, vocab_size = core.runner, core.model_config.vocab_size
     functions = runner.shapes.functions
-    # A cast there and back would be taken out by the compiler.
-    rounded = jax.jit(lambda x: lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), donate_argnums=0)
-    runner.params = tuple(rounded(x) for x in runner.params)
 
-    def forward(is_decode: bool, params: Any, caches: Any, tokens: Tokens) -> tuple[jax.Array, Any]:
-        (token_ids, places), kept = tokens, list(caches)
-        places = places._replace(num_queries=1 if is_decode else None)
-        model = functions.merge(params)
+    def forward(num_queries: int | None, params: Any, caches: Any, token_ids: Any, places: Places, later: Any) -> Any:
+        kept = list(caches)
+        model, places = functions.merge(params), places._replace(num_queries=num_queries)
         step = make_step(kept, token_ids, places, functions.cache.places, functions.kernels, functions.shards)
+        step.attend.later = later
         return model.logits(model(step), functions.shards).astype(jnp.float32)[:, :vocab_size], tuple(kept)
 
-    prefill, decodes = steps.prefill(vocab_size), [steps.decode(vocab_size, step) for step in range(steps.num_decodes)]
-    compiler = Compiler()
-    programs = [
-        compiler.submit(lambda *args, kind=kind: forward(kind, *args), runner.params, runner.caches, tokens, donate=(1,))
-        for kind, tokens in ((False, prefill), (True, decodes[0]))
-    ]
-    found = {}
-    logits, runner.caches = programs[0].result()(runner.params, runner.caches, prefill)
-    found[f"prefill of {sum(steps.prompts)} tokens"] = np.asarray(logits)[: sum(steps.prompts)]
-    rows = []
-    for tokens in decodes:
-        logits, runner.caches = programs[1].result()(runner.params, runner.caches, tokens)
-        rows.append(np.asarray(logits)[: len(steps.prompts)])
-    found[f"{steps.num_decodes} decodes of {len(steps.prompts)} rows"] = np.concatenate(rows)
+    def inputs(batch: Batch) -> tuple[Any, Places, Later | None]:
+        return batch.token_ids_T, batch.places._replace(num_queries=None), batch.later
+
+    batches, compiler, found = steps.batches(vocab_size), Compiler(), {}
+    programs = {
+        name: compiler.submit(
+            partial(forward, first.places.num_queries), runner.params, runner.caches, *inputs(first), donate=(1,)
+        )
+        for name, (first, *_) in batches.items()
+    }
+    for name, of_name in batches.items():
+        rows = []
+        for batch in of_name:
+            logits, runner.caches = programs[name].result()(runner.params, runner.caches, *inputs(batch))
+            rows.append(np.asarray(logits)[: batch.count])
+        found[name] = np.concatenate(rows)
     compiler.close()
     return found

@@ -16,6 +16,7 @@ PARTS = (
     "engine",
     "adapters",
     "images",
+    "speech",
     "tiers",
     "tensor_parallel",
     "topologies",
@@ -68,6 +69,10 @@ def _outcomes(part: str, args: argparse.Namespace, until: float, done: Collectio
         from scripts.gpu_checks import images
 
         yield from images.check(tiny=args.tiny, deadline=until, share=args.share)
+    elif part == "speech":
+        from scripts.gpu_checks import speech
+
+        yield from speech.check(tiny=args.tiny, deadline=until, share=args.share)
     elif part == "tiers":
         from scripts.gpu_checks import tiers
 

@@ -30,7 +30,7 @@ _OF_SEVERAL_GPUS = ("collectives", "tensor_parallel", "topologies")
 _OF_KERNELS = ("pallas_kernels/checking", "scripts/kernels", "scripts/gpu_checks/kernels.py")
 _OF_ENGINES = (
     *("jaxllm", "pallas_kernels", "scripts/gpu_checks", "scripts/kernels", "scripts/measuring", "scripts/rehearsing"),
-    "tests/helpers/vision_checkpoint.py",
+    *("tests/helpers/vision_checkpoint.py", "tests/helpers/whisper_checkpoint.py"),
 )
 _BOOKKEEPING = ("carrying.py", "jobs.py", "lowered.py", "pages.py", "record.py", "state.py", "verified.json")
 """Files that decide no outcome."""

@@ -99,6 +99,8 @@ def test_chunks_of_prompts_with_images_give_the_tokens_of_whole_prompts(make_cor
             ("qwen3_vl", {"tensor_parallel_size": 2}),
             *((name, {}) for name in pictures.NAMES if name != "qwen3_vl"),
             ("qwen3_vl_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}),
+            *((name, {"mm_max_decode_step_patches": 100}) for name in pictures.NAMES),
+            ("qwen3_vl_moe", {"data_parallel_size": 2, "enable_expert_parallel": True, "mm_max_decode_step_patches": 100}),
         ],
     ),
 )

@@ -164,11 +164,14 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _qwen3_vl(ids: dict[str, int], tied: bool, experts: dict[str, Any] | None = None) -> tuple[dict[str, Any], Shapes]:
+def _qwen3_vl(
+    ids: dict[str, int], tied: bool, experts: dict[str, Any] | None = None, depth: int = 2, deepstack: Sequence[int] = (0,)
+) -> tuple[dict[str, Any], Shapes]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     kind = "qwen3_vl" if experts is None else "qwen3_vl_moe"
     text = {**TEXT, **(experts or {}), "rope_parameters": rope, "model_type": f"{kind}_text", "tie_word_embeddings": tied}
-    vision = {**VISION, "model_type": kind, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    vision = {**VISION, "depth": depth, "model_type": kind, "num_position_embeddings": 64}
+    vision["deepstack_visual_indexes"] = [*deepstack]
     name = "Qwen3VLForConditionalGeneration" if experts is None else "Qwen3VLMoeForConditionalGeneration"
     config = {
         "architectures": [name],
@@ -190,7 +193,7 @@ def _qwen3_vl(ids: dict[str, int], tied: bool, experts: dict[str, Any] | None = 
         tower |= {**_norm(f"{block}.norm1", D), **_norm(f"{block}.norm2", D)}
         tower |= {**_linear(f"{block}.attn.qkv", (3 * D, D)), **_linear(f"{block}.attn.proj", (D, D))}
         tower |= {**_linear(f"{block}.mlp.linear_fc1", (F, D)), **_linear(f"{block}.mlp.linear_fc2", (D, F))}
-    for merger, width in (("merger", D), ("deepstack_merger_list.0", merged)):
+    for merger, width in (("merger", D), *((f"deepstack_merger_list.{i}", merged) for i in range(len(deepstack)))):
         tower |= {**_norm(f"{merger}.norm", width), **_linear(f"{merger}.linear_fc1", (merged, merged))}
         tower |= _linear(f"{merger}.linear_fc2", (vision["out_hidden_size"], merged))
     shapes = {f"model.visual.{name}": shape for name, shape in tower.items()}
@@ -469,7 +472,10 @@ FAMILIES: dict[str, Callable[[dict[str, int], bool], tuple[dict[str, Any], Shape
     "internvl": _internvl,
     "smolvlm": lambda ids, tied: _idefics3(ids, tied, "smolvlm", "SmolVLMForConditionalGeneration"),
 }
-VARIANTS = {("internvl", "large"): partial(_internvl, is_large=True)}
+VARIANTS = {
+    ("internvl", "large"): partial(_internvl, is_large=True),
+    ("qwen3_vl", "deep"): partial(_qwen3_vl, depth=5, deepstack=(0, 2)),
+}
 _QWEN3 = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "size": {"shortest_edge": 4096, "longest_edge": 262144},

@@ -8,8 +8,9 @@ import pytest
 
 from jaxllm.models.load_config import load_model_config
 from scripts import bench_images
-from scripts.bench_images import PARTS, Row, encode_flops, limited
+from scripts.bench_images import PARTS, encode_flops
 from scripts.measuring import seeing_models
+from scripts.measuring.parts import Row, limited
 
 
 def test_a_row_tells_whether_its_goal_is_met() -> None:

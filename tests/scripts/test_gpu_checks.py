@@ -34,6 +34,8 @@ from scripts.gpu_checks import (
     record,
     sanitizing,
     scoring,
+    spans,
+    speech,
     state,
     tensor_parallel,
     tensor_parallel_traffic,
@@ -178,21 +180,33 @@ def test_logits_come_from_the_step_functions_of_an_engine() -> None:
     steps = logits.Steps(prompts=(20, 1, 17), num_decodes=2)
     directory = str(goldens.golden("llama_gqa").directory)
     found = logits.run(directory, steps, dtype="float32", attention_implementation="reference", compilation_cache=False)
-    assert [x.shape for x in found.values()] == [(38, 128), (6, 128)]
-    assert all(np.isfinite(x).all() and x.std() > 0 for x in found.values())
+    assert [x.shape for x in found.logits.values()] == [(38, 128), (6, 128)]
+    assert all(np.isfinite(x).all() and x.std() > 0 for x in found.logits.values())
 
 
-def test_the_steps_of_the_logits_write_each_slot_once_and_decodes_follow_prompts() -> None:
-    steps = logits.Steps(prompts=(20, 1, 17), num_decodes=2)
-    parts = [steps.prefill(64), steps.decode(64, 0), steps.decode(64, 1)]
-    ids_of_parts, places = zip(*parts, strict=True)
-    slots = np.concatenate([np.asarray(place.tables[0].slot_T) for place in places])
+@pytest.mark.parametrize("first", [(), (12, 0, 17)])
+def test_the_steps_of_the_logits_write_each_slot_once_and_decodes_follow_prompts(first) -> None:
+    steps = logits.Steps(prompts=(20, 1, 17), num_decodes=2, first=first, num_groups=2)
+    batches = [batch for of_name in steps.batches(64).values() for batch in of_name]
+    places = [batch.places for batch in batches]
+    slots = np.concatenate([np.asarray(table.slot_T) for place in places for table in place.tables])
     written = slots[slots >= 0]
-    assert len(written) == len(set(written)) == 38 + 2 * 3 and written.min() >= 16
-    assert places[0].query_start_R1.tolist() == [0, 20, 21, *[38] * 6]
-    assert places[1].position_T.tolist()[:3] == [20, 1, 17] and places[2].kv_length_R.tolist() == [22, 3, 19, *[0] * 5]
+    assert len(written) == len(set(written)) == 2 * (38 + 2 * 3) and written.min() >= 16
+    assert sum(batch.count for batch in batches[:-2]) == 38 and len(batches) == (4 if first else 3)
+    starts = [place.query_start_R1.tolist() for place in places[:-2]]
+    assert starts == ([[0, 12, 12, *[29] * 6], [0, 8, *[9] * 7]] if first else [[0, 20, 21, *[38] * 6]])
+    assert places[-3].kv_length_R.tolist() == [20, 1, 0 if first else 17, *[0] * 5]
+    assert places[-2].position_T.tolist()[:3] == [20, 1, 17] and places[-1].kv_length_R.tolist() == [22, 3, 19, *[0] * 5]
     ids = steps.token_ids(64)
-    assert ids_of_parts[2].tolist()[:3] == [request[-1] for request in ids]
+    assert batches[-1].token_ids_T.tolist()[:3] == [request[-1] for request in ids]
+
+
+def test_tokens_of_a_span_see_its_later_ones() -> None:
+    steps = logits.Steps(prompts=(9, 4), num_decodes=1, first=(5, 0), spans=((0, 1, 3), (0, 5, 4), (1, 0, 2)))
+    first, rest, decode = (batch for (batch,) in steps.batches(64).values())
+    assert first.later.num_T.tolist()[:5] == [0, 2, 1, 0, 0]
+    assert rest.later.num_T.tolist()[:8] == [3, 2, 1, 0, 1, 0, 0, 0] and rest.later.most == 3
+    assert decode.later is None
 
 
 @pytest.fixture(scope="module")
@@ -261,9 +275,33 @@ def test_no_engine_is_begun_after_the_deadline() -> None:
 
 
 @pytest.mark.slow
-def test_prompts_with_images_pass_on_one_device_and_on_two(shared_programs) -> None:
-    found = list(images.check(tiny=True, deadline=math.inf))
-    assert not [outcome.line() for outcome in found if not outcome.passed] and len(found) == 13
+@pytest.mark.parametrize(
+    ("share", "count"),
+    list(enumerate((2, 4, 11, 6, 6, 6))),
+    ids=("encoder", "spans", "two devices", "Gemma 3", "tiles", "videos"),
+)
+def test_prompts_with_images_pass_on_one_device_and_on_two(share, count, shared_programs) -> None:
+    found = list(images.check(tiny=True, deadline=math.inf, share=(share, 6)))
+    assert not [outcome.line() for outcome in found if not outcome.passed] and len(found) == count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "count"), [(0, 6), (1, 5)], ids=["tokens", "widths"])
+def test_prompts_with_speech_pass(share, count, shared_programs) -> None:
+    found = list(speech.check(tiny=True, deadline=math.inf, share=(share, 2)))
+    assert not [outcome.line() for outcome in found if not outcome.passed] and len(found) == count
+
+
+@pytest.mark.slow
+def test_attention_without_later_tokens_fails(shared_programs, monkeypatch) -> None:
+    def wrong(core, steps):
+        is_kernel = core.kernels["paged_attention"].implementation == "triton"
+        return right(core, replace(steps, spans=()) if is_kernel else steps)
+
+    right = logits._logits
+    monkeypatch.setattr(logits, "_logits", wrong)
+    kernels_found, *steps = spans.check(tiny=True)
+    assert kernels_found.passed and len(steps) == 3 and all(outcome.failed for outcome in steps)
 
 
 @pytest.mark.slow
@@ -286,11 +324,16 @@ def test_an_encoder_that_mixes_images_up_fails(shared_programs, monkeypatch) -> 
     assert kernels_found.passed and encoder.failed, encoder.line()
 
 
-def test_each_share_leaves_its_checks_of_images_out_after_the_deadline() -> None:
-    found = [list(images.check(tiny=False, deadline=time.perf_counter() - 1, share=(i, 3))) for i in range(3)]
-    assert all(outcome.failed and "lack of time" in outcome.detail for part in found for outcome in part)
-    names = [outcome.name for part in found for outcome in part]
-    assert len(names) == len(set(names)) == len(images.ENCODERS) + len(images.FAMILIES)
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [(images, len(images.ENCODERS) + 1 + len(images.FAMILIES)), (speech, 1 + len(speech.WIDTHS))],
+    ids=["images", "speech"],
+)
+def test_each_share_leaves_its_checks_out_after_the_deadline(part, count) -> None:
+    found = [list(part.check(tiny=False, deadline=time.perf_counter() - 1, share=(i, 3))) for i in range(3)]
+    assert all(outcome.failed and "lack of time" in outcome.detail for share in found for outcome in share)
+    names = [outcome.name for share in found for outcome in share]
+    assert len(names) == len(set(names)) == count
 
 
 class ToyLLM:

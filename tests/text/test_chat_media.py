@@ -20,6 +20,10 @@ TEXT = {"type": "text", "text": "what is it?"}
         ({"image_url": {"url": URL}}, URL, None),
         ({"type": "image_pil", "image_pil": IMAGE}, IMAGE, None),
         ({"type": "image", "image": IMAGE}, IMAGE, None),
+        ({"type": "image", "image": URL}, URL, None),
+        ({"type": "image", "url": URL, "uuid": "a"}, URL, "a"),
+        ({"type": "image_pil", "image_pil": None, "uuid": "a"}, None, "a"),
+        ({"type": "image", "uuid": "a"}, None, "a"),
         ({"image_pil": IMAGE}, IMAGE, None),
     ],
 )
@@ -56,6 +60,8 @@ def test_what_is_no_image_stays_for_the_template_to_refuse() -> None:
     [
         ({"type": "image_url"}, r"messages\[0\].content\[0\] has no image: image_url is missing"),
         ({"type": "image"}, "has no image: image is missing"),
+        ({"type": "image", "path": "a.png"}, "has no image: image is missing"),
+        ({"type": "image", "url": 3}, "has a url of type int, must be a string"),
         ({"type": "image_url", "image_url": {"url": 3}}, "has an image_url of type int, must be a string"),
         ({"type": "image_url", "image_url": URL, "uuid": 3}, "has the uuid 3, must be a string"),
         ({"type": "input_image", "file_id": "f"}, "has a file_id, but no images are kept here"),

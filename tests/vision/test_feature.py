@@ -55,6 +55,20 @@ def test_sizes_follow_the_largest_image_and_each_scheduler_has_its_own_room() ->
     assert (small.max_item_patches, small.num_pages) == (1000, 2 * 8192 // 4 // 64)
 
 
+def test_by_default_an_ordinary_image_of_every_family_fits() -> None:
+    def most(**fields: object) -> int:
+        items = made(replace(QWEN, **fields))  # type: ignore[arg-type]
+        assert items is not None
+        return items.sizes.max_item_patches
+
+    assert most(family="idefics3", position_grid=32, has_tiles=True) == 17 * 32**2, "SmolVLM's tiles of 512 pixels"
+    assert most(family="idefics3", position_grid=27, has_tiles=True, patch_size=14) == 16384, (
+        "17 tiles of 378 pixels have fewer"
+    )
+    assert most(family="internvl", position_grid=32, has_tiles=True) == 16384, "13 tiles"
+    assert most(family="pixtral") == 16384
+
+
 def test_images_are_cut_unless_their_tokens_see_each_other_or_the_option_says_no() -> None:
     assert made().whole_tokens == 0 and made().new_room().min_chunk == 1
     assert made(mm_max_patches=4096, disable_chunked_mm_input=True).whole_tokens == 1024

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.layers.patch_indices import Grid, patch_indices
 from jaxllm.model_parts import Vision
 from jaxllm.request import PromptItem
 from jaxllm.rope_positions import rope_delta, rope_positions
 from jaxllm.runner.batch import Chunk
 
-SIZES = (256, 1024, 2048, 4096, 8192, 16384)
-"""Patches that a program encodes."""
 SLAB_ROW = 0
 """Index in the values of a token: 1 + its row of the slab; 0: the token keeps its own embedding."""
 SHIFTS = slice(1, 4)
@@ -35,12 +34,10 @@ class EncoderInput:
     """int32: where its embeddings go."""
 
 
-def encode_sizes(vision: Vision, max_patches: int) -> tuple[int, ...]:
-    """The sizes of the programs that encode images of at most so many patches, ascending: whole tiles, or whole images where all have one
-    size, or else whole cells."""
-    unit = vision.position_grid**2 if vision.has_tiles or vision.family == "gemma3" else vision.merge_size**2
-    sizes = (*(size for size in SIZES if size < max_patches), -(-max_patches // SIZES[0]) * SIZES[0])
-    return tuple(sorted({-(-size // unit) * unit for size in sizes}))
+def hidden_shape(vision: Vision, sizes: EncoderSizes) -> tuple[int, int]:
+    """Of the array that has the hidden state of an image between its parts, without rows if no image has parts."""
+    most = 0 if len(sizes.whole_programs) == len(sizes.programs) else sizes.programs[-1]
+    return vision.hidden_rows(most), vision.hidden_size
 
 
 def slab_rows(pages: Sequence[int], page_embeddings: int, count: int) -> np.ndarray:

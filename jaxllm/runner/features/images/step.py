@@ -15,8 +15,8 @@ from jaxllm.request import PromptItem
 from jaxllm.runner.batch import Chunk
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.features.images.ops import ImagesOnHost
-from jaxllm.runner.features.images.packing import NUM_LATER, SHIFTS, SLAB_ROW, encode_sizes
-from jaxllm.runner.features.images.programs import Encode, EncodeVideo
+from jaxllm.runner.features.images.packing import NUM_LATER, SHIFTS, SLAB_ROW, hidden_shape
+from jaxllm.runner.features.images.programs import HIDDEN, Encode, EncodeVideo
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.paged_context import PagedContext
 from jaxllm.runner.row_arrays import Params
@@ -30,6 +30,7 @@ COMMON_TOKENS = 2048
 @dataclass(frozen=True)
 class Images(StepFeature):
     """An encoder, and the slab: embeddings [rows, result_width] of each data-parallel rank, in pages that the scheduler gives to images.
+    While an image is encoded in parts, another array has its hidden state: one image of each rank at a time.
 
     Programs that compute tokens up to the end of a prompt's last image take the row of the slab of each token. With ropes in sections they
     also take how far the token's positions in time, row and column are from those that it would have behind the last image; where tokens
@@ -55,15 +56,21 @@ class Images(StepFeature):
     def slab_shape(self) -> tuple[int, int]:
         return self.sizes.num_pages * self.sizes.page_embeddings, self.vision.result_width
 
+    def layers_of(self, size: int, part: int) -> range:
+        """The layers that a part of programs of this size computes."""
+        num_parts, num_layers = self.sizes.num_parts(size), self.vision.num_layers
+        return range(num_layers * part // num_parts, num_layers * (part + 1) // num_parts)
+
     def programs(self) -> Sequence[Encode]:
         kinds = [Encode, EncodeVideo] if "video" in self.vision.item_kinds else [Encode]
-        return [kind(self, encode_sizes(self.vision, self.sizes.max_item_patches)) for kind in kinds]
+        return [kind(self) for kind in kinds]
 
     def op_runner(self, device: Any) -> ImagesOnHost:
         return ImagesOnHost(device, self)
 
     def row_arrays(self, buckets: Buckets) -> dict[str, Any]:
-        return {self.name: jax.ShapeDtypeStruct(self.slab_shape, jnp.dtype(self.dtype))}
+        shapes = {self.name: self.slab_shape, HIDDEN: hidden_shape(self.vision, self.sizes)}
+        return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in shapes.items() if all(shape)}
 
     def is_needed(self, columns_RC: np.ndarray, chunks: Sequence[Chunk]) -> bool:
         return any(chunk.row.data.items and chunk.start < chunk.row.data.items[-1].end for chunk in chunks)
@@ -89,13 +96,35 @@ class Images(StepFeature):
             assert isinstance(step.attend, PagedContext)
             step.attend.later = Later(inputs_IT[NUM_LATER], self.sizes.max_item_embeddings - 1)
 
-    def encode(self, params: Params, slab: jax.Array, patches_PC: jax.Array, indices: jax.Array) -> jax.Array:
+    def encode(self, params: Params, slab: jax.Array, patches_PC: jax.Array, indices: jax.Array) -> tuple[jax.Array]:
         """The slab with the embeddings of some images. indices: see `packing.arrays`."""
-        num_patches = len(patches_PC)
-        num_results = num_patches // self.vision.merge_size**2
-        packed_KP = indices[:-num_results].reshape(-1, num_patches)
-        attention = self.kernels.segment_attention or "xla"
-        found = self.merge(params)(
-            patches_PC, PatchIndices.unpack(packed_KP), attention=attention, interpret=self.kernels.interpret
-        )
-        return slab.at[indices[-num_results:]].set(found.astype(slab.dtype), mode="drop")
+        num_results = self._num_results(len(patches_PC))
+        placed = PatchIndices.unpack(indices[:-num_results].reshape(-1, len(patches_PC)))
+        found = self.merge(params)(patches_PC, placed, **self._attention)
+        return (slab.at[indices[-num_results:]].set(found.astype(slab.dtype), mode="drop"),)
+
+    def encode_part(
+        self, size: int, layers: range, params: Params, slab: jax.Array, hidden_XD: jax.Array, *given: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The slab with the results that these layers complete for an image, and the hidden state behind them. given: the indices of
+        `size` patches, and before them, for the first layers, the patches; later ones go on from the hidden state. That of a rank without
+        an image stays."""
+        *patches, indices = given
+        num_results = self._num_results(size)
+        placed = PatchIndices.unpack(indices[:-num_results].reshape(-1, size))
+        tower, before_PD = self.merge(params), hidden_XD[: self.vision.hidden_rows(size)]
+        x_PD = tower.embed(patches[0], placed) if patches else before_PD
+        x_PD, results = tower.run_layers(x_PD, placed, layers, **self._attention)
+        width = self.vision.output_size
+        for place, found in results.items():
+            columns = slice(place * width, (place + 1) * width)
+            slab = slab.at[indices[-num_results:], columns].set(found.astype(slab.dtype), mode="drop")
+        after_PD = jnp.where(placed.segment_P[0] >= 0, x_PD.astype(hidden_XD.dtype), before_PD)
+        return slab, hidden_XD.at[: len(after_PD)].set(after_PD)
+
+    def _num_results(self, num_patches: int) -> int:
+        return num_patches // self.vision.merge_size**2
+
+    @property
+    def _attention(self) -> dict[str, Any]:
+        return {"attention": self.kernels.segment_attention or "xla", "interpret": self.kernels.interpret}
