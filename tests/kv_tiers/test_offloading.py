@@ -9,6 +9,7 @@ import pytest
 
 from jaxllm.device_ops import GatherBlocks
 from jaxllm.engine.core import EngineCore
+from jaxllm.engine.fault_points import injected
 from jaxllm.errors import ConfigError
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.outputs import EngineCoreOutput
@@ -197,6 +198,22 @@ def test_a_failed_step_loses_no_request_and_no_right_content(shared: Any) -> Non
     contents = tier_of(core).contents
     ready = [content for content in contents._all() if content.is_ready]
     assert len(ready) > NUM_BLOCKS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["op:2:oom", "op:5:oom", "kv.store:1:error", "kv.load:2:error"])
+def test_a_failed_copy_ends_no_request(fault: str) -> None:
+    prompts = make_prompts(6, seed=1)
+    core = make("qwen3")
+    client = Client(core, prompts)
+    wanted = client.run()
+    with injected(fault):
+        for _ in range(3):
+            assert client.run() == wanted
+    assert core.stats().num_retried_steps == 1 if fault.startswith("op") else core._failures._failure_times
+    tier_of(core).check_integrity()
+    core.check_integrity()
+    core.shutdown()
 
 
 @pytest.mark.slow
