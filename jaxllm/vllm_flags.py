@@ -237,7 +237,7 @@ _ENGINE = (
               objects="fault_tolerance_config watchdog_config"),
     # KV cache
     *_flags("vLLM's second name of it", values="device_memory_utilization", option="gpu_memory_utilization"),
-    *_flags("preempted requests are computed again, so nothing is swapped out", values="swap_space preemption_mode"),
+    *_flags("preempted requests are computed again, or loaded with --kv-offloading-size", values="swap_space preemption_mode"),
     *_refused("all layers have one type of cache, --kv-cache-dtype", lists="kv_cache_dtype_skip_layers"),
     *_refused("prefixes match by blocks of --block-size tokens", values="prefix_match_unit prefix_cache_retention_interval", harmless=(0,)),
     *_refused("layers do not share caches", switches="kv_sharing_fast_prefill"),

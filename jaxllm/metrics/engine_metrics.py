@@ -166,7 +166,7 @@ class EngineMetrics:
         found.counter("prompt_tokens_by_source", computed, by_source, source="local_compute")
         found.counter("prompt_tokens_by_source", self.prompt_tokens_cached, by_source, source="local_cache_hit")
         found.counter("prompt_tokens_by_source", 0, by_source, source="external_kv_transfer")
-        cached_in = "cached prompt tokens by where they were kept; all on the device"
+        cached_in = "cached prompt tokens by where they were kept; those that host memory gave count as the device's"
         for source in CACHE_SOURCES:
             count = self.prompt_tokens_cached if source == "device" else 0
             found.counter("prompt_tokens_cached_by_source", count, cached_in, source=source)
