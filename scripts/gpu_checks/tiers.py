@@ -92,7 +92,7 @@ MODELS = (
     Model("full attention on 2 devices", shapes.LLAMA_8B, 8, {"tensor_parallel_size": 2}, 2),
     Model("latents on 2 devices", DEEPSEEK, 4, {"tensor_parallel_size": 2}, 2),
 )
-_TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+_TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 2048}
 _TINY_OF = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 32, "sliding_window_pattern": 2},
     "deepseek_v3": {
