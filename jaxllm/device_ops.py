@@ -106,8 +106,8 @@ class StageBlocks(CopyBlocks, frozen=True):
 
 
 class ScatterBlocks(CopyBlocks, frozen=True):
-    """Write slots that were copied to a staging buffer into blocks, one for each slot. A block whose content was damaged on its way is left
-    as it is."""
+    """Write slots that were copied to a staging buffer into blocks, one for each slot. A device whose part of a block was damaged on its way
+    leaves that as it is."""
 
     block_ids: list[int]
 

@@ -1,14 +1,17 @@
-"""Sizes of the vision encoder's programs, of its budgets per step and of its cache on the device, shared by scheduler and runner."""
+"""Sizes of an encoder's programs, of its budgets per step and of its cache on the device, shared by scheduler and runner."""
 
 from dataclasses import dataclass
 
 from jaxllm.device_ops import PAGE_TOKENS
+from jaxllm.model_parts.audio import Audio
 from jaxllm.model_parts.vision import Vision
 
 STEP_PATCHES = 8192
 """Patches encoded per step in which no request decodes."""
 DECODE_STEP_PATCHES = 3072
 """Patches, as `EncoderSizes.cost` counts them, encoded per step in which requests decode: about 7 ms for 0.4 B parameters on an H200."""
+MAX_STEP_CLIPS = 4
+"""Longest clips of audio encoded per step: with the encoder of Whisper large-v3 on an H100 about 30 ms (computed, not measured)."""
 PROGRAM_SIZES = (256, 1024, 2048, 4096, 8192, 16384)
 """Patches that a program encodes."""
 ATTENTION_PATCHES = 8192
@@ -62,6 +65,8 @@ class EncoderSizes:
     """Layers of the encoder; a part has at least one."""
     max_segment_patches: int = 1 << 30
     """Most patches that attend to each other."""
+    min_item_patches: int = 0
+    """An item counts as so many at least: its program encodes them, however small it is."""
 
     @classmethod
     def of(cls, vision: Vision, max_patches: int | None, max_decode_patches: int = 0) -> "EncoderSizes":
@@ -81,6 +86,19 @@ class EncoderSizes:
             num_layers=vision.num_layers,
             max_segment_patches=vision.position_grid**2 if vision.has_tiles else programs[-1],
         )
+
+    @classmethod
+    def of_audio(cls, audio: Audio) -> "EncoderSizes":
+        """The sizes for an encoder of audio, whose positions are the patches. The slab is as large in proportion."""
+        assert audio.tokens is not None
+        per_embedding, most = audio.tokens.num_averaged, audio.num_positions
+        max_step = MAX_STEP_CLIPS * most
+        num_pages = 2 * -(-max_step // per_embedding // PAGE_TOKENS)
+        return cls(per_embedding, most, max_step, num_pages, min_item_patches=audio.sizes[0])
+
+    def num_patches(self, num_embeddings: int) -> int:
+        """Patches of an item."""
+        return max(self.min_item_patches, num_embeddings * self.patches_per_embedding)
 
     @property
     def max_item_embeddings(self) -> int:

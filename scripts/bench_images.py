@@ -39,14 +39,14 @@ from PIL import Image
 
 from jaxllm import LLM
 from jaxllm.http_client.datasets import PromptWriter
+from jaxllm.measuring.limits import measure_ceilings
+from jaxllm.measuring.runs import SETTLING_STEPS, decoding, end_all, greedy, time_decodes
 from jaxllm.media import Media
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.features.images.packing import EncoderInput
 from jaxllm.runner.features.images.programs import Encode
 from jaxllm.runner.features.images.step import Images
 from jaxllm.runner.memory import reserve_device_memory
-from jaxllm.scaling.limits import measure_ceilings
-from jaxllm.scaling.runs import SETTLING_STEPS, decoding, end_all, greedy, time_decodes
 from scripts.measuring import seeing_models
 from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.parts import Rows, device, run_parts

@@ -1,4 +1,4 @@
-"""Reads and prepares the images and videos of conversations, never in the event loop."""
+"""Reads and prepares the images, videos and audio of conversations, never in the event loop."""
 
 import asyncio
 import weakref
@@ -62,7 +62,7 @@ class ChatImages:
         if counted:
             references = [replace(each, name=f"image {place}") for place, each in enumerate(references, 1)]
         name = references[0].name
-        if not self._media.sees_images:
+        if not self._media.kinds:
             raise InvalidRequestError(
                 f"there is {A[references[0].kind]} at {name}, but this model takes text alone; leave it out", name
             )

@@ -1,10 +1,11 @@
-"""Sizes of the programs of a vision encoder, and the parts that large images are encoded in."""
+"""Sizes of the programs of encoders, and the parts that large images are encoded in."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from jaxllm.encoder_sizes import DECODE_STEP_PATCHES, EncoderSizes, program_sizes
+from jaxllm.encoder_sizes import DECODE_STEP_PATCHES, MAX_STEP_CLIPS, EncoderSizes, program_sizes
+from jaxllm.model_parts import MLP, Audio, AudioTokens, MergerLinear
 
 
 def test_sizes_of_programs_end_at_the_most_patches_of_an_image():
@@ -50,3 +51,14 @@ def test_a_part_has_a_layer_and_without_a_budget_there_are_none() -> None:
     assert sizes(num_layers=4).num_parts(16384) == 4 and sizes(num_layers=4).part_cost(16384) == 12288
     without = sizes(max_decode_patches=0)
     assert without.whole_programs == without.programs and without.num_parts(16384) == 1
+
+
+def test_a_step_encodes_a_few_of_the_longest_clips_or_more_shorter_ones() -> None:
+    tokens = AudioTokens(9, "<|audio|>", "projector.", (MergerLinear("projector.linear", 64),), num_averaged=2)
+    audio = Audio(128, 1500, 1280, 32, 20, MLP(5120), tokens=tokens)
+    sizes = EncoderSizes.of_audio(audio)
+    assert audio.sizes == (376, 750, 1500)
+    assert sizes.max_item_embeddings == 750 and sizes.num_patches(750) == 1500
+    assert sizes.max_step_patches // sizes.num_patches(750) == MAX_STEP_CLIPS
+    assert sizes.num_patches(1) == sizes.num_patches(188) == 376, "as its program encodes"
+    assert sizes.num_pages * sizes.page_embeddings >= 2 * MAX_STEP_CLIPS * 750

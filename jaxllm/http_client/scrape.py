@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -81,6 +81,14 @@ async def scrape(client: ServerClient) -> Scrape:
         return read_scrape(page.decode("utf-8", "replace"), monotonic())
     except ValueError as error:
         raise ServerError(f"{client.base_url}/metrics: {error}") from None
+
+
+async def scrape_if_any(client: ServerClient) -> Scrape | None:
+    """A server's metrics; None if it has none."""
+    try:
+        return await scrape(client)
+    except ServerError:
+        return None
 
 
 def view(before: Scrape, now: Scrape) -> dict[str, Any]:
@@ -189,11 +197,3 @@ def _plain(name: str) -> str | None:
         if name.startswith(prefix):
             return name.removeprefix(prefix).removesuffix("_total")
     return "http_requests" if name == "http_requests_total" else None
-
-
-def sparkline(values: Iterable[float]) -> str:
-    """A line of bars, scaled to the largest value."""
-    listed = list(values)
-    top = max(listed, default=0.0)
-    marks = "▁▂▃▄▅▆▇█"
-    return "".join(marks[min(len(marks) - 1, int(value / top * len(marks)))] if top > 0 else marks[0] for value in listed)

@@ -1,4 +1,7 @@
-"""The encoder of audio: from features of a clip to what the cross attention of a decoder reads. Source: arXiv:2212.04356 (Whisper)."""
+"""The encoder of audio: from features of a clip to what the cross attention of a decoder reads, or to embeddings in place of tokens.
+
+Source: arXiv:2212.04356 (Whisper).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +43,58 @@ class AudioEncoder(nnx.Module):
 
     def __call__(self, features_TM: Array) -> Array:
         """[F, D] of features [2 F, M], in the model's type."""
+        return self.norm(self.attended(features_TM))
+
+    def attended(self, features_TM: Array, num_real: Array | None = None) -> Array:
+        """What the last norm gets. num_real: positions that others attend to; None: all."""
         x_TD = features_TM.astype(self.dtype)
         for conv in self.convs:
             x_TD = jax.nn.gelu(conv(x_TD), approximate=False)
-        x_FD = x_TD + self.positions[...]
+        x_FD = x_TD + self.positions[...][: len(x_TD)]
+        is_real_F = None if num_real is None else jnp.arange(len(x_FD)) < num_real
         for block in self.blocks:
-            x_FD = block(x_FD)
-        return self.norm(x_FD)
+            x_FD = block(x_FD, is_real_F)
+        return x_FD
+
+
+class AudioEmbedder(AudioEncoder):
+    """Encodes one clip to embeddings of the text model's width: see `AudioTokens`."""
+
+    def __init__(self, audio: Audio, dtype: str):
+        super().__init__(audio, dtype)
+        assert audio.tokens is not None
+        self.part = audio.tokens
+        inputs = (audio.hidden_size, *(linear.outputs for linear in self.part.linears))
+        self.linears: nnx.List[Linear] = nnx.List(
+            Linear(
+                "ei,io->eo",
+                (width, linear.outputs),
+                (AXIS, AXIS),
+                dtype,
+                modules=[Module(linear.name, (linear.outputs,))],
+                bias=linear.bias,
+            )
+            for linear, width in zip(self.part.linears, inputs, strict=False)
+        )
+
+    def embeddings(self, features_TM: Array, num_real: Array) -> Array:
+        """[F / num_averaged, outputs of the last linear layer] of features [2 F, M], of which 2 F may be fewer than those of the longest
+        clip. num_real: positions of the clip; what is computed of those behind has no meaning."""
+        x_FD = self.attended(features_TM, num_real)
+        count = self.part.num_averaged
+        x_EAD = x_FD[: len(x_FD) // count * count].reshape(-1, count, x_FD.shape[1])
+        x = self.norm(x_EAD.astype(jnp.float32).mean(axis=1).astype(x_FD.dtype))
+        for linear, part in zip(self.linears, self.part.linears, strict=True):
+            x = linear(x)
+            x = x if part.activation is None else ACTIVATIONS[part.activation](x)
+        return x
+
+
+def encoding_bytes(audio: Audio, dtype: str) -> int:
+    """Temporary bytes while the longest clip is encoded, an estimate: scores in float32 and in the model's type, and a layer's arrays."""
+    itemsize = jnp.dtype(dtype).itemsize
+    scores = (4 + itemsize) * audio.num_heads * audio.num_positions**2
+    return scores + audio.num_frames * (8 * audio.hidden_size + 2 * audio.mlp.width) * itemsize
 
 
 class Convolution(nnx.Module):
@@ -85,10 +133,13 @@ class AudioBlock(nnx.Module):
         self.up = Linear("td,df->tf", (D, F), (AXIS,) * 2, dtype, modules=[Module(f"{prefix}fc1", (F,))], bias=True)
         self.down = Linear("tf,fd->td", (F, D), (AXIS,) * 2, dtype, modules=[Module(f"{prefix}fc2", (D,))], bias=True)
 
-    def __call__(self, x_FD: Array) -> Array:
+    def __call__(self, x_FD: Array, is_real_F: Array | None = None) -> Array:
+        """[F, D]. is_real_F: positions that others attend to; None: all."""
         q_FNH, k_FNH, v_FNH = jnp.unstack(self.qkv(self.attention_norm(x_FD)), axis=1)
         options = {"precision": precision_of(x_FD.dtype), "preferred_element_type": jnp.float32}
         scores_NQK = jnp.einsum("qnh,knh->nqk", q_FNH, k_FNH, **options) * self.scale  # type: ignore[arg-type]
+        if is_real_F is not None:
+            scores_NQK = jnp.where(is_real_F, scores_NQK, -jnp.inf)
         weight_NQK = jax.nn.softmax(scores_NQK).astype(v_FNH.dtype)
         out_FNH = jnp.einsum("nqk,knh->qnh", weight_NQK, v_FNH, **options).astype(x_FD.dtype)  # type: ignore[arg-type]
         x_FD = x_FD + self.out(out_FNH)

@@ -1,6 +1,7 @@
 """Reads files of audio as mono samples at 16 kHz. WAV needs nothing else; other formats need the package soundfile."""
 
 import io
+import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -33,8 +34,8 @@ def refuse(name: str, fault: str) -> NoReturn:
     raise InvalidRequestError(f"the audio at {name} {fault}", name) from None
 
 
-def read_audio(data: bytes, name: str, options: MediaOptions) -> np.ndarray:
-    """Float32 samples of a file, from -1 to 1. Raises InvalidRequestError."""
+def read_audio(data: bytes, name: str, options: MediaOptions, heard: float = math.inf) -> np.ndarray:
+    """Float32 samples of a file, from -1 to 1. heard: most seconds that the model takes. Raises InvalidRequestError."""
     if not data:
         refuse(name, "is empty; send the bytes of a file")
     if len(data) > options.mm_max_audio_bytes:
@@ -45,19 +46,21 @@ def read_audio(data: bytes, name: str, options: MediaOptions) -> np.ndarray:
         )
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE" and (found := _read_wav(data, name)) is not None:
         samples, rate, to_float = found
-        return resampled(samples, rate, name, options, to_float)
-    return _read_with_soundfile(data, name, options)
+        return resampled(samples, rate, name, options, to_float, heard)
+    return _read_with_soundfile(data, name, options, heard)
 
 
-def resampled(samples: np.ndarray, rate: int, name: str, options: MediaOptions, to_float: ToFloat = _as_float) -> np.ndarray:
+def resampled(
+    samples: np.ndarray, rate: int, name: str, options: MediaOptions, to_float: ToFloat = _as_float, heard: float = math.inf
+) -> np.ndarray:
     """Float32 [n] at 16 kHz of samples [n] or [n, channels], whose channels are averaged. to_float: makes float32 from -1 to 1 of some of
-    them. Raises InvalidRequestError."""
+    them. heard: most seconds that the model takes. Raises InvalidRequestError."""
     check_rate(rate, name)
     if samples.ndim > 2 or (samples.ndim == 2 and not 1 <= samples.shape[1] <= MAX_CHANNELS):
         refuse(name, f"is an array of shape {samples.shape}, must have samples, or samples and at most {MAX_CHANNELS} channels")
     if not len(samples):
         refuse(name, "has no samples")
-    _check_length(len(samples), rate, name, options)
+    _check_length(len(samples), rate, name, options, heard)
     parts = (to_float(samples[start : start + BLOCK_SAMPLES]) for start in range(0, len(samples), BLOCK_SAMPLES))
     return _joined((_mono(part) for part in parts), rate, name)
 
@@ -66,12 +69,14 @@ def _mono(samples: np.ndarray) -> np.ndarray:
     return samples if samples.ndim == 1 else samples.mean(axis=1, dtype=np.float32)
 
 
-def _check_length(count: int, rate: int, name: str, options: MediaOptions) -> None:
+def _check_length(count: int, rate: int, name: str, options: MediaOptions, heard: float) -> None:
     if count > options.mm_max_audio_seconds * rate:
         refuse(
             name,
             f"has {count / rate:.1f} seconds, at most {options.mm_max_audio_seconds} are taken (--mm-max-audio-seconds); cut it",
         )
+    if count > heard * rate:
+        refuse(name, f"has more than {heard:g} seconds, which this model hears of a clip; cut it into several")
 
 
 def _joined(blocks: Iterable[np.ndarray], rate: int, name: str) -> np.ndarray:
@@ -138,7 +143,7 @@ _FORMS: dict[tuple[int, int], tuple[str, ToFloat]] = {
 """By the code of the form and the bits of a sample."""
 
 
-def _read_with_soundfile(data: bytes, name: str, options: MediaOptions) -> np.ndarray:
+def _read_with_soundfile(data: bytes, name: str, options: MediaOptions, heard: float) -> np.ndarray:
     """Float32 [n] at 16 kHz of a file of any format that libsndfile knows."""
     try:
         import soundfile
@@ -157,10 +162,10 @@ def _read_with_soundfile(data: bytes, name: str, options: MediaOptions) -> np.nd
 
             def blocks() -> Iterator[np.ndarray]:
                 nonlocal count
-                most = int(options.mm_max_audio_seconds * rate) + 1  # the header may lie: so much is decoded
+                most = int(min(options.mm_max_audio_seconds, heard) * rate) + 1  # the header may lie: so much is decoded
                 while len(block := file.read(min(most - count, BLOCK_SAMPLES), dtype="float32", always_2d=True)):
                     count += len(block)
-                    _check_length(count, rate, name, options)
+                    _check_length(count, rate, name, options, heard)
                     yield _mono(block)
                 if not count:
                     refuse(name, "has no samples")

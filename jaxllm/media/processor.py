@@ -187,7 +187,11 @@ class MediaProcessor:
 
         The prompt has one placeholder for each image, or all of them already. Raises InvalidRequestError for other counts.
         """
-        return expand(self._family, token_ids, processed)
+        ids_of = {"image": self.vision.image_token_id}
+        if self._video is not None:
+            assert self.vision.video_token_id is not None
+            ids_of["video"] = self.vision.video_token_id
+        return expand(ids_of, token_ids, processed, has_positions=self._family.has_positions)
 
     def count_tokens(self, width: int, height: int) -> int:
         """Tokens of an image of this size in pixels."""

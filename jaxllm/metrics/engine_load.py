@@ -92,17 +92,23 @@ def _add_adapters(found: Collected, load: SchedulerStats) -> None:
 
 
 def _add_images(found: Collected, load: SchedulerStats) -> None:
-    """The encoder cache, where the model sees images. Its queries and hits are always there."""
+    """The encoder cache, where prompts have images or clips of audio. Its queries and hits are always there."""
     if not load.num_item_pages:
         return
     usage = load.num_used_item_pages / load.num_item_pages
     found.gauge("mm_cache_usage_perc", usage, "fraction of the encoder cache that requests use, 0 to 1; more is cached")
-    found.counter("mm_cache_evictions", load.num_item_evictions, "encoded images that left the encoder cache for others")
-    found.counter("mm_encoder_patches", load.num_encoded_patches, "patches of the images that were encoded, without padding")
+    found.counter("mm_cache_evictions", load.num_item_evictions, "encoded items that left the encoder cache for others")
+    found.counter(
+        "mm_encoder_patches",
+        load.num_encoded_patches,
+        "patches of images, positions of audio, that were encoded, without padding",
+    )
     computed = "patches that the encoder computed for them, those of padding included"
     found.counter("mm_encoder_computed_patches", load.num_computed_patches, computed)
     found.counter(
-        "mm_encoder_runs", load.num_encoder_runs, "runs of the encoder, each over the images of a step that fit together"
+        "mm_encoder_runs",
+        load.num_encoder_runs,
+        "runs of the encoder, each over a clip of audio, or the images of a step that fit together",
     )
 
 

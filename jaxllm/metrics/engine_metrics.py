@@ -146,7 +146,9 @@ class EngineMetrics:
         found.counter("external_prefix_cache_queries", asked, looked_up)
         found.counter("external_prefix_cache_hits", loaded, "those of them that were loaded from there")
         queries, hits = (self.load.item_cache_queries, self.load.item_cache_hits) if self.load is not None else (0, 0)
-        found.counter("mm_cache_queries", queries, "images of prompts, each when its first token was computed")
+        found.counter(
+            "mm_cache_queries", queries, "images and clips of audio of prompts, each when its first token was computed"
+        )
         found.counter("mm_cache_hits", hits, "those of them that the encoder cache had; the others were encoded")
 
     def _cache_size(self, load: SchedulerStats) -> dict[str, str]:

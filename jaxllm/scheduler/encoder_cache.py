@@ -224,7 +224,7 @@ class EncoderCache:
                 yield item
 
     def _num_patches_of(self, item: PromptItem) -> int:
-        return item.num_embeddings * self._sizes.patches_per_embedding
+        return self._sizes.num_patches(item.num_embeddings)
 
     def _num_pages_of(self, item: PromptItem) -> int:
         return -(-item.num_embeddings // self._sizes.page_embeddings)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from jaxllm.media.audio import AudioProcessor
     from jaxllm.media.processor import MediaProcessor  # imports Pillow
+    from jaxllm.media.speech import SpeechProcessor
 
 KINDS = ("image", "video", "audio")
 DATA, UUIDS, KWARGS = KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
@@ -72,9 +73,9 @@ class PromptMedia:
         return "image" in self.kinds
 
     @property
-    def hearing(self) -> "AudioProcessor | None":
-        """Preprocessor of audio; None: the model takes no audio."""
-        return self._processor if "audio" in self.kinds else None  # type: ignore[return-value]
+    def speech(self) -> "SpeechProcessor | None":
+        """Preprocessor of a model that writes down speech; None: the model is another."""
+        return self._processor if getattr(self._processor, "transcribes", False) else None  # type: ignore[return-value]
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -127,9 +128,9 @@ class PromptMedia:
         self._read(prompt)
 
     def samples(self, media: Media) -> "Future[np.ndarray]":
-        """Decode audio of any length in a thread, for a model that hears: see AudioProcessor."""
-        assert self.hearing is not None, "this model does not hear"
-        return self._threads.submit(self.hearing.samples, media)
+        """Decode audio of any length in a thread, for a model that writes down speech: see SpeechProcessor."""
+        assert self.speech is not None, "this model writes down no speech"
+        return self._threads.submit(self.speech.samples, media)
 
     def _submit(self, media: Media | ProcessedMedia, kwargs: Mapping[str, Any] | None) -> "Future[ProcessedMedia]":
         if isinstance(media, ProcessedMedia):

@@ -176,6 +176,8 @@ class Copying:
         self.blocks = np.arange(num_blocks // 2, num_blocks)
         self.content = dict(zip(self.blocks.tolist(), self.blocks.tolist(), strict=True))
         """By block, that which had its content at first."""
+        self.unknown: set[int] = set()
+        """Blocks that have parts of several contents."""
         num_copies, key = self.copier.format.num_copies, jax.random.key(seed)
         filled, self.at_first = [], []
         for cache, each in zip(core.runner.caches, jax.random.split(key, len(core.runner.caches)), strict=True):
@@ -204,18 +206,20 @@ class Copying:
         """Copy some blocks to the host and into others. Gives the number of the copy that it waits for."""
         count = int(self.rng.integers(1, min(self.copier.max_blocks, len(self.blocks) // 8) + 1))
         slots = self._slots(staging, count)
-        sources = self.rng.permutation(self.blocks)[:count].tolist()
+        sources = [block for block in self.rng.permutation(self.blocks).tolist() if block not in self.unknown][:count]
         contents = [self.content[block] for block in sources]
         yield self.add(GatherBlocks(self.number(), staging, sources, slots))
         if damage:
             self.copier.arena.words[slots[0], 0, int(self.rng.integers(self.copier.format.part_words))] ^= 1 << 17
         yield self.add(StageBlocks(self.number(), staging, slots))
-        targets = self.rng.permutation(self.blocks)[:count].tolist()
+        targets = [block for block in self.rng.permutation(self.blocks).tolist() if block not in self.unknown][:count]
         number = self.add(ScatterBlocks(self.number(), staging, targets))
-        before = [self.content[block] for block in targets]
         right = [not damage or index > 0 for index in range(count)]
-        for block, content, old, is_right in zip(targets, contents, before, right, strict=True):
-            self.content[block] = content if is_right else old
+        for block, content, is_right in zip(targets, contents, right, strict=True):
+            if is_right:
+                self.content[block] = content
+            elif self.copier.format.num_devices > 1:
+                self.unknown.add(block)  # the other devices write their parts
         yield number
         assert list(self.is_over[number].is_right) == right, "a verdict is wrong"
 
@@ -233,7 +237,7 @@ class Copying:
         wrong = np.zeros(len(self.blocks), bool)
         for cache, at_first in zip(self.core.runner.caches, self.at_first, strict=True):
             wrong |= np.asarray(_differs(cache[first:], at_first[wanted]))
-        return int(wrong.sum())
+        return sum(bool(wrong[block - first]) for block in self.blocks.tolist() if block not in self.unknown)
 
 
 def _fill(cache: jax.Array, key: jax.Array, count: int, num_copies: int) -> jax.Array:

@@ -101,13 +101,13 @@ async def _prepare(
 ) -> "TranscriptionReply":
     """Decode the file, cut it, and check a request for each clip. Raises ApiError or InvalidRequestError."""
     engine = context.engine
-    hearing = engine.input_processor.media.hearing
-    assert hearing is not None, "there are no routes for models that do not hear"
-    tokens = TranscriptTokens.of(tokenizer_of(engine), is_multilingual=hearing.is_multilingual)
+    speech = engine.input_processor.media.speech
+    assert speech is not None, "there are no routes for models that write down no speech"
+    tokens = TranscriptTokens.of(tokenizer_of(engine), is_multilingual=speech.is_multilingual)
     tokens.check(body.language, task)
     # In the few threads of media: long files would hold up other requests, and several take much memory.
     samples = await asyncio.wrap_future(engine.input_processor.media.samples(Media("audio", data, name="file")))
-    clips = await asyncio.to_thread(cut, samples, hearing.audio.num_samples)
+    clips = await asyncio.to_thread(cut, samples, speech.audio.num_samples)
     options = engine_options(body, queue_timeout_seconds=context.queue_timeout_seconds, adapter=None)
     with_timestamps = body.response_format in ("verbose_json", "srt", "vtt")
     values = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 import pytest
 
 from jaxllm.cli.main import main
-from jaxllm.cli.top import as_lines
 from jaxllm.http_client.scrape import read_scrape, view
+from jaxllm.http_client.view_text import as_lines
 from tests.helpers.stub_server import Stub, running_stub
 
 PAGE = """

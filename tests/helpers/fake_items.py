@@ -22,11 +22,15 @@ NUM_LAYERS = 5
 """Most parts that an item is encoded in."""
 
 
-def encoder(*, item: int = 8, step: int = 8, pages: int = 8, decode_step: int = 0, **options: Any) -> EncoderCache:
+def encoder(
+    *, item: int = 8, step: int = 8, pages: int = 8, decode_step: int = 0, least: int = 0, **options: Any
+) -> EncoderCache:
     """An encoder cache whose patches are embeddings. item: most of them in an item. step: most that a step encodes. pages: of PAGE each.
-    decode_step: most that a step encodes in which requests decode; 0: as in others."""
+    decode_step: most that a step encodes in which requests decode; 0: as in others. least: patches
+    that an item counts at least."""
     programs = (*(size for size in (2, 4, 8, 16) if size < item), item)
-    return EncoderCache(EncoderSizes(1, item, step, pages, PAGE, decode_step, programs, NUM_LAYERS), **options)
+    sizes = EncoderSizes(1, item, step, pages, PAGE, decode_step, programs, NUM_LAYERS, min_item_patches=least)
+    return EncoderCache(sizes, **options)
 
 
 def image(content: bytes, position: int, num_tokens: int, *, has_breaks: bool = False) -> PromptItem:

@@ -15,11 +15,11 @@ import pytest
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.media import Media, MediaOptions
-from jaxllm.media.audio import AudioProcessor
 from jaxllm.media.audio_clips import cut
 from jaxllm.media.audio_files import BLOCK_SAMPLES, read_audio, resampled
 from jaxllm.media.features import HOP, WINDOW, log_mel, mel_filters, payload_bytes, unpack
 from jaxllm.media.resampling import resample
+from jaxllm.media.speech import SpeechProcessor
 from jaxllm.model_parts import MLP, Audio
 
 AUDIO = Audio(80, 50, 64, 2, 2, MLP(96))
@@ -204,8 +204,8 @@ def test_long_audio_is_cut_where_it_is_quiet() -> None:
 
 
 class TestAudioProcessor:
-    def made(self, **options: Any) -> AudioProcessor:
-        return AudioProcessor(AUDIO, MediaOptions(**options))
+    def made(self, **options: Any) -> SpeechProcessor:
+        return SpeechProcessor(AUDIO, MediaOptions(**options))
 
     def test_samples_and_files_give_features_that_are_kept(self) -> None:
         processor = self.made()

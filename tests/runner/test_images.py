@@ -21,6 +21,7 @@ from jaxllm.media.payload import pack
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.ranks import Ranks
 from jaxllm.request import PromptItem
+from jaxllm.runner import item_embeddings
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.feature_inputs import FeatureInputs
@@ -100,18 +101,9 @@ def test_a_program_takes_patches_their_indices_and_rows_of_the_slab(vision):
     assert nothing_PC.shape == (256, 1536) and not nothing_PC.any() and (indices[-64:] == 999).all()
 
 
-def test_embeddings_lie_in_pages():
-    assert packing.slab_rows([3, 1], 4, 6).tolist() == [12, 13, 14, 15, 4, 5]
-    with pytest.raises(AssertionError, match="9 embeddings in 2 pages"):
-        packing.slab_rows([3, 1], 4, 9)
+def test_an_image_is_at_most_as_large_as_the_largest_program():
     with pytest.raises(AssertionError, match="an image of 1025 patches, programs encode 1024"):
         together([encoder_input(1025)], 1024)
-
-
-def test_tokens_between_embeddings_keep_their_own():
-    item = msgspec.structs.replace(ITEM, embedding_runs=((0, 2), (3, 2)))
-    assert packing.embedding_of_tokens(item).tolist() == [0, 1, -1, 2, 3, -1]
-    assert packing.embedding_of_tokens(ITEM).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_few_programs_of_images_are_made_at_the_start(vision):
@@ -283,7 +275,7 @@ def test_tokens_that_see_each_other_say_how_many_follow(vision):
         batch = step(builder, start, count, is_new=start == 0)
         host.before_step([batch])
         inputs_IT = runner.shapes.inputs.token_inputs_of(batch, "images")
-        assert len(inputs_IT) == 2 and inputs_IT[packing.SLAB_ROW, 6 - start] == 9 * 64 + 5
+        assert len(inputs_IT) == 2 and inputs_IT[item_embeddings.SLAB_ROW, 6 - start] == 9 * 64 + 5
         assert inputs_IT[packing.NUM_LATER].tolist() == expected + [0] * (16 - count)
     host.run(UseItem(0, "a", 2, [9]))
     with pytest.raises(AssertionError, match="the step cuts an image"):

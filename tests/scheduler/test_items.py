@@ -57,6 +57,13 @@ def test_a_chunk_ends_before_an_item_that_the_step_cannot_encode() -> None:
     assert encoded(engine)[:4] == [["dog"], ["cat"], ["emu"], []]
 
 
+def test_small_items_count_as_much_as_their_program_encodes() -> None:
+    engine = make_engine(room=encoder(step=8, least=4))
+    request = add(engine, "a", *(named_image(name, position, 1) for name, position in (("dog", 4), ("cat", 8), ("emu", 12))))
+    check_tokens(engine, request)
+    assert encoded(engine)[:3] == [["dog", "cat"], ["emu"], []]
+
+
 def test_a_request_without_budget_waits_and_others_overtake_it() -> None:
     engine = make_engine(step=8)
     first, second = add(engine, "a", named_image("dog", 0)), add(engine, "b", named_image("cat", 0))

@@ -1,8 +1,6 @@
 """The routes of audio, over an engine with a tiny random Whisper."""
 
-import io
 import json
-import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,17 +33,9 @@ def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         yield client
 
 
-def wav(samples: np.ndarray, rate: int = 16000) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setparams((1, 2, rate, len(samples), "NONE", ""))
-        writer.writeframes((samples * 32767).astype("<i2").tobytes())
-    return file.getvalue()
-
-
 NO_SPEECH_PROB = 0.00069955
 """Of SHORT, as transformers computes it."""
-SHORT, LONG = wav(whisper_checkpoint.clip(0)), wav(whisper_checkpoint.clip(1, 2.5))
+SHORT, LONG = whisper_checkpoint.wav(whisper_checkpoint.clip(0)), whisper_checkpoint.wav(whisper_checkpoint.clip(1, 2.5))
 
 
 def form(file: bytes | None = SHORT, **fields: Any) -> bytes:
@@ -133,7 +123,7 @@ class TestTranscriptions:
 
     def test_other_rates_are_resampled(self, hearing: Client) -> None:
         twice = np.repeat(whisper_checkpoint.clip(0), 2)
-        assert post(hearing, file=wav(twice, 32000), language="en").json()["usage"]["seconds"] == 1
+        assert post(hearing, file=whisper_checkpoint.wav(twice, 32000), language="en").json()["usage"]["seconds"] == 1
 
     @pytest.mark.parametrize(
         ("fields", "status", "told", "param"),
@@ -142,7 +132,7 @@ class TestTranscriptions:
             ({"file": b""}, 400, "is empty", "file"),
             ({"file": b"ID3 and so on"}, 400, "no WAV file", "file"),
             ({"file": SHORT[:30]}, 400, "damaged", "file"),
-            ({"file": wav(np.zeros(90000))}, 400, "has 5.6 seconds, at most 5", "file"),
+            ({"file": whisper_checkpoint.wav(np.zeros(90000))}, 400, "has 5.6 seconds, at most 5", "file"),
             ({"language": "xx"}, 400, "must be one of de, en", "language"),
             ({"response_format": "xml"}, 400, "response_format", "response_format"),
             ({"response_format": "srt", "stream": "true"}, 400, "srt is not streamed", "response_format"),

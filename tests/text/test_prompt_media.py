@@ -181,6 +181,7 @@ def test_few_threads_decode_audio_at_a_time() -> None:
 
     class Hearing:
         kinds = ("audio",)
+        transcribes = True
 
         def samples(self, media: Media) -> np.ndarray:
             nonlocal running, most

@@ -94,7 +94,7 @@ def test_drafters_with_layers_do_not_see_images(monkeypatch, num_drafts, is_refu
     assert not text().items
     if is_refused:
         with pytest.raises(
-            ConfigError, match="speculative_config .* LlamaForCausalLM sees images; use the method ngram, or set lang"
+            ConfigError, match="speculative_config .* LlamaForCausalLM takes images or audio; use the method ngram, or set"
         ):
             sees()
     else:
@@ -104,7 +104,9 @@ def test_drafters_with_layers_do_not_see_images(monkeypatch, num_drafts, is_refu
 @pytest.mark.parametrize("lacking", ["images", "rope_delta"])
 def test_a_build_whose_steps_have_no_images_takes_text_alone(monkeypatch, lacking) -> None:
     monkeypatch.setattr(step_features, "FEATURES", tuple(name for name in step_features.FEATURES if name != lacking))
-    with pytest.raises(ConfigError, match="sees images, but the steps of this build have none; set language_model_only"):
+    with pytest.raises(
+        ConfigError, match="takes images or audio, but the steps of this build take none; set language_model_only"
+    ):
         features_of(config_of(), QWEN)()
     assert not features_of(config_of(), None)().items
 

@@ -9,20 +9,17 @@ import numpy as np
 
 from jaxllm.device_ops import EncodeItem, EncodeParts, UseItem
 from jaxllm.media.payload import unpack
-from jaxllm.runner.batch import Batch, Chunk
+from jaxllm.runner.batch import Chunk
 from jaxllm.runner.features.images.packing import (
     NUM_LATER,
     SHIFTS,
-    SLAB_ROW,
     EncoderInput,
-    embedding_of_tokens,
     num_patches,
     rope_shifts,
-    slab_rows,
     together,
 )
 from jaxllm.runner.features.images.programs import Encode
-from jaxllm.runner.ops import OpRunner
+from jaxllm.runner.item_embeddings import ItemsOnHost, slab_rows, spans
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import fit
 
@@ -51,13 +48,14 @@ class _InParts:
         return self.indices
 
 
-class ImagesOnHost(OpRunner):
-    """Collects the images of a plan, encodes them before its step, small ones together, and maps the step's tokens to their embeddings."""
+class ImagesOnHost(ItemsOnHost):
+    """Encodes small images together, large ones in parts."""
 
     ops = (EncodeItem, EncodeParts, UseItem)
 
     def __init__(self, runner: Any, images: "Images"):
-        self._runner, self._images = runner, images
+        super().__init__(runner, images)
+        self._images = images
         self._kinds = images.programs()
         self._waiting: list[list[EncoderInput]] = [[] for _ in range(runner.ranks.num)]
         """Images that the next step encodes together, by rank."""
@@ -65,13 +63,8 @@ class ImagesOnHost(OpRunner):
         """The image of each rank that was begun last, of those that are encoded in parts."""
         self._parts: list[list[tuple[ProgramKey, _InParts]]] = [[] for _ in range(runner.ranks.num)]
         """Parts that the next step runs, by rank."""
-        self._pages: dict[tuple[str, int], Sequence[int]] = {}
-        """Pages of the items whose tokens the next step computes, by request and position."""
 
-    def run(self, op: EncodeItem | EncodeParts | UseItem) -> None:
-        if isinstance(op, UseItem):
-            self._pages[op.request_id, op.position] = op.pages
-            return
+    def add(self, op: EncodeItem | EncodeParts) -> None:
         if isinstance(op, EncodeItem):
             grid, patches_NC = unpack(op.payload)
             kind = next((kind for kind in self._kinds if kind.patch_values == patches_NC.shape[1]), None)
@@ -87,17 +80,10 @@ class ImagesOnHost(OpRunner):
         assert begun is not None and len(begun.keys) >= op.num_parts, "no image has so many parts left"
         self._parts[op.rank] += [(begun.keys.pop(0), begun) for _ in range(op.num_parts)]
 
-    def before_step(self, batches: Sequence[Batch]) -> None:
+    def encode(self) -> None:
         # Pages of an image whose last part runs now may be given to another in the same plan.
         self._encode_parts()
         self._encode_together()
-        self._forget_waiting()
-        for batch in batches:
-            inputs_IT = self._runner.shapes.inputs.token_inputs_of(batch, self._images.name)
-            if inputs_IT is not None:
-                for chunk in batch.chunks:
-                    self._fill(inputs_IT[:, chunk.first_token : chunk.first_token + chunk.count], chunk)
-        self._pages.clear()
 
     def _encode_parts(self) -> None:
         """Start the parts that wait, of all ranks at the same time as far as they run the same programs."""
@@ -129,7 +115,7 @@ class ImagesOnHost(OpRunner):
             runner.encoder_totals = num_computed + key.size * len(of_ranks), num_runs + 1
         kind.run(runner, key, runner.program(key), tuple(map(runner.ranks.joined, zip(*of_ranks, strict=True))))
 
-    def _forget_waiting(self) -> None:
+    def forget(self) -> None:
         for waiting, parts in zip(self._waiting, self._parts, strict=True):
             waiting.clear()
             parts.clear()
@@ -140,29 +126,15 @@ class ImagesOnHost(OpRunner):
         ready = self._runner.ready_sizes(ProgramKey(kind.name), whole)
         return ready if ready and ready[-1] >= largest else whole
 
-    def _fill(self, inputs_IT: np.ndarray, chunk: Chunk) -> None:
-        """Set the values of a chunk's tokens."""
-        request = chunk.row.data
-        if not request.items:
-            return
-        for item in request.items:
-            first, last = max(item.position, chunk.start), min(item.end, chunk.stop)
-            if first < last:
-                index = embedding_of_tokens(item)
-                rows = slab_rows(
-                    self._pages[request.request_id, item.position], self._images.sizes.page_embeddings, index.max() + 1
-                )
-                found = np.where(index < 0, 0, 1 + rows[index])
-                own = slice(first - chunk.start, last - chunk.start)
-                inputs_IT[SLAB_ROW, own] = found[first - item.position : last - item.position]
-                if self._images.vision.attends_within:
-                    assert last == item.end, "the step cuts an image whose tokens see each other"
-                    inputs_IT[NUM_LATER, own] = np.arange(last - first)[::-1]
+    def fill(self, inputs_IT: np.ndarray, chunk: Chunk) -> None:
+        super().fill(inputs_IT, chunk)
+        if self._images.vision.attends_within:
+            for item, first, last in spans(chunk):
+                assert last == item.end, "the step cuts an image whose tokens see each other"
+                inputs_IT[NUM_LATER, first - chunk.start : last - chunk.start] = np.arange(last - first)[::-1]
         if self._images.has_rope_sections:
             inputs_IT[SHIFTS] = rope_shifts(chunk)
 
     def replace_lost(self) -> None:
-        """Forget what waits for a step that does not come. The slab is one of the rows' arrays."""
-        self._pages.clear()
+        super().replace_lost()
         self._begun = [None] * len(self._begun)
-        self._forget_waiting()

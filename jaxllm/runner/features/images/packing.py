@@ -1,4 +1,4 @@
-"""Packs images, and time steps of videos, for the device: groups those encoded together, and maps tokens to their embeddings.
+"""Packs images, and time steps of videos, for the device: groups those encoded together, and finds positions of tokens.
 
 NumPy only.
 """
@@ -11,14 +11,12 @@ import numpy as np
 from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.layers.patch_indices import Grid, patch_indices
 from jaxllm.model_parts import Vision
-from jaxllm.request import PromptItem
 from jaxllm.rope_positions import rope_delta, rope_positions
 from jaxllm.runner.batch import Chunk
 
-SLAB_ROW = 0
-"""Index in the values of a token: 1 + its row of the slab; 0: the token keeps its own embedding."""
 SHIFTS = slice(1, 4)
-"""With ropes in sections: its positions in time, row and column, each minus that which `rope_delta` gives it."""
+"""Behind `SLAB_ROW` in the values of a token. With ropes in sections: its positions in time, row and column, each minus that which
+`rope_delta` gives it."""
 NUM_LATER = -1
 """Where tokens of an image see each other: how many of those behind it are of the same image."""
 
@@ -38,13 +36,6 @@ def hidden_shape(vision: Vision, sizes: EncoderSizes) -> tuple[int, int]:
     """Of the array that has the hidden state of an image between its parts, without rows if no image has parts."""
     most = 0 if len(sizes.whole_programs) == len(sizes.programs) else sizes.programs[-1]
     return vision.hidden_rows(most), vision.hidden_size
-
-
-def slab_rows(pages: Sequence[int], page_embeddings: int, count: int) -> np.ndarray:
-    """int32[count]: the rows of embeddings that lie in these pages."""
-    rows = np.asarray(pages, np.int32)[:, None] * page_embeddings + np.arange(page_embeddings, dtype=np.int32)
-    assert count <= rows.size, f"{count} embeddings in {len(pages)} pages"
-    return rows.reshape(-1)[:count]
 
 
 def together(inputs: Sequence[EncoderInput], max_patches: int) -> list[list[EncoderInput]]:
@@ -85,17 +76,6 @@ def arrays(
         first += count
     packed_KP = patch_indices(vision, [each.grid for each in inputs], size).pack()
     return patches_PC, np.concatenate([packed_KP.reshape(-1), rows])
-
-
-def embedding_of_tokens(item: PromptItem) -> np.ndarray:
-    """int32[num_tokens]: which of an item's embeddings stands in place of each of its tokens; -1: none."""
-    if not item.embedding_runs:
-        return np.arange(item.num_tokens, dtype=np.int32)
-    found, first = np.full(item.num_tokens, -1, np.int32), 0
-    for offset, count in item.embedding_runs:
-        found[offset : offset + count] = np.arange(first, first + count)
-        first += count
-    return found
 
 
 def rope_shifts(chunk: Chunk) -> np.ndarray:

@@ -6,35 +6,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.layers.vision import PatchIndices, VisionTower
 from jaxllm.model_parts import Vision
-from jaxllm.request import PromptItem
-from jaxllm.runner.batch import Chunk
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.features.images.ops import ImagesOnHost
-from jaxllm.runner.features.images.packing import NUM_LATER, SHIFTS, SLAB_ROW, hidden_shape
+from jaxllm.runner.features.images.packing import NUM_LATER, SHIFTS, hidden_shape
 from jaxllm.runner.features.images.programs import HIDDEN, Encode, EncodeVideo
+from jaxllm.runner.item_embeddings import ItemEmbeddings
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.paged_context import PagedContext
 from jaxllm.runner.row_arrays import Params
-from jaxllm.runner.step_feature import StepFeature, StepRun
+from jaxllm.runner.step_feature import StepRun
 from pallas_kernels.span_attention import Later
-
-COMMON_TOKENS = 2048
-"""Programs of at most so many tokens are made for images at the start, larger ones later."""
 
 
 @dataclass(frozen=True)
-class Images(StepFeature):
-    """An encoder, and the slab: embeddings [rows, result_width] of each data-parallel rank, in pages that the scheduler gives to images.
-    While an image is encoded in parts, another array has its hidden state: one image of each rank at a time.
+class Images(ItemEmbeddings):
+    """An encoder of images, and what programs take of each token in addition to its row of the slab: with ropes in sections how far its
+    positions in time, row and column are from those that it would have behind the last image; where tokens of an image see each other, how
+    many later ones it sees.
 
-    Programs that compute tokens up to the end of a prompt's last image take the row of the slab of each token. With ropes in sections they
-    also take how far the token's positions in time, row and column are from those that it would have behind the last image; where tokens
-    of an image see each other, how many later ones a token sees."""
+    While an image is encoded in parts, another array than the slab has its hidden state: one image of each rank at a time."""
 
     vision: Vision
     sizes: EncoderSizes
@@ -45,16 +39,14 @@ class Images(StepFeature):
     has_rope_sections: bool
 
     name = "images"
-    is_optional = True
-    is_in_decodes = False
 
     @property
     def num_token_inputs(self) -> int:  # type: ignore[override]
         return (SHIFTS.stop if self.has_rope_sections else SHIFTS.start) + self.vision.attends_within
 
     @property
-    def slab_shape(self) -> tuple[int, int]:
-        return self.sizes.num_pages * self.sizes.page_embeddings, self.vision.result_width
+    def result_width(self) -> int:
+        return self.vision.result_width
 
     def layers_of(self, size: int, part: int) -> range:
         """The layers that a part of programs of this size computes."""
@@ -69,26 +61,16 @@ class Images(StepFeature):
         return ImagesOnHost(device, self)
 
     def row_arrays(self, buckets: Buckets) -> dict[str, Any]:
-        shapes = {self.name: self.slab_shape, HIDDEN: hidden_shape(self.vision, self.sizes)}
-        return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in shapes.items() if all(shape)}
+        found, shape = super().row_arrays(buckets), hidden_shape(self.vision, self.sizes)
+        return {**found, HIDDEN: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))} if all(shape) else found
 
-    def is_needed(self, columns_RC: np.ndarray, chunks: Sequence[Chunk]) -> bool:
-        return any(chunk.row.data.items and chunk.start < chunk.row.data.items[-1].end for chunk in chunks)
-
-    def computes(self, items: Sequence[PromptItem]) -> bool:
-        return bool(items)
-
-    def is_common(self, num_tokens: int) -> bool:
-        return num_tokens <= COMMON_TOKENS
-
-    def before(self, run: StepRun) -> None:
+    def give(self, run: StepRun, found_TX: jax.Array) -> None:
         inputs_IT, step, width = run.token_inputs[self.name], run.step, self.vision.output_size
-        row_T = inputs_IT[SLAB_ROW] - 1
-        step.is_given_T = row_T >= 0
-        found_TX = run.rows.of_features[self.name][jnp.maximum(row_T, 0)]
         step.given_TD, *added = (found_TX[:, start : start + width] for start in range(0, found_TX.shape[1], width))
         if added:
-            step.deepstack = [jnp.where(step.is_given_T[:, None], added_TD, 0) for added_TD in added]
+            assert step.is_given_T is not None
+            is_given_T1 = step.is_given_T[:, None]
+            step.deepstack = [jnp.where(is_given_T1, added_TD, 0) for added_TD in added]
         if self.has_rope_sections:
             assert step.rope_positions_3T is not None, "rope_delta comes before"
             step.rope_positions_3T = step.rope_positions_3T + inputs_IT[SHIFTS]
