@@ -106,8 +106,8 @@ class StageBlocks(CopyBlocks, frozen=True):
 
 
 class ScatterBlocks(CopyBlocks, frozen=True):
-    """Write slots that were copied to a staging buffer into blocks, one for each slot. A device whose part of a block was damaged on its way
-    leaves that as it is."""
+    """Write slots that were copied to a staging buffer into blocks, one for each slot. A device leaves a block as it is whose part was
+    damaged on its way."""
 
     block_ids: list[int]
 
@@ -122,6 +122,11 @@ class FinishedCopy(NamedTuple):
     """Time of the copy between host and devices."""
     error: Exception | None = None
     """Why it failed: nothing is known of what it wrote."""
+
+
+def end_copy(op: CopyBlocks, wait: Callable[[], FinishedCopy]) -> FinishedCopy:
+    """Wait for the end of an operation that copies, in a thread; faults are injected here."""
+    return wait()
 
 
 AnyDeviceOp = (

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm import device_ops
 from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.parallel.arrays import delete
 from jaxllm.runner.features.block_copies import programs
@@ -74,13 +75,13 @@ class BlockCopier(OpRunner):
             self._changed.wait_for(lambda: bool(self._finished), seconds)
 
     def _submit(self, thread: int, op: CopyBlocks, finish: Finish) -> None:
-        self._threads[thread].submit(partial(self._finish, op.number, finish))
+        self._threads[thread].submit(partial(self._finish, op, finish))
 
-    def _finish(self, number: int, finish: Finish) -> None:
+    def _finish(self, op: CopyBlocks, finish: Finish) -> None:
         try:
-            found = finish()
+            found = device_ops.end_copy(op, finish)
         except Exception as error:
-            found = FinishedCopy(number, error=error)
+            found = FinishedCopy(op.number, error=error)
         with self._changed:
             self._finished.append(found)
             self._changed.notify_all()
