@@ -29,7 +29,7 @@ import jax
 
 from jaxllm import LLM
 from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
-from jaxllm.scaling.runs import decoding, greedy, random_prompts
+from jaxllm.measuring.runs import decoding, greedy, random_prompts
 from jaxllm.scheduler_output import SchedulerOutput
 from scripts.gpu_checks import shapes
 from scripts.measuring.command_line import engine_option, script_parser

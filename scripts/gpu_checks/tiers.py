@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.measuring.runs import end_all, greedy, random_prompts
 from jaxllm.request import EngineCoreRequest
-from jaxllm.scaling.runs import end_all, greedy, random_prompts
 from scripts.gpu_checks import Outcome, shapes
 from scripts.kernels.compiling import first_line
 
