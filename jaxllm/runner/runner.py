@@ -290,7 +290,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         awaited, limit = {key.described: self.programs.want(key) for key in missing}, None
         largest = ProgramKey("forward", self.buckets.tokens[-1], features=wanted.features)
         if wanted.features and largest not in self.programs:
-            will_be_ready = (key.size for key in missing if key.kind == largest.kind)
+            will_be_ready = (key.size for key in missing if key._replace(size=largest.size) == largest)
             most = max((*self.ready_sizes(largest, self.buckets.tokens), *will_be_ready))
             limit = StepLimit(most, self.programs.want(largest))
         return Foreseen(awaited, limit)
