@@ -1,5 +1,7 @@
 """Blocks to host memory and back: contents to the bit, by engines whose layers keep different things on one and more devices."""
 
+import ctypes
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 from jaxllm.cache_spec import CacheArray, CacheLayout
 from jaxllm.device_ops import FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.errors import ConfigError
-from jaxllm.runner.features.block_copies.arena import check_memory
+from jaxllm.runner.features.block_copies import arena as arena_module
+from jaxllm.runner.features.block_copies import cuda
+from jaxllm.runner.features.block_copies.arena import Arena, check_memory
 from jaxllm.runner.features.block_copies.copier import BlockCopier
-from jaxllm.runner.features.block_copies.cuda import runs
+from jaxllm.runner.features.block_copies.cuda import CudaError, CudaTransfer, runs
 from jaxllm.runner.features.block_copies.format import BlockFormat, checksums
 from jaxllm.scheduler_output import SchedulerOutput
 from tests.helpers.engines import make_core
@@ -175,8 +179,132 @@ def test_checksums_are_a_weighted_sum(shape: Sequence[int]) -> None:
 
 
 def test_consecutive_slots_are_one_copy() -> None:
-    assert list(runs([4, 5, 6, 2, 3, 9])) == [(0, 4, 3), (3, 2, 2), (5, 9, 1)]
-    assert list(runs([])) == []
+    assert list(runs([4, 5, 6, 2, 3, 9], 100)) == [(0, 4, 3), (3, 2, 2), (5, 9, 1)]
+    assert list(runs([4, 5, 6, 7, 8, 9, 10], 4)) == [(0, 4, 4), (4, 8, 3)], "a piece ends behind slot 7"
+    assert list(runs([], 4)) == []
+
+
+class FakeCuda:
+    """CUDA's runtime: copies are made when their stream is waited for, and need host memory that one call has locked."""
+
+    failing = ""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.streams: dict[int, list[tuple[int, ...]]] = {}
+        self.cudaGetErrorName = lambda code: b"cudaErrorOfTest"
+        self.num_copies = 0
+
+    def cudaHostRegister(self, address: ctypes.c_void_p, size: ctypes.c_size_t, flags: int) -> int:
+        assert flags == 1 and address.value and address.value % 4096 == size.value % 4096 == 0
+        self.locked[address.value] = size.value
+        return int(self.failing == "cudaHostRegister" and len(self.locked) > 1)
+
+    def cudaHostUnregister(self, address: ctypes.c_void_p) -> int:
+        del self.locked[address.value or 0]
+        return 0
+
+    def cudaSetDevice(self, ordinal: int) -> int:
+        return 0
+
+    def cudaStreamCreateWithFlags(self, stream: Any, flags: int) -> int:
+        stream._obj.value = len(self.streams) + 1
+        self.streams[stream._obj.value] = []
+        return 0
+
+    def cudaStreamDestroy(self, stream: ctypes.c_void_p) -> int:
+        return len(self.streams.pop(stream.value or 0))
+
+    def cudaMemcpy2DAsync(self, *arguments: Any) -> int:
+        to, to_pitch, source, source_pitch, width, height, kind, stream = (getattr(each, "value", each) for each in arguments)
+        assert kind == 4 and width <= min(to_pitch, source_pitch)
+        ends = [(to, to + to_pitch * (height - 1) + width), (source, source + source_pitch * (height - 1) + width)]
+        assert any(at <= start and end <= at + size for start, end in ends for at, size in self.locked.items())
+        self.streams[stream] += [(to + row * to_pitch, source + row * source_pitch, width) for row in range(height)]
+        self.num_copies += 1
+        return int(self.failing == "cudaMemcpy2DAsync" and self.num_copies > 1)
+
+    def cudaStreamSynchronize(self, stream: ctypes.c_void_p) -> int:
+        for copy in self.streams[stream.value or 0]:
+            ctypes.memmove(*copy)
+        self.streams[stream.value or 0].clear()
+        return 0
+
+
+def cuda_copies(
+    monkeypatch: pytest.MonkeyPatch, num_copies: int
+) -> tuple[FakeCuda, Arena, CudaTransfer, jax.sharding.Sharding]:
+    """10 slots, locked in pieces of 3, for blocks on 2 devices."""
+    layout = CacheLayout((), (CacheArray(2, 24, "bfloat16"),), (), (), block_size=8, max_step_tokens=8)
+    format, fake = BlockFormat.of(layout, 2, num_copies), FakeCuda()
+    monkeypatch.setattr(cuda, "_load", lambda: fake)
+    monkeypatch.setattr(cuda, "_REGISTERED_BYTES", 3 * 4096 + 100)
+    monkeypatch.setattr(arena_module, "check_memory", lambda num_bytes: None)
+    arena = Arena(10 * 4096, format)
+    arena.open()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("devices",))
+    return fake, arena, CudaTransfer(arena, format), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+
+
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_copies_of_cuda_reach_the_slots_and_come_back(monkeypatch: pytest.MonkeyPatch, num_copies: int) -> None:
+    fake, arena, transfer, place = cuda_copies(monkeypatch, num_copies)
+    assert sorted(size // 4096 for size in fake.locked.values()) == [1, 3, 3, 3]
+    _, num_parts, part_words = arena.words.shape
+    rows = np.random.default_rng(0).integers(0, 2**32, (num_parts, 8, part_words), np.uint32).repeat(num_copies, 0)
+    slots = [1, 2, 3, 4, 9, 0]
+    transfer.to_host(jax.device_put(rows, place), slots)
+    np.testing.assert_array_equal(arena.words[slots], rows[::num_copies, :6].swapaxes(0, 1))
+    assert not arena.words[[5, 6, 7, 8]].any() and fake.num_copies == 4 * num_parts
+    empty = jax.jit(lambda: jax.numpy.zeros(rows.shape, np.uint32), out_shardings=place)()
+    back = np.asarray(transfer.to_device(empty, [9, 3, 4]))
+    np.testing.assert_array_equal(back[:, :3], rows[:, [4, 2, 3]])
+    assert not back[:, 3:].any()
+    transfer.close()
+    assert not fake.locked and not fake.streams
+
+
+def test_a_failed_copy_of_cuda_leaves_none_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers may be given away next."""
+    fake, _, transfer, place = cuda_copies(monkeypatch, 1)
+    fake.failing = "cudaMemcpy2DAsync"
+    with pytest.raises(CudaError, match="cudaMemcpy2DAsync failed: cudaErrorOfTest"):
+        transfer.to_host(jax.device_put(np.zeros((2, 8, 96), np.uint32), place), [1, 5])
+    assert fake.num_copies == 2 and not any(fake.streams.values())
+
+
+def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCuda, "failing", "cudaHostRegister")
+    with pytest.raises(
+        ConfigError, match=r"CUDA cannot lock so much memory \(cudaHostRegister failed: cudaErrorOfTest\); lower it"
+    ):
+        cuda_copies(monkeypatch, 1)
+
+
+def test_touching_reaches_every_page_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, arena, _, _ = cuda_copies(monkeypatch, 1)  # a slot is longer than its words
+    arena.words[:] = 2**32 - 1
+    arena.touch()
+    assert (arena.words[:, 0, 0] == 0xFFFFFF00).all() and (arena.words[:, 0, 1:] == 2**32 - 1).all()
+
+
+def test_host_memory_is_given_back_at_the_end() -> None:
+    core = make_core("qwen3", kv_offloading_size=0.002, num_gpu_blocks_override=NUM_BLOCKS, warmup="lazy")
+    memory = weakref.ref(core.runner.op_runner(GatherBlocks).arena.words)
+    core.shutdown()
+    assert memory() is None, "the engine's objects may live on"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_cached_files_of_a_container_count_as_free(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    names = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")
+    names = names if version == 1 else ("memory.max", "memory.current", "memory.stat")
+    texts = ("1000000\n", "900000\n", "anon 1000\nactive_file 300000\ninactive_file 400000\nshmem 50\n")
+    files = {f"/sys/fs/cgroup/{name}": text for name, text in zip(names, texts, strict=True)}
+    monkeypatch.setattr(arena_module, "_read", lambda path: files.get(path, ""))
+    check_memory(500_000)
+    with pytest.raises(ConfigError, match="lower it"):
+        check_memory(700_000)
 
 
 def test_more_host_memory_than_there_is_is_refused() -> None:

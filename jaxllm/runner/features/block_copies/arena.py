@@ -15,6 +15,11 @@ _PIECE_BYTES = 1 << 30
 """Memory that a thread touches at a time."""
 _SPARE_BYTES = 8 << 30
 """Memory that is left to everything else, or a quarter of what there is."""
+_CONTROL_GROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Where Linux says how much memory a container may use and uses: versions 2 and 1."""
 
 
 class Arena:
@@ -38,15 +43,20 @@ class Arena:
             memory = mmap.mmap(-1, self.num_bytes)
         except OSError as error:
             raise ConfigError(f"kv_offloading_size is {self.num_bytes / 2**30:.3g} GiB: {error.strerror}; lower it") from error
-        slots = np.frombuffer(memory, np.uint32).reshape(self.num_slots, -1)
+        self._bytes = np.frombuffer(memory, np.uint8)
+        slots = self._bytes.view(np.uint32).reshape(self.num_slots, -1)
         self.words = slots[:, : format.num_parts * format.part_words].reshape(self.num_slots, format.num_parts, -1)
         """uint32 [slots, parts, words]"""
         self.sums = np.zeros((self.num_slots, format.num_parts, format.num_sums), np.uint32)
 
+    def close(self) -> None:
+        """Give the memory back."""
+        del self._bytes, self.words, self.sums
+
     @property
     def address(self) -> int:
         """Of the first slot."""
-        return self.words.ctypes.data
+        return self._bytes.ctypes.data
 
     @property
     def num_bytes(self) -> int:
@@ -54,10 +64,9 @@ class Arena:
 
     def touch(self) -> None:
         """Have the system give the memory now: to lock pages that are not there takes ten times as long. Uses several threads."""
-        bytes_of = np.lib.stride_tricks.as_strided(self.words.view(np.uint8).reshape(-1)[:1], (self.num_bytes,), (1,))
 
         def touch(start: int) -> None:
-            bytes_of[start : start + _PIECE_BYTES : PAGE_BYTES] = 0
+            self._bytes[start : start + _PIECE_BYTES : PAGE_BYTES] = 0
 
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "kv-touch") as threads:
             list(threads.map(touch, range(0, self.num_bytes, _PIECE_BYTES)))
@@ -75,14 +84,18 @@ def check_memory(num_bytes: int) -> None:
 
 
 def _free_bytes() -> list[int]:
-    """Free memory of the machine, and of the control group of this process if that has a limit."""
+    """Free memory of the machine, and of the control group of this process if that has a limit. Cached files, such as weights that were
+    read, count as free."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             found = [int(line.split()[1]) << 10]
-    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-    if limit.isdigit() and used.isdigit():
-        found.append(int(limit) - int(used))
+    for directory, *names in _CONTROL_GROUPS:
+        limit, used = (_read(f"{directory}/{name}").strip() for name in names)
+        if limit.isdigit() and used.isdigit():
+            lines = map(str.split, _read(f"{directory}/memory.stat").splitlines())
+            cached = sum(int(count) for name, count in lines if name in ("active_file", "inactive_file"))
+            found.append(int(limit) - int(used) + cached)
     return found
 
 

@@ -163,6 +163,7 @@ class BlockCopier(OpRunner):
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
+            self.arena.close()
 
     # First runs
 

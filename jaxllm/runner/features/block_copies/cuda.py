@@ -19,7 +19,7 @@ from jaxllm.runner.features.block_copies.format import WORD_BYTES, BlockFormat
 from jaxllm.runner.features.block_copies.transfer import by_device
 
 _REGISTERED_BYTES = 64 << 30
-"""Most memory that is page-locked by one call."""
+"""Most memory that is page-locked by one call. No copy reaches from one such piece into the next: CUDA need not accept that."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: locked for all devices."""
 _NON_BLOCKING = 1
@@ -39,12 +39,14 @@ class CudaTransfer:
         """Locks the arena's pages. Raises ConfigError if that is not possible."""
         self._format, self._base, self._slot_bytes = format, arena.address, arena.slot_bytes
         self._runtime = _Runtime()
+        self._piece_slots = max(1, _REGISTERED_BYTES // arena.slot_bytes)
         self._registered: list[int] = []
         self._streams: dict[tuple[str, int], ctypes.c_void_p] = {}
         """By direction and device."""
         try:
-            for start in range(0, arena.num_bytes, _REGISTERED_BYTES):
-                size = min(_REGISTERED_BYTES, arena.num_bytes - start)
+            piece_bytes = self._piece_slots * arena.slot_bytes
+            for start in range(0, arena.num_bytes, piece_bytes):
+                size = min(piece_bytes, arena.num_bytes - start)
                 self._runtime.call("cudaHostRegister", _at(self._base + start), ctypes.c_size_t(size), _PORTABLE)
                 self._registered.append(self._base + start)
         except CudaError as error:
@@ -65,20 +67,22 @@ class CudaTransfer:
         is_out, num_copies = direction == "out", self._format.num_copies
         row_bytes = self._format.part_words * WORD_BYTES
         used = []
-        for device, part in by_device(staging):
-            if is_out and device % num_copies:
-                continue  # another device has the same
-            stream = self._stream(direction, part.device.local_hardware_id)  # type: ignore[union-attr]
-            used.append(stream)
-            rows, offset = part.unsafe_buffer_pointer(), device // num_copies * row_bytes
-            for row, slot, count in runs(slots):
-                of_rows = (_at(rows + row * row_bytes), ctypes.c_size_t(row_bytes))
-                of_slots = (_at(self._base + slot * self._slot_bytes + offset), ctypes.c_size_t(self._slot_bytes))
-                to, source = (of_slots, of_rows) if is_out else (of_rows, of_slots)
-                shape = (ctypes.c_size_t(row_bytes), ctypes.c_size_t(count))
-                self._runtime.call("cudaMemcpy2DAsync", *to, *source, *shape, _ANY_DIRECTION, stream)
-        for stream in used:
-            self._runtime.call("cudaStreamSynchronize", stream)
+        try:
+            for device, part in by_device(staging):
+                if is_out and device % num_copies:
+                    continue  # another device has the same
+                stream = self._stream(direction, part.device.local_hardware_id)  # type: ignore[union-attr]
+                used.append(stream)
+                rows, offset = part.unsafe_buffer_pointer(), device // num_copies * row_bytes
+                for row, slot, count in runs(slots, self._piece_slots):
+                    of_rows = (_at(rows + row * row_bytes), ctypes.c_size_t(row_bytes))
+                    of_slots = (_at(self._base + slot * self._slot_bytes + offset), ctypes.c_size_t(self._slot_bytes))
+                    to, source = (of_slots, of_rows) if is_out else (of_rows, of_slots)
+                    shape = (ctypes.c_size_t(row_bytes), ctypes.c_size_t(count))
+                    self._runtime.call("cudaMemcpy2DAsync", *to, *source, *shape, _ANY_DIRECTION, stream)
+        finally:  # after an error too: others may get the buffers and slots next
+            for stream in used:
+                self._runtime.call("cudaStreamSynchronize", stream)
 
     def _stream(self, direction: str, ordinal: int) -> ctypes.c_void_p:
         if (direction, ordinal) not in self._streams:
@@ -138,10 +142,10 @@ def _installed() -> Iterator[str]:
         yield from map(str, sorted(Path(root, "nvidia").glob("**/libcudart.so.*")))
 
 
-def runs(slots: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """(row, slot, count) of runs of consecutive slots: each is one copy."""
+def runs(slots: Iterable[int], piece: int) -> Iterator[tuple[int, int, int]]:
+    """(row, slot, count) of runs of consecutive slots: each is one copy. None reaches from one piece of so many slots into the next."""
     numbered = enumerate(slots)
-    for _, run in itertools.groupby(numbered, key=lambda each: each[1] - each[0]):
+    for _, run in itertools.groupby(numbered, key=lambda each: (each[1] - each[0], each[1] // piece)):
         first, *rest = run
         yield *first, 1 + len(rest)
 
