@@ -234,6 +234,8 @@ class HostTier:
             self._free_staging.append(store.staging)
             self._stored.append(store)
             self._num_stored += len(store.contents)
+            # Both directions are as fast. Were loads alone noted, a few slow ones would end all for ever.
+            self._worth.note_copy(len(store.contents), copy.seconds)
             self._store_seconds += copy.seconds
         elif (part := self._staging_parts.pop(number, None)) is not None:
             self._release(part.contents)

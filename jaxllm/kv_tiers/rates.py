@@ -17,7 +17,7 @@ class Rates:
 
     def __init__(self, block_size: int, block_bytes: int):
         self._block_size = block_size
-        self._block_seconds = block_bytes / _BYTES_PER_SECOND
+        self._blocks_of_copy, self._seconds_of_copy = 1.0, block_bytes / _BYTES_PER_SECOND
         self._token_seconds: float | None = None
         """None: no large step was seen."""
 
@@ -28,15 +28,17 @@ class Rates:
             self._token_seconds = new if self._token_seconds is None else _average(self._token_seconds, new)
 
     def note_copy(self, num_blocks: int, seconds: float) -> None:
-        """The copy of blocks to the devices took so long."""
-        self._block_seconds = _average(self._block_seconds, seconds / num_blocks)
+        """A copy of blocks, to the devices or from there, took so long."""
+        self._blocks_of_copy = _average(self._blocks_of_copy, num_blocks)
+        self._seconds_of_copy = _average(self._seconds_of_copy, seconds)
 
     def is_worth_loading(self, num_blocks: int) -> bool:
         """Whether to load so many blocks, rather than to compute their tokens."""
         if self._token_seconds is None:
             return True
         computing = num_blocks * self._block_size * self._token_seconds
-        return FIXED_SECONDS + num_blocks * self._block_seconds <= MARGIN * computing
+        loading = FIXED_SECONDS + num_blocks * self._seconds_of_copy / self._blocks_of_copy
+        return loading <= MARGIN * computing
 
 
 def _average(old: float, new: float) -> float:

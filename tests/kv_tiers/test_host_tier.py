@@ -195,6 +195,18 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed() -> None:
     assert not rates.is_worth_loading(1000)
 
 
+def test_stores_tell_that_copies_are_fast_again() -> None:
+    driven = Driven()
+    driven.worth.note_step(1000, 0.5)
+    for _ in range(100):
+        driven.worth.note_copy(2, 1.0)
+    assert not driven.worth.is_worth_loading(1)
+    for number in range(100):
+        driven.step()
+        driven.end(*driven.store(b"%d" % number))
+    assert driven.worth.is_worth_loading(1)
+
+
 def test_contents_that_were_used_outlive_new_ones_up_to_a_share() -> None:
     contents = Contents(10)
     for number in range(10):
