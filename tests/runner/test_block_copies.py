@@ -1,6 +1,8 @@
 """Blocks to host memory and back: contents to the bit, by engines whose layers keep different things on one and more devices."""
 
 import ctypes
+import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +20,8 @@ from jaxllm.runner.features.block_copies.arena import Arena, check_memory
 from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.cuda import CudaError, CudaTransfer, runs
 from jaxllm.runner.features.block_copies.format import BlockFormat, checksums
+from jaxllm.runner.features.block_copies.programs import Gather
+from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.scheduler_output import SchedulerOutput
 from tests.helpers.engines import make_core
 from tests.helpers.slow import slow_except
@@ -155,6 +159,31 @@ def test_slots_outlive_the_devices_memory(copied: Copied) -> None:
         np.testing.assert_array_equal(new[[8, 9]], old[[3, 4]])
 
 
+def test_first_runs_of_programs_leave_copies_alone(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come whenever the engine has no requests, whose last blocks may still be copied."""
+    copier, transfer = copied.copier, copied.copier._transfer
+    assert transfer is not None
+    began, to_host = threading.Event(), transfer.to_host
+
+    def late(staging: jax.Array, slots: Sequence[int]) -> None:
+        began.set()
+        time.sleep(0.2)
+        to_host(staging, slots)
+
+    monkeypatch.setattr(transfer, "to_host", late)
+    before, slots = copied.bits(), copied.slots(2)
+    copied.runner.dispatch(SchedulerOutput([], [], 0, [], [], ops=[GatherBlocks(1, 0, [3, 4], slots)])).result()
+    assert began.wait(10.0)
+    for size in copier.sizes:
+        key = ProgramKey(Gather.name, size)
+        copier.run_on_nothing(key, copied.runner.program(key))
+    assert [copy.error for copy in copier.finished()] == [None]
+    copied.run(StageBlocks(2, 0, slots))
+    copied.run(ScatterBlocks(3, 0, [8, 9]))
+    for old, new in zip(before, copied.bits(), strict=True):
+        np.testing.assert_array_equal(new[[8, 9]], old[[3, 4]])
+
+
 def test_arrays_with_other_numbers_of_heads_have_a_run_of_their_own() -> None:
     arrays = (CacheArray(2, 8, "float32"), CacheArray(1, 24, "bfloat16"), CacheArray(2, 4, "bfloat16"))
     format = BlockFormat.of(CacheLayout((), arrays, (), (), block_size=8, max_step_tokens=8), num_devices=1)
@@ -202,7 +231,7 @@ class FakeCuda:
 
     def cudaHostUnregister(self, address: ctypes.c_void_p) -> int:
         del self.locked[address.value or 0]
-        return 0
+        return int(self.failing == "cudaHostUnregister")
 
     def cudaSetDevice(self, ordinal: int) -> int:
         return 0
@@ -260,7 +289,8 @@ def test_copies_of_cuda_reach_the_slots_and_come_back(monkeypatch: pytest.Monkey
     back = np.asarray(transfer.to_device(empty, [9, 3, 4]))
     np.testing.assert_array_equal(back[:, :3], rows[:, [4, 2, 3]])
     assert not back[:, 3:].any()
-    transfer.close()
+    fake.failing = "cudaHostUnregister"
+    transfer.close()  # as far as it can
     assert not fake.locked and not fake.streams
 
 

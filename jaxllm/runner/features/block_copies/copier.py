@@ -148,9 +148,8 @@ class BlockCopier(OpRunner):
         return CudaTransfer(self.arena, self.format)
 
     def release(self) -> None:
-        """See OpRunner. Waits for the transfers, which have addresses of staging buffers."""
-        for thread in self._threads:
-            thread.drain()
+        """See OpRunner."""
+        self._drain()
         delete(self._staging)
         self._staging = []
         self._staged_sums.clear()
@@ -165,10 +164,16 @@ class BlockCopier(OpRunner):
             self._transfer = None
             self.arena.close()
 
+    def _drain(self) -> None:
+        """Wait for the transfers, which have addresses of staging buffers."""
+        for thread in self._threads:
+            thread.drain()
+
     # First runs
 
     def run_on_nothing(self, key: ProgramKey, program: Any) -> None:
-        """Read the null block, or write no block."""
+        """Read the null block, or write no block. Requests have ended, but copies may be under way."""
+        self._drain()
         staging = self._staging[0]
         if key.kind == Gather.name:
             self._staging[0], _ = programs.gather(self._runner, program, key.size, [], staging)

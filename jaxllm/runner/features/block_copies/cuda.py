@@ -4,6 +4,7 @@ Copies of JAX allocate from its memory pool, and one to a device waits for the p
 memory of an existing array, which JAX takes for constant: the caller sees to it that no program uses it.
 """
 
+import contextlib
 import ctypes
 import itertools
 import sysconfig
@@ -93,11 +94,15 @@ class CudaTransfer:
         return self._streams[direction, ordinal]
 
     def close(self) -> None:
-        """Unlock the pages."""
-        while self._registered:
-            self._runtime.call("cudaHostUnregister", _at(self._registered.pop()))
-        while self._streams:
-            self._runtime.call("cudaStreamDestroy", self._streams.popitem()[1])
+        """Unlock the pages, as far as a device that is lost allows it."""
+        for address in self._registered:
+            with contextlib.suppress(CudaError):
+                self._runtime.call("cudaHostUnregister", _at(address))
+        for stream in self._streams.values():
+            with contextlib.suppress(CudaError):
+                self._runtime.call("cudaStreamDestroy", stream)
+        self._registered.clear()
+        self._streams.clear()
 
 
 class _Runtime:
