@@ -272,6 +272,7 @@ def test_adapters_with_other_files_have_other_blocks(tmp_path: Any) -> None:
         ("qwen3_next", {}, "no prefix of it can be kept"),
         ("qwen3", {"kv_offloading_size": 1e-6}, "less than a block"),
         ("qwen3", {"kv_offloading_size": 900_000.0}, "of memory are free"),
+        ("qwen3", {"kv_offloading_size": 900_000.0, "data_parallel_size": 900_000}, "for 900000 engines together"),
         ("qwen3", {"kv_offloading_size": -1.0}, "must be at least 0"),
         ("qwen3", {"enable_prefix_caching": False}, "prefix caching, which is off"),
         ("qwen3", {"pipeline_parallel_size": 2}, "each stage has blocks of its own layers"),

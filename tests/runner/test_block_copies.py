@@ -16,7 +16,7 @@ from jaxllm.device_ops import FinishedCopy, GatherBlocks, ScatterBlocks, StageBl
 from jaxllm.errors import ConfigError
 from jaxllm.runner.features.block_copies import arena as arena_module
 from jaxllm.runner.features.block_copies import cuda
-from jaxllm.runner.features.block_copies.arena import Arena, check_memory
+from jaxllm.runner.features.block_copies.arena import Arena, check_memory, check_total
 from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.cuda import CudaError, CudaTransfer, runs
 from jaxllm.runner.features.block_copies.format import BlockFormat, checksums
@@ -335,6 +335,9 @@ def test_cached_files_of_a_container_count_as_free(monkeypatch: pytest.MonkeyPat
     check_memory(500_000)
     with pytest.raises(ConfigError, match="lower it"):
         check_memory(700_000)
+    check_total(700_000, 2)
+    with pytest.raises(ConfigError, match="for 2 engines together"):
+        check_total(800_000, 2)
 
 
 def test_more_host_memory_than_there_is_is_refused() -> None:

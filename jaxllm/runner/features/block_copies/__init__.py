@@ -10,6 +10,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, LatentAttention, Layer
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.topology import Topology
+from jaxllm.runner.features.block_copies.arena import check_total
 from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.programs import STAGING_BYTES, Gather, Scatter, staging_bytes
@@ -71,8 +72,9 @@ def make(parts: FeatureParts) -> StepFeature | None:
     size = parts.config.cache.kv_offloading_size
     if not size:
         return None
+    num_bytes, num_engines = int(size * 2**30), parts.config.parallel.num_replicas
+    if num_engines > 1:
+        check_total(num_bytes, num_engines)
     drafter = parts.beside["drafter"]
     layers = (*parts.model_config.layers, *(() if drafter is None else drafter.layers))
-    return BlockCopies(
-        _num_copies(layers), int(size * 2**30) // parts.config.parallel.num_replicas, _buffer_bytes(parts.config)
-    )
+    return BlockCopies(_num_copies(layers), num_bytes // num_engines, _buffer_bytes(parts.config))

@@ -74,7 +74,7 @@ class Arena:
 
 def check_memory(num_bytes: int) -> None:
     """Raise ConfigError unless the machine, or its share of this process, has so much memory and some to spare."""
-    free = min(_free_bytes())
+    free = min(free for _, free in _memory())
     spare = min(_SPARE_BYTES, free // 4)
     if num_bytes > free - spare:
         raise ConfigError(
@@ -83,19 +83,31 @@ def check_memory(num_bytes: int) -> None:
         )
 
 
-def _free_bytes() -> list[int]:
-    """Free memory of the machine, and of the control group of this process if that has a limit. Cached files, such as weights that were
-    read, count as free."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+def check_total(num_bytes: int, num_engines: int) -> None:
+    """Raise ConfigError unless there is so much memory at all: engines that start together each find free what all of them take."""
+    total = min(total for total, _ in _memory())
+    spare = min(_SPARE_BYTES, total // 4)
+    if num_bytes > total - spare:
+        raise ConfigError(
+            f"kv_offloading_size is {num_bytes / 2**30:.3g} GiB for {num_engines} engines together, but there are {total / 2**30:.3g} "
+            f"GiB of memory, of which {spare / 2**30:.3g} stay free; lower it to {(total - spare) / 2**30:.3g} or less"
+        )
+
+
+def _memory() -> list[tuple[int, int]]:
+    """Total and free memory of the machine, and of the control group of this process if that has a limit. Cached files, such as weights
+    that were read, count as free."""
+    total = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
-            found = [int(line.split()[1]) << 10]
+            free = int(line.split()[1]) << 10
+    found = [(total, free)]
     for directory, *names in _CONTROL_GROUPS:
         limit, used = (_read(f"{directory}/{name}").strip() for name in names)
         if limit.isdigit() and used.isdigit():
             lines = map(str.split, _read(f"{directory}/memory.stat").splitlines())
             cached = sum(int(count) for name, count in lines if name in ("active_file", "inactive_file"))
-            found.append(int(limit) - int(used) + cached)
+            found.append((int(limit), int(limit) - int(used) + cached))
     return found
 
 
