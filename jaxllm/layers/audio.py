@@ -1,7 +1,11 @@
 """The encoder of audio: from features of a clip to what the cross attention of a decoder reads. Source: arXiv:2212.04356 (Whisper)."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -9,7 +13,9 @@ from jaxllm.layers.linear import Linear, abstract_param, precision_of
 from jaxllm.layers.mlp import ACTIVATIONS
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.source import Module, Source, Tensor
+from jaxllm.layers.vision import attend_in_segments
 from jaxllm.model_parts import Audio, Norm
+from pallas_kernels.segment_attention import PLAIN
 
 AXIS = "audio"
 """The logical axis of all weights: each device has them whole."""
@@ -38,14 +44,18 @@ class AudioEncoder(nnx.Module):
         )
         self.norm = _norm("layer_norm", D, dtype, prefix)
 
-    def __call__(self, features_TM: Array) -> Array:
-        """[F, D] of features [2 F, M], in the model's type."""
+    def __call__(self, features_TM: Array, *, attention: str = "xla", interpret: bool = False) -> Array:
+        """[F, D] of features [2 F, M], in the model's type. attention: the implementation of segment attention, of one segment."""
         x_TD = features_TM.astype(self.dtype)
         for conv in self.convs:
             x_TD = jax.nn.gelu(conv(x_TD), approximate=False)
         x_FD = x_TD + self.positions[...]
+        attend: Callable[..., Array] = attend_by_head
+        if attention not in PLAIN:
+            segment_F = np.zeros(len(x_FD), np.int32)
+            attend = partial(attend_in_segments, segment_P=segment_F, implementation=attention, interpret=interpret)
         for block in self.blocks:
-            x_FD = block(x_FD)
+            x_FD = block(x_FD, attend)
         return self.norm(x_FD)
 
 
@@ -85,14 +95,24 @@ class AudioBlock(nnx.Module):
         self.up = Linear("td,df->tf", (D, F), (AXIS,) * 2, dtype, modules=[Module(f"{prefix}fc1", (F,))], bias=True)
         self.down = Linear("tf,fd->td", (F, D), (AXIS,) * 2, dtype, modules=[Module(f"{prefix}fc2", (D,))], bias=True)
 
-    def __call__(self, x_FD: Array) -> Array:
+    def __call__(self, x_FD: Array, attend: Callable[..., Array]) -> Array:
         q_FNH, k_FNH, v_FNH = jnp.unstack(self.qkv(self.attention_norm(x_FD)), axis=1)
-        options = {"precision": precision_of(x_FD.dtype), "preferred_element_type": jnp.float32}
-        scores_NQK = jnp.einsum("qnh,knh->nqk", q_FNH, k_FNH, **options) * self.scale  # type: ignore[arg-type]
-        weight_NQK = jax.nn.softmax(scores_NQK).astype(v_FNH.dtype)
-        out_FNH = jnp.einsum("nqk,knh->qnh", weight_NQK, v_FNH, **options).astype(x_FD.dtype)  # type: ignore[arg-type]
-        x_FD = x_FD + self.out(out_FNH)
+        x_FD = x_FD + self.out(attend(q_FNH, k_FNH, v_FNH, scale=self.scale))
         return x_FD + self.down(self.activation(self.up(self.mlp_norm(x_FD))))
+
+
+@partial(jax.jit, static_argnames="scale")
+def attend_by_head(q_FNH: Array, k_FNH: Array, v_FNH: Array, *, scale: float) -> Array:
+    """Attention of all positions to all, in plain JAX, one head after the other: XLA computes products of many heads slowly on a CPU."""
+    options = {"precision": precision_of(q_FNH.dtype), "preferred_element_type": jnp.float32}
+
+    def attend(head: tuple[Array, ...]) -> Array:
+        q_FH, k_FH, v_FH = head
+        scores_QK = jnp.dot(q_FH, k_FH.T, **options) * scale  # type: ignore[arg-type]
+        weight_QK = jax.nn.softmax(scores_QK).astype(v_FH.dtype)
+        return jnp.dot(weight_QK, v_FH, **options).astype(q_FH.dtype)  # type: ignore[arg-type]
+
+    return jax.lax.map(attend, tuple(x.swapaxes(0, 1) for x in (q_FNH, k_FNH, v_FNH))).swapaxes(0, 1)
 
 
 def _norm(name: str, width: int, dtype: str, prefix: str) -> Normalization:

@@ -33,6 +33,10 @@ class Audio:
         return name if name.startswith(self.prefix) else None
 
     @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
     def num_frames(self) -> int:
         """Frames of features of a clip."""
         return 2 * self.num_positions

@@ -36,7 +36,7 @@ class Kernels:
     lora: str = "xla"
     """The terms that adapters add to products."""
     segment_attention: str = ""
-    """Between the patches of images."""
+    """Between the patches of images, or the positions of audio."""
     interpret: bool = False
     """Run Pallas kernels as plain JAX: on a CPU."""
 

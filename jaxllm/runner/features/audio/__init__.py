@@ -20,14 +20,14 @@ def weights(config: EngineConfig, model_config: ModelConfig, model: CausalLM) ->
 
 
 def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> int:
-    """Bytes on each device of the encoder, and of temporary arrays of encoding a clip, an estimate: scores in float32 and in the model's
-    type, and a layer's arrays. What rows keep is counted with their states."""
+    """Bytes on each device of the encoder, and of temporary arrays of encoding a clip, an estimate: a head's scores in float32 and in the
+    model's type, and a layer's arrays. What rows keep is counted with their states."""
     encoder, audio = audio_weights(config.model, model_config), model_config.audio
     if encoder is None or audio is None:
         return 0
     of_weights = sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for _, each in parameters(encoder.model))
     itemsize = jnp.dtype(model_config.dtype).itemsize
-    scores = (4 + itemsize) * audio.num_heads * audio.num_positions**2
+    scores = (4 + itemsize) * audio.num_positions**2
     return of_weights + scores + audio.num_frames * (8 * audio.hidden_size + 2 * audio.mlp.width) * itemsize
 
 
@@ -36,4 +36,4 @@ def make(parts: FeatureParts) -> StepFeature | None:
     audio = parts.model_config.audio
     if audio is None:
         return None
-    return Hearing(audio, parts.weights["audio"].merge, parts.weights["model"].merge)
+    return Hearing(audio, parts.kernels, parts.weights["audio"].merge, parts.weights["model"].merge)
