@@ -57,6 +57,14 @@ class EncodeItem(RankOp, frozen=True):
     payload: bytes
     """See `PromptItem`."""
     pages: list[int]
+    num_parts: int = 1
+    """Run so many of its parts (`EncoderSizes.num_parts`). `EncodeParts` follows for the others, unless the next item replaces it."""
+
+
+class EncodeParts(RankOp, frozen=True):
+    """Run the next parts of the item that the rank began last."""
+
+    num_parts: int
 
 
 class UseItem(RankOp, frozen=True):
@@ -76,7 +84,7 @@ class EncodeAudio(RankOp, frozen=True):
     """See `PromptItem`."""
 
 
-AnyDeviceOp = WriteAdapter | DropStaged | TakeCounts | MoveExperts | EncodeItem | UseItem | EncodeAudio
+AnyDeviceOp = WriteAdapter | DropStaged | TakeCounts | MoveExperts | EncodeItem | EncodeParts | UseItem | EncodeAudio
 """All kinds, as other hosts decode them."""
 
 

@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.cache_spec import CacheLayout
 from jaxllm.config import EngineConfig
+from jaxllm.encoder_sizes import most_patches
 from jaxllm.engine import prepare
 from jaxllm.engine.features import check_speculative_config
 from jaxllm.errors import JaxLLMError
+from jaxllm.layers.build import num_parameters, weight_bytes
 from jaxllm.loaders.formats import has_checkpoint
 from jaxllm.loaders.load import check_weights
 from jaxllm.media import load_processor
@@ -25,6 +27,9 @@ from jaxllm.text.model_files import text_files
 if TYPE_CHECKING:
     from jaxllm.media.audio import AudioProcessor
     from jaxllm.media.processor import MediaProcessor
+
+IMAGE_SIZES = ((640, 480), (1920, 1080), (4000, 3000))
+"""Width and height in pixels of the images whose token counts `EnginePlan.described` tells."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,56 @@ class EnginePlan:
         except JaxLLMError as error:
             return error
         return next(iter(self.faults), None)
+
+    def described(self) -> dict[str, Any]:
+        """The model's own numbers as JSON values, then its memory use over all devices."""
+        cache, longest = self.cache, self.memory.max_model_len
+        per_token = cache.block_bytes // cache.block_size
+        groups = [
+            {
+                "keeps": str(group.policy),
+                "layers": list(group.layers),
+                "bytes_per_token": per_token,
+                "bytes_per_longest_request": cache.block_bytes
+                * group.policy.num_blocks_for(longest, cache.block_size, cache.max_step_tokens),
+            }
+            for group in cache.groups
+        ]
+        if by_row := [layer for layer, place in enumerate(cache.places) if place.group is None]:
+            sizes = {"bytes_per_token": 0, "bytes_per_longest_request": cache.row_bytes}
+            groups.append({"keeps": "a state by row", "layers": by_row, **sizes})
+        described = self.model_config.described()
+        del described["vision"]
+        return {
+            "model": self.config.model.model,
+            **described,
+            "images": self._images(),
+            "num_parameters": num_parameters(self.model_config),
+            "weight_bytes": weight_bytes(self.model_config),
+            "kv_cache_bytes_per_token": len(cache.groups) * cache.block_bytes // cache.block_size,
+            "cache_groups": groups,
+            "longest_request_tokens": longest,
+            "longest_request_bytes": sum(group["bytes_per_longest_request"] for group in groups),
+        }
+
+    def _images(self) -> dict[str, Any] | None:
+        """How the model sees images, and how many tokens some sizes have; None: it takes text alone."""
+        vision, media = self.model_config.vision, self.media
+        if vision is None:
+            return None
+        from jaxllm.media.processor import MediaProcessor  # imports Pillow
+
+        return {
+            "family": vision.family,
+            "encoder_layers": vision.num_layers,
+            "encoder_width": vision.hidden_size,
+            "patch_size": vision.patch_size,
+            "patches_of_a_token": vision.merge_size**2,
+            "max_patches": most_patches(vision, self.config.multimodal.mm_max_patches),
+            "tokens": {}
+            if not isinstance(media, MediaProcessor)
+            else {f"{w}x{h}": media.count_tokens(w, h) for w, h in IMAGE_SIZES},
+        }
 
 
 def plan_engine(asked: EngineConfig, *, device_bytes: int | None = None) -> EnginePlan:

@@ -23,12 +23,12 @@ _QUOTE = ord('"')
 _JSON_PARTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[{\]},]', re.DOTALL)
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a file that the user names, which may be a pipe. Raises ConfigError."""
+def read_text(path: str | Path, what: str = "") -> str:
+    """The text of a file that the user names, which may be a pipe. Raises ConfigError, which says `what` file it is."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"cannot read {what}{' ' * bool(what)}{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 @contextmanager

@@ -36,6 +36,11 @@ class Subject:
     def device(self) -> str:
         return str(self.surroundings.get("device"))
 
+    @property
+    def name(self) -> str:
+        """`paged_attention mosaic (1a2b3c)`"""
+        return f"{self.op} {self.implementation} ({self.digest[:6]})"
+
     @cached_property
     def text(self) -> str:
         """JSON text, equal for equal subjects."""
@@ -57,6 +62,16 @@ class Verdict:
     """UTC."""
     format: Literal[2] = 2
     """Format of the file; others are not read."""
+
+    def __str__(self) -> str:
+        """The result, and what it is about: `passed (2026-11-26 06:30 UTC; NVIDIA H200, jax 0.11.2; head_dim 128)`"""
+        subject = self.subject
+        shapes = "; ".join(
+            ", ".join(f"{name} {value}" for name, value in shape.items() if not isinstance(value, (list, bool)))
+            for shape in subject.shapes
+        )
+        result = "passed" if self.fault is None else f"FAILED in {self.fault}"
+        return f"{result} ({self.checked_at} UTC; {subject.device}, jax {subject.surroundings.get('jax version')}; {shapes})"
 
 
 @dataclass(frozen=True)

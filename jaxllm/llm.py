@@ -26,11 +26,12 @@ from jaxllm.parallel.topology import Topology
 from jaxllm.pooling_calls import PoolingCalls
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
+from jaxllm.request_feed import AHEAD, LaterRequest, RequestFeed
 from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from jaxllm.text.chat_media import split_media
+from jaxllm.text.chat_media import MediaRef, split_media
 from jaxllm.text.input_processor import ParentRequest, Prompt
-from jaxllm.text.prompt_media import by_kind
+from jaxllm.text.prompt_media import DATA, by_kind, has_unprepared
 from jaxllm.text.tokenization import PLAIN, Tokenization
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.tqdm_bars import LoadingBar, open_bar
@@ -106,11 +107,12 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         bar, or a replacement for tqdm; default: the engine's `use_progress_bar`. `lora_request`: the adapter of all prompts or
         one each, loaded if it is not yet (AdapterError). `priority`: of all prompts or one each. `tokenization_kwargs`: how texts
         become tokens (`jaxllm.text.tokenization`). All prompts are checked before any runs: InvalidRequestError names the indices
-        of the invalid ones. EngineError or a Ctrl-C ends all requests.
+        of the invalid ones. Of more than 32 prompts with images these are prepared while others run; one that cannot be ends the call, as
+        EngineError or a Ctrl-C does.
         """
-        kind = RequestOutputKind.FINAL_ONLY
-        requests = self._checked(prompts, sampling_params, priority, kind, lora_request, tokenization_kwargs)
-        return self._finish(requests, use_tqdm)
+        params = self._params_list(sampling_params, len(all_prompts := prompt_list(prompts)), RequestOutputKind.FINAL_ONLY)
+        tokenization = Tokenization.of(tokenization_kwargs)
+        return self._finish(self._requests_or_later(all_prompts, params, priority, lora_request, tokenization), use_tqdm)
 
     def enqueue(
         self,
@@ -183,7 +185,8 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         A request that failed alone has the finish reason "error" and the message as stop reason. Closing the iterator aborts
         unfinished requests.
         """
-        iterator = self._run(self._checked(prompts, sampling_params, priority, None, lora_request))
+        params = self._params_list(sampling_params, len(all_prompts := prompt_list(prompts)), None)
+        iterator = self._run(self._requests_or_later(all_prompts, params, priority, lora_request))
         self._iterators.add(iterator)
         return iterator
 
@@ -198,13 +201,24 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generate the answers to one conversation or a list of them. Template options: see `render_conversations`."""
-        prompts = self.render_conversations(messages, **template_options)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
+        prompts, tokenization = self._render_conversations(messages, reads_later=True, **template_options)
+        params = self._params_list(sampling_params, len(prompts), RequestOutputKind.FINAL_ONLY)
+        return self._finish(self._requests_or_later(prompts, params, priority, lora_request, tokenization), use_tqdm)
 
-    def render_conversations(
+    def render_conversations(self, messages: Messages | Sequence[Messages], **template_options: Any) -> list[Prompt]:
+        """Render conversations to prompts with the chat template. Special tokens come from the template; none are added unless
+        `tokenization_kwargs` (`jaxllm.text.tokenization`) say so. Parts of messages may be images (docs/IMAGES.md), prepared as
+        `mm_processor_kwargs` say over the option of that name. Template options: `chat_template` (a template or its file),
+        `chat_template_content_format`, `add_generation_prompt` (True), `continue_final_message` (False), `tools`, `documents`,
+        `chat_template_kwargs`, `tokenization_kwargs`, `mm_processor_kwargs`."""
+        prompts, tokenization = self._render_conversations(messages, **template_options)
+        return self.llm_engine.input_processor.tokenize_texts(prompts, tokenization)
+
+    def _render_conversations(
         self,
         messages: Messages | Sequence[Messages],
         *,
+        reads_later: bool = False,
         chat_template: str | None = None,
         chat_template_content_format: "ContentFormat" = "auto",
         add_generation_prompt: bool = True,
@@ -214,20 +228,24 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Prompt]:
-        """Render conversations to prompts with the chat template. Special tokens come from the template; none are added unless
-        `tokenization_kwargs` (`jaxllm.text.tokenization`) say so. Parts of messages may be images (docs/IMAGES.md), prepared as
-        `mm_processor_kwargs` say over the option of that name."""
+    ) -> tuple[list[Any], Tokenization]:
+        """Conversations as prompts of text, and how they become tokens. reads_later: prompts of many conversations with images
+        have references, which `_prepared` reads."""
         from jaxllm.text.chat_template import render_chat  # imports Jinja
 
         tokenizer, media = self.get_tokenizer(), self.llm_engine.input_processor.media
         tokenization = Tokenization.of(tokenization_kwargs, add_special_tokens=False)
 
-        def render(conversation: Messages) -> dict[str, Any]:
-            conversation, references = split_media(conversation)
+        split = each(conversations(messages), split_media, "conversation")
+        num_with_images = sum(bool(references) for _, references in split)
+        is_later = reads_later and num_with_images > AHEAD
+        reader = self._media_reader if num_with_images else None  # made here, before threads use it
+
+        def render(conversation_and_references: tuple[Messages, list[MediaRef]]) -> dict[str, Any]:
+            conversation, references = conversation_and_references
             kinds = [each.kind for each in references]
             media.check_count(kinds, "messages")
-            images = self._media_reader.read_now(references) if references else []
+            images: Sequence[Any] = references if is_later or not references or reader is None else reader.read_now(references)
             text = render_chat(
                 tokenizer,
                 conversation,
@@ -245,14 +263,21 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
                 return {"prompt": text}
             return {"prompt": text, "multi_modal_data": by_kind(images), "mm_processor_kwargs": mm_processor_kwargs}
 
-        rendered: list[Any] = each(conversations(messages), render, "conversation")
-        return self.llm_engine.input_processor.tokenize_texts(rendered, tokenization)
+        return each(split, render, "conversation"), tokenization
+
+    def _prepared(self, prompt: Any) -> Any:
+        """A prompt with its images read and prepared. Runs in a thread."""
+        found = [item for items in (prompt.get(DATA) or {}).values() if isinstance(items, list) for item in items]
+        if found and isinstance(found[0], MediaRef):
+            prompt = {**prompt, DATA: by_kind(self._media_reader.read_now(found))}
+        return self.llm_engine.input_processor.media.prepared([prompt])[0]
 
     @functools.cached_property
     def _media_reader(self) -> "MediaReader":
         from jaxllm.media.addresses import MediaReader  # imports an HTTP client
 
-        return MediaReader(self.llm_engine.config.multimodal)
+        engine = self.llm_engine
+        return MediaReader(engine.config.multimodal, on_fetched=engine.input_processor.media.counts.add_fetched)
 
     def beam_search(
         self,
@@ -343,30 +368,45 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         """Make a request for each prompt, or raise one error that names all invalid prompts."""
         all_prompts = prompt_list(prompts)
         params = self._params_list(sampling_params, len(all_prompts), output_kind)
-        return self._requests(all_prompts, params, priority, lora_request, Tokenization.of(tokenization_kwargs))
+        tokenization = Tokenization.of(tokenization_kwargs)
+        return self._requests_or_later(all_prompts, params, priority, lora_request, tokenization, prepares_later=False)
 
-    def _requests(
+    def _requests_or_later(
         self,
-        all_prompts: list[Prompt],
+        all_prompts: list[Any],
         all_params: Sequence[SamplingParams | PoolingParams],
         priority: int | Sequence[int] | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
         tokenization: Tokenization = PLAIN,
-    ) -> list[ParentRequest]:
-        """Requests for prompts whose parameters are known."""
+        *,
+        prepares_later: bool = True,
+    ) -> list[Any]:
+        """`_requests`, with a LaterRequest for each prompt with images if these are many. prepares_later: False if none may be."""
         priorities = one_each(0 if priority is None else priority, len(all_prompts), "priority")
         adapters = run_now(self.loras.use_each(lora_request, len(all_prompts)))
         processor = self.llm_engine.input_processor
-        tokenized = processor.tokenize_texts(all_prompts, tokenization)
+        are_later = [prepares_later and has_unprepared(prompt) for prompt in all_prompts]
+        if sum(are_later) <= AHEAD:
+            are_later = [False] * len(all_prompts)
+        texts = [prompt for prompt, is_later in zip(all_prompts, are_later, strict=True) if not is_later]
+        tokenized = iter(processor.tokenize_texts(texts, tokenization))
         arrival_time = clock.now()
+        by_priority = self.llm_engine.config.scheduler.scheduling_policy == "priority"
 
-        def request(place: int) -> ParentRequest:
-            return processor.process(
+        def request(place: int) -> ParentRequest | LaterRequest[ParentRequest]:
+            make = functools.partial(
+                processor.process,
                 str(next(self._request_numbers)),
-                tokenized[place],
-                all_params[place],
-                RequestOptions(priority=priorities[place], adapter=adapters[place]),
-                arrival_time=arrival_time,
+                params=all_params[place],
+                options=RequestOptions(priority=priorities[place], adapter=adapters[place]),
+            )
+            if not are_later[place]:
+                return make(next(tokenized), arrival_time=arrival_time)
+            processor.media.check(prompt := all_prompts[place])
+            return LaterRequest(
+                prepare=lambda: self._prepared(prompt),
+                make=lambda prepared: make(processor.tokenize_texts([prepared], tokenization)[0]),
+                priority=priorities[place] if by_priority else 0,
             )
 
         return each(range(len(all_prompts)), request, "prompt")
@@ -384,7 +424,11 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         return [_with_kind(sampling_params, output_kind)] * count
 
     def _finish(
-        self, requests: list[ParentRequest], use_tqdm: bool | Callable[..., Any] | None, *, are_added: bool = False
+        self,
+        requests: Sequence[ParentRequest | LaterRequest[ParentRequest]],
+        use_tqdm: bool | Callable[..., Any] | None,
+        *,
+        are_added: bool = False,
     ) -> list[Any]:
         """Run requests to completion. are_added: the engine has them already."""
         results: dict[int, Any] = {}
@@ -414,17 +458,21 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         return open_bar(use_tqdm, total, description, "prompt")
 
     def _run(
-        self, requests: list[ParentRequest], *, are_added: bool = False
+        self, requests: Sequence[ParentRequest | LaterRequest[ParentRequest]], *, are_added: bool = False
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Yield the outputs of requests. Aborts unfinished ones when the caller stops."""
-        engine = self.llm_engine
+        engine, options = self.llm_engine, self.llm_engine.config
         places: dict[str, int] = {}
+        num_seats = (options.scheduler.max_num_seqs or 1) * options.parallel.data_parallel_size
+        feed = RequestFeed(requests, num_seats + AHEAD)
         try:
-            for place, request in enumerate(requests):
-                places[request.internal_id] = place
-                if not are_added:
-                    engine.add(request)
-            while places:
+            while places or feed:
+                for place, request in feed.take(len(places)):
+                    places[request.internal_id] = place
+                    if not are_added:
+                        engine.add(request)
+                    if isinstance(requests[place], LaterRequest):
+                        request.forget_payloads()  # the engine frees them with the request
                 for internal_id, output in self._next_outputs(places):
                     place = places[internal_id]
                     if output.finished:
@@ -432,6 +480,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
                     yield place, output
                 self.interrupt.raise_if_noticed()
         finally:
+            feed.close()
             if places:
                 engine.abort_internal(places)
                 for internal_id in places:

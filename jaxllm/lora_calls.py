@@ -3,15 +3,17 @@
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxllm.adapters import AdapterInfo, AdapterState
 from jaxllm.batches import one_each
 from jaxllm.config import EngineConfig
-from jaxllm.errors import AdapterError, InvalidRequestError, ModelLoadError
+from jaxllm.errors import AdapterError, ConfigError, InvalidRequestError, ModelLoadError
+from jaxllm.files import read_json
 from jaxllm.hub import is_hub_id, resolve_model
+from jaxllm.lora_options import RANKS
 from jaxllm.lora_request import LoRARequest
 
 T = TypeVar("T")
@@ -216,3 +218,15 @@ def adapter_directory(path: str, download_dir: str | None = None) -> str:
         return os.path.realpath(resolve_model(path, None, download_dir, files=FILES))
     except ModelLoadError as error:
         raise AdapterError(str(error)) from error
+
+
+def largest_rank(directory: str) -> int:
+    """The largest rank in an adapter's config; 1 if it is not to be had, of which the engine tells more."""
+    try:
+        config: Any = read_json(str(Path(directory) / "adapter_config.json"))
+    except ConfigError:
+        return 1
+    config = config if isinstance(config, dict) else {}
+    of_modules: Any = config.get("rank_pattern")
+    ranks: Iterable[Any] = [config.get("r"), *(of_modules.values() if isinstance(of_modules, dict) else ())]
+    return max((rank for rank in ranks if type(rank) is int and 1 <= rank <= RANKS[-1]), default=1)

@@ -100,6 +100,11 @@ class ModelConfig(ServedModel):
         return self.vision is not None and self.vision.attends_within
 
     @property
+    def attends_to_audio(self) -> bool:
+        """Whether every prompt has a clip of audio, which the layers attend to."""
+        return self.audio is not None and self.audio.tokens is None
+
+    @property
     def mixtures(self) -> tuple[MoE, ...]:
         """The distinct mixtures of experts of the layers."""
         return tuple(dict.fromkeys(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from jaxllm.encoder_sizes import DECODE_STEP_PATCHES
 from jaxllm.media.options import MediaOptions, media_faults
 
 
@@ -18,6 +19,11 @@ class MultiModalOptions(MediaOptions):
     skip_mm_profiling: Annotated[
         bool, "plan no memory for encoding an image of the largest size; the KV cache gets it, and such an image may not fit"
     ] = False
+    mm_max_decode_step_patches: Annotated[
+        int,
+        "most patches that a step encodes in which requests also decode; larger images are encoded in parts, some layers of the encoder in "
+        "each step; an image of N patches counts as N + N²/8192, because of attention; 0: whole, up to 8192 patches or one image a step",
+    ] = DECODE_STEP_PATCHES
     disable_chunked_mm_input: Annotated[bool, "compute all tokens of an image in the same step"] = False
 
     def __post_init__(self) -> None:
@@ -26,8 +32,10 @@ class MultiModalOptions(MediaOptions):
 
 def multimodal_faults(flat: Mapping[str, Any]) -> list[str]:
     """Describe what is wrong with the options of images, beyond their types."""
-    limits = flat["limit_mm_per_prompt"]
-    return media_faults(flat) + [
+    limits, faults = flat["limit_mm_per_prompt"], media_faults(flat)
+    if isinstance(most := flat["mm_max_decode_step_patches"], int) and most < 0:
+        faults.append(f"mm_max_decode_step_patches is {most}, must be at least 0, which encodes images whole")
+    return faults + [
         f"limit_mm_per_prompt has {limit!r} for {kind}, must be a count or have count alone: memory is planned for an image of "
         "mm_max_patches; lower that if all images are smaller"
         for kind, limit in (limits.items() if isinstance(limits, Mapping) else ())

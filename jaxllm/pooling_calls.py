@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxllm.batches import one_each, prompt_list
 from jaxllm.errors import InvalidRequestError
@@ -18,14 +18,11 @@ from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm.scoring import as_texts, cosine, pairs
 from jaxllm.text.input_processor import Prompt
 
-if TYPE_CHECKING:
-    from jaxllm.text.input_processor import ParentRequest
-
 
 class PoolingCalls:
-    """Needs `_requests` and `_finish`, which check prompts and run their requests."""
+    """Needs `_requests_or_later` and `_finish`, which check prompts and run their requests."""
 
-    _requests: "Callable[..., list[ParentRequest]]"
+    _requests_or_later: Callable[..., list[Any]]
     _finish: Callable[..., list[Any]]
 
     def embed(
@@ -65,7 +62,7 @@ class PoolingCalls:
         all_prompts = prompt_list(prompts)
         params_list = one_each(pooling_params or PoolingParams(), len(all_prompts), "pooling_params")
         tasks = [_with_task(params, pooling_task) for params in params_list]
-        requests = self._requests(all_prompts, tasks, None, lora_request)
+        requests = self._requests_or_later(all_prompts, tasks, None, lora_request)
         return self._finish(requests, use_tqdm)
 
     def score(

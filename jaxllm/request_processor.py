@@ -84,8 +84,8 @@ class RequestProcessor:
         # Scripts may say how their images are prepared; servers ask `check_trusted` whether clients may.
         of_scripts = replace(images, trust_request_mm_kwargs=True)
         media = PromptMedia(load_processor(texts.directory, self.model_config, of_scripts), images)
-        if self._metrics and media.sees_images:
-            self._metrics[0].image_seconds = media.seconds
+        if self._metrics and media.kinds:
+            self._metrics[0].media_counts, self._metrics[0].media_kinds = media.counts, media.kinds
         self.input_processor = InputProcessor(
             self.config,
             self.model_config,

@@ -92,12 +92,18 @@ class SchedulerStats:
     """Items that left the encoder cache for others."""
     num_encoded_patches: int = 0
     """Patches of all encoded items, without padding."""
+    num_computed_patches: int = 0
+    """Patches that the encoder computed, of all data-parallel ranks together, padding included (this and the next are set by the core)."""
+    num_encoder_runs: int = 0
+    """Programs of the encoder that steps ran."""
     num_item_pages: int = 0
     """Pages of the encoder cache; 0 for a model of text alone."""
     num_used_item_pages: int = 0
     """Pages of items that requests compute."""
     awaited_programs: tuple[int, int] = (0, 0)
     """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""
+    num_deferred: int = 0
+    """The part of `num_waiting` that waits for programs, not for a place."""
 
 
 _MOST = ("sleep_level", "num_speculative_tokens", "max_adapters")

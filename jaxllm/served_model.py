@@ -42,7 +42,7 @@ class ServedModel:
     vision: Vision | None = None
     """How it sees images; None: it does not."""
     audio: Audio | None = None
-    """How it hears, of a model whose every prompt has audio; None: it takes none."""
+    """How it hears; None: it takes no audio."""
     gguf_type: str | None = field(default=None, compare=False)
     """Quantization named by its GGUF file, e.g. Q4_K_M, or "unknown"; None: not from a GGUF file."""
     digest: str = field(default="", compare=False)

@@ -7,10 +7,11 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.flag_arguments import merge, opposites, spelling
-from jaxllm.vllm_flags import SECRETS, SHORT_NAMES, TABLE, VllmFlag, add_translated, translated
+from jaxllm.vllm_flags import BENCH_TABLE, SECRETS, SHORT_NAMES, TABLE, VllmFlag, add_translated, translated
 from jaxllm.vllm_values import QUANTIZATIONS, VALUES, told_about
 
 DEST = "vllm_flags"
+_ALL = {**TABLE, **BENCH_TABLE}
 
 
 def rewritten(arguments: Iterable[str]) -> list[str]:
@@ -42,7 +43,7 @@ def add_vllm_arguments(parser: argparse.ArgumentParser, *, names: Iterable[str] 
     not, `take_vllm_arguments` does all this later.
     """
     action, default = (_TakeAtOnce, None) if at_once else (_Keep, argparse.SUPPRESS)
-    for flag in map(TABLE.__getitem__, names):
+    for flag in map(_ALL.__getitem__, names):
         if spelling(flag.name) in parser._option_string_actions:
             continue
         options = [name for name in (SHORT_NAMES.get(flag.name),) if name] + [spelling(flag.name)]
@@ -57,7 +58,7 @@ def add_vllm_arguments(parser: argparse.ArgumentParser, *, names: Iterable[str] 
 def take_vllm_arguments(found: argparse.Namespace) -> None:
     """Set the options of vLLM's flags; own flags win. Logs flags without effect; raises ConfigError for refused ones."""
     for name, (value, how) in vars(found).pop(DEST, {}).items():
-        add_translated(vars(found), translated(name, value, how))
+        add_translated(vars(found), translated(name, value, how, _ALL))
 
 
 def help_lines(word: str) -> list[str]:
@@ -99,7 +100,7 @@ class _TakeAtOnce(argparse.Action):
 
 
 def _read(name: str, values: Any, option_string: str) -> Any:
-    kind = TABLE[name].kind
+    kind = _ALL[name].kind
     if kind == "switch":
         return option_string not in opposites(name)
     return [_value(entry) for entry in values] if kind == "list" else _value(values)
@@ -107,7 +108,7 @@ def _read(name: str, values: Any, option_string: str) -> Any:
 
 def _written(name: str, values: Any, option_string: str) -> str:
     """The flag as it was given, for messages."""
-    if name in SECRETS or TABLE[name].kind == "optional" and values == "true":
+    if name in SECRETS or _ALL[name].kind == "optional" and values == "true":
         return option_string
     return " ".join([option_string, *([values] if isinstance(values, str) else values)])
 

@@ -331,19 +331,49 @@ _SERVER = (
     *_flags("there is no API in Cohere's form", switches="cohere_is_reasoning_model", values="cohere_format"),
     *_flags("HTTP always has separate processes", switches="disable_frontend_multiprocessing"),
 )  # fmt: skip
+_NO_DATASET = "its dataset is not offered; write the prompts to a file for --dataset-name custom or sharegpt of `bench serve`"
+_BENCH = (
+    *_refused(_NO_DATASET, values="hf_name hf_subset hf_split hf_output_len spec_bench_output_len spec_bench_category "
+              "speed_bench_dataset_subset speed_bench_output_len speed_bench_category blazedit_min_distance blazedit_max_distance "
+              "timed_trace_chunk_hash_size timed_trace_sec_multiplier timed_trace_label_timestamp timed_trace_label_input_length "
+              "timed_trace_label_output_length timed_trace_label_hash_ids", lists="bfcl_categories"),
+    *_refused("speech is not measured", values="asr_max_audio_len_sec asr_min_audio_len_sec"),
+    *_refused("each request has one prompt", values="random_batch_size", switches="no_reranker"),
+    *_refused("`bench serve --plot FILE` draws the run", switches="plot_timeline plot_dataset_stats", values="timeline_itl_thresholds"),
+    *_refused("a file with fewer prompts is used again; give --num-prompts of at most its number", switches="no_oversample"),
+    *_refused("times of tokens are measured in streams", switches="no_stream"),
+    *_refused("a search streams no tokens whose times could be measured", switches="use_beam_search"),
+    *_refused("requests start as --request-rate, --burstiness and --ramp-up-strategy say", switches="self_timed",
+              values="probe_request_rate"),
+    *_refused("prompts of a file are sent as they are", switches="custom_ensure_client_side_data"),
+    *_refused("this engine alone is measured", values="hf_max_batch_size", switches="hf_enable_torch_compile"),
+    *_refused("all prompts are given at once, before the first step", switches="prequeue_requests"),
+    *_flags("prompts of a file are sent in its order and as they are", switches="disable_shuffle skip_chat_template"),
+    *_flags("no tokenizer is loaded without --tokenizer", switches="skip_tokenizer_init"),
+    *_flags("images are always sent in chat messages", switches="enable_multimodal_chat"),
+    *_flags("token ids are measured, which are never made text", switches="disable_detokenize"),
+    *_flags("the engine is measured as `LLM` runs it", switches="async_engine"),
+)  # fmt: skip
 TABLE: Mapping[str, VllmFlag] = {flag.name: flag for flag in (*_ENGINE, *_SERVER)}
+BENCH_TABLE: Mapping[str, VllmFlag] = {flag.name: flag for flag in _BENCH}
+"""Flags of vLLM's benchmarks alone."""
+BENCH_DATASETS: Mapping[str, str] = dict.fromkeys(
+    ("hf", "sonnet", "burstgpt", "random-rerank", "custom_audio", "custom_image", "spec_bench", "speed_bench", "timed_trace"),
+    _NO_DATASET,
+)
+"""Why datasets of vLLM's benchmarks are refused."""
 
 
 SECRETS = frozenset({"hf_token"})
 """Flags whose values no message shows."""
 
 
-def translated(name: str, value: Any, how: str | None = None) -> dict[str, Any]:
-    """The options of ours that a flag in TABLE sets: usually none, and a line of the log.
+def translated(name: str, value: Any, how: str | None = None, table: Mapping[str, VllmFlag] = TABLE) -> dict[str, Any]:
+    """The options of ours that a flag of the table sets: usually none, and a line of the log.
 
     `how` it was written, for messages; default: as a keyword. Raises ConfigError for what is refused.
     """
-    flag, how = TABLE[name], how or (name if name in SECRETS else f"{name}={value!r}")
+    flag, how = table[name], how or (name if name in SECRETS else f"{name}={value!r}")
     if value is None:
         return {}
     if flag.option is not None:

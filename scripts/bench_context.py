@@ -26,7 +26,7 @@ REPEATS = 3
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
     """Times of one size, in seconds."""
     from jaxllm import LLM
-    from jaxllm.scaling.runs import end_all, greedy, random_prompts
+    from jaxllm.measuring.runs import end_all, greedy, random_prompts
     from scripts.measuring.steps import time_steps
 
     given = dict(arguments.options)

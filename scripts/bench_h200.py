@@ -11,7 +11,7 @@ prompts are computed, then 256 steps of the engine are timed, each of which must
 decode16@16K has 16 requests with prompts of 16384 tokens, prefill1@128k is the prefill alone of a prompt of 128000; max_model_len
 is what the longest row needs, unless it is given. Kernels may differ by it, so compare rows of runs with the same.
 
-limit: the least time that the row's bytes and operations take (jaxllm/scaling/limits.py) at the speed of a copy and of a large
+limit: the least time that the row's bytes and operations take (jaxllm/measuring/limits.py) at the speed of a copy and of a large
 bf16 product in the same run. idle: share of the time without a kernel. Stretches of such work are traced after all rows are timed;
 what the kernels took there is set against the time that the same work takes untraced (against the traced time, to which the
 profiler adds, where no row tells that: mixed and 128). Each of several models runs in a separate process.
@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from jaxllm.scaling import trace
+from jaxllm.measuring import trace
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {trace.COMMAND_BUFFERS_WHILE_PROFILING}"
 
@@ -37,11 +37,11 @@ import jax
 
 from jaxllm import LLM
 from jaxllm.errors import ConfigError
+from jaxllm.measuring.limits import Ceilings, ModelCost, measure_ceilings
+from jaxllm.measuring.runs import SETTLING_STEPS, Run, greedy, random_prompts, time_decodes, time_requests
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.memory import reserve_device_memory
-from jaxllm.scaling.limits import Ceilings, ModelCost, measure_ceilings
-from jaxllm.scaling.runs import SETTLING_STEPS, Run, greedy, random_prompts, time_decodes, time_requests
 from scripts.measuring.asked import LONG, Asked, max_model_len, read_rows
 from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.describe import describe_ceilings

@@ -2,10 +2,12 @@
 
 usage: bench_images.py [MODEL_DIR] [--parts encode,between,…] [--seconds N] [--json FILE] [--markdown FILE] [engine options as name=value …]
 
-first     a request with an image of 1920 x 1080 on an engine that has just started: what it waits for its first token
+first     a request with an image of 1920 x 1080 on an engine that has just started: what it waits for its first token, and the longest
+          time between tokens of a text that decodes meanwhile; then both again, with the programs there
 programs  wait until all programs are made, before all parts that follow, whether named or not
 encode    the program that encodes 256, 1024, 8160 (1920 x 1080) and 16384 patches alone, and its share of a large bf16 product's speed
-between   64 requests decode while four images of 1024 x 1024 arrive a second: time between tokens, against none and against texts
+between   64 requests decode while four images of 1024 x 1024 arrive a second: time between tokens, against none and against texts;
+          set max_num_batched_tokens and mm_max_decode_step_patches, the most that a step computes while others decode
 together  64 requests with an image of 1024 x 1024 each, 128 output tokens, all given at once
 same      an image of 1920 x 1080 in 100 requests with different questions: patches encoded, cached tokens, time to the first token
 prepare   an image of 1920 x 1080 from file and from pixels to patches, on one core
@@ -37,16 +39,14 @@ from PIL import Image
 
 from jaxllm import LLM
 from jaxllm.http_client.datasets import PromptWriter
+from jaxllm.measuring.limits import measure_ceilings
+from jaxllm.measuring.runs import SETTLING_STEPS, decoding, end_all, greedy, time_decodes
 from jaxllm.media import Media
 from jaxllm.parallel.topology import Topology
-from jaxllm.runner.features.images.packing import EncoderInput, arrays, encode_sizes
+from jaxllm.runner.features.images.packing import EncoderInput
 from jaxllm.runner.features.images.programs import Encode
 from jaxllm.runner.features.images.step import Images
 from jaxllm.runner.memory import reserve_device_memory
-from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.runner.programs.kind import fit
-from jaxllm.scaling.limits import measure_ceilings
-from jaxllm.scaling.runs import decoding, end_all, greedy, time_decodes
 from scripts.measuring import seeing_models
 from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.parts import Rows, device, run_parts
@@ -163,14 +163,53 @@ class Bench:
     # Parts
 
     def first(self) -> None:
-        large = self.image(self.sizes.large)
-        waited, name = time.perf_counter() - self.ready, "first token of {} x {}, {{}}".format(*self.sizes.large)
-        compiled = self.core.num_compiled_after_warmup
-        seconds = self.first_token(large)
-        compiled = self.core.num_compiled_after_warmup - compiled
-        note = f"{waited:.1f} s after the start, {compiled} programs compiled meanwhile"
-        self.note(name.format("the engine's first request"), 1e3 * seconds, "ms", note=note)
-        self.note(name.format("the second"), 1e3 * self.first_token(self.image(self.sizes.large)), "ms")
+        name = "first token of {} x {}, {{}}".format(*self.sizes.large)
+        for which in ("the engine's first", "the second"):
+            large, programs = self.image(self.sizes.large), self.core.executor.programs
+            waited, held_up = time.perf_counter() - self.ready, self.core.num_compiled_after_warmup
+            made = programs.num_compiled + programs.num_loaded
+            seconds, gaps, deferred = self._first_beside_text(large)
+            held_up = self.core.num_compiled_after_warmup - held_up
+            made = programs.num_compiled + programs.num_loaded - made
+            note = f"{waited:.1f} s after the start; it waited {deferred:.1f} s for programs; {made} made meanwhile"
+            self.note(name.format(which), 1e3 * seconds, "ms", note=note)
+            note = f"{len(gaps)} of them, median {1e3 * np.median(gaps):.1f} ms; steps waited for {held_up} programs"
+            self.note(f"longest time between tokens of a text beside {which}", 1e3 * gaps.max(), "ms", note=note)
+
+    def _first_beside_text(self, image: Prompt) -> tuple[float, np.ndarray, float]:
+        """Seconds until a request with an image has a token, while a text decodes; the times between tokens of the text meanwhile; and for
+        how many of these seconds the image waited for programs."""
+        text, name, began, last = self._decode_text(), "", 0.0, 0.0
+        gaps: list[float] = []
+        seconds = deferred = 0.0
+        while not seconds:
+            if not began and len(gaps) == SETTLING_STEPS:
+                began, gaps = time.perf_counter(), []
+                name = self._add(image, 2)
+            outputs, now = self.core.step(), time.perf_counter()
+            self.engine.take(outputs)
+            for output in outputs:
+                if output.request_id == name and output.new_token_ids and not seconds:
+                    seconds = now - began
+                if output.request_id == text and output.new_token_ids:
+                    gaps, last = [*gaps, now - last] if last else [], now
+                if output.request_id == text and output.finish_reason:
+                    text = self._decode_text()
+            if began and self.core.stats().num_deferred:
+                deferred = now - began
+        gaps.append(time.perf_counter() - last)  # a step may give the image a token and none to the text
+        end_all(self.engine)
+        return seconds, np.array(gaps), deferred
+
+    def _decode_text(self) -> str:
+        """Queue a text of the longest output. Returns its id in the core."""
+        length = self.sizes.context // 16
+        return self._add({"prompt_token_ids": self.ids(length)}, self.sizes.max_model_len - length)
+
+    def _add(self, prompt: Prompt, num_output: int) -> str:
+        """Queue a request. Returns its id in the core."""
+        self.engine.add_request(f"request {next(self._numbers)}", prompt, greedy(num_output))
+        return next(reversed(self.core.scheduler.requests))  # type: ignore[no-any-return]
 
     def programs(self) -> None:
         began = time.perf_counter()
@@ -179,23 +218,25 @@ class Bench:
 
     def encode(self) -> None:
         runner = self.core.runner
-        images = runner.shapes.functions.get(Images)
-        sizes, on_h200 = encode_sizes(self.vision, images.sizes.max_item_patches), "H200" in device()
-        goals = {8160: 45.0 if on_h200 else 60.0}
+        images, kind = runner.shapes.functions.get(Images), runner.shapes.kinds[Encode.name]
+        goals = {8160: 45.0 if "H200" in device() else 60.0}
         for num_patches in self.sizes.patches:
-            if num_patches > sizes[-1]:
+            if num_patches > kind.sizes[-1]:
                 continue
-            given = self._input(num_patches)
-            key = ProgramKey(Encode.name, fit(sizes, num_patches))
+            given, keys = self._input(num_patches), kind.keys(images.sizes.program_size(num_patches))
             began = time.perf_counter()
-            program = runner.programs.get(key)
+            parts = [(key, runner.programs.get(key), kind.arrays(key, [given])) for key in keys]
             compiled = time.perf_counter() - began
-            on_host = arrays(self.vision, [given], key.size, images.slab_shape[0], given.patches_NC.shape[1])
-            ms, ms_with_copy = self._encode_ms(runner, images, program, on_host)
+            ms, ms_with_copy = self._encode_ms(kind, parts)
             share = encode_flops(self.vision, num_patches) / (ms / 1e3) / self.gemm_flops
             note = f"segment attention {images.kernels.segment_attention}; {share:.1%} of a product's speed; "
-            note += f"{ms_with_copy:.2f} ms with pixels from the host; program made in {compiled:.1f} s"
-            self.note(f"encode {num_patches} patches (program of {key.size})", ms, "ms", goals.get(num_patches), note=note)
+            note += f"{ms_with_copy:.2f} ms with pixels from the host; made in {compiled:.1f} s"
+            title = f"encode {num_patches} patches (programs of {keys[0].size}: {len(keys)})"
+            self.note(title, ms, "ms", goals.get(num_patches), note=note)
+            if len(keys) > 1:
+                of_parts = [self._encode_ms(kind, [part])[0] for part in parts]
+                note = f"the first {of_parts[0]:.2f} ms, the last {of_parts[-1]:.2f} ms"
+                self.note(f"encode {num_patches} patches: the longest part", max(of_parts), "ms", note=note)
 
     def _input(self, num_patches: int) -> Any:
         merge = self.vision.merge_size
@@ -204,25 +245,28 @@ class Bench:
         patches = self._random.integers(0, 256, (num_patches, 3 * self.vision.patch_size**2), dtype=np.uint8)
         return EncoderInput((1, rows * merge, cells // rows * merge), patches, np.arange(cells, dtype=np.int32))
 
-    def _encode_ms(self, runner: Any, images: Any, program: Any, on_host: tuple[Any, Any]) -> tuple[float, float]:
-        """Milliseconds of a program back to back with its inputs on the device, and of it alone from the host's arrays on."""
+    def _encode_ms(self, kind: Encode, parts: Sequence[tuple[Any, Any, Any]]) -> tuple[float, float]:
+        """Milliseconds of an image back to back with its inputs on the device, and of it alone from the host's arrays on. parts: key,
+        program and host arrays of each."""
+        runner = self.core.runner
 
-        def run(inputs: Any) -> Any:
-            slab = program(runner.params, runner.row_arrays.of_features[images.name], *inputs)
-            runner.row_arrays = runner.row_arrays.replaced(**{images.name: slab})
-            return slab
+        def run(parts: Sequence[tuple[Any, Any, Any]]) -> Any:
+            for key, program, given in parts:
+                kind.run(runner, key, program, given)
+            return runner.row_arrays.of_features
 
-        inputs, times = jax.block_until_ready(runner.put(on_host)), []
+        on_device = [(key, program, jax.block_until_ready(runner.put(given))) for key, program, given in parts]
+        times = []
         for _ in range(4):  # the first does not count
             began = time.perf_counter()
             for _ in range(self.sizes.repeats):
-                slab = run(inputs)
-            jax.block_until_ready(slab)
+                arrays = run(on_device)
+            jax.block_until_ready(arrays)
             times.append((time.perf_counter() - began) / self.sizes.repeats)
         alone = []
         for _ in range(self.sizes.repeats):
             began = time.perf_counter()
-            jax.block_until_ready(run(runner.put(on_host)))
+            jax.block_until_ready(run(parts))
             alone.append(time.perf_counter() - began)
         return 1e3 * min(times[1:]), 1e3 * float(np.median(alone))
 
@@ -234,13 +278,16 @@ class Bench:
         arriving = {"nothing": [], "texts": texts, "images": images[4:]}
         found = {name: self._between(prompts, self.sizes.seconds) for name, prompts in arriving.items()}
         p50, p99 = (1e3 * float(np.percentile(found["nothing"], each)) for each in (50, 99))
-        cap = self.core.runner.shapes.functions.get(Images).sizes.max_step_patches
+        sizes = self.core.runner.shapes.functions.get(Images).sizes
+        most = (
+            f"{sizes.max_decode_patches or sizes.max_step_patches} patches, {self.core.scheduler.max_num_batched_tokens} tokens"
+        )
         for name, times in found.items():
             goals = {99: round(2 * p99, 2)} if name == "images" else {}
             for each in (50, 99):
                 ms = 1e3 * float(np.percentile(times, each))
                 note = f"{ms / (p50 if each == 50 else p99):.2f} times that without; longest {1e3 * times.max():.1f} ms"
-                note += f"; a step encodes at most {cap} patches" if goals else ""
+                note += f"; a step has at most {most}" if name != "nothing" else ""
                 title = f"between tokens of {self.sizes.rows} requests, p{each}, {name} arriving"
                 self.note(title, ms, "ms", goals.get(each), note=note)
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllm.scaling.limits import Work, measure_ceilings, median_seconds
+from jaxllm.measuring.limits import Work, measure_ceilings, median_seconds
 from scripts.kernels import OPS, Case, cases
 from scripts.kernels.compiling import Compiler, first_line
 from scripts.measuring.command_line import script_parser

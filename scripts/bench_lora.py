@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm import LLM, LoRARequest
 from jaxllm.llm_engine import LLMEngine
+from jaxllm.measuring.runs import greedy, random_prompts
 from jaxllm.runner.features.adapters import Adapters
-from jaxllm.scaling.runs import greedy, random_prompts
 from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.random_adapters import write_adapter
 from scripts.measuring.steps import time_steps

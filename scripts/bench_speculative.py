@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.acceptance import Acceptance, percentages
-from jaxllm.scaling.runs import SETTLING_STEPS, random_prompts
+from jaxllm.measuring.runs import SETTLING_STEPS, random_prompts
 from scripts.demo_data import chat_tokenizer, python_text, scoring, tasks
 from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.steps import Steps, time_steps

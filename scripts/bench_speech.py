@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 
 from jaxllm import LLM
+from jaxllm.measuring.runs import end_all, greedy, time_decodes
 from jaxllm.media import Media
 from jaxllm.media.features import log_mel
 from jaxllm.model_parts.audio import SAMPLE_RATE
 from jaxllm.runner.features.audio.programs import EncodeClip
 from jaxllm.runner.programs.key import ProgramKey
-from jaxllm.scaling.runs import end_all, greedy, time_decodes
 from scripts.measuring import hearing_models
 from scripts.measuring.command_line import engine_option, script_parser
 from scripts.measuring.parts import Rows, run_parts
@@ -192,7 +192,7 @@ class Bench:
         return seconds
 
     def prepare(self) -> None:
-        processor, times = self.engine.input_processor.media.hearing, []
+        processor, times = self.engine.input_processor.media.speech, []
         for _ in range(6):
             samples = self.samples()
             began, wall = time.process_time(), time.perf_counter()

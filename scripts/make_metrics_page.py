@@ -10,12 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm.config import CacheOptions
 from jaxllm.engine.async_core import ReplicaState
-from jaxllm.metrics.buckets import PHASE_SECONDS
 from jaxllm.metrics.collect import PREFIX
 from jaxllm.metrics.engine_metrics import EngineMetrics, cache_labels
 from jaxllm.metrics.metric import Counter, Metric
 from jaxllm.metrics.replica_states import replica_states
-from jaxllm.observations import Observations
 from jaxllm.scheduler_stats import SchedulerStats
 from server.http_metrics import HttpMetrics, SleepOperation
 
@@ -64,12 +62,18 @@ how many is in `/expert_load`. [EXPERT_LOAD.md](EXPERT_LOAD.md) explains it.
 cache knows do not ask it. A `mm_cache_usage_perc` near 1 makes images wait until others are computed. Without the pages of
 `mm_cache_evictions_total`, an image that is sent again would be found.
 
+**What does the encoder compute?** `mm_encoder_computed_patches_total` has the patches of all programs that ran, and
+`mm_encoder_patches_total` those of images; the rest is padding up to the sizes that are compiled, and with data-parallel ranks also of the
+ranks that have no images meanwhile. The encoder's time on the device is not measured: steps follow it on the device without the host
+waiting between them. A trace (`/start_profile`) has it.
+
 **Does the engine hang?** `engine_last_tick_seconds` stays below a second while it is idle or its steps are short. It grows during a step
 or a compilation, and when the engine's process gives no sign of life. `replica_state` is `stalled` once `/ready` says so
 (`--stall-timeout`), which a compilation never is.
 
-**Compiled while serving.** With `--warmup all` and `background`, `programs_compiled_after_warmup` must stay at 0: each one made a request
-wait. While requests wait for programs, `awaited_programs` counts these.
+**Compiled while serving.** With `--warmup all` and `background`, `programs_compiled_after_warmup` must stay at 0: each one made all
+requests of a step wait. While a step waits for programs, `awaited_programs` counts these. Requests that wait for programs while others
+run are the `deferred` ones of `num_requests_waiting_by_reason`.
 """
 
 
@@ -78,7 +82,7 @@ def every_metric() -> list[Metric]:
     engine = EngineMetrics("m", 100, cache_config=cache_labels(CacheOptions()))
     engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1, num_item_pages=1)
     engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)
-    engine.image_seconds = Observations(PHASE_SECONDS)
+    engine.media_kinds = ("image", "video", "audio")
     states = replica_states("m", [("serving", 0.0)], get_args(ReplicaState))
     http = HttpMetrics("m")
     http.request_done("GET", 200, "/", 0.0)

@@ -57,7 +57,8 @@ TESTED = """
 - The logits of the others are compared with `transformers` itself, in CI, where torch is installed
   (`tests/models/test_transformers_live.py`). `scripts/make_goldens.py --output DIR` makes goldens of them too, for the same tests with
   `JAXLLM_GOLDENS=DIR`.
-- Whisper has what its encoder makes of audio, and 64 greedy tokens (`scripts/make_audio_golden.py`, `tests/end_to_end/test_whisper.py`).
+- Whisper and Qwen 2 Audio have what their encoders make of audio, and 64 greedy tokens (`scripts/make_audio_golden.py`,
+  `make_audio_token_golden.py`, `tests/end_to_end/test_whisper.py`, `test_audio_tokens.py`).
 - Families that see images have goldens of prompts with pictures as well (`scripts/make_picture_goldens.py`,
   `tests/models/test_pictures.py`): what their encoder makes of two pictures within 1e-5, the rest as above.
 """

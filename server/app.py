@@ -88,7 +88,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         health.router,
         metrics.router,
     ]
-    if engine.input_processor.media.hearing is not None:
+    if engine.input_processor.media.speech is not None:
         rooms.append(transcriptions.router)
     if options.access.enable_tokenizer_info_endpoint:
         rooms.append(tokenizer_info.router)

@@ -1,4 +1,4 @@
-"""Reads and prepares the images and videos of conversations, never in the event loop."""
+"""Reads and prepares the images, videos and audio of conversations, never in the event loop."""
 
 import asyncio
 import weakref
@@ -38,7 +38,7 @@ class ChatImages:
         self._max_tokens = engine.max_model_len
         self._turns: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
         """Of each client: it has no more images waiting for the threads than these take, so that others' soon get one."""
-        self._reader = MediaReader(options)
+        self._reader = MediaReader(options, on_fetched=self._media.counts.add_fetched)
         self._options = options
         self._memory = BodyMemory(limits)
         """Memory of fetched images, which no body counts."""
@@ -62,7 +62,7 @@ class ChatImages:
         if counted:
             references = [replace(each, name=f"image {place}") for place, each in enumerate(references, 1)]
         name = references[0].name
-        if not self._media.sees_images:
+        if not self._media.kinds:
             raise InvalidRequestError(
                 f"there is {A[references[0].kind]} at {name}, but this model takes text alone; leave it out", name
             )

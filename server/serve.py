@@ -18,6 +18,7 @@ import msgspec
 from jaxllm import address_space, clock
 from jaxllm.config import EngineConfig
 from jaxllm.engine.client import show_loading
+from jaxllm.engine.features import follow
 from jaxllm.engine.launch import socket_directory, start_child
 from jaxllm.engine.messages import EngineStart
 from jaxllm.errors import EngineDeadError
@@ -25,6 +26,7 @@ from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
 from jaxllm.replicas.devices import environments, ranks_here
 from jaxllm.replicas.hosts.by_ray import start_others
+from jaxllm.replicas.hosts.host import serve_replicas
 from jaxllm.replicas.hosts.remote_engines import RemoteEngines, of_one_host, remote_engines
 from jaxllm.replicas.processes import (
     END_SECONDS,
@@ -149,15 +151,7 @@ class Supervisor:
         return EngineProcesses(start, self._directory, environments, self._stopping, client_index=self._num_api_servers)
 
     def _of_engines(self) -> dict[str, Any]:
-        """Fields of EngineStart that are the same on every host."""
-        return {
-            "log_level": self._log_level,
-            "log_format": self._options.logging.log_format,
-            "step_timeout_seconds": self._options.processes.step_timeout,
-            "compile_timeout_seconds": self._options.processes.compile_timeout,
-            "stall_timeout_seconds": self._options.processes.stall_timeout,
-            "core_factory": self._core_factory,
-        }
+        return {**_fields_of_engines(self._options, self._log_level), "core_factory": self._core_factory}
 
     def _places(self) -> list[tuple[str, int | None]]:
         """For each replica the directory of its sockets, and its process; None: it is being started again, or may be."""
@@ -356,6 +350,17 @@ def _leave_at_once(directory: Path, uds: str | None, code: int) -> None:
     os._exit(code)
 
 
+def _fields_of_engines(options: ServerOptions, log_level: str | None) -> dict[str, Any]:
+    """Fields of EngineStart that are the same on every host."""
+    return {
+        "log_level": log_level,
+        "log_format": options.logging.log_format,
+        "step_timeout_seconds": options.processes.step_timeout,
+        "compile_timeout_seconds": options.processes.compile_timeout,
+        "stall_timeout_seconds": options.processes.stall_timeout,
+    }
+
+
 def serve(config: EngineConfig, options: ServerOptions, **more: object) -> int:
     """Serve until a signal or a failure; `more` are arguments of Supervisor. Returns the exit code.
 
@@ -368,3 +373,12 @@ def serve(config: EngineConfig, options: ServerOptions, **more: object) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         return asyncio.run(run())
     return 130
+
+
+def follow_host_0(config: EngineConfig, options: ServerOptions, *, log_level: str | None) -> int:
+    """Run as another host until host 0 ends, with replicas or with devices of the one engine. Ctrl-C and SIGTERM end this host, in
+    the first case once its requests have ended, and in the second with all others. Returns the exit code."""
+    if config.parallel.num_replicas > 1:
+        return serve_replicas(config, drain_seconds=options.network.shutdown_timeout, **_fields_of_engines(options, log_level))
+    follow(config)
+    return 0

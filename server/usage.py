@@ -35,6 +35,7 @@ class Usage:
             found["prompt_tokens_details"] = {
                 "cached_tokens": self.cached_tokens,
                 "created_cache_tokens": self.created_cache_tokens,
+                **({"audio_tokens": audio} if (audio := (self.multimodal_tokens or {}).get("audio")) else {}),
                 **({"multimodal_tokens": dict(self.multimodal_tokens)} if self.multimodal_tokens else {}),
             }
         if self.reasoning_tokens is not None:

@@ -55,6 +55,7 @@ FLOORS = {
     "jaxllm.beam_search": 7,
     "jaxllm.pooling_calls": 7,
     "server": 8,
+    "jaxllm.measuring": 8,
     "jaxllm.scaling": 8,
     "jaxllm.cli": 9,
     "jaxllm.__main__": 10,
@@ -94,6 +95,7 @@ SIBLINGS = {
     ("jaxllm.async_llm", "jaxllm.request_processor"),
     ("jaxllm.llm_engine", "jaxllm.request_processor"),
     ("jaxllm.engine_plan", "jaxllm.request_processor"),
+    ("jaxllm.scaling", "jaxllm.measuring"),
 }
 """Allowed (importer, imported) pairs on the same level; imports within one of these packages are free."""
 

@@ -27,6 +27,7 @@ def test_the_limit_of_images_is_a_number_or_an_object_with_a_count(limits: dict[
         ({"media_io_kwargs": {"image": 3}}, "media_io_kwargs.image is 3, must be a JSON object"),
         ({"mm_processor_cache_gb": -1}, "mm_processor_cache_gb is -1, must be at least 0"),
         ({"mm_max_patches": 1}, "mm_max_patches is 1, must be at least 256"),
+        ({"mm_max_decode_step_patches": -1}, "mm_max_decode_step_patches is -1, must be at least 0"),
     ],
 )
 def test_wrong_options_of_images_are_refused(options: dict[str, object], told: str) -> None:

@@ -2,29 +2,25 @@
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from jaxllm.acceptance import Acceptance, report_lines
+from jaxllm.acceptance import Acceptance
 from jaxllm.cli import options, running
-from jaxllm.cli.bench_elsewhere import add_arguments_of_vllm, dataset
 from jaxllm.cli.bench_serve import read_mix
 from jaxllm.cli.flags import engine_flags, sampling_flags, shaping_flags
 from jaxllm.cli.json_files import check_writable, write_json
-from jaxllm.cli.numbers import count, fraction, positive
+from jaxllm.cli.numbers import count, dataset, fraction, positive
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.config import Flag
-from jaxllm.errors import ConfigError
 from jaxllm.log import info_once
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.vllm_arguments import add_vllm_arguments
+from jaxllm.vllm_flags import BENCH_TABLE
 
 if TYPE_CHECKING:
     from jaxllm.http_client.datasets import LoadPrompt
     from jaxllm.llm import LLM
-    from jaxllm.lora_request import LoRARequest
 
 ABOUT = "Measure requests/s and tokens/s of many prompts (throughput), or the time of one batch (latency)."
 EXAMPLES = """examples:
@@ -34,7 +30,6 @@ EXAMPLES = """examples:
 
 SEPARATE = ("serve", "scaling")
 """The subcommands with modules of their own."""
-PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def bench_flags() -> list[Flag]:
@@ -71,7 +66,7 @@ def add_arguments(parser: Parser) -> None:
     options.add_common_arguments(parser)
     parser.add_flags(bench_flags())
     parser.add_flags(engine_flags())
-    add_arguments_of_vllm(parser)
+    add_vllm_arguments(parser, names=BENCH_TABLE)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable(Path(arguments.output_json))
     progress = options.progress_for(arguments, engine_options)
     iterations = arguments.iterations or (1 if arguments.what == "throughput" else 10)
+    from jaxllm.measuring import offline
+
     with running.opened_llm(engine_options, progress) as llm:
         llm.llm_engine.finish_compiling()
         prompts = _prompts(arguments, mix, llm)
@@ -97,10 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
         each_lora = [loras[place % len(loras)] for place in range(len(prompts))] if loras else None
         progress.start("measuring", arguments.warmup_runs + iterations, "run")
 
-        def measured(count: int) -> list[Run]:
+        def measured(count: int) -> list[offline.OfflineRun]:
             runs = []
             for _ in range(count):
-                runs.append(_measure(llm, prompts, params, each_lora))
+                runs.append(offline.run_offline(llm, prompts, params, each_lora))
                 progress.advance()
             return runs
 
@@ -108,88 +105,14 @@ def run(arguments: argparse.Namespace) -> int:
         before = Acceptance.of(llm.llm_engine.core.stats())
         runs = measured(iterations)
         drafts = Acceptance.of(llm.llm_engine.core.stats()) - before
-    report = throughput_report(prompts, runs) if arguments.what == "throughput" else latency_report(prompts, runs)
+    describe = offline.throughput_report if arguments.what == "throughput" else offline.latency_report
+    report = describe(prompts, runs)
     if drafts.accepted_per_position:
         report |= drafts.report()
     if arguments.output_json:
         write_json(Path(arguments.output_json), report)
-    print(json.dumps(report) if arguments.json else _as_text(report))
+    print(json.dumps(report) if arguments.json else offline.as_text(report))
     return 0
-
-
-class Run(NamedTuple):
-    """One timed run. The two lists have one number per request, if the engine recorded statistics."""
-
-    seconds: float
-    first_token_seconds: Sequence[float]
-    per_token_seconds: Sequence[float]
-    """Mean time of each output token after the first."""
-
-
-def throughput_report(prompts: "Sequence[LoadPrompt]", runs: Sequence[Run]) -> dict[str, Any]:
-    """Rates at the median time of the timed runs."""
-    seconds = statistics.median(run.seconds for run in runs)
-    num_prompt = sum(prompt.num_prompt_tokens or 0 for prompt in prompts)
-    num_output = sum(prompt.num_output_tokens for prompt in prompts)
-    return {
-        "num_requests": len(prompts),
-        "num_prompt_tokens": num_prompt,
-        "num_output_tokens": num_output,
-        "elapsed_seconds": seconds,
-        "all_elapsed_seconds": [run.seconds for run in runs],
-        "requests_per_second": len(prompts) / seconds,
-        "output_tokens_per_second": num_output / seconds,
-        "total_tokens_per_second": (num_prompt + num_output) / seconds,
-        **_per_request(runs),
-    }
-
-
-def latency_report(prompts: "Sequence[LoadPrompt]", runs: Sequence[Run]) -> dict[str, Any]:
-    """Average and percentiles of the time of a whole batch."""
-    import numpy as np
-
-    seconds = [run.seconds for run in runs]
-    return {
-        "batch_size": len(prompts),
-        "input_len": prompts[0].num_prompt_tokens,
-        "output_len": prompts[0].num_output_tokens,
-        "avg_latency_seconds": statistics.fmean(seconds),
-        "percentiles_seconds": {str(percent): float(np.percentile(seconds, percent)) for percent in PERCENTILES},
-        "all_latencies_seconds": seconds,
-        **_per_request(runs),
-    }
-
-
-def _per_request(runs: Sequence[Run]) -> dict[str, float]:
-    report = {}
-    if first := [value for run in runs for value in run.first_token_seconds]:
-        report["median_time_to_first_token_seconds"] = statistics.median(first)
-    if each := [value for run in runs for value in run.per_token_seconds]:
-        report["median_time_per_output_token_seconds"] = statistics.median(each)
-    return report
-
-
-def _measure(
-    llm: "LLM", prompts: "Sequence[LoadPrompt]", params: Sequence[SamplingParams], loras: "Sequence[LoRARequest] | None"
-) -> Run:
-    """Run all prompts once, with an empty prefix cache."""
-    inputs: list[Any] = [{"prompt_token_ids": prompt.prompt} for prompt in prompts]
-    llm.reset_prefix_cache()
-    began = time.perf_counter()
-    outputs = llm.generate(inputs, params, use_tqdm=False, lora_request=loras)
-    seconds = time.perf_counter() - began
-    first, each = [], []
-    for output, sampling in zip(outputs, params, strict=True):
-        written = len(output.outputs[0].token_ids)
-        if written != sampling.max_tokens:
-            raise ConfigError(f"a request wrote {written} tokens instead of {sampling.max_tokens}; raise --max-model-len")
-        times = output.metrics
-        if times is None or times.first_token_time is None or times.finished_time is None:
-            continue
-        first.append(times.first_token_time - times.arrival_time)
-        if written > 1:
-            each.append((times.finished_time - times.first_token_time) / (written - 1))
-    return Run(seconds, first, each)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -226,18 +149,3 @@ def _prompts(arguments: argparse.Namespace, mix: list[tuple[int, int]] | None, l
     found = datasets.sharegpt_prompts(arguments.dataset_path, count, writer.rng, tokenizer, output_len)
     each_ids = [tokenizer.encode(str(prompt.prompt)) for prompt in found]  # with special tokens
     return [datasets.LoadPrompt(ids, prompt.num_output_tokens, len(ids)) for ids, prompt in zip(each_ids, found, strict=True)]
-
-
-def _as_text(report: Mapping[str, Any]) -> str:
-    lines = []
-    for name, value in report.items():
-        if name.startswith(("all_", "spec_decode_")):
-            continue
-        if isinstance(value, Mapping):
-            lines += [f"{'p' + percent:<36}{seconds:.4f} s" for percent, seconds in value.items()]
-            continue
-        unit = " s" if name.endswith("_seconds") else ""
-        number = f"{value:.4f}" if unit else f"{value:.2f}" if isinstance(value, float) else str(value)
-        lines.append(f"{name.removesuffix('_seconds').replace('_', ' '):<36}{number}{unit}")
-    lines += [f"{name:<36}{text}" for name, text in report_lines(report)]
-    return "\n".join(lines)

@@ -7,23 +7,24 @@ import re
 import shlex
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from jaxllm.cli import env, options, terminal
-from jaxllm.cli.bench_scaling_screen import Screen, print_summary
 from jaxllm.cli.bench_serve import read_mix
 from jaxllm.cli.flags import engine_flags
-from jaxllm.cli.numbers import above_zero, count, names, positive
+from jaxllm.cli.numbers import above_zero, count, names, positive, several
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.config import Flag
 from jaxllm.errors import ConfigError
 from jaxllm.scaling import experiment, report
 from jaxllm.scaling.plan import DECODE, MIXED, SCALINGS, WORKS, Plan, mixed_requests
 from jaxllm.scaling.processes import environment_of, find_devices, measure_size
-from jaxllm.scaling.results import Results
+from jaxllm.scaling.results import Results, SizeResult
+from jaxllm.scaling.tables import KERNELS, LIMITS, MEASUREMENTS, Table, tables
 
 ABOUT = (
     "Measure decode, prefill and mixed work with the layers split over 1, 2, 4 … devices, each size in a process of its own: "
@@ -48,12 +49,12 @@ def scaling_flags() -> list[Flag]:
 
 
 def add_arguments(parser: Parser) -> None:
-    options.add_model_argument(parser)
+    parser.add_model()
     add = parser.add_argument
     sizes = "numbers of devices to split layers over; default: the powers of two up to the devices there are"
-    add("--tensor-parallel-sizes", type=_numbers, metavar="N,N", help=sizes)
+    add("--tensor-parallel-sizes", type=several(positive), help=sizes)
     batches = "requests that decode at once; in weak scaling for each device (default: 1,16,64,256)"
-    add("--batch-sizes", type=_numbers, default=(1, 16, 64, 256), metavar="N,N", help=batches)
+    add("--batch-sizes", type=several(positive), default=(1, 16, 64, 256), help=batches)
     add("--input-len", type=positive, default=1024, help="tokens of each prompt")
     add("--output-len", type=positive, default=256, help="tokens of each request; decode times one step less")
     add("--work", type=names(WORKS), default=WORKS, help=f"which of {','.join(WORKS)} (default: all)")
@@ -86,8 +87,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write. Returns the exit code: 1 if any requested result is missing, 130 after Ctrl-C."""
-    options.use_model_argument(arguments)
-    output = _output_directory(arguments.output)
+    output = None if arguments.output is None else report.make_directory(arguments.output)
     paths = [Path(path) for path in arguments.earlier]
     if paths and "model" not in arguments and arguments.tensor_parallel_sizes is None:
         results = experiment.join(paths, None)
@@ -124,12 +124,45 @@ def _finish(arguments: argparse.Namespace, results: Results, output: Path | None
     if arguments.json:
         print(msgspec.json.encode(results).decode())
     else:
-        print_summary(results)
+        _print_summary(results)
     if not arguments.quiet and output is not None:
         terminal.note(f"report written to {output / report.HTML_FILE}")
     if results.interrupted:
         return 130
     return 1 if results.problems else 0
+
+
+class Screen:
+    """Shows results as they come."""
+
+    def __init__(self, results: Results, *, quiet: bool, has_table: bool):
+        self._results, self._quiet, self._has_table = results, quiet, has_table
+        self._began = time.monotonic()
+        self._print(tables(results)[MEASUREMENTS], with_header=True)
+
+    def hear(self, size: int, message: SizeResult | str) -> None:
+        """Show a part of a size's results, or what is done now. A part is in the results already."""
+        if isinstance(message, str):
+            if not self._quiet:
+                elapsed = terminal.duration(time.monotonic() - self._began)
+                terminal.note(f"[{elapsed}] {terminal.counted(size, 'device')}: {message}")
+        elif message.rows:
+            table = tables(self._results)[MEASUREMENTS]
+            lines = [line for line in table.lines if line["tensor_parallel_size"] == size]
+            self._print(Table(table.columns, lines[-len(message.rows) :]))
+
+    def _print(self, table: Table, *, with_header: bool = False) -> None:
+        if self._has_table:
+            print(table.as_text(with_header=with_header), flush=True)
+
+
+def _print_summary(results: Results) -> None:
+    """Print what all rows together say, and what is missing."""
+    for heading, table in tables(results).items():
+        if table.lines and heading not in (MEASUREMENTS, LIMITS, KERNELS):
+            print(f"\n{heading}\n{table.as_text()}")
+    for problem in results.problems:
+        terminal.note(problem, "red")
 
 
 def _plan(arguments: argparse.Namespace, devices: dict[str, Any]) -> Plan:
@@ -171,20 +204,6 @@ def _requests(arguments: argparse.Namespace) -> tuple[tuple[int, int], ...]:
     return tuple(read_mix(arguments.requests, arguments.num_requests, "--num-requests"))
 
 
-def _output_directory(path: str | None) -> Path | None:
-    """Create the directory if it is missing. Raises ConfigError if it holds results, which may have taken long."""
-    if path is None:
-        return None
-    directory = Path(path)
-    if (directory / report.JSON_FILE).exists():
-        raise ConfigError(f"{directory / report.JSON_FILE} exists already; give another --output, or move it away")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the directory {directory}: {error.strerror}") from None
-    return directory
-
-
 def _print_plan(results: Results, devices: dict[str, Any], sizes: tuple[int, ...]) -> None:
     plan = results.plan
     print(f"{plan.model} on {devices['count']} × {devices['kind']} ({devices['platform']})")
@@ -193,13 +212,6 @@ def _print_plan(results: Results, devices: dict[str, Any], sizes: tuple[int, ...
         work += ["prefill"] * ("prefill" in plan.works) + ["mixed"] * (MIXED in plan.works) + ["all-reduce"] * (size > 1)
         is_done = size in results.complete_sizes
         print(f"tensor-parallel size {size}: {'measured already' if is_done else ', '.join(work)}")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    found = tuple(sorted({positive(part) for part in text.split(",") if part.strip()}))
-    if not found:
-        raise argparse.ArgumentTypeError("must be numbers with commas between them, e.g. 1,2,4")
-    return found
 
 
 def _cpu_devices(text: str) -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 import datetime
 import json
@@ -17,15 +16,12 @@ from jaxllm.cli.json_files import check_writable, write_json
 from jaxllm.cli.parser import UsageError
 from jaxllm.cli.progress_bars import make_progress
 from jaxllm.cli.server_arguments import make_client, run_async
-from jaxllm.errors import ConfigError
 from jaxllm.progress import Progress
 
 if TYPE_CHECKING:
     from jaxllm.acceptance import Acceptance
-    from jaxllm.http_client.client import ServerClient
     from jaxllm.http_client.datasets import LoadPrompt, Tokenizer
     from jaxllm.http_client.load import LoadRun
-    from jaxllm.http_client.scrape import Scrape
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
@@ -82,14 +78,14 @@ async def _measure(
     arguments: argparse.Namespace, prompts: "list[LoadPrompt]", warm_up: "LoadPrompt", progress: Progress
 ) -> "tuple[str, LoadRun, Acceptance | None]":
     from jaxllm.http_client.arrivals import RampUp, start_times
-    from jaxllm.http_client.load import ENDPOINTS, RequestMaker, ask, run_load, wait_until_ready
-    from jaxllm.http_client.scrape import acceptance
+    from jaxllm.http_client.load import ENDPOINTS, RequestMaker, ask, first_model, run_load, wait_until_ready
+    from jaxllm.http_client.scrape import acceptance, scrape_if_any
 
     backend = BACKENDS[arguments.backend]
     path = arguments.endpoint or ENDPOINTS[backend]
     async with make_client(arguments, arguments.base_url or f"http://{arguments.host}:{arguments.port}") as client:
         progress.start("waiting for the server", None, "answer")
-        model = arguments.served_model_name or arguments.model or await _first_model(client, arguments.ready_check_timeout_sec)
+        model = arguments.served_model_name or arguments.model or await first_model(client, arguments.ready_check_timeout_sec)
         maker = RequestMaker(backend, model, _extra_body(arguments), arguments.ignore_eos)  # type: ignore[arg-type]
         first = maker.body(warm_up)
         if arguments.ready_check_timeout_sec:
@@ -106,7 +102,7 @@ async def _measure(
         progress.start("measuring", len(prompts), "request")
         if arguments.profile:
             await client.post("/start_profile")
-        before = await _scrape(client)
+        before = await scrape_if_any(client)
         try:
             load = await run_load(
                 client,
@@ -121,36 +117,8 @@ async def _measure(
         finally:
             if arguments.profile:
                 await client.post("/stop_profile")
-        after = await _scrape(client)
+        after = await scrape_if_any(client)
         return model, load, acceptance(before, after) if before and after else None
-
-
-async def _scrape(client: "ServerClient") -> "Scrape | None":
-    """The server's metrics; None if it has none."""
-    from jaxllm.http_client.client import ServerError
-    from jaxllm.http_client.scrape import scrape
-
-    with contextlib.suppress(ServerError):
-        return await scrape(client)
-    return None
-
-
-async def _first_model(client: "ServerClient", timeout_seconds: float) -> str:
-    """The first model that the server lists; waits while the server is unreachable or loading."""
-    from jaxllm.http_client.client import ServerError
-
-    deadline = asyncio.get_running_loop().time() + timeout_seconds
-    while True:
-        try:
-            names = await client.models()
-        except ServerError as error:
-            if error.is_final or asyncio.get_running_loop().time() > deadline:
-                raise
-            await asyncio.sleep(1)
-            continue
-        if not names:
-            raise ConfigError("the server lists no models at /v1/models; name one with --model")
-        return names[0]
 
 
 def _prompts(arguments: argparse.Namespace) -> "tuple[list[LoadPrompt], LoadPrompt]":

@@ -14,7 +14,7 @@ from jaxllm.cache_folders import make_folder
 from jaxllm.cli import options, running, terminal
 from jaxllm.cli.conversation import Conversation, LocalConversation, ServerConversation, connected
 from jaxllm.cli.flags import engine_flags, sampling_flags
-from jaxllm.cli.images import add_image_argument, given_parts, image_part
+from jaxllm.cli.images import add_image_argument, given_files, image_part
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client
 from jaxllm.config import Flag, unknown_name
@@ -44,7 +44,7 @@ def chat_flags() -> list[Flag]:
 
 def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    options.add_model_argument(parser)
+    parser.add_model()
     add("--system", "--system-prompt", help="system message to begin with")
     add("--quick", help="answer this message and end")
     add_image_argument(parser, "of the first message")
@@ -60,10 +60,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Open the model, or connect to a server, and converse until the input ends. Returns the exit code."""
-    options.use_model_argument(arguments)
     sampling = options.sampling_options(arguments, chat_flags())
     messages = load_messages(arguments.load) if arguments.load else []
-    images = given_parts(arguments)
+    images = [image_part(path, kind) for kind, path in given_files(arguments)]
     if arguments.url is not None:
         return _converse_with_server(arguments, sampling, messages, images)
     engine_options = options.engine_options(arguments)
@@ -135,7 +134,10 @@ def _obey(conversation: Conversation, line: str) -> bool:
         return False
     if name not in COMMANDS:
         raise ConfigError(unknown_name("command", "/" + name, ["/" + known for known in (*COMMANDS, *EXITS)]))
-    COMMANDS[name].run(conversation, argument.strip())
+    command, argument = COMMANDS[name], argument.strip()
+    if command.form == "FILE" and not argument:
+        raise ConfigError(f"/{name} needs a file name")
+    command.run(conversation, argument)
     return True
 
 
@@ -168,8 +170,6 @@ def _system(conversation: Conversation, argument: str) -> None:
 
 
 def _save(conversation: Conversation, argument: str) -> None:
-    if not argument:
-        raise ConfigError("/save needs a file name")
     text = json.dumps(conversation.messages, ensure_ascii=False, indent=1)
     try:
         Path(argument).expanduser().write_text(text + "\n", encoding="utf-8")
@@ -179,18 +179,14 @@ def _save(conversation: Conversation, argument: str) -> None:
 
 
 def _load(conversation: Conversation, argument: str) -> None:
-    if not argument:
-        raise ConfigError("/load needs a file name")
     conversation.messages = load_messages(argument)
     terminal.note(f"{len(conversation.messages)} messages loaded")
 
 
 def _attach(conversation: Conversation, argument: str, *, kind: str) -> None:
-    if not argument:
-        raise ConfigError(f"/{kind} needs a file name")
     conversation.images.append(image_part(argument, kind))
     count = sum(part["type"] == f"{kind}_url" for part in conversation.images)
-    terminal.note(f"{terminal.counted(count, kind)} for the next message")
+    terminal.note(f"{terminal.counted(count, 'clip' if kind == 'audio' else kind)} for the next message")
 
 
 def _set(conversation: Conversation, argument: str) -> None:
@@ -228,6 +224,7 @@ COMMANDS = {
     "system": Command(_system, "[TEXT]", "set the system message; without text remove it"),
     "image": Command(functools.partial(_attach, kind="image"), "FILE", "send an image with the next message"),
     "video": Command(functools.partial(_attach, kind="video"), "FILE", "send a video with the next message"),
+    "audio": Command(functools.partial(_attach, kind="audio"), "FILE", "send audio with the next message"),
     "set": Command(_set, "[NAME VALUE]", "change a sampling value, e.g. /set temperature 0; alone: show all"),
     "save": Command(_save, "FILE", "write the conversation to a file"),
     "load": Command(_load, "FILE", "go on with a saved conversation"),

@@ -19,7 +19,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: Parser) -> None:
-    options.add_model_argument(parser)
+    parser.add_model()
     parser.add_argument("-o", "--output", metavar="DIR", required=True, help="directory to write, new or empty")
     options.add_common_arguments(parser)
     parser.add_flags(engine_flags())
@@ -27,7 +27,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile and report what was written. Returns the exit code."""
-    options.use_model_argument(arguments)
     chosen = options.engine_options(arguments)
     if arguments.dry_run:
         return running.dry_run(chosen)

@@ -12,7 +12,7 @@ import msgspec
 from jaxllm.cli import running, terminal
 from jaxllm.cli.images import with_images
 from jaxllm.cli.streaming import Answer, printable, stream
-from jaxllm.errors import ConfigError, EngineError
+from jaxllm.errors import EngineError
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class ServerConversation(Conversation):
     ):
         super().__init__(sampling, quiet=quiet)
         self._client, self._runner = client, runner
-        card = runner.run(self._card_of(model))
+        card = runner.run(client.model_card(model))
         self.model: str = card["id"]
         own = card.get("chat_sampling")
         self._defaults: dict[str, Any] = own if isinstance(own, dict) else {}
@@ -134,22 +134,6 @@ class ServerConversation(Conversation):
                 for chunk in chunks:
                     _add(chunk, answer)
         answer.finished = True
-
-    async def _card_of(self, model: str | None) -> dict[str, Any]:
-        """The server's entry of a model; None: of its first one. Raises ServerError or ConfigError."""
-        from jaxllm.http_client.client import ServerError  # imports aiohttp
-
-        try:
-            cards = await self._client.model_cards()
-        except ServerError:
-            if model is None:
-                raise
-            cards = []  # not every server has a list
-        if model is not None:
-            return next((card for card in cards if card["id"] == model), {"id": model})
-        if not cards:
-            raise ConfigError("the server lists no models; name one: jaxllm chat --url URL MODEL")
-        return cards[0]
 
 
 class ServerCompletions(ServerConversation):

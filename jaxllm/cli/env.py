@@ -52,8 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def gather(*, devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The whole report as plain values. `devices`: found by another process; default: start JAX and query it."""
+    verdicts = VerdictStore(env.cache_dir() / env.KERNEL_VERDICTS).all()
     return {
-        "jaxllm": __version__ + (f" (git {sha})" if (sha := git_sha()) else ""),
+        "jaxllm": own_version(),
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
         "processor": {"cores": os.cpu_count(), "memory": size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))},
@@ -67,7 +68,7 @@ def gather(*, devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
         },
         "compilation cache": _cache(env.cache_dir()),
         "verified devices": verified_devices() or "none",
-        "kernel checks": _kernel_checks(env.cache_dir() / env.KERNEL_VERDICTS) or "none",
+        "kernel checks": {verdict.subject.name: str(verdict) for verdict in verdicts[:MAX_KERNEL_CHECKS]} or "none",
     }
 
 
@@ -115,21 +116,6 @@ def verified_devices() -> dict[str, str]:
     return found
 
 
-def _kernel_checks(folder: Path) -> dict[str, str]:
-    """The latest results of kernel checks. Does not compile, and does not use a device."""
-    found: dict[str, str] = {}
-    for verdict in VerdictStore(folder).all()[:MAX_KERNEL_CHECKS]:
-        subject = verdict.subject
-        shapes = "; ".join(
-            ", ".join(f"{name} {value}" for name, value in shape.items() if not isinstance(value, (list, bool)))
-            for shape in subject.shapes
-        )
-        about = f"{subject.device}, jax {subject.surroundings.get('jax version')}; {shapes}"
-        result = "passed" if verdict.fault is None else f"FAILED in {verdict.fault}"
-        found[f"{subject.op} {subject.implementation} ({subject.digest[:6]})"] = f"{result} ({verdict.checked_at} UTC; {about})"
-    return found
-
-
 def git_sha() -> str | None:
     """The commit of a source checkout, with + if files differ from it; None for an installed package or without git."""
     if not (ROOT / ".git").exists():
@@ -138,6 +124,11 @@ def git_sha() -> str | None:
         return _output("git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def own_version() -> str:
+    """`0.1.0 (git 1a2b3c4)`"""
+    return __version__ + (f" (git {sha})" if (sha := git_sha()) else "")
 
 
 def package_version(name: str) -> str | None:
@@ -150,8 +141,5 @@ def package_version(name: str) -> str | None:
 
 def version_line() -> str:
     """`jaxllm 0.1.0 (git 1a2b3c4), jax 0.10.2, flax 0.12.8, Python 3.11.7`"""
-    sha = git_sha()
     packages = [f"{name} {package_version(name)}" for name in ("jax", "flax")]
-    return ", ".join(
-        [f"jaxllm {__version__}{f' (git {sha})' if sha else ''}", *packages, f"Python {platform.python_version()}"]
-    )
+    return ", ".join([f"jaxllm {own_version()}", *packages, f"Python {platform.python_version()}"])

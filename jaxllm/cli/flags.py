@@ -1,7 +1,6 @@
 """The command line's options, and the values that files have for them. Imports only light modules."""
 
 import dataclasses
-import json
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -25,8 +24,6 @@ NOT_IN_FILES: Mapping[str, str] = {
 MAX_TOKENS_HELP = "most tokens of each answer; default: the model's own, else 256, in chat as many as the context has room for"
 
 SHORT_NAMES: Mapping[str, str] = {"model": "-m", **vllm_flags.SHORT_NAMES}
-_LONG_NAMES = {short: spelling(name) for name, short in SHORT_NAMES.items()} | {"-O": "--compilation-config"}
-"""Flags whose keys may follow their short names; `-O.mode=3` is vLLM's older way to write `-cc.mode=3`."""
 
 
 def engine_flags() -> list[Flag]:
@@ -82,44 +79,7 @@ def read_file_setting(name: str, value: Any, known: Mapping[str, Flag], where: s
         raise ConfigError(f"{where}: {name}: {error}") from None
 
 
-def join_sub_keys(arguments: list[str], known: Mapping[str, Flag], typed: dict[str, str] | None = None) -> list[str]:
-    """The arguments with names in kebab spelling and `--object.a.b value` turned into `--object={"a": {"b": value}}`.
-
-    `typed` gets the arguments that were turned so, by what they have become. Raises ValueError for a key without a value.
-    """
-    objects = object_flags(known)
-    joined: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == "--":
-            return [*joined, argument, *rest]
-        name, equals, value = argument.partition("=")
-        base, dot, path = name.partition(".")
-        base = _LONG_NAMES.get(base, base) if dot else base
-        if not base.startswith("--"):
-            joined.append(argument)
-            continue
-        base = base.replace("_", "-")
-        if not dot or base not in objects:
-            joined.append(base + dot + path + equals + value)
-            continue
-        text = value if equals else next(rest, None)
-        keys = path.split(".")
-        if text is None or not all(keys):
-            raise ValueError(f"{name} needs a key and a value: {base}.key value")
-        try:
-            nested = json.loads(text)
-        except ValueError:
-            nested = text
-        for key in reversed(keys):
-            nested = {key: nested}
-        joined.append(f"{base}={json.dumps(nested)}")
-        if typed is not None:
-            typed[joined[-1]] = argument if equals else f"{argument} {text}"
-    return joined
-
-
-def object_flags(known: Mapping[str, Flag]) -> set[str]:
+def object_flags() -> set[str]:
     """The flags that take JSON objects, ours and vLLM's."""
     of_vllm = {flag.name for flag in vllm_flags.TABLE.values() if flag.kind == "object"}
-    return {spelling(name) for name in of_vllm | {name for name, flag in known.items() if is_object(flag)}}
+    return {spelling(name) for name in of_vllm | {name for name, flag in all_flags().items() if is_object(flag)}}

@@ -12,18 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.batches import each
-from jaxllm.cli import prompts, running, terminal
+from jaxllm.cli import options, prompts, running, terminal
 from jaxllm.cli.flags import engine_flags, sampling_flags
 from jaxllm.cli.forms import add_form_arguments, read_form
-from jaxllm.cli.images import add_image_argument, read_image, text_of, with_images
-from jaxllm.cli.options import (
-    add_common_arguments,
-    add_lora_argument,
-    engine_options,
-    progress_for,
-    sampling_options,
-    the_lora_request,
-)
+from jaxllm.cli.images import add_image_argument, given_files, read_image, text_of, with_images
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.streaming import Answer, stream
 from jaxllm.config import ModelOptions
@@ -32,6 +24,7 @@ from jaxllm.flag_arguments import spelling
 from jaxllm.hub import KNOWN
 from jaxllm.progress import SILENT, Progress
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.text.chat_media import MANY
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
@@ -65,9 +58,9 @@ def add_arguments(parser: Parser) -> None:
     add("--system", help="system message for --chat")
     add_image_argument(parser, "before each prompt")
     add("--json", action="store_true", help="a JSON object per prompt, with token ids and why it ended")
-    add_lora_argument(parser, "LoRA adapter that answers all prompts")
+    options.add_lora_argument(parser, "LoRA adapter that answers all prompts")
     add_form_arguments(parser)
-    add_common_arguments(parser)
+    options.add_common_arguments(parser)
     parser.add_flags(sampling_flags())
     parser.add_flags(engine_flags())
 
@@ -75,23 +68,23 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Generate, print in the order of the prompts, close with a line of statistics. Returns the exit code."""
     _take_model(arguments)
-    options = engine_options(arguments)
-    sampling = sampling_options(arguments, sampling_flags())
+    chosen = options.engine_options(arguments)
+    sampling = options.sampling_options(arguments, sampling_flags())
     if (form := read_form(arguments)) is not None:
         sampling["structured_outputs"] = form
     jobs = _gather(arguments)
-    max_logprobs = options.get("max_logprobs", ModelOptions().max_logprobs)
+    max_logprobs = chosen.get("max_logprobs", ModelOptions().max_logprobs)
     with _origins_in_errors(jobs):
         each(jobs, lambda job: _check(job, sampling, max_logprobs), "prompt")
     if not arguments.json:
-        _refuse_what_text_cannot_show(options, sampling, jobs)
-    lora_request = the_lora_request(arguments, options)
+        _refuse_what_text_cannot_show(chosen, sampling, jobs)
+    lora_request = options.the_lora_request(arguments, chosen)
     if arguments.dry_run:
-        return running.dry_run(options)
+        return running.dry_run(chosen)
     if jobs[0].origin == "demo" and not arguments.quiet:
-        terminal.note(f"no prompt was given; here is one for the model:\n{jobs[0].text}")
-    progress = progress_for(arguments, options)
-    with running.opened_llm(options, progress, lora_request) as llm, _origins_in_errors(jobs):
+        terminal.note(f"no prompt was given; here is one for the model:\n{jobs[0].prompt}")
+    progress = options.progress_for(arguments, chosen)
+    with running.opened_llm(chosen, progress, lora_request) as llm, _origins_in_errors(jobs):
         defaults = {chat: running.default_sampling(llm, chat=chat) for chat in {job.messages is not None for job in jobs}}
         params = [dataclasses.replace(defaults[job.messages is not None], **{**sampling, **job.sampling}) for job in jobs]
         if len(jobs) == 1 and params[0].n == 1 and not arguments.json:
@@ -144,35 +137,33 @@ def _gather(arguments: argparse.Namespace) -> list[prompts.Prompt]:
         jobs = prompts.from_arguments(arguments.prompts)
     else:
         jobs = [prompts.from_nothing(chat=arguments.chat)]
-    if arguments.image or arguments.video:
-        images = [read_image(path) for path in arguments.image]
-        videos = [read_image(path, "video") for path in arguments.video]
-        jobs = [_with_images(job, images, videos) for job in jobs]
+    if media := [(kind, read_image(path, kind)) for kind, path in given_files(arguments)]:
+        jobs = [_with_media(job, media) for job in jobs]
     return [_as_message(job, arguments.system) for job in jobs] if arguments.chat else jobs
 
 
-def _with_images(job: prompts.Prompt, images: Sequence[bytes], videos: Sequence[bytes]) -> prompts.Prompt:
-    if job.text is None:
-        kind = "image" if images else "video"
+def _with_media(job: prompts.Prompt, media: Sequence[tuple[str, bytes]]) -> prompts.Prompt:
+    if job.prompt is None:
+        kind = media[0][0]
         raise UsageError(
-            f"{job.origin}: --{kind} takes prompts of text; write {kind}s into messages as parts of type {kind}_url"
+            f"{job.origin}: --{kind} takes prompts of text; write {MANY[kind]} into messages as parts of type {kind}_url"
         )
-    return dataclasses.replace(job, images=images, videos=videos)
+    return dataclasses.replace(job, media=media)
 
 
 def _as_message(job: prompts.Prompt, system: str | None) -> prompts.Prompt:
     """Convert a text prompt to a user message; keep messages unchanged, after the system message."""
-    if job.token_ids is not None:
+    if job.prompt_token_ids is not None:
         raise UsageError(f"{job.origin}: --chat takes text or messages, not prompt_token_ids")
-    messages = job.messages if job.messages is not None else [{"role": "user", "content": job.text}]
+    messages = job.messages if job.messages is not None else [{"role": "user", "content": job.prompt}]
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
-    return dataclasses.replace(job, text=None, messages=messages)
+    return dataclasses.replace(job, prompt=None, messages=messages)
 
 
 def _check(job: prompts.Prompt, sampling: Mapping[str, Any], max_logprobs: int) -> None:
     """Report the errors that need no tokenizer before the model is loaded."""
-    if job.text == "":
+    if job.prompt == "":
         raise InvalidRequestError("prompt is empty, must have at least 1 token", "prompt")
     SamplingParams(**{**sampling, **job.sampling}).verify_logprobs(max_logprobs)
 
@@ -191,27 +182,27 @@ def _origins_in_errors(jobs: Sequence[prompts.Prompt]) -> Iterator[None]:
 
 def _as_input(llm: "LLM", job: prompts.Prompt) -> Any:
     """The prompt in the engine's form; applies the model's chat template to messages."""
-    data = {"image": list(job.images), "video": list(job.videos)}
     if job.messages is not None:
-        parts = [{"type": kind, kind: each} for kind, files in data.items() for each in files]
+        parts = [{"type": kind, kind: content} for kind, content in job.media]
         return llm.render_conversations([*job.messages[:-1], with_images(job.messages[-1], parts)])[0]
-    if job.token_ids is not None:
-        return {"prompt_token_ids": job.token_ids}
-    if not any(data.values()):
-        return job.text
-    before = "".join(llm.llm_engine.input_processor.media.placeholders([kind for kind, files in data.items() for _ in files]))
-    return {"prompt": f"{before}{job.text}", "multi_modal_data": data}
+    if job.prompt_token_ids is not None:
+        return {"prompt_token_ids": job.prompt_token_ids}
+    if not job.media:
+        return job.prompt
+    before = "".join(llm.llm_engine.input_processor.media.placeholders([kind for kind, _ in job.media]))
+    data = {kind: [content for its, content in job.media if its == kind] for kind, _ in job.media}
+    return {"prompt": f"{before}{job.prompt}", "multi_modal_data": data}
 
 
 def _beginning_on_terminal(job: prompts.Prompt) -> str:
     """The text that the output continues, where people read both as one; never part of the output."""
-    is_shown = job.text is not None and job.origin != "demo" and sys.stdout.isatty() and sys.stderr.isatty()
-    return job.text or "" if is_shown else ""
+    is_shown = job.prompt is not None and job.origin != "demo" and sys.stdout.isatty() and sys.stderr.isatty()
+    return job.prompt or "" if is_shown else ""
 
 
-def _refuse_what_text_cannot_show(options: Mapping[str, Any], sampling: Mapping[str, Any], jobs: list[prompts.Prompt]) -> None:
+def _refuse_what_text_cannot_show(chosen: Mapping[str, Any], sampling: Mapping[str, Any], jobs: list[prompts.Prompt]) -> None:
     wordless = "without a tokenizer there is no text to print; add --json for token ids"
-    if options.get("skip_tokenizer_init"):
+    if chosen.get("skip_tokenizer_init"):
         raise UsageError(wordless)
     for where, values in (("", sampling), *((f"{job.origin}: ", {**sampling, **job.sampling}) for job in jobs)):
         for name in ("logprobs", "prompt_logprobs", "logprob_token_ids"):
@@ -286,7 +277,7 @@ def _print_answer(index: int, jobs: Sequence[prompts.Prompt], output: "RequestOu
         print(json.dumps({"index": index, **job.as_json(), **_as_json(output)}, ensure_ascii=False), flush=True)
         return
     if len(jobs) > 1 and sys.stdout.isatty():
-        text = job.text or (text_of(job.messages[-1]) if job.messages else f"{len(job.token_ids or [])} tokens")
+        text = job.prompt or (text_of(job.messages[-1]) if job.messages else f"{len(job.prompt_token_ids or [])} tokens")
         first = text.strip().split("\n")[0]
         terminal.note(f"[{index + 1}/{len(jobs)}] {first if len(first) <= 70 else first[:69] + '…'}")
     for answer in output.outputs:

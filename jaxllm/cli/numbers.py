@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.flag_arguments import read_object, whole_number
+from jaxllm.vllm_flags import BENCH_DATASETS
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,28 @@ def names(known: Sequence[str]) -> ArgumentType:
     return ArgumentType(read, "NAMES")
 
 
+def several(each: ArgumentType) -> ArgumentType:
+    """Numbers with commas between them, as a tuple in ascending order."""
+
+    def read(text: str) -> tuple[Any, ...]:
+        if found := {each(part) for part in text.split(",") if part.strip()}:
+            return tuple(sorted(found))
+        raise ValueError("must be numbers with commas between them, e.g. 1,2,4")
+
+    return ArgumentType(read, "N,N")
+
+
+def dataset(known: Sequence[str]) -> ArgumentType:
+    """The name of a dataset, with the reason why one of vLLM's others is refused."""
+
+    def read(text: str) -> str:
+        if text in BENCH_DATASETS:
+            raise ValueError(f"{text!r} is not offered (one of {', '.join(known)}): {BENCH_DATASETS[text]}")
+        return text
+
+    return ArgumentType(read, "NAME")
+
+
 count = ArgumentType(whole_number, "N", lambda value: value >= 0, "must not be negative")
 positive = ArgumentType(whole_number, "N", lambda value: value >= 1, "must be at least 1")
 above_zero = ArgumentType(_decimal, "X", lambda value: 0 < value < math.inf, "must be above 0")
@@ -68,5 +91,6 @@ not_negative = ArgumentType(_decimal, "X", lambda value: 0 <= value < math.inf, 
 rate = ArgumentType(_decimal, "X", lambda value: value > 0, "must be above 0, or inf")
 fraction = ArgumentType(_decimal, "X", lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
 fraction_or_1 = ArgumentType(_decimal, "X", lambda value: 0 <= value <= 1, "must be from 0 to 1")
+percentile = ArgumentType(_decimal, "X", lambda value: 0 <= value <= 100, "must be from 0 to 100")
 json_object = ArgumentType(read_object, "JSON")
 name_value = ArgumentType(_pair, "NAME=VALUE")

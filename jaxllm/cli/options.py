@@ -3,7 +3,6 @@
 import argparse
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm import log
@@ -14,29 +13,13 @@ from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.progress_bars import make_progress
 from jaxllm.cli.settings import chosen, resolve
 from jaxllm.config import EngineConfig, Flag
-from jaxllm.errors import ConfigError
-from jaxllm.files import read_json
-from jaxllm.lora_options import RANKS, LoRAOptions
+from jaxllm.lora_options import LoRAOptions
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.lora_request import LoRARequest
     from server.options import ServerOptions
-
-
-def add_model_argument(parser: Parser) -> None:
-    """Add the model as a positional argument."""
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="as --model")
-
-
-def use_model_argument(arguments: argparse.Namespace) -> None:
-    """Use MODEL as --model."""
-    if arguments.positional_model is None:
-        return
-    if "model" in arguments:
-        raise UsageError("give the model once: as MODEL or with --model")
-    arguments.model = arguments.positional_model
 
 
 def add_common_arguments(parser: Parser) -> None:
@@ -114,7 +97,7 @@ def lora_requests(arguments: argparse.Namespace, engine_options: dict[str, Any])
     """The adapters of --lora; sets the engine's options that they need and that are not given. Raises UsageError or AdapterError."""
     if not arguments.lora:
         return []
-    from jaxllm.lora_calls import adapter_directory  # both import msgspec
+    from jaxllm.lora_calls import adapter_directory, largest_rank  # both import msgspec
     from jaxllm.lora_request import LoRARequest
 
     if engine_options.get("enable_lora") is False:
@@ -127,22 +110,10 @@ def lora_requests(arguments: argparse.Namespace, engine_options: dict[str, Any])
     engine_options["enable_lora"] = True
     engine_options.setdefault("max_loras", len(named))
     if "max_lora_rank" not in engine_options:
-        engine_options["max_lora_rank"] = max(LoRAOptions.max_lora_rank, *map(_rank, directories))
+        engine_options["max_lora_rank"] = max(LoRAOptions.max_lora_rank, *map(largest_rank, directories))
     return [LoRARequest(name, place, path) for place, (name, path) in enumerate(zip(names, directories, strict=True), 1)]
 
 
 def the_lora_request(arguments: argparse.Namespace, engine_options: dict[str, Any]) -> "LoRARequest | None":
     """The adapter of --lora, of commands that take at most one."""
     return next(iter(lora_requests(arguments, engine_options)), None)
-
-
-def _rank(directory: str) -> int:
-    """The largest rank in an adapter's config; 1 if it is not to be had, of which the engine tells more."""
-    try:
-        config: Any = read_json(str(Path(directory) / "adapter_config.json"))
-    except ConfigError:
-        return 1
-    config = config if isinstance(config, dict) else {}
-    of_modules: Any = config.get("rank_pattern")
-    ranks: Iterable[Any] = [config.get("r"), *(of_modules.values() if isinstance(of_modules, dict) else ())]
-    return max((rank for rank in ranks if type(rank) is int and 1 <= rank <= RANKS[-1]), default=1)

@@ -1,16 +1,16 @@
 """The argument parser of every command: flags from config fields, help by group or word, suggestions for typos."""
 
 import argparse
+import json
 import os
-import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxllm import vllm_environment
-from jaxllm.cli.flags import SHORT_NAMES, all_flags, join_sub_keys, object_flags
+from jaxllm.cli.flags import SHORT_NAMES, object_flags
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
 from jaxllm.flag_arguments import SEVERAL_WORDS, add_flag, spelling
@@ -20,6 +20,8 @@ from jaxllm.vllm_flags import OLDER
 
 MAX_CANDIDATES = 12
 """Most flags that the error of an ambiguous prefix lists."""
+_LONG_NAMES = {short: spelling(name) for name, short in SHORT_NAMES.items()} | {"-O": "--compilation-config"}
+"""Flags whose keys may follow their short names; `-O.mode=3` is vLLM's older way to write `-cc.mode=3`."""
 _METAVARS: Mapping[Any, str] = {int: "N", float: "X"}
 
 
@@ -37,6 +39,8 @@ class Parser(argparse.ArgumentParser):
         """Groups that plain `--help` lists by name only."""
         self.takes_vllm_flags = False
         """Whether vLLM's flags for an engine are accepted or refused with the reason, instead of being unknown."""
+        self.takes_model = False
+        """Whether the model may be given without a flag."""
         self._short_usage = ""
         self.typed: dict[str, str] = {}
         """How keys of objects were typed, by the arguments that they have become."""
@@ -52,13 +56,18 @@ class Parser(argparse.ArgumentParser):
                 self.brief_groups[flag.group] = self.add_argument_group(flag.group)
             add_flag(self.brief_groups[flag.group], flag, SHORT_NAMES)
 
+    def add_model(self) -> None:
+        """Add MODEL, which is another way to give --model."""
+        self.takes_model = True
+        self.add_argument("positional_model", nargs="?", metavar="MODEL", action=_Model, help="as --model")
+
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The arguments as a namespace; exits with code 2 and one clear line if they are wrong."""
+        if self.takes_vllm_flags:
+            add_vllm_arguments(self)
+            arguments = rewritten(arguments)
+        joined = list(self._written_out(arguments))
         try:
-            if self.takes_vllm_flags:
-                add_vllm_arguments(self)
-                arguments = rewritten(arguments)
-            joined = join_sub_keys(self._whole_names(arguments), all_flags(), self.typed)
             self.notes += notes_on_values(joined)
         except ValueError as error:
             self.error(str(error))
@@ -131,38 +140,59 @@ class Parser(argparse.ArgumentParser):
             formatter.end_section()
         return formatter.format_help()
 
-    def _whole_names(self, arguments: Sequence[str]) -> list[str]:
-        """The arguments with unique prefixes of flags written out, as argparse has it. Exits with code 2 for other prefixes.
-
-        Older names of vLLM's flags, which vLLM no longer has, make no prefix ambiguous.
-        """
-        found: list[str] = []
+    def _written_out(self, arguments: Sequence[str]) -> Iterator[str]:
+        """The arguments as argparse takes them: names of flags whole and with dashes, and `--object.a.b value` as
+        `--object={"a": {"b": value}}`. Exits with code 2 for an ambiguous name, and for a key without a value."""
+        objects = object_flags()
         rest = iter(arguments)
         for argument in rest:
             if argument == "--":
-                return [*found, argument, *rest]
-            typed = re.match(r"--[^=. ]+(?=$|[=.])", argument)
-            found.append(argument if typed is None else self._whole_name(typed[0], argument[typed.end() :]))
-        return found
+                yield from (argument, *rest)
+                return
+            name, equals, value = argument.partition("=")
+            flag, dot, path = name.partition(".")
+            flag = _LONG_NAMES.get(flag, flag) if dot else flag
+            if not flag.startswith("--"):
+                yield argument
+                continue
+            flag = self._whole_name(flag, objects if dot else self._option_string_actions)
+            if not dot or flag not in objects:
+                yield flag + dot + path + equals + value
+                continue
+            text, keys = value if equals else next(rest, None), path.split(".")
+            if text is None or not all(keys):
+                self.error(f"{name} needs a key and a value: {flag}.key value")
+            try:
+                nested = json.loads(text)
+            except ValueError:
+                nested = text
+            for key in reversed(keys):
+                nested = {key: nested}
+            joined = f"{flag}={json.dumps(nested)}"
+            self.typed[joined] = argument if equals else f"{argument} {text}"
+            yield joined
 
-    def _whole_name(self, typed: str, rest: str) -> str:
-        actions = self._option_string_actions
-        name = typed.replace("_", "-")
+    def _whole_name(self, typed: str, known: Iterable[str]) -> str:
+        """The one of the known flags that begins as typed, else what was typed. Exits with code 2 if there are several.
+
+        Older names of vLLM's flags, which vLLM no longer has, make no prefix ambiguous.
+        """
+        actions, name = self._option_string_actions, typed.replace("_", "-")
         if name in actions:
-            return typed + rest
-        known = object_flags(all_flags()) if rest.startswith(".") else actions
+            return name
         near = [option for option in known if option.startswith(name) and option in actions]
         options = [option for option in near if option[2:].replace("-", "_") not in OLDER] or near
         if len({id(actions[option]) for option in options}) > 1:
             others = f" and {len(options) - MAX_CANDIDATES} more" if len(options) > MAX_CANDIDATES else ""
             self.error(f"ambiguous option {typed!r}: it may be {', '.join(options[:MAX_CANDIDATES])}{others}")
-        if options:
-            self.notes.append(f"{typed} is taken as {options[0]}")
-        return (options[0] if options else typed) + rest
+        if not options:
+            return name
+        self.notes.append(f"{typed} is taken as {options[0]}")
+        return options[0]
 
     def _refuse_doubtful(self, found: argparse.Namespace, arguments: Sequence[str]) -> None:
         """Detect `--api-key KEY MODEL`, which gives two keys and no model and is probably a mistake."""
-        if getattr(found, "positional_model", "") is not None or "model" in found:
+        if not self.takes_model or "model" in found:
             return
         for flag in map(spelling, SEVERAL_WORDS):
             words = [*arguments, ""][arguments.index(flag) + 1 :] if flag in arguments else []
@@ -182,6 +212,15 @@ class _Help(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         sys.stdout.write(parser.help_for(values) if values else parser.brief_help())
         parser.exit(0)
+
+
+class _Model(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if values is None:
+            return
+        if "model" in namespace:
+            parser.error("give the model once: as MODEL or with --model")
+        namespace.model = values
 
 
 class Formatter(argparse.HelpFormatter):

@@ -17,21 +17,17 @@ DEMO_MESSAGE = "What is 27 + 15?"
 MAX_FAULTS_SHOWN = 10
 
 _KINDS = {"prompt": "text", "prompt_token_ids": "a list of token ids", "messages": "a list of {role, content} objects"}
-_FIELDS = {"prompt": "text", "prompt_token_ids": "token_ids", "messages": "messages"}
-"""Fields of a Prompt by the keys of a line."""
 
 
 @dataclass(frozen=True)
 class Prompt:
     """One prompt as given: exactly one of text, token ids and messages, with the sampling values of its line."""
 
-    text: str | None = None
-    token_ids: list[int] | None = None
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    images: Sequence[bytes] = ()
-    """Files of images that go before the text, or before that of the last message."""
-    videos: Sequence[bytes] = ()
-    """Files of videos, behind the images."""
+    media: Sequence[tuple[str, bytes]] = ()
+    """Kinds ("image", "video", "audio") and contents of files that go before the text, or before that of the last message."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     origin: str = "prompt"
     """Name in messages: "prompt 0", "prompts.jsonl:7"."""
@@ -40,13 +36,13 @@ class Prompt:
 
     def as_json(self) -> dict[str, Any]:
         """The prompt's key and value in its file."""
-        return {kind: value for kind, name in _FIELDS.items() if (value := getattr(self, name)) is not None}
+        return {kind: value for kind in _KINDS if (value := getattr(self, kind)) is not None}
 
 
 def from_arguments(texts: Iterable[str]) -> list[Prompt]:
     """Each argument is a prompt; `-` is all of stdin as one prompt."""
     return [
-        Prompt(text=_read("-"), origin="stdin") if text == "-" else Prompt(text=text, origin=f"prompt {number}")
+        Prompt(_read("-"), origin="stdin") if text == "-" else Prompt(text, origin=f"prompt {number}")
         for number, text in enumerate(texts)
     ]
 
@@ -56,8 +52,8 @@ def from_nothing(*, chat: bool) -> Prompt:
     if sys.stdin is not None and not sys.stdin.isatty():
         mode = os.fstat(sys.stdin.fileno()).st_mode
         if (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)) and (text := _read("-")).strip():
-            return Prompt(text=text, origin="stdin")
-    return Prompt(text=DEMO_MESSAGE if chat else DEMO_PROMPT, origin="demo")
+            return Prompt(text, origin="stdin")
+    return Prompt(DEMO_MESSAGE if chat else DEMO_PROMPT, origin="demo")
 
 
 def from_file(path: str) -> list[Prompt]:
@@ -74,7 +70,7 @@ def from_file(path: str) -> list[Prompt]:
     if not lines:
         raise ConfigError(f"{name} holds no prompts")
     if not is_json:
-        return [Prompt(text=line.rstrip("\r"), origin=f"{name}:{number}", is_line=True) for number, line in lines]
+        return [Prompt(line.rstrip("\r"), origin=f"{name}:{number}", is_line=True) for number, line in lines]
     known = request_flags()
     prompts: list[Prompt] = []
     faults: list[str] = []
@@ -125,7 +121,7 @@ def _from_json(line: str, known: Mapping[str, Flag], where: str) -> Prompt:
     sampling = dict(read_file_setting(key, setting, known, where) for key, setting in entry.items())
     if not _is_kind(kind, value):
         raise ConfigError(f"{where}: {kind} must be {_KINDS[kind]}")
-    return Prompt(**{_FIELDS[kind]: value}, sampling=sampling, origin=where, is_line=True)
+    return Prompt(**{kind: value}, sampling=sampling, origin=where, is_line=True)
 
 
 def _is_kind(kind: str, value: Any) -> bool:

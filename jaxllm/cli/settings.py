@@ -3,14 +3,15 @@
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jaxllm import env, vllm_environment, vllm_flags, vllm_values
 from jaxllm.cli.flags import all_flags, read_file_setting
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
-from jaxllm.flag_arguments import read_text, spelling
+from jaxllm.files import read_text
+from jaxllm.flag_arguments import read_text as read_option
+from jaxllm.flag_arguments import spelling
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -74,7 +75,7 @@ def read_environment(variables: Mapping[str, str]) -> dict[str, Any]:
             upper = [env.OPTION_PREFIX + option.upper() for option in known]
             raise ConfigError(unknown_name("environment variable", variable, upper))
         try:
-            found[name] = read_text(known[name], text)
+            found[name] = read_option(known[name], text)
         except ValueError as error:
             raise ConfigError(f"environment variable {variable}: {error}") from None
         vllm_values.tell(name, text, f"{variable}={text}")
@@ -85,13 +86,9 @@ def read_config_file(path: str | None) -> dict[str, tuple[Any, str]]:
     """The options in a YAML file, each with "file:line". Raises ConfigError that names the line of the error."""
     if path is None:
         return {}
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the config file {path}: {getattr(error, 'strerror', None) or error}") from None
     known = all_flags()
     found: dict[str, tuple[Any, str]] = {}
-    for key, value, line in _yaml_pairs(text, path):
+    for key, value, line in _yaml_pairs(read_text(path, "the config file"), path):
         where = f"{path}:{line}"
         name = key.replace("-", "_")
         if name in vllm_flags.TABLE and name not in known:
@@ -113,20 +110,15 @@ def _yaml_pairs(text: str, path: str) -> list[tuple[str, Any, int]]:
     """Key, value and line of each pair at the top of a YAML document."""
     import yaml  # here, so that commands without a file start faster
 
-    loader = yaml.SafeLoader(text)
+    construct: Any = yaml.constructor.SafeConstructor().construct_object
     try:
-        node = loader.get_single_node()
+        node = yaml.compose(text, yaml.SafeLoader)
         if node is None:
             return []
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}:{node.start_mark.line + 1}: must hold `option: value` lines")
-        return [
-            (str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1)  # type: ignore[no-untyped-call]
-            for key, value in node.value
-        ]
+        return [(str(key.value), construct(value, deep=True), key.start_mark.line + 1) for key, value in node.value]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
         raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from None
-    finally:
-        loader.dispose()

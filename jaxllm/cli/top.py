@@ -13,6 +13,7 @@ from jaxllm.cli import options, terminal
 from jaxllm.cli.numbers import above_zero
 from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.server_arguments import add_connection_arguments, make_client, run_async
+from jaxllm.http_client import view_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,7 +24,6 @@ EXAMPLES = """examples:
   jaxllm top --url http://host:8000 --interval 5
   jaxllm top --once --json                         one reading, for scripts"""
 
-LATENCY_NAMES = {"ttft": "first token", "itl": "between tokens", "queue": "in the queue", "e2el": "whole request"}
 NUM_KEPT = 60
 """Number of readings in the curve."""
 TIMEOUT_SECONDS = 10.0
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--json needs --once")
     if arguments.once:
         found = run_async(_once(arguments))
-        print(json.dumps(found) if arguments.json else "\n".join(as_lines(found)))
+        print(json.dumps(found) if arguments.json else "\n".join(view_text.as_lines(found)))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
         run_async(_watch(arguments))
@@ -87,69 +87,14 @@ async def _watch(arguments: argparse.Namespace) -> None:
                 before = now
                 speeds.append(found["generation_tokens_per_second"])
                 if live is None:
-                    print(", ".join(f"{name} {text}" for name, text in _figures(found)), flush=True)
+                    print(", ".join(f"{name} {text}" for name, text in view_text.figures(found)), flush=True)
                 else:
                     live.update(_picture(found, arguments.url, speeds), refresh=True)
-
-
-def as_lines(found: Mapping[str, Any]) -> list[str]:
-    """The view as text, a line for each figure."""
-    return [f"{name:<20}{text}" for name, text in _figures(found)]
-
-
-def _figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and formatted values of the figures on the screen."""
-    hit_rate, drafts = found["prefix_cache_hit_rate"], found["drafts"]
-    rows = [
-        ("model", ", ".join(found["models"])),
-        ("running", f"{found['num_requests_running']:.0f} requests"),
-        ("waiting", f"{found['num_requests_waiting']:.0f} requests"),
-        ("compiling", _compiling(found)),
-        ("stalled", _stalled(found)),
-        ("KV cache", f"{found['kv_cache_usage']:.1%}"),
-        ("prefix cache hits", "–" if hit_rate is None else f"{hit_rate:.1%}"),
-        ("prompt", f"{found['prompt_tokens_per_second']:.1f} tokens/s"),
-        ("generation", f"{found['generation_tokens_per_second']:.1f} tokens/s"),
-        ("drafts", "" if drafts is None else _drafts(drafts)),
-        ("preemptions", f"{found['preemptions']:.0f}" if found["preemptions"] else ""),
-    ]
-    for name, percentiles in found["latency_ms"].items():
-        text = "–" if percentiles is None else "  ".join(f"{key} {_ms(value)}" for key, value in percentiles.items())
-        rows.append((LATENCY_NAMES[name], text))
-    rows += [("ended", _counts(found["finished"])), ("HTTP", _counts(found["http"]))]
-    return [(name, text) for name, text in rows if text]
 
 
 def _picture(found: Mapping[str, Any], url: str, speeds: "deque[float]") -> "RenderableType":
     from rich.panel import Panel
     from rich.text import Text
 
-    from jaxllm.http_client.scrape import sparkline
-
-    text = Text("\n".join([*as_lines(found), "", "generated tokens/s:", sparkline(speeds)]))
+    text = Text("\n".join([*view_text.as_lines(found), "", "generated tokens/s:", view_text.sparkline(speeds)]))
     return Panel(text, title=f"{url}  {time.strftime('%H:%M:%S')}", subtitle="Ctrl-C leaves")
-
-
-def _compiling(found: Mapping[str, Any]) -> str:
-    programs = found["compiling"]
-    return f"program {programs['ready'] + 1:.0f} of {programs['total']:.0f}; requests wait for it" if programs else ""
-
-
-def _stalled(found: Mapping[str, Any]) -> str:
-    return f"{found['stalled_engines']:.0f} engines seem to hang" if found["stalled_engines"] else ""
-
-
-def _drafts(report: Mapping[str, Any]) -> str:
-    if not report["spec_decode_num_drafts"]:
-        return "–"
-    rate, length = report["spec_decode_acceptance_rate"], report["spec_decode_acceptance_length"]
-    return f"{rate:.1f}% accepted, {length:.2f} tokens a step of a request"
-
-
-def _counts(found: Mapping[str, Mapping[str, float]]) -> str:
-    shown = [f"{label} {count['total']:.0f} (+{count['new']:.0f})" for label, count in found.items() if count["total"]]
-    return ", ".join(shown) or "–"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.1f} ms" if value < 1000 else f"{value / 1000:.2f} s"

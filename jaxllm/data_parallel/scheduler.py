@@ -134,7 +134,8 @@ class RanksScheduler:
         self._even_out()
         self._step_id += 1
         most = 0 if self.drafts is None else self.drafts.most(max(rank.num_contenders for rank in self.ranks))
-        plans = [rank.schedule(masked_wait=masked_wait, most_drafts=most) for rank in self.ranks]
+        decodes = any(rank.decodes for rank in self.ranks)
+        plans = [rank.schedule(masked_wait=masked_wait, most_drafts=most, others_decode=decodes) for rank in self.ranks]
         return RanksPlan.of(plans, self._step_id)
 
     def _even_out(self) -> None:
@@ -204,6 +205,10 @@ class RanksScheduler:
     def limit_steps(self, divisor: int) -> None:
         for rank in self.ranks:
             rank.limit_steps(divisor)
+
+    def limit_tokens(self, most: int | None) -> None:
+        for rank in self.ranks:
+            rank.limit_tokens(most)
 
     @property
     def num_queued_tokens(self) -> int:

@@ -19,6 +19,7 @@ from jaxllm.engine.failures import FailurePolicy
 from jaxllm.engine.features import AdapterManager, check_request
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
+from jaxllm.engine.needed_programs import NeededPrograms
 from jaxllm.engine.op_queue import OpQueue
 from jaxllm.engine.parallel_backends import make_scheduler
 from jaxllm.engine.pause import Pause
@@ -111,6 +112,7 @@ class EngineCore:
         self.adapters = None if features.adapters is None else features.adapters.new_manager(self.executor, self.ops)
         self._expert_load = None if features.expert_load is None else features.expert_load.new_reader(self.ops)
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
+        self.needed_programs = NeededPrograms(self.executor)
         self._items = tuple(features.items.values())
         new_scheduler = partial(
             Scheduler,
@@ -128,7 +130,7 @@ class EngineCore:
         self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight, ops=self.ops)
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.executor)
-        self._pause = Pause(self.config.scheduler.max_num_queued_reqs)
+        self._pause = Pause(self.config.scheduler)
         self._profiler = Profiler(self.config.observe.profiler_dir)
         self._background = BackgroundPrograms(self.executor.programs, self._run_new_program, began=began)
         self._background.watch()
@@ -147,7 +149,7 @@ class EngineCore:
         if request.sampling_params.extra_args:
             request = replace(request, sampling_params=read_arguments(request.sampling_params, self._processors))
         if self._pause.mode is not None:
-            self._pause.hold(request)
+            self._pause.hold(request, (each.spec for each in self.scheduler.requests.values()))
             return
         self._queue(request)
 
@@ -164,8 +166,6 @@ class EngineCore:
         try:
             for preparation in self.preparations:
                 preparation.admit(admitted)
-            is_masked = request.grammar is not None or request.thinking_budget is not None
-            self.executor.foresee(request.sampling_params, request.pooling_params, request.items, is_masked=is_masked)
         except BaseException:
             self.scheduler.finish_requests(admitted.request_id, RequestStatus.FINISHED_ERROR)
             raise
@@ -173,7 +173,8 @@ class EngineCore:
     @property
     def preparations(self) -> tuple[Preparation, ...]:
         """Preparations that requests may wait for before they run."""
-        return (self.grammars,) if self.adapters is None else (self.grammars, self.adapters)
+        always = (self.grammars, self.needed_programs)
+        return always if self.adapters is None else (*always, self.adapters)
 
     def new_rooms(self) -> tuple[AdmissionRoom, ...]:
         """Make the rooms of one scheduler: preparations, which all schedulers share, and separate rooms of items."""
@@ -360,8 +361,10 @@ class EngineCore:
         stats = self.scheduler.stats()
         stats.work_seconds, stats.device_idle_seconds = self.loop.work_clock.totals()
         stats.device_wait_seconds = self.loop.wait_seconds
+        stats.num_deferred = self.needed_programs.num_waiting
         stats.sleep_level = self._sleep.level
         stats.num_retried_steps, stats.num_lost_steps = self._failures.num_retried_steps, self._failures.num_lost_steps
+        stats.num_computed_patches, stats.num_encoder_runs = self.executor.encoder_totals
         if self.adapters is not None:
             self.adapters.add_stats(stats)
         if self._expert_load is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxllm.foreseen import Foreseen
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
 from jaxllm.request import PromptItem
@@ -65,7 +66,7 @@ class ExecutorPrograms(Protocol):
     def num_loaded(self) -> int: ...
     @property
     def num_compiled_after_warmup(self) -> int:
-        """Compilations that a request waited for."""
+        """Compilations that a step waited for."""
 
     @property
     def awaited(self) -> tuple[int, int]:
@@ -92,16 +93,21 @@ class Executor(Protocol):
     @property
     def programs(self) -> ExecutorPrograms: ...
 
+    @property
+    def encoder_totals(self) -> tuple[int, int]:
+        """Patches that steps have encoded since the start, padding included, and runs of the encoder."""
+
     def run_new_program(self) -> bool:
         """Run a common program that was made after the start on empty steps, as `warm_up` does. Returns whether there was one. Called
         while no step is in flight."""
 
     def foresee(
         self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
-    ) -> None:
+    ) -> Foreseen:
         """Have what the steps of such a request need made next, if programs are compiled ahead and it is missing. Returns at once.
 
-        items: of its prompt."""
+        items: of its prompt. Returns what the request waits for: nothing where its first step makes what is missing, as with several
+        hosts, which would have to agree on what each of them has."""
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep:
         """Run the plan's operations, start its step and return at once. A plan with masked requests needs the step's `sample` before the

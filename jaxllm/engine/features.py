@@ -202,12 +202,13 @@ class Features:
         items = {name: found for name, found in made.items() if found is not None}
         if not all(_are_in_steps(*found.in_steps) for found in items.values()):
             raise ConfigError(
-                f"{model_config.architecture} sees images, but the steps of this build have none; set language_model_only for text alone"
+                f"{model_config.architecture} takes images or audio, but the steps of this build take none; set language_model_only for "
+                "text alone"
             )
         if items and speculation is not None and speculation.drafter.layers:
             raise ConfigError(
                 f"speculative_config has a drafter with layers of its own, which sees token ids alone, but {model_config.architecture} "
-                "sees images; use the method ngram, or set language_model_only for text alone"
+                "takes images or audio; use the method ngram, or set language_model_only for text alone"
             )
         return cls(speculation, adapters, expert_load, items)
 

@@ -375,7 +375,7 @@ def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
     if not row_bytes(model):
         return asked is not False
     reason = "has layers with linear attention, whose states sum up a whole prompt"
-    if model.audio is not None:
+    if model.attends_to_audio:
         reason = "attends to audio, which is encoded with each prompt"
     if asked:
         raise ConfigError(

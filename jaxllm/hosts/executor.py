@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxllm.engine.executor import Executor, ExecutorPrograms, MemoryAction, MemoryPart, PendingStep
 from jaxllm.errors import EngineDeadError
+from jaxllm.foreseen import Foreseen
 from jaxllm.hosts import results
 from jaxllm.hosts.leader import Leader
 from jaxllm.hosts.sent_tokens import SentTokens
@@ -119,14 +120,19 @@ class HostsExecutor:
         """See Executor. Each host compiles its own."""
         return self._own.programs
 
+    @property
+    def encoder_totals(self) -> tuple[int, int]:
+        """See Executor. Every host runs the same programs."""
+        return self._own.encoder_totals
+
     def run_new_program(self) -> bool:
         """See Executor, as for the next one."""
         return self._own.run_new_program()  # never one: all hosts run the same programs, at the start
 
     def foresee(
         self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
-    ) -> None:
-        self._own.foresee(params, pooling, items, is_masked=is_masked)
+    ) -> Foreseen:
+        return self._own.foresee(params, pooling, items, is_masked=is_masked)
 
     def close(self) -> None:
         """End the engine on all hosts."""

@@ -96,6 +96,21 @@ class ServerClient:
         entries = found.get("data") if isinstance(found, dict) else None
         return [entry for entry in entries or [] if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
+    async def model_card(self, name: str | None) -> dict[str, Any]:
+        """The server's description of a model, as far as it has one; None: of the first that it lists. Raises ServerError, and
+        ConfigError if it lists none."""
+        try:
+            cards = await self.model_cards()
+        except ServerError:
+            if name is None:
+                raise
+            cards = []  # not every server has a list
+        if name is not None:
+            return next((card for card in cards if card["id"] == name), {"id": name})
+        if not cards:
+            raise ConfigError("the server lists no models at /v1/models; name one with --model")
+        return cards[0]
+
     async def stream(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[list[Chunk], None]:

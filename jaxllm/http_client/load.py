@@ -199,6 +199,18 @@ async def run_load(
     return LoadRun([task.result() for task in tasks], time.perf_counter() - began)
 
 
+async def first_model(client: ServerClient, timeout_seconds: float, pause_seconds: float = 1.0) -> str:
+    """The first model that the server lists; waits while it cannot be reached, or loads. Raises ServerError or ConfigError."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            return str((await client.model_card(None))["id"])
+        except ServerError as error:
+            if error.is_final or time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(pause_seconds)
+
+
 async def wait_until_ready(
     client: ServerClient,
     path: str,

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -83,6 +83,14 @@ async def scrape(client: ServerClient) -> Scrape:
         raise ServerError(f"{client.base_url}/metrics: {error}") from None
 
 
+async def scrape_if_any(client: ServerClient) -> Scrape | None:
+    """A server's metrics; None if it has none."""
+    try:
+        return await scrape(client)
+    except ServerError:
+        return None
+
+
 def view(before: Scrape, now: Scrape) -> dict[str, Any]:
     """The current state, and rates and latencies (ms) between two readings; None without observations."""
     seconds = max(now.time - before.time, 1e-9)
@@ -105,6 +113,7 @@ def view(before: Scrape, now: Scrape) -> dict[str, Any]:
         "prompt_tokens_per_second": grown("prompt_tokens") / seconds,
         "generation_tokens_per_second": grown("generation_tokens") / seconds,
         "preemptions": grown("num_preemptions"),
+        "encoder": _encoder(grown),
         "drafts": None if drafts is None else drafts.report(),
         "latency_ms": {
             name: _percentiles(before.buckets.get(metric, {}), now.buckets.get(metric, {}))
@@ -164,6 +173,12 @@ def _compiling(now: Scrape) -> dict[str, float] | None:
     return {"ready": awaited.get("ready", 0.0), "total": sum(awaited.values())} if awaited.get("missing") else None
 
 
+def _encoder(grown: Callable[[str], float]) -> dict[str, float] | None:
+    """What the vision encoder did; None: nothing."""
+    computed = grown("mm_encoder_computed_patches")
+    return {"patches": grown("mm_encoder_patches"), "computed_patches": computed} if computed else None
+
+
 def _by_label(before: Scrape, now: Scrape, name: str) -> dict[str, dict[str, float]]:
     earlier = before.by_label.get(name, {})
     return {
@@ -182,11 +197,3 @@ def _plain(name: str) -> str | None:
         if name.startswith(prefix):
             return name.removeprefix(prefix).removesuffix("_total")
     return "http_requests" if name == "http_requests_total" else None
-
-
-def sparkline(values: Iterable[float]) -> str:
-    """A line of bars, scaled to the largest value."""
-    listed = list(values)
-    top = max(listed, default=0.0)
-    marks = "▁▂▃▄▅▆▇█"
-    return "".join(marks[min(len(marks) - 1, int(value / top * len(marks)))] if top > 0 else marks[0] for value in listed)

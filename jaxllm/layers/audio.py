@@ -1,11 +1,14 @@
-"""The encoder of audio: from features of a clip to what the cross attention of a decoder reads. Source: arXiv:2212.04356 (Whisper)."""
+"""The encoder of audio: from features of a clip to what the cross attention of a decoder reads, or to embeddings in place of tokens.
+
+Source: arXiv:2212.04356 (Whisper).
+"""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -44,19 +47,60 @@ class AudioEncoder(nnx.Module):
         )
         self.norm = _norm("layer_norm", D, dtype, prefix)
 
-    def __call__(self, features_TM: Array, *, attention: str = "xla", interpret: bool = False) -> Array:
-        """[F, D] of features [2 F, M], in the model's type. attention: the implementation of segment attention, of one segment."""
+    def __call__(self, features_TM: Array, **kernels: Any) -> Array:
+        """[F, D] of features [2 F, M], in the model's type. kernels: see `attention_of`."""
+        return self.norm(self.attended(features_TM, **kernels))
+
+    def attended(self, features_TM: Array, num_real: Array | None = None, **kernels: Any) -> Array:
+        """What the last norm gets. num_real: positions that others attend to; None: all."""
         x_TD = features_TM.astype(self.dtype)
         for conv in self.convs:
             x_TD = jax.nn.gelu(conv(x_TD), approximate=False)
-        x_FD = x_TD + self.positions[...]
-        attend: Callable[..., Array] = attend_by_head
-        if attention not in PLAIN:
-            segment_F = np.zeros(len(x_FD), np.int32)
-            attend = partial(attend_in_segments, segment_P=segment_F, implementation=attention, interpret=interpret)
+        x_FD = x_TD + self.positions[...][: len(x_TD)]
+        attend = attention_of(len(x_FD), num_real, **kernels)
         for block in self.blocks:
             x_FD = block(x_FD, attend)
-        return self.norm(x_FD)
+        return x_FD
+
+
+class AudioEmbedder(AudioEncoder):
+    """Encodes one clip to embeddings of the text model's width: see `AudioTokens`."""
+
+    def __init__(self, audio: Audio, dtype: str):
+        super().__init__(audio, dtype)
+        assert audio.tokens is not None
+        self.part = audio.tokens
+        inputs = (audio.hidden_size, *(linear.outputs for linear in self.part.linears))
+        self.linears: nnx.List[Linear] = nnx.List(
+            Linear(
+                "ei,io->eo",
+                (width, linear.outputs),
+                (AXIS, AXIS),
+                dtype,
+                modules=[Module(linear.name, (linear.outputs,))],
+                bias=linear.bias,
+            )
+            for linear, width in zip(self.part.linears, inputs, strict=False)
+        )
+
+    def embeddings(self, features_TM: Array, num_real: Array, **kernels: Any) -> Array:
+        """[F / num_averaged, outputs of the last linear layer] of features [2 F, M], of which 2 F may be fewer than those of the longest
+        clip. num_real: positions of the clip; what is computed of those behind has no meaning. kernels: see `attention_of`."""
+        x_FD = self.attended(features_TM, num_real, **kernels)
+        count = self.part.num_averaged
+        x_EAD = x_FD[: len(x_FD) // count * count].reshape(-1, count, x_FD.shape[1])
+        x = self.norm(x_EAD.astype(jnp.float32).mean(axis=1).astype(x_FD.dtype))
+        for linear, part in zip(self.linears, self.part.linears, strict=True):
+            x = linear(x)
+            x = x if part.activation is None else ACTIVATIONS[part.activation](x)
+        return x
+
+
+def encoding_bytes(audio: Audio) -> int:
+    """Temporary bytes while the longest clip is encoded, an estimate: a head's scores and a layer's arrays in float32, in which XLA computes
+    narrower types too on a CPU."""
+    scores = 2 * audio.num_positions**2
+    return 4 * (scores + audio.num_frames * (8 * audio.hidden_size + 2 * audio.mlp.width))
 
 
 class Convolution(nnx.Module):
@@ -96,19 +140,37 @@ class AudioBlock(nnx.Module):
         self.down = Linear("tf,fd->td", (F, D), (AXIS,) * 2, dtype, modules=[Module(f"{prefix}fc2", (D,))], bias=True)
 
     def __call__(self, x_FD: Array, attend: Callable[..., Array]) -> Array:
+        """[F, D]. attend: see `attention_of`."""
         q_FNH, k_FNH, v_FNH = jnp.unstack(self.qkv(self.attention_norm(x_FD)), axis=1)
         x_FD = x_FD + self.out(attend(q_FNH, k_FNH, v_FNH, scale=self.scale))
         return x_FD + self.down(self.activation(self.up(self.mlp_norm(x_FD))))
 
 
+def attention_of(
+    num_positions: int, num_real: Array | None = None, *, attention: str = "xla", interpret: bool = False
+) -> Callable[..., Array]:
+    """Attention of a clip's positions to the first `num_real` of them, or to all: of queries, keys, values [F, N, H] and the scale.
+
+    attention: the implementation of segment attention. What it gives behind num_real has no meaning.
+    """
+    if attention in PLAIN:
+        return partial(attend_by_head, num_real=num_real)
+    segment_F = jnp.zeros(num_positions, jnp.int32)
+    if num_real is not None:
+        segment_F = jnp.where(jnp.arange(num_positions) < num_real, segment_F, -1)
+    return partial(attend_in_segments, segment_P=segment_F, implementation=attention, interpret=interpret)
+
+
 @partial(jax.jit, static_argnames="scale")
-def attend_by_head(q_FNH: Array, k_FNH: Array, v_FNH: Array, *, scale: float) -> Array:
-    """Attention of all positions to all, in plain JAX, one head after the other: XLA computes products of many heads slowly on a CPU."""
+def attend_by_head(q_FNH: Array, k_FNH: Array, v_FNH: Array, *, num_real: Array | None, scale: float) -> Array:
+    """Plain JAX, one head after the other: XLA computes products of many heads slowly on a CPU."""
     options = {"precision": precision_of(q_FNH.dtype), "preferred_element_type": jnp.float32}
 
     def attend(head: tuple[Array, ...]) -> Array:
         q_FH, k_FH, v_FH = head
         scores_QK = jnp.dot(q_FH, k_FH.T, **options) * scale  # type: ignore[arg-type]
+        if num_real is not None:
+            scores_QK = jnp.where(jnp.arange(len(k_FH)) < num_real, scores_QK, -jnp.inf)
         weight_QK = jax.nn.softmax(scores_QK).astype(v_FH.dtype)
         return jnp.dot(weight_QK, v_FH, **options).astype(q_FH.dtype)  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.layers.audio import AudioEncoder
+from jaxllm.layers.audio import AudioEmbedder, AudioEncoder
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.parameters import parameters
@@ -33,7 +33,8 @@ def build_tower(config: ModelConfig) -> VisionTower:
 def build_audio_encoder(config: ModelConfig) -> AudioEncoder:
     """The encoder of a model that hears, the same way."""
     assert config.audio is not None
-    return AudioEncoder(config.audio, config.dtype)
+    of = AudioEncoder if config.audio.tokens is None else AudioEmbedder
+    return of(config.audio, config.dtype)
 
 
 def take_formats(config: ModelConfig, blocks: nnx.Module) -> None:

@@ -68,32 +68,53 @@ class VisionTower(nnx.Module):
         patches_PC: uint8 values, of each frame those of red, then of green, then of blue pixels. attention: the implementation of
         segment attention.
         """
-        vision, encoder = self.vision, self.vision.encoder
-        assert encoder is not None
+        x_PD, layers = self.embed(patches_PC, indices), range(self.vision.num_layers)
+        _, results = self.run_layers(x_PD, indices, layers, attention=attention, interpret=interpret)
+        return jnp.concatenate([results[place] for place in sorted(results)], axis=-1)
+
+    def embed(self, patches_PC: Array, indices: PatchIndices) -> Array:
+        """[`Vision.hidden_rows`, D]: the input of the first layer."""
         if indices.order_P is not None:
             patches_PC = patches_PC[indices.order_P]
-        x_PD = self._embed(patches_PC, indices)
+        x_PD = self._products(patches_PC, indices)
+        return self.first_norm(x_PD if self.class_token is None else self._with_class_tokens(x_PD))
+
+    def run_layers(
+        self, x_PD: Array, indices: PatchIndices, layers: range, *, attention: str, interpret: bool = False
+    ) -> tuple[Array, dict[int, Array]]:
+        """The output of consecutive layers for the input of the first of them, and the results that they complete, by place in a row of
+        results: 0: the embedding, behind the last layer; 1 …: what is added behind a layer of the text model."""
+        vision, encoder = self.vision, self.vision.encoder
+        assert encoder is not None
+        angles, segment_P = self._angles(indices), indices.segment_P
         if self.class_token is not None:
-            x_PD, indices = self._with_class_tokens(x_PD, indices)
-        x_PD, angles = self.first_norm(x_PD), self._angles(indices)
+            N = vision.position_grid**2
+            segment_P = jnp.repeat(segment_P[::N], N + 1)
         attend = partial(attend_in_segments, implementation=attention, interpret=interpret)
-        deep = dict(zip(vision.deepstack_layers, self.deepstack, strict=True))
-        added = []
-        for layer, block in enumerate(self.blocks):
+        results: dict[int, Array] = {}
+        for layer in layers:
             in_windows = indices.window_P is not None and layer not in encoder.full_layers
-            segment_P = indices.window_P if in_windows else indices.segment_P
-            x_PD = block(x_PD, angles, partial(attend, segment_P=segment_P))
-            if layer in deep:
-                added.append(deep[layer](x_PD))
-        if self.class_token is not None:
-            x_PD = x_PD.reshape(-1, vision.position_grid**2 + 1, vision.hidden_size)[:, 1:].reshape(len(patches_PC), -1)
-        result = jnp.concatenate([self.merger(self.last_norm(x_PD)), *added], axis=-1)
+            x_PD = self.blocks[layer](x_PD, angles, partial(attend, segment_P=indices.window_P if in_windows else segment_P))
+            if layer in vision.deepstack_layers:
+                number = vision.deepstack_layers.index(layer)
+                results[1 + number] = self.deepstack[number](x_PD)
+        if layers.stop == vision.num_layers:
+            last_PD = x_PD
+            if self.class_token is not None:
+                last_PD = x_PD.reshape(-1, vision.position_grid**2 + 1, vision.hidden_size)[:, 1:].reshape(
+                    len(indices.segment_P), -1
+                )
+            results[0] = self.merger(self.last_norm(last_PD))
+        return x_PD, {place: self._in_order(result, indices) for place, result in results.items()}
+
+    def _in_order(self, result: Array, indices: PatchIndices) -> Array:
+        """The results of cells in the order of the patches as they came."""
         if indices.order_P is None:
             return result
-        cell = indices.order_P[:: vision.merge_size**2] // vision.merge_size**2
+        cell = indices.order_P[:: self.vision.merge_size**2] // self.vision.merge_size**2
         return jnp.zeros_like(result).at[cell].set(result, unique_indices=True)
 
-    def _embed(self, patches_PC: Array, indices: PatchIndices) -> Array:
+    def _products(self, patches_PC: Array, indices: PatchIndices) -> Array:
         """[P, D]: the products of pixels, and learned positions, both computed in float32."""
         vision = self.vision
         values = 3 * vision.patch_size**2
@@ -114,14 +135,14 @@ class VisionTower(nnx.Module):
                 x_PD = x_PD + row_PD * indices.weights_P4[:, tap, None]
         return x_PD.astype(self.dtype)
 
-    def _with_class_tokens(self, x_PD: Array, indices: PatchIndices) -> tuple[Array, PatchIndices]:
+    def _with_class_tokens(self, x_PD: Array) -> Array:
         """The patches with the class token before those of each tile, which P is a multiple of."""
         assert self.class_token is not None and self.positions is not None and self.vision.has_tiles
         N, D = self.vision.position_grid**2, self.vision.hidden_size
         x_TND = x_PD.reshape(-1, N, D)
         first_D = (self.class_token[...] + self.positions[:, :1]).astype(x_PD.dtype)
         x_TND = jnp.concatenate([jnp.broadcast_to(first_D, (len(x_TND), 1, D)), x_TND], axis=1)
-        return x_TND.reshape(-1, D), indices._replace(segment_P=jnp.repeat(indices.segment_P[::N], N + 1))
+        return x_TND.reshape(-1, D)
 
     def _angles(self, indices: PatchIndices) -> tuple[Array, Array] | None:
         """Cosine and sine, float32 [P, H/2], of rows for the first half of the frequencies and of columns for the second."""

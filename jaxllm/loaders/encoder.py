@@ -7,12 +7,14 @@ What it returns is a `WithWeights` (`jaxllm/runner/weights.py`): `model` is the 
 whole; `load` reads its values. `Weights.merges` gives programs the encoder with its arrays.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -20,6 +22,7 @@ from jaxllm.config import ModelOptions
 from jaxllm.errors import ModelLoadError
 from jaxllm.hub import resolve_model
 from jaxllm.layers.build import build_audio_encoder, build_tower
+from jaxllm.layers.parameters import parameters
 from jaxllm.loaders import orbax
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.layout import Progress as Report
@@ -44,6 +47,11 @@ class EncoderWeights:
     def model(self) -> Any:
         """As shapes, without values."""
         return self.build(self.config)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on each device."""
+        return sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for _, each in parameters(self.model))
 
     def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
         """Raises ModelLoadError."""
@@ -82,7 +90,7 @@ def load_encoder(
     """The encoder's state with every array on its devices. Raises ModelLoadError."""
     if load_format == "orbax" or (load_format == "auto" and orbax.is_checkpoint(directory)):
         if not orbax.has_encoder(directory):
-            way_out = "" if config.audio is not None else ", or use --language-model-only"
+            way_out = "" if config.attends_to_audio else ", or use --language-model-only"
             raise ModelLoadError(
                 f"{directory} holds a converted text model, without its encoder; convert the model again{way_out}"
             )

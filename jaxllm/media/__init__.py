@@ -24,10 +24,14 @@ def load_processor(model_dir: Path, model: "ServedModel", options: MediaOptions)
 
     Raises ConfigError if a file asks for what is not supported, or an option contradicts the model.
     """
-    if model.audio is not None:
-        from jaxllm.media.audio import make_audio_processor
+    if model.audio is not None and model.audio.tokens is None:
+        from jaxllm.media.speech import make_speech_processor
 
-        return make_audio_processor(model_dir, model.audio, model.vocab_size, options)
+        return make_speech_processor(model_dir, model.audio, model.vocab_size, options)
+    if model.audio is not None:
+        from jaxllm.media.audio_tokens import AudioTokenProcessor
+
+        return AudioTokenProcessor(model.audio, options)
     if model.vision is None:
         return None
     from jaxllm.media.processor import make_processor  # imports Pillow

@@ -1,8 +1,8 @@
-"""Reads the images and videos at the addresses that requests give: data: URLs, files below an allowed directory, and http(s) URLs."""
+"""Reads images, videos and audio at the addresses that requests give: data: URLs, files below an allowed directory, http(s) URLs."""
 
 import asyncio
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,8 +19,11 @@ PIECE_CHARACTERS = 1 << 20
 """Characters of base64 that are decoded at once; no other thread runs meanwhile."""
 MAX_FRAMES = 1 << 14
 """Frames of data:video/jpeg: a body of commas would have millions, all of them empty."""
+_FETCHED = ("http", "https", "file")
 MAX_FILE_BYTES = 128 << 20
 """Limit of all file: addresses of a request together, whose body does not count them."""
+_EXAMPLES = {"image": "data:image/png", "video": "data:video/mp4", "audio": "data:audio/wav"}
+_NOUNS = {"image": "image", "video": "video", "audio": "clip of audio"}
 
 
 class Reference(Protocol):
@@ -42,7 +45,14 @@ class Reference(Protocol):
 class MediaReader:
     """Reads what references name. Thread-safe. `read` is for event loops, `read_now` for scripts."""
 
-    def __init__(self, options: MediaOptions, fetcher: "MediaFetcher | None" = None):
+    def __init__(
+        self,
+        options: MediaOptions,
+        fetcher: "MediaFetcher | None" = None,
+        on_fetched: Callable[[int], None] = lambda num_bytes: None,
+    ):
+        """on_fetched: called with the number of bytes that came from other hosts or from files, for each request that has some."""
+        self._on_fetched = on_fetched
         directory = options.allowed_local_media_path
         self._directory = None if directory is None else Path(directory).expanduser().resolve()
         self._max_bytes = options.max_bytes
@@ -68,6 +78,8 @@ class MediaReader:
         found = await asyncio.to_thread(self._read_all, references)
         for place, data in zip(away, fetched, strict=True):
             found[place] = data
+        if fetched := [found[place] for place, each in enumerate(references) if _scheme(each) in _FETCHED]:
+            self._on_fetched(sum(map(len, fetched)))
         return [Media(each.kind, data, each.uuid, each.name) for each, data in zip(references, found, strict=True)]
 
     def read_now(self, references: Sequence[Reference]) -> list[Media]:
@@ -80,7 +92,7 @@ class MediaReader:
         if self._fetcher is None:
             raise InvalidRequestError(
                 f"{names[0]} is a URL; this server fetches none (--allowed-media-domains names hosts that it may ask); send the "
-                f"{'video as data:video' if kinds[0] == 'video' else 'image as data:image'}/…;base64,…",
+                f"{kinds[0]} as data:{kinds[0]}/…;base64,…",
                 names[0],
             )
         return await self._fetcher.fetch([each.source for each in references], names, kinds)
@@ -105,9 +117,9 @@ class MediaReader:
             return self._decode(reference)
         if scheme == "file":
             return self._read_file(reference)
-        example = "a video; give data:video/mp4" if reference.kind == "video" else "an image; give data:image/png"
+        kind = {"image": "an image", "video": "a video", "audio": "audio"}[reference.kind]
         raise InvalidRequestError(
-            f"{reference.name} has no address of {example};base64,… or an http or https URL",
+            f"{reference.name} has no address of {kind}; give {_EXAMPLES[reference.kind]};base64,… or an http or https URL",
             reference.name,
         )
 
@@ -116,7 +128,7 @@ class MediaReader:
         name = reference.name
         head, comma, text = reference.source.partition(",")
         if not comma or head.rpartition(";")[2].strip().lower() != "base64":
-            raise InvalidRequestError(f"{name} is a data URL without base64; give data:image/png;base64,…", name)
+            raise InvalidRequestError(f"{name} is a data URL without base64; give {_EXAMPLES[reference.kind]};base64,…", name)
         if len(text) * 3 // 4 > self._max_bytes(reference.kind) + 2:
             raise self._too_large(reference)
         is_frames = reference.kind == "video" and head[5:].partition(";")[0].strip().lower() == "video/jpeg"
@@ -127,7 +139,7 @@ class MediaReader:
         except ValueError:
             raise InvalidRequestError(f"{name} is not valid base64", name) from None
         if not all(data):
-            raise InvalidRequestError(f"{name} is an empty image", name)
+            raise InvalidRequestError(f"{name} is an empty {'clip of audio' if reference.kind == 'audio' else 'image'}", name)
         return data if is_frames else data[0]
 
     def _read_file(self, reference: Reference) -> bytes:
@@ -135,7 +147,7 @@ class MediaReader:
         if self._directory is None:
             raise InvalidRequestError(
                 f"{name} is a file of the server, and none may be read (--allowed-local-media-path names a directory); send the "
-                "image itself",
+                f"{reference.kind} itself",
                 name,
             )
         try:
@@ -153,7 +165,7 @@ class MediaReader:
         return data
 
     def _too_large(self, reference: Reference) -> InvalidRequestError:
-        most, what = self._max_bytes(reference.kind), "video" if reference.kind == "video" else "image"
+        most, what = self._max_bytes(reference.kind), _NOUNS[reference.kind]
         return InvalidRequestError(f"{reference.name} has more than {most} bytes; send a smaller {what}", reference.name)
 
 

@@ -10,6 +10,7 @@ from PIL import Image, ImageSequence
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.media.image_files import check_size, load, open_image
+from jaxllm.media.media import Check, MediaUnwantedError, unchecked
 from jaxllm.media.options import MediaOptions
 from jaxllm.media.rgb import from_array, to_rgb
 
@@ -19,8 +20,12 @@ CONTAINERS = {"mp4": "MP4 or MOV", "matroska": "WebM or Matroska"}
 """Formats of videos, by FFmpeg's names. Others are not tried: some name further files and addresses, which would then be read."""
 MAX_FRAMES = 1 << 18
 """Frames of a file: more than an hour at 60 frames a second."""
+MAX_ANIMATION_PIXELS = 1 << 30
+"""Pixels of all frames of an animation: 500 frames of 1920 x 1080. Its readers decode about 40 million a second, and each frame twice."""
 SECONDS_OF_A_STILL = 0.1
 """Duration of a frame of an animation that gives none, as viewers show it."""
+_GIF_FRAME, _GIF_EXTENSION, _GIF_END = b"\x2c\x21\x3b"
+"""First bytes of the blocks of a GIF."""
 _TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 """By the degrees to the left that a camera's file asks for."""
 ASKED_OF_FRAMES = ("fps", "frames_indices", "do_sample_frames")
@@ -43,8 +48,10 @@ class Clip:
     """The frames with these numbers, ascending, in RGB. Raises InvalidRequestError."""
 
 
-def open_clip(data: Any, name: str, options: MediaOptions) -> Clip:
-    """The video that is a file, a list of frames, or (frames, metadata). Raises InvalidRequestError."""
+def open_clip(data: Any, name: str, options: MediaOptions, check: Check = unchecked) -> Clip:
+    """The video that is a file, a list of frames, or (frames, metadata). Raises InvalidRequestError.
+
+    check: called before each frame that is decoded, now and while the clip is read."""
     metadata: Mapping[str, Any] = {}
     if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Mapping):
         data, metadata = data
@@ -53,14 +60,14 @@ def open_clip(data: Any, name: str, options: MediaOptions) -> Clip:
     if isinstance(data, bytes):
         if metadata:
             refuse(name, "is a file with metadata beside it, which only frames have; leave that out")
-        return _of_file(data, name, options)
+        return _of_file(data, name, options, check)
     is_array = isinstance(data, np.ndarray) and data.ndim == 4
     if not is_array and not (isinstance(data, list | tuple) and all(isinstance(each, _FRAME) for each in data)):
         refuse(
             name,
             f"is {_described(data)}, must be an array of uint8 [frames, height, width, 3], a list of Pillow images, or the bytes of a file",
         )
-    return _of_frames(data, metadata, name, options)
+    return _of_frames(data, metadata, name, options, check)
 
 
 _FRAME = (bytes, Image.Image, np.ndarray)
@@ -85,7 +92,7 @@ def _described(data: Any) -> str:
 # Frames
 
 
-def _of_frames(frames: Sequence[Any], metadata: Mapping[str, Any], name: str, options: MediaOptions) -> Clip:
+def _of_frames(frames: Sequence[Any], metadata: Mapping[str, Any], name: str, options: MediaOptions, check: Check) -> Clip:
     if not len(frames):
         refuse(name, "has no frames")
     fps, sampled = metadata.get("fps"), metadata.get("do_sample_frames") or False
@@ -108,6 +115,7 @@ def _of_frames(frames: Sequence[Any], metadata: Mapping[str, Any], name: str, op
 
     def read(wanted: Sequence[int]) -> Iterator[Image.Image]:
         for number in wanted:
+            check()
             found = frame(number)
             if found.size != first.size:
                 refuse(
@@ -139,18 +147,18 @@ def _frame(data: Any, where: str, name: str, options: MediaOptions) -> Image.Ima
 # Files
 
 
-def _of_file(data: bytes, name: str, options: MediaOptions) -> Clip:
+def _of_file(data: bytes, name: str, options: MediaOptions, check: Check) -> Clip:
     if len(data) > options.mm_max_video_bytes:
         refuse(
             name,
             f"has {len(data)} bytes, must have at most {options.mm_max_video_bytes}; send a smaller one, or raise --mm-max-video-bytes",
         )
     if data.startswith((b"GIF8", b"\x89PNG")) or data[8:12] == b"WEBP":
-        return _of_animation(data, name, options)
+        return _of_animation(data, name, options, check)
     if data[4:8] == b"ftyp":
-        return _of_container(data, "mp4", name, options)
+        return _of_container(data, "mp4", name, options, check)
     if data.startswith(b"\x1a\x45\xdf\xa3"):
-        return _of_container(data, "matroska", name, options)
+        return _of_container(data, "matroska", name, options, check)
     kinds = ", ".join((*CONTAINERS.values(), "an animated GIF, PNG or WebP"))
     refuse(name, f"is a file of an unknown format; send {kinds}, or its frames as data:video/jpeg;base64,frame,frame,…")
 
@@ -167,18 +175,32 @@ def _check_work(width: int, height: int, count: int, name: str, options: MediaOp
         )
 
 
-def _of_animation(data: bytes, name: str, options: MediaOptions) -> Clip:
+def _check_animation(width: int, height: int, count: int, name: str, options: MediaOptions) -> None:
+    _check_work(width, height, count, name, options)
+    if (pixels := width * height * count) > MAX_ANIMATION_PIXELS:
+        refuse(
+            name,
+            f"is an animation of {count} frames of {width} x {height} pixels, together {pixels}, must have at most {MAX_ANIMATION_PIXELS}; "
+            "send it as MP4 or WebM, or fewer frames",
+        )
+
+
+def _of_animation(data: bytes, name: str, options: MediaOptions, check: Check) -> Clip:
     image = open_image(data, name, options)
+    # Pillow knows how many frames PNG and WebP have, and would decode part of a GIF to count its own.
+    count = _count_gif_frames(data, MAX_FRAMES + 1) if image.format == "GIF" else getattr(image, "n_frames", 1)
+    _check_animation(*image.size, count, name, options)
     seconds: list[float] = []
     now = 0.0
     try:
         for each in ImageSequence.Iterator(image):
+            check()
             check_size(*image.size, name, options)  # a later frame of a GIF may be larger than the first
-            _check_work(*image.size, len(seconds) + 1, name, options)
+            _check_animation(*image.size, len(seconds) + 1, name, options)
             each.load()  # before it WebP does not say how long
             seconds.append(now)
             now += (each.info.get("duration") or 0) / 1000 or SECONDS_OF_A_STILL
-    except InvalidRequestError:
+    except (InvalidRequestError, MediaUnwantedError):
         raise
     except Exception:  # readers of damaged files raise anything
         refuse(name, "is damaged or incomplete; send the whole file")
@@ -186,17 +208,43 @@ def _of_animation(data: bytes, name: str, options: MediaOptions) -> Clip:
     def read(wanted: Sequence[int]) -> Iterator[Image.Image]:
         whole = open_image(data, name, options)
         for number in wanted:
-            try:
-                whole.seek(number)
-                whole.load()
-            except Exception:
-                refuse(name, f"is damaged or incomplete: its frame {number} cannot be decoded; send the whole file")
+            # One by one, as readers decode those between anyway, in one call.
+            for place in range(whole.tell(), number + 1):
+                check()
+                try:
+                    whole.seek(place)
+                    whole.load()
+                except Exception:
+                    refuse(name, f"is damaged or incomplete: its frame {place} cannot be decoded; send the whole file")
             yield to_rgb(whole.copy(), name, options.background)
 
     return Clip(*image.size, seconds, len(seconds) / now, False, read)
 
 
-def _of_container(data: bytes, format: str, name: str, options: MediaOptions) -> Clip:
+def _count_gif_frames(data: bytes, most: int) -> int:
+    """How many frames the blocks of a GIF have, up to `most`. Decodes nothing. A damaged file has some number of frames."""
+
+    def behind_palette(place: int, flags: int) -> int:
+        return place + (3 << (flags % 8 + 1) if flags & 0x80 else 0)
+
+    def behind_pieces(place: int) -> int:
+        while place < len(data) and data[place]:
+            place += 1 + data[place]
+        return place + 1
+
+    count, place = 0, behind_palette(13, data[10] if len(data) > 10 else 0)
+    while place + 10 < len(data) and count < most and (kind := data[place]) != _GIF_END:
+        if kind == _GIF_FRAME:
+            count += 1
+            place = behind_pieces(behind_palette(place + 10, data[place + 9]) + 1)
+        elif kind == _GIF_EXTENSION:
+            place = behind_pieces(place + 2)
+        else:
+            place += 1  # as Pillow does
+    return count
+
+
+def _of_container(data: bytes, format: str, name: str, options: MediaOptions, check: Check) -> Clip:
     try:
         import av
     except ImportError:
@@ -238,6 +286,7 @@ def _of_container(data: bytes, format: str, name: str, options: MediaOptions) ->
         try:
             with opened() as container:
                 for place, frame in enumerate(container.decode(container.streams.video[0])):
+                    check()
                     if (frame.width, frame.height) != size:
                         refuse(
                             name, f"has frames of {frame.width} x {frame.height} pixels, its header says {size[0]} x {size[1]}"

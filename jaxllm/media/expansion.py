@@ -1,26 +1,24 @@
-"""Puts into a prompt the tokens that stand for its images and videos."""
+"""Puts into a prompt the tokens that stand for its images, videos and clips of audio."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.media.families.family import Family
 from jaxllm.media.media import ProcessedMedia
 from jaxllm.request import PromptItem
 
+_WHAT = {"image": "image", "video": "time step of a video", "audio": "clip of audio"}
+"""What a placeholder stands for, by its kind."""
+
 
 def expand(
-    family: Family, token_ids: list[int], processed: Sequence[ProcessedMedia]
+    ids_of: Mapping[str, int], token_ids: list[int], processed: Sequence[ProcessedMedia], *, has_positions: bool = False
 ) -> tuple[list[int], tuple[PromptItem, ...]]:
-    """Token ids with as many placeholders as each image, and each time step of a video, has tokens, and the items at them.
+    """Token ids with as many placeholders as each image, clip of audio and time step of a video has tokens, and the items at them.
 
     The prompt has one placeholder for each, or all of them already. Items of a kind come in their order. Raises InvalidRequestError if it
-    has another number.
+    has another number. ids_of: the placeholder of each kind. has_positions: whether tokens turn by their places in an item's grid.
     """
-    vision = family.vision
-    ids_of = {"image": vision.image_token_id}
-    if family.video is not None and vision.video_token_id is not None:
-        ids_of["video"] = vision.video_token_id
     queues = [_Queue(token_ids, kind, token_id, processed) for kind, token_id in ids_of.items()]
     waiting = [queue for queue in queues if queue.media]
     expanded: list[int] = []
@@ -32,7 +30,7 @@ def expand(
         ids = media.token_ids
         expanded += token_ids[end:start]
         end = start + (len(ids) if is_expanded else 1)
-        items.append(_item(family, media, len(expanded)))
+        items.append(_item(media, len(expanded), has_positions=has_positions))
         expanded += ids
         waiting = [queue for queue in waiting if queue.media]
     if not items:
@@ -63,7 +61,7 @@ class _Queue:
         self._may_be_expanded = found == sum(wanted)
         self._are_single = found == len(self.media)
         if not self._are_single and not self._may_be_expanded:
-            what = "image" if kind == "image" else "time step of a video"
+            what = _WHAT[kind]
             all_of_them = f", or {sum(wanted)}, as many as their embeddings ({_listed(wanted)})" if wanted else ""
             raise InvalidRequestError(
                 f"the prompt has {found} {kind} placeholder(s) (token {token_id}) and {len(self.media)} {what}(s); it must have one "
@@ -93,14 +91,14 @@ class _Queue:
         return media, first if is_expanded else start, is_expanded
 
 
-def _item(family: Family, media: ProcessedMedia, position: int) -> PromptItem:
+def _item(media: ProcessedMedia, position: int, *, has_positions: bool) -> PromptItem:
     return PromptItem(
         kind=media.kind,
         content_hash=media.content_hash,
         position=position,
         num_tokens=media.num_tokens,
         payload=media.payload,
-        grid=media.grid if family.has_positions else None,
+        grid=media.grid if has_positions else None,
         embedding_runs=media.embedding_runs,
     )
 

@@ -4,6 +4,7 @@ As transformers' WhisperFeatureExtractor computes them. Source of the mel scale:
 """
 
 import functools
+import struct
 
 import numpy as np
 
@@ -84,3 +85,23 @@ def pack(features: np.ndarray) -> bytes:
 def unpack(payload: bytes, audio: Audio) -> np.ndarray:
     """The features in these bytes, read-only: a view of them."""
     return np.frombuffer(payload, "<f4").reshape(audio.num_frames, audio.num_bins)
+
+
+_SEEN_BEHIND = 2
+"""Frames behind a clip that the convolutions of its last position see."""
+
+
+def num_frames(num_samples: int) -> int:
+    """Frames of features of so many samples, without silence behind them."""
+    return -(-num_samples // HOP)
+
+
+def pack_part(features: np.ndarray, count: int) -> bytes:
+    """The bytes of the first `count` frames, and of those behind that the encoder sees with them: their number (int32), then float32."""
+    return struct.pack("<i", count) + pack(features[: count + _SEEN_BEHIND])
+
+
+def unpack_part(payload: bytes, audio: Audio) -> tuple[np.ndarray, int]:
+    """What `pack_part` has packed: float32 [frames, bins], a view, and the number of the clip's own frames."""
+    (count,) = struct.unpack_from("<i", payload)
+    return np.frombuffer(payload, "<f4", offset=4).reshape(-1, audio.num_bins), count

@@ -1,4 +1,4 @@
-"""Fetches images and videos that requests name by http(s) URLs, from hosts that the operator allows, and never from a private network.
+"""Fetches what requests name by http(s) URLs, images, videos and audio, from hosts that the operator allows, never from a private network.
 
 A URL comes from an untrusted client, so a fetch must not reach what only this machine can reach. The URL is parsed once and its
 host resolved once; every address must be public, and the connection goes to a checked address, with the host's name in `Host` and
@@ -34,6 +34,8 @@ _ENDS_IN_NUMBER = re.compile(r"(?:^|\.)(?:[0-9]+|0x[0-9a-f]*)\.?$", re.IGNORECAS
 """Hosts that URL parsers and resolvers read as IPv4 addresses, in forms such as 2130706433, 0x7f.1 or 0177.0.0.1."""
 _GLOBAL_UNICAST, _6TO4 = ipaddress.IPv6Network("2000::/3"), ipaddress.IPv6Network("2002::/16")
 _REDIRECTS = (301, 302, 303, 307, 308)
+_TYPES = {"image": ("image/",), "video": ("video/", "image/"), "audio": ("audio/", "video/")}
+"""How the content types of a kind of items begin. Ogg and MP4 files of audio may be called videos."""
 _BINARY_TYPES = ("application/octet-stream", "binary/octet-stream")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -52,7 +54,7 @@ def look_up(host: str, port: int) -> list[str]:
 
 
 class MediaFetcher:
-    """Fetches images and videos from allowed hosts. Thread-safe."""
+    """Fetches images, videos and audio from allowed hosts. Thread-safe."""
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class MediaFetcher:
             connector=aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={
-                "Accept": "image/*" if kind == "image" else "video/*, image/*",
+                "Accept": ", ".join(f"{type}*" for type in _TYPES[kind]),
                 "Accept-Encoding": "identity",
                 "User-Agent": "jaxllm",
             },
@@ -160,14 +162,13 @@ class MediaFetcher:
 
     async def _read(self, response: aiohttp.ClientResponse, name: str, kind: str, budget: "_Budget") -> bytes:
         status, type, most = response.status, response.content_type, self._max_bytes(kind)
-        types = ("image/",) if kind == "image" else ("image/", "video/")
         if status != 200:
             is_passing = status in (408, 429) or status >= 500
             raise MediaFetchError(f"{name} could not be fetched: its server answers {status}", name, 502 if is_passing else 422)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise MediaFetchError(f"{name} comes compressed, which was not asked for", name, 422)
-        if "Content-Type" in response.headers and not type.startswith(types) and type not in _BINARY_TYPES:
-            what = "an image's" if kind == "image" else "a video's"
+        if "Content-Type" in response.headers and not type.startswith(_TYPES[kind]) and type not in _BINARY_TYPES:
+            what = {"image": "an image's", "video": "a video's", "audio": "that of audio"}[kind]
             raise MediaFetchError(f"{name} has a content type that is not {what}", name, 422)
         if (response.content_length or 0) > most:
             raise _too_large(name, most)

@@ -1,12 +1,24 @@
 """An image, a video or a clip of audio as it came with a prompt, and what becomes of it before the engine gets it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
 if TYPE_CHECKING:
     import numpy as np
     import PIL.Image
+
+
+Check = Callable[[], None]
+"""Called between the frames of a video; raises MediaUnwantedError once nobody waits for it any more."""
+
+
+class MediaUnwantedError(Exception):
+    """The preparation of an item ended before it was done, because nobody waits for it any more."""
+
+
+def unchecked() -> None:
+    """A Check of what is always wanted."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,8 @@ class Media:
     """The caller's name of the content: items with equal ones are the same, whatever their data."""
     name: str = "prompt"
     """Its name in errors, e.g. messages[0].content[1]: the `param` of InvalidRequestError."""
+    check: Check = field(default=unchecked, compare=False)
+    """Ends its preparation, if nobody waits for it any more."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,13 @@ class MediaOptions:
 
     limit_mm_per_prompt: Annotated[
         dict[str, Any] | None,
-        'JSON object: most images and videos of a prompt, as {"image": 4, "video": 1}; 0 takes none; default: 999',
+        'JSON object: most images, videos and clips of audio of a prompt, as {"image": 4, "video": 1, "audio": 2}; 0 takes none; '
+        "default: 999",
     ] = None
     allowed_media_domains: Annotated[
         list[str] | None,
-        "hosts that images of http(s) addresses may come from, several after one flag; * is any public host; default: only data: URLs",
+        "hosts that images and audio of http(s) addresses may come from, several after one flag; * is any public host; default: only "
+        "data: URLs",
     ] = None
     allowed_local_media_path: Annotated[
         str | None, "directory whose files requests may name with file:// addresses; default: none"
@@ -39,15 +41,17 @@ class MediaOptions:
     ] = None
     trust_request_mm_kwargs: Annotated[bool, "let requests bring mm_processor_kwargs of their own"] = False
     mm_processor_cache_gb: Annotated[
-        float, "GiB of host memory of an API server that keep prepared images, so that one sent again costs nothing; 0: none"
+        float,
+        "GiB of host memory of an API server that keep prepared images and audio, so that one sent again costs nothing; 0: none",
     ] = 4.0
     mm_hasher_algorithm: Annotated[
         Literal["sha256", "sha512"], "hash by which equal images are found; vLLM's default, blake3, needs a package"
     ] = "sha256"
     mm_max_patches: Annotated[
-        int,
-        "most patches of an image or a frame; larger ones are made smaller; more take memory on the device and hold up other requests",
-    ] = 16384
+        int | None,
+        "most patches of an image or a frame; larger ones are made smaller; more take memory on the device and hold up other requests; "
+        "default: 16384, or with Idefics 3 and SmolVLM as many as 17 tiles have, if these are more",
+    ] = None
     mm_max_image_pixels: Annotated[
         int, "most pixels of an image as it came; larger ones are refused before they are decoded"
     ] = 1 << 26
@@ -60,7 +64,7 @@ class MediaOptions:
     mm_max_audio_bytes: Annotated[int, "most bytes of a file of audio"] = 25 << 20
     mm_max_audio_seconds: Annotated[
         float,
-        "most seconds of a file of audio; it is cut into clips of what the model hears at a time, 30 seconds with Whisper",
+        "most seconds of a file of audio; Whisper gets it in clips of what it hears at a time, 30 seconds; others take no longer clips",
     ] = 600.0
     mm_fetch_timeout: Annotated[float, "seconds that fetching an image from its address may take"] = 5.0
 
@@ -92,7 +96,8 @@ class MediaOptions:
 
     def max_bytes(self, kind: str) -> int:
         """The most bytes of the file of an item."""
-        return self.mm_max_video_bytes if kind == "video" else self.mm_max_image_bytes
+        of_kinds = {"image": self.mm_max_image_bytes, "video": self.mm_max_video_bytes, "audio": self.mm_max_audio_bytes}
+        return of_kinds[kind]
 
     def __post_init__(self) -> None:
         if faults := media_faults(vars(self)):

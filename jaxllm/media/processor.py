@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from jaxllm.encoder_sizes import most_patches
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.media import payload
 from jaxllm.media.cache import ProcessedCache
@@ -48,6 +49,7 @@ class MediaProcessor:
     def __init__(self, vision: Vision, options: MediaOptions, directory: Path):
         """Raises ConfigError if the settings in the model directory or mm_processor_kwargs ask for the impossible."""
         self.vision, self.options = vision, options
+        self.max_patches = most_patches(vision, options.mm_max_patches)
         self.cache = ProcessedCache(int(options.mm_processor_cache_gb * 2**30))
         kind = FAMILIES[vision.family]
         self._of_file, self._directory = read_settings(directory), directory
@@ -107,15 +109,15 @@ class MediaProcessor:
         return processed
 
     def _prepare_video(self, video: QwenVideo, media: Media, content: bytes) -> ProcessedMedia:
-        clip = open_clip(media.data, media.name, self.options)
+        clip = open_clip(media.data, media.name, self.options, media.check)
         numbers = video.chosen(clip, media.name)
         size = video.resized(len(numbers), clip.width, clip.height)
         rows, columns = (length // self.vision.patch_size for length in size[::-1])
         merge = self.vision.merge_size
-        if rows * columns > self.options.mm_max_patches:
+        if rows * columns > self.max_patches:
             refuse_video(
                 media.name,
-                f"has frames that make {rows * columns} patches, more than --mm-max-patches, {self.options.mm_max_patches}; crop them",
+                f"has frames that make {rows * columns} patches, more than --mm-max-patches, {self.max_patches}; crop them",
             )
         grid, token_id = (1, rows // merge, columns // merge), self.vision.video_token_id
         assert token_id is not None
@@ -185,7 +187,11 @@ class MediaProcessor:
 
         The prompt has one placeholder for each image, or all of them already. Raises InvalidRequestError for other counts.
         """
-        return expand(self._family, token_ids, processed)
+        ids_of = {"image": self.vision.image_token_id}
+        if self._video is not None:
+            assert self.vision.video_token_id is not None
+            ids_of["video"] = self.vision.video_token_id
+        return expand(ids_of, token_ids, processed, has_positions=self._family.has_positions)
 
     def count_tokens(self, width: int, height: int) -> int:
         """Tokens of an image of this size in pixels."""
@@ -214,7 +220,7 @@ class MediaProcessor:
         options = kind.options if kind.video is None else (*kind.options, VIDEOS)
         settings = Settings(self._of_file, given, options)
         settings.check(kind.image_processors, self.vision, kind.sizes)
-        return kind.of(self.vision, settings, self.options.mm_max_patches, self._directory)
+        return kind.of(self.vision, settings, self.max_patches, self._directory)
 
     def _make_video(self, overrides: str) -> QwenVideo | None:
         """As `_make_family`. None: the model takes no videos."""
@@ -227,7 +233,7 @@ class MediaProcessor:
             raise ConfigError(f"{VIDEOS} of mm_processor_kwargs is {given!r}, must be an object")
         settings = Settings(self._of_video_file, {**of_io, **given}, kind.video.options)
         settings.check(kind.video.processors, self.vision, kind.sizes, kind="video")
-        return kind.video.of(self.vision, settings, self.options.mm_max_patches)
+        return kind.video.of(self.vision, settings, self.max_patches)
 
     def _given(self, overrides: str) -> dict[str, Any]:
         """mm_processor_kwargs of a request over those of the options."""
@@ -255,11 +261,11 @@ class MediaProcessor:
     def _prepare(self, family: Family, image: Image.Image, content: bytes, name: str) -> ProcessedMedia:
         tiles, rows, columns = grid = family.grid(*image.size)
         merge = self.vision.merge_size
-        if (count := tiles * rows * columns * merge**2) > self.options.mm_max_patches:
+        if (count := tiles * rows * columns * merge**2) > self.max_patches:
             refuse(
                 name,
                 f"has {image.width} x {image.height} pixels, which make {count} patches, more than --mm-max-patches, "
-                f"{self.options.mm_max_patches}; crop it",
+                f"{self.max_patches}; crop it",
             )
         token_ids = tuple(family.token_ids(*image.size))
         return ProcessedMedia(

@@ -14,9 +14,10 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     """Load and totals of the engine core."""
     found.gauge("num_requests_running", load.num_running, "requests in the running batch")
     found.gauge("num_requests_waiting", load.num_waiting, "requests waiting for a place in the batch")
-    by_reason = "the same by reason: for capacity, or deferred by something else, never by this engine"
-    found.gauge("num_requests_waiting_by_reason", load.num_waiting, by_reason, reason="capacity")
-    found.gauge("num_requests_waiting_by_reason", 0, by_reason, reason="deferred")
+    by_reason = "the same by reason: for capacity, or deferred until programs that only they need are compiled"
+    num_deferred = min(load.num_deferred, load.num_waiting)
+    found.gauge("num_requests_waiting_by_reason", load.num_waiting - num_deferred, by_reason, reason="capacity")
+    found.gauge("num_requests_waiting_by_reason", num_deferred, by_reason, reason="deferred")
     found.gauge("kv_cache_usage_perc", load.cache_usage, "fraction of the KV cache in use, 0 to 1")
     found.counter("prefix_cache_queries", load.prefix_cache_queries, "tokens looked up in the prefix cache")
     found.counter("prefix_cache_hits", load.prefix_cache_hits, "tokens found in the prefix cache")
@@ -49,7 +50,7 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     _add_experts(found, load)
     _add_images(found, load)
     num_ready, num_awaited = load.awaited_programs
-    awaited = "programs that requests wait for now, by whether they are ready"
+    awaited = "programs that the current step waits for, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
     found.gauge("awaited_programs", num_awaited - num_ready, awaited, state="missing")
     fraction = load.device_idle_seconds / load.work_seconds if load.work_seconds > 0 else 0.0
@@ -90,13 +91,24 @@ def _add_adapters(found: Collected, load: SchedulerStats) -> None:
 
 
 def _add_images(found: Collected, load: SchedulerStats) -> None:
-    """The encoder cache, where the model sees images. Its queries and hits are always there."""
+    """The encoder cache, where prompts have images or clips of audio. Its queries and hits are always there."""
     if not load.num_item_pages:
         return
     usage = load.num_used_item_pages / load.num_item_pages
     found.gauge("mm_cache_usage_perc", usage, "fraction of the encoder cache that requests use, 0 to 1; more is cached")
-    found.counter("mm_cache_evictions", load.num_item_evictions, "encoded images that left the encoder cache for others")
-    found.counter("mm_encoder_patches", load.num_encoded_patches, "patches of the images that were encoded, without padding")
+    found.counter("mm_cache_evictions", load.num_item_evictions, "encoded items that left the encoder cache for others")
+    found.counter(
+        "mm_encoder_patches",
+        load.num_encoded_patches,
+        "patches of images, positions of audio, that were encoded, without padding",
+    )
+    computed = "patches that the encoder computed for them, those of padding included"
+    found.counter("mm_encoder_computed_patches", load.num_computed_patches, computed)
+    found.counter(
+        "mm_encoder_runs",
+        load.num_encoder_runs,
+        "runs of the encoder, each over a clip of audio, or the images of a step that fit together",
+    )
 
 
 def _add_experts(found: Collected, load: SchedulerStats) -> None:

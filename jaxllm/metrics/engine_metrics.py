@@ -7,6 +7,7 @@ from jaxllm.config import CacheOptions
 from jaxllm.metrics import buckets
 from jaxllm.metrics.collect import Collected
 from jaxllm.metrics.engine_load import add_load
+from jaxllm.metrics.media_counts import MediaCounts
 from jaxllm.metrics.metric import Metric
 from jaxllm.observations import Observations
 from jaxllm.request import FinishReason
@@ -54,8 +55,9 @@ class EngineMetrics:
         self.load: SchedulerStats | None = None
         """Store the engine core's own numbers, after the latest step."""
         self.programs_compiled_after_warmup = 0
-        self.image_seconds: Observations | None = None
-        """Store the times of preparing images, if the model sees them."""
+        self.media_kinds: tuple[str, ...] = ()
+        """Store the kinds of items that the model takes beside text, and what preparing them takes."""
+        self.media_counts = MediaCounts()
 
     def request_arrived(self, params: SamplingParams) -> None:
         """A prompt was accepted."""
@@ -141,7 +143,9 @@ class EngineMetrics:
         found.counter("external_prefix_cache_queries", 0, f"lookups {absent}")
         found.counter("external_prefix_cache_hits", 0, f"hits {absent}")
         queries, hits = (self.load.item_cache_queries, self.load.item_cache_hits) if self.load is not None else (0, 0)
-        found.counter("mm_cache_queries", queries, "images of prompts, each when its first token was computed")
+        found.counter(
+            "mm_cache_queries", queries, "images and clips of audio of prompts, each when its first token was computed"
+        )
         found.counter("mm_cache_hits", hits, "those of them that the encoder cache had; the others were encoded")
 
     def _cache_size(self, load: SchedulerStats) -> dict[str, str]:
@@ -168,6 +172,11 @@ class EngineMetrics:
         found.counter("generation_tokens", self.generation_tokens, "output tokens")
         for reason, count in self._finished.items():
             found.counter("request_success", count, "ended sequences", finished_reason=reason)
+        for kind in self.media_kinds:
+            found.counter("mm_items", self.media_counts.num_items[kind], "items of prompts that were prepared", kind=kind)
+        if self.media_kinds:
+            fetched = "bytes of items that were fetched from http(s) addresses, or read from files that requests name"
+            found.counter("mm_fetched_bytes", self.media_counts.fetched_bytes, fetched)
 
     def _add_histograms(self, found: Collected) -> None:
         histogram = found.histogram
@@ -186,6 +195,8 @@ class EngineMetrics:
         histogram("request_params_n", self._request_n, "answers asked for")
         histogram("request_params_max_tokens", self._request_max_tokens, "most output tokens asked for")
         histogram("request_num_preemptions", self._request_preemptions, "times that an ended sequence lost its place")
-        if self.image_seconds is not None:
-            prepared = "reading and preparing an image of a prompt; one that was kept takes less than a millisecond"
-            histogram("mm_preparation_time_seconds", self.image_seconds, prepared)
+        if self.media_kinds:
+            prepared = (
+                "preparing an item of a prompt, of a transcription each clip; one that was kept takes less than a millisecond"
+            )
+            histogram("mm_preparation_time_seconds", self.media_counts.seconds, prepared)

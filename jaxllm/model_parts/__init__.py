@@ -5,7 +5,7 @@ module for each.
 """
 
 from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention, QueryScale
-from jaxllm.model_parts.audio import Audio, CrossAttentionLayer
+from jaxllm.model_parts.audio import Audio, AudioTokens, CrossAttentionLayer
 from jaxllm.model_parts.decoder import Head, Layer, Names, Positions
 from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
 from jaxllm.model_parts.norm import Norm
@@ -17,6 +17,7 @@ __all__ = [
     "Activation",
     "Attention",
     "Audio",
+    "AudioTokens",
     "CrossAttentionLayer",
     "ExpertActivation",
     "GatedDeltaNet",

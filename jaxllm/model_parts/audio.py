@@ -1,4 +1,7 @@
-"""How a model hears: the encoder that the attention of its decoder layers reads. Source: arXiv:2212.04356 (Whisper)."""
+"""How a model hears: an encoder, whose results the attention of its decoder layers reads, or which stand in place of tokens of prompts.
+
+Source: arXiv:2212.04356 (Whisper).
+"""
 
 from dataclasses import dataclass
 
@@ -6,11 +9,40 @@ from jaxllm.model_parts.attention import Attention
 from jaxllm.model_parts.decoder import Layer
 from jaxllm.model_parts.mlp import MLP
 from jaxllm.model_parts.norm import Norm
+from jaxllm.model_parts.vision import MergerLinear
 
 SAMPLE_RATE = 16000
 """Samples of a second."""
 HOP = 160
 """Samples between frames of features."""
+
+
+@dataclass(frozen=True)
+class AudioTokens:
+    """How the results of an encoder become embeddings, each in place of a placeholder token of a prompt.
+
+    Positions behind the end of a clip are not attended to and have no embeddings.
+    """
+
+    token_id: int
+    """The placeholder of one embedding."""
+    placeholder: str
+    """What stands for a clip in a prompt of plain text."""
+    prefix: str
+    """How the names of the tensors of `linears` begin."""
+    linears: tuple[MergerLinear, ...]
+    """From the encoder's width to that of the text model."""
+    num_averaged: int = 1
+    """So many positions are averaged to one, before the encoder's last norm."""
+
+    def num_embeddings(self, num_positions: int) -> int:
+        """Embeddings of so many positions of a clip."""
+        return num_positions // self.num_averaged
+
+    @property
+    def output_size(self) -> int:
+        """Width of an embedding."""
+        return self.linears[-1].outputs
 
 
 @dataclass(frozen=True)
@@ -26,11 +58,24 @@ class Audio:
     num_heads: int
     mlp: MLP
     prefix: str = "model.encoder."
-    """How the names of all its tensors begin."""
+    """How the names of its tensors begin."""
+    tokens: AudioTokens | None = None
+    """None: every prompt has a clip, and the layers of the decoder attend to what the encoder computes of it."""
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """How the names of all its tensors begin, those behind it included."""
+        return (self.prefix,) if self.tokens is None else (self.prefix, self.tokens.prefix)
 
     def name_of(self, name: str) -> str | None:
         """The name of a tensor of the checkpoint, if it is the encoder's; None: it is not."""
-        return name if name.startswith(self.prefix) else None
+        return name if name.startswith(self.prefixes) else None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Positions of programs that encode clips to embeddings of tokens: all, half or a quarter of the longest clip's. Even."""
+        whole = self.num_positions
+        return -(-whole // 8) * 2, -(-whole // 4) * 2, whole
 
     @property
     def head_dim(self) -> int:
@@ -40,6 +85,10 @@ class Audio:
     def num_frames(self) -> int:
         """Frames of features of a clip."""
         return 2 * self.num_positions
+
+    def positions_of(self, num_frames: int) -> int:
+        """Positions that the encoder computes of so many frames."""
+        return -(-num_frames // 2)
 
     @property
     def num_samples(self) -> int:

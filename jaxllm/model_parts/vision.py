@@ -152,6 +152,11 @@ class Vision:
         """Width of a head of the encoder's attention."""
         return self.hidden_size // self.num_heads
 
+    def hidden_rows(self, num_patches: int) -> int:
+        """Rows of the encoder's hidden state: the patches, and what stands before those of each tile."""
+        has_class_token = self.encoder is not None and self.encoder.class_token is not None
+        return num_patches + (num_patches // self.position_grid**2 if has_class_token else 0)
+
     @property
     def num_deepstack(self) -> int:
         return len(self.deepstack_layers)

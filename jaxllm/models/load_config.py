@@ -45,7 +45,7 @@ def load_model_config(
     max_model_len: the longest sequence that will be served, if it is known; longrope depends on it.
     expert_parallel: with several devices, each has whole experts.
     model_class: module:name of the function that reads the family's config, instead of the one that is known by its architecture.
-    language_model_only: leave out the vision encoder.
+    language_model_only: leave out the encoder of images or audio, if it can do without.
     Raises ModelLoadError naming the file and everything in it that cannot be served.
     """
     directory = Path(directory)
@@ -85,6 +85,7 @@ def load_model_config(
         generates=generates,
         pooling=pooling,
         vision=None if language_model_only else config.vision,
+        audio=None if language_model_only and not config.attends_to_audio else config.audio,
         max_position=longest if generates else min(longest, pooling.max_length or longest),
     )
     return dataclasses.replace(config, digest=hashlib.sha256(repr(config).encode()).hexdigest()[:12])

@@ -54,6 +54,7 @@ FAMILIES = {
     "PhiMoEForCausalLM": ("phimoe", "jaxllm.models.phimoe:read"),
     "PhimoeForCausalLM": ("phimoe", "jaxllm.models.phimoe:read"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "jaxllm.models.qwen2_5_vl:read"),
+    "Qwen2AudioForConditionalGeneration": ("qwen2_audio", "jaxllm.models.qwen2_audio:read"),
     "Qwen2ForCausalLM": ("qwen2", "jaxllm.models.qwen2:read"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "jaxllm.models.qwen_moe:read_qwen2_moe"),
     "Qwen3ForCausalLM": ("qwen3", "jaxllm.models.qwen3:read"),

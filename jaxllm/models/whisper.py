@@ -1,6 +1,7 @@
 """Whisper: an encoder of audio, and a decoder whose layers attend to it. Source: arXiv:2212.04356."""
 
 from dataclasses import replace
+from typing import Any
 
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Attention, Audio, CrossAttentionLayer, Names, Norm, Positions
@@ -11,20 +12,9 @@ DECODER = "model.decoder"
 
 def read(c: ConfigReader) -> ModelConfig:
     c = c.with_defaults(activation_function="gelu", tie_word_embeddings=True)
-    c.refuse_unless("scale_embedding", False)
     width, count = c.integer("d_model"), c.integer("max_target_positions", 448)
-    audio = Audio(
-        num_bins=c.integer("num_mel_bins", 80),
-        num_positions=c.integer("max_source_positions", 1500),
-        hidden_size=width,
-        num_layers=c.integer("encoder_layers"),
-        num_heads=c.integer("encoder_attention_heads"),
-        mlp=_mlp(c, "encoder_ffn_dim"),
-    )
-    attention = _attention(width, c.integer("decoder_attention_heads"))
-    for name in ("encoder_attention_heads", "decoder_attention_heads"):
-        if width % c.integer(name) or width // c.integer(name) % 2:
-            c.faults.append(f"{name} is {c.integer(name)}, must divide d_model, which is {width}, into heads of even width")
+    audio = encoder(c)
+    attention = _attention(width, _num_heads(c, "decoder_attention_heads"))
     layer = CrossAttentionLayer(
         attention,
         _mlp(c, "decoder_ffn_dim"),
@@ -43,6 +33,27 @@ def read(c: ConfigReader) -> ModelConfig:
         audio=audio,
         model_class="jaxllm.layers.cross_attention:CrossAttentionLM",
     )
+
+
+def encoder(c: ConfigReader, **fields: Any) -> Audio:
+    """The encoder of these values. fields: of the Audio."""
+    c.refuse_unless("scale_embedding", False)
+    return Audio(
+        num_bins=c.integer("num_mel_bins", 80),
+        num_positions=c.integer("max_source_positions", 1500),
+        hidden_size=c.integer("d_model"),
+        num_layers=c.integer("encoder_layers"),
+        num_heads=_num_heads(c, "encoder_attention_heads"),
+        mlp=_mlp(c, "encoder_ffn_dim"),
+        **fields,
+    )
+
+
+def _num_heads(c: ConfigReader, name: str) -> int:
+    width, num_heads = c.integer("d_model"), c.integer(name)
+    if width % num_heads or width // num_heads % 2:
+        c.faults.append(f"{name} is {num_heads}, must divide d_model, which is {width}, into heads of even width")
+    return num_heads
 
 
 def _attention(width: int, num_heads: int) -> Attention:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxllm.device_ops import DeviceOp
+from jaxllm.foreseen import Foreseen
 from jaxllm.pipeline.lost_peers import LostPeers
 from jaxllm.pipeline.sampled_tokens import TokensOnDevices
 from jaxllm.pipeline.transfer import Transfer
@@ -149,8 +150,8 @@ class Stages(PlanRunner):
 
     def foresee(
         self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
-    ) -> None:
-        self.last.foresee(params, pooling, items, is_masked=is_masked)
+    ) -> Foreseen:
+        return self.last.foresee(params, pooling, items, is_masked=is_masked)
 
     def close(self) -> None:
         self.forget_tokens()

@@ -28,7 +28,8 @@ class OpRunner:
 
     def before_step(self, batches: Sequence["Batch"]) -> None:
         """Called before each step, behind the operations of its plan, with the batches of all ranks: their chunks say where in the step
-        the tokens of a request are. May be called in the thread that launches steps, after every launch before."""
+        the tokens of a request are. May be called in the thread that launches steps, after every launch before. Without batches behind
+        the operations of a plan without rows."""
 
     def stage(self, handle: int, data: np.ndarray) -> None:
         """Send data to the devices if it is for these operations. Any thread may call it."""
@@ -69,6 +70,8 @@ class PlanRunner:
     num_steps = 0
     dispatch_seconds = 0.0
     """Total host time of starting all steps, in seconds."""
+    encoder_totals = (0, 0)
+    """See Executor."""
 
     def dispatch(self, plan: SchedulerOutput) -> Any:
         """See Executor."""
@@ -77,6 +80,7 @@ class PlanRunner:
             self.drain()
             parts = run_ops(plan.ops, self.run_op)
             if not plan.rows:
+                self.finish_ops()
                 return OpsInFlight(parts)
         start = time.perf_counter()
         step = self.start_step(plan)
@@ -92,6 +96,9 @@ class PlanRunner:
     def run_op(self, op: DeviceOp) -> list[PendingPart]:
         """Start an operation after all earlier launches. Returns what the host reads of it."""
         raise NotImplementedError
+
+    def finish_ops(self) -> None:
+        """Start what operations of a plan without rows left to be done before its step."""
 
     def start_step(self, plan: SchedulerOutput) -> Any:
         """Start the step of a plan and return at once."""

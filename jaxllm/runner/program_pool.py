@@ -27,8 +27,8 @@ StoreKey = TypeVar("StoreKey", contravariant=True)
 
 _SLOW_SECONDS = 1.0
 _MOST_LATER = 2
-"""Most programs made at the same time that nothing waits for: XLA times products with arrays of their size, in memory that the largest
-step and `tuning_bytes` have next to the cache."""
+"""Most programs made at the same time that no step waits for, and one more for requests that wait: XLA times products with arrays of
+their size, in memory that the largest step and `tuning_bytes` have next to the cache."""
 _QUIET_SECONDS = 1.0
 """Background compilation waits until no program was called for this many seconds, because tracing holds the interpreter."""
 
@@ -45,8 +45,8 @@ class ProgramPool(Generic[Key]):
 
     Threads make the programs passed to `start`: each is loaded, or traced (one at a time, because tracing holds the
     interpreter) and compiled (in parallel, because XLA releases it). After those that are needed at once come few at a time
-    those for later, and then, while no program is called, one by one the rare ones. A caller that needs a program that is not
-    started yet makes it itself instead of waiting for the queue.
+    those that requests wait for and those for later, and then, while no program is called, one by one the rare ones. A caller that
+    needs a program that is not started yet makes it itself instead of waiting for the queue.
     """
 
     def __init__(
@@ -68,13 +68,14 @@ class ProgramPool(Generic[Key]):
         self._compiled: dict[Key, CompiledProgram] = {}
         self._lock = threading.Lock()
         self._queue: dict[Key, None] = {}
-        """Programs that no thread has started, in order; as the next two."""
+        """Programs that no thread has started, in order; as the next three."""
+        self._wanted: dict[Key, None] = {}
         self._later: dict[Key, None] = {}
         self._rare: dict[Key, None] = {}
         self._begins_later = False
         """Whether programs for later may be begun: concurrently with those that a start waits for, they would only delay it."""
         self._num_later = 0
-        """Number of programs for later that are being made."""
+        """Number of programs that are being made, wanted ones or for later."""
         self._jobs: dict[Key, Future[CompiledProgram]] = {}
         """Programs that are queued or being made."""
         self._awaited: set[Key] = set()
@@ -141,8 +142,20 @@ class ProgramPool(Generic[Key]):
             self._later = {**dict.fromkeys(wanted), **self._later}
             self._start_workers()
 
+    def want(self, key: Key) -> "Future[CompiledProgram]":
+        """Have a thread make this next, for a request that waits until the future is done. Returns at once."""
+        with self._lock:
+            if key in self._compiled:
+                done: Future[CompiledProgram] = Future()
+                done.set_result(self._compiled[key])
+                return done
+            if self._claim(key):
+                self._wanted[key] = None
+                self._start_workers()
+            return self._jobs[key]
+
     def _claim(self, key: Key) -> bool:
-        """Whether a program may be queued, with a job and in no other queue: it is not made, being made or needed at once."""
+        """Whether a program may be queued, with a job and in no other queue: it is not made, being made, needed at once or wanted."""
         if key in self._compiled:
             return False
         if key not in self._jobs:
@@ -159,7 +172,7 @@ class ProgramPool(Generic[Key]):
         # One more thread than compiles in parallel: it traces meanwhile. Those that find nothing to do end.
         num_wanted = len(self._queue)
         if self._begins_later or not self._later:
-            num_wanted += min(len(self._later), _MOST_LATER) + bool(self._rare)
+            num_wanted += len(self._wanted) + min(len(self._later), _MOST_LATER) + bool(self._rare)
         for _ in range(min(num_wanted, self._threads + 1 - len(self._workers))):
             worker = threading.Thread(target=self._work, name="programs", daemon=True)
             self._workers.append(worker)
@@ -208,9 +221,10 @@ class ProgramPool(Generic[Key]):
         """Start no more programs and wait for those being made. May be called again."""
         self._stop.set()
         with self._lock:
-            for key in (*self._queue, *self._later, *self._rare):
+            for key in (*self._queue, *self._wanted, *self._later, *self._rare):
                 self._jobs.pop(key).cancel()
             self._queue.clear()
+            self._wanted.clear()
             self._later.clear()
             self._rare.clear()
             workers = [] if self._is_left else list(self._workers)
@@ -237,7 +251,7 @@ class ProgramPool(Generic[Key]):
                 if key in self._compiled:  # finished in the meantime
                     return self._compiled[key]
                 job = self._jobs.get(key)
-                mine = self._take_back(key, (self._queue, self._later, self._rare)) or job is None
+                mine = self._take_back(key, (self._queue, self._wanted, self._later, self._rare)) or job is None
                 if job is None:
                     job = self._jobs[key] = Future()
             waited_for_compiler = self._make(key, job) if mine else True
@@ -264,9 +278,11 @@ class ProgramPool(Generic[Key]):
         while True:
             with self._lock:
                 queue = self._queue
+                if not queue and self._begins_later and self._num_later <= _MOST_LATER:  # one more, for a request that waits
+                    queue = self._wanted
                 if not queue and self._begins_later and self._num_later < _MOST_LATER:
                     queue = self._later
-                if not queue and not self._later and self._rare_worker in (None, me):
+                if not queue and not self._wanted and not self._later and self._rare_worker in (None, me):
                     queue = self._rare
                 if not queue or self._stop.is_set():
                     self._workers.remove(me)
@@ -279,7 +295,7 @@ class ProgramPool(Generic[Key]):
                 if pause <= 0:
                     key = next(iter(queue))
                     del queue[key]
-                    is_later = queue is self._later
+                    is_later = queue is self._wanted or queue is self._later
                     self._num_later += is_later
                     return key, self._jobs[key], is_later
             self._stop.wait(pause)

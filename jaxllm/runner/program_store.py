@@ -108,9 +108,10 @@ class ProgramStore:
         )
 
     def _path(self, key: ProgramKey) -> Path:
-        *parts, features = key  # all, so that no two programs share a file
+        *parts, features, number = key  # all, so that no two programs share a file
         named = (getattr(part, "name", str(part)).lower() for part in parts)
-        return self.directory / f"{'-'.join((*named, *features))}.program"
+        numbered = (f"part{number}",) if number else ()
+        return self.directory / f"{'-'.join((*named, *features, *numbered))}.program"
 
 
 def _serialized(program: CompiledProgram) -> Any:

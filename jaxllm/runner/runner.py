@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import DeviceOp
+from jaxllm.foreseen import NOTHING_AWAITED, Foreseen, StepLimit
 from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
@@ -44,6 +45,7 @@ from jaxllm.runner.program_choice import ProgramChoice
 from jaxllm.runner.program_pool import ProgramPool
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.runner.programs.kind import Wanted
 from jaxllm.runner.programs.write_blocks import NO_UPDATE, updates_of
 from jaxllm.runner.rank_batches import RankBatches
 from jaxllm.runner.row_arrays import Caches, RowArrays, Scores
@@ -128,13 +130,18 @@ class ModelRunner(WeightsHolder, PlanRunner):
             in_pieces=bool(config.compile.share_layers),
         )
         self.ranks = self.shapes.ranks
-        self._starts_with_few = (
+        parallel = config.parallel
+        self._has_stand_ins = (
             config.compile.warmup == "background"
             and functions.latest.width == 1
-            and Topology.of(config.parallel).num_devices == 1
+            and parallel.pipeline_parallel_size == parallel.num_ranks == 1
+            and not spans_hosts(mesh)
         )
-        """Whether a start waits for few programs, which stand in for the others. Several devices or hosts must choose alike, whatever each
-        has compiled, and the programs of drafters come in pairs."""
+        """Whether any larger program stands in for one that is missing, and requests wait until there is one. Several hosts must choose
+        alike, whatever each has compiled; the programs of drafters come in pairs, those of a pipeline one for each stage."""
+        self._starts_with_few = self._has_stand_ins and Topology.of(parallel).num_devices == 1
+        """Whether a start waits for few programs, which stand in for the others."""
+        self._has_all_programs = False
         new_builder = partial(
             BatchBuilder,
             buckets=self.buckets,
@@ -235,7 +242,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             self.buckets,
             is_there=lambda key: key in self.programs,
             ask=ask,
-            reach=None if self._starts_with_few else 1 if compile_.share_layers else 0,
+            reach=None if self._has_stand_ins else 1 if compile_.share_layers else 0,
         )
 
     @property
@@ -263,13 +270,34 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
     def foresee(
         self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
-    ) -> None:
-        """Have what such a request needs made next if programs are compiled ahead and it is missing. Returns at once."""
-        if not self.programs.is_warm or not self.programs.num_queued:
-            return
-        missing = [key for key in self.shapes.keys_of(params, pooling, items, is_masked=is_masked) if key not in self.programs]
-        if missing:
-            self.programs.hurry(missing)
+    ) -> Foreseen:
+        """See Executor."""
+        if not self.programs.is_warm or self._has_all_programs:
+            return NOTHING_AWAITED
+        if not self.programs.num_queued:
+            self._has_all_programs = all(key in self.programs for key in self.shapes.all_keys())
+        wanted = self.shapes.wanted_by(params, pooling, items, is_masked=is_masked)
+        found = self._awaited(wanted) if self._has_stand_ins else NOTHING_AWAITED
+        if self.programs.num_queued:
+            missing = [key for key in self.shapes.keys_of(wanted) if key not in self.programs]
+            if missing:
+                self.programs.hurry(missing)
+        return found
+
+    def _awaited(self, wanted: Wanted) -> Foreseen:
+        """What such a request waits for. Has it made."""
+        missing = [keys[0] for keys in self.shapes.awaited_keys(wanted) if not any(key in self.programs for key in keys)]
+        awaited, limit = {key.described: self.programs.want(key) for key in missing}, None
+        largest = ProgramKey("forward", self.buckets.tokens[-1], features=wanted.features)
+        if wanted.features and largest not in self.programs:
+            will_be_ready = (key.size for key in missing if key.kind == largest.kind)
+            most = max((*self.ready_sizes(largest, self.buckets.tokens), *will_be_ready))
+            limit = StepLimit(most, self.programs.want(largest))
+        return Foreseen(awaited, limit)
+
+    def ready_sizes(self, key: ProgramKey, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Filters `sizes`: those of which the key's program is there, if larger programs may stand in for others; or else all."""
+        return tuple(size for size in sizes if not self._has_stand_ins or key._replace(size=size) in self.programs)
 
     def work_bytes(self) -> int:
         """Temporary and output bytes per device of the largest step, read from its compiled program."""
@@ -289,6 +317,11 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def run_op(self, op: DeviceOp) -> list[PendingPart]:
         """See PlanRunner."""
         return run_by(self.op_runners, op)
+
+    def finish_ops(self) -> None:
+        """See PlanRunner."""
+        for runner in self.op_runners:
+            runner.before_step(())
 
     def allocate_caches(self) -> None:
         """Allocate the KV cache, zeroed: a NaN in a masked slot would still make a sum NaN."""

@@ -148,14 +148,22 @@ class StepPrograms:
         others = (key for key in self.start_keys() if key not in first)
         return sorted(others, key=lambda key: (self.kind_of(key).draws and key.variant == Variant.GREEDY, key.size))
 
-    def keys_of(
+    def wanted_by(
         self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
-    ) -> list[ProgramKey]:
-        """The rare programs that the steps of such a request may run, small ones first. items: of its prompt."""
+    ) -> Wanted:
+        """The needs of such a request. items: of its prompt."""
         wanted = Wanted.of(params, pooling, is_masked=is_masked, full_logprobs=self.full_logprobs)
-        if items:
-            num_tokens = self.buckets.fit_tokens(min(items[-1].end, self.buckets.tokens[-1]))
-            wanted = replace(wanted, items=items, features=self.inputs.of_items(items), num_tokens=num_tokens)
+        if not items:
+            return wanted
+        num_tokens = self.buckets.fit_tokens(min(items[-1].end, self.buckets.tokens[-1]))
+        return replace(wanted, items=items, features=self.inputs.of_items(items), num_tokens=num_tokens)
+
+    def awaited_keys(self, wanted: Wanted) -> list[Sequence[ProgramKey]]:
+        """What such a request waits for before it runs: of each of these one program (`ProgramKind.awaited`)."""
+        return [keys for kind in self.kinds.values() for keys in kind.awaited(self, wanted)]
+
+    def keys_of(self, wanted: Wanted) -> list[ProgramKey]:
+        """The rare programs that the steps of such a request may run, small ones first."""
         found = (key for key in self.rare_keys() if self.kind_of(key).is_needed(key, wanted))
         return sorted(found, key=lambda key: key.size)
 

@@ -4,8 +4,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from jaxllm.measuring.trace import Kernel, Trace, class_of
 from jaxllm.scaling.results import CPU_THUNKS, GPU_KERNELS, PARTS, Breakdown
-from jaxllm.scaling.trace import Kernel, Trace, class_of
 
 NUM_TOP = 12
 _PART_OF_CLASS = {"GEMM": "products", "attention": "attention", "communication": "communication"}

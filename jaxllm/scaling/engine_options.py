@@ -5,10 +5,10 @@ from typing import Any
 
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.kernel_policy import platform_policy
+from jaxllm.measuring.runs import SETTLING_STEPS
 from jaxllm.model_config import ModelConfig
 from jaxllm.runner.buckets import Buckets
 from jaxllm.scaling.plan import DECODE, MIXED, PREFILL, Plan
-from jaxllm.scaling.runs import SETTLING_STEPS
 
 SPARE_STEPS = 16
 """Steps in addition to the counted ones: those in flight when the clock starts and when a trace begins."""

@@ -14,17 +14,17 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.prepare import resolve_sizes
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
 from jaxllm.llm import LLM
+from jaxllm.measuring import trace
+from jaxllm.measuring.collective import time_all_reduces
+from jaxllm.measuring.limits import Ceilings, ModelCost, measure_ceilings
+from jaxllm.measuring.runs import SETTLING_STEPS, Run, end_all, greedy, random_prompts, time_decodes, time_requests
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.memory import reserve_device_memory
-from jaxllm.scaling import trace
 from jaxllm.scaling.breakdown import break_down
-from jaxllm.scaling.collective import time_all_reduces
 from jaxllm.scaling.engine_options import SPARE_STEPS, engine_options
-from jaxllm.scaling.limits import Ceilings, ModelCost, measure_ceilings
 from jaxllm.scaling.plan import DECODE, MIXED, PREFILL, Plan
 from jaxllm.scaling.results import AllReduce, Row, SizeResult, Skipped
-from jaxllm.scaling.runs import SETTLING_STEPS, Run, end_all, greedy, random_prompts, time_decodes, time_requests
 from jaxllm.text.model_files import text_files
 
 Lengths = Sequence[tuple[int, int]]

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import ConfigError
+from jaxllm.measuring.trace import COMMAND_BUFFERS_WHILE_PROFILING
 from jaxllm.scaling.plan import Plan
 from jaxllm.scaling.results import SizeResult
-from jaxllm.scaling.trace import COMMAND_BUFFERS_WHILE_PROFILING
 
 PROBE = """
 import jax, json

@@ -57,6 +57,18 @@ ABOUT = {
 }
 
 
+def make_directory(path: str) -> Path:
+    """Create the directory if it is missing. Raises ConfigError if it holds results, which may have taken long."""
+    directory = Path(path)
+    if (directory / JSON_FILE).exists():
+        raise ConfigError(f"{directory / JSON_FILE} exists already; give another --output, or move it away")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the directory {directory}: {error.strerror}") from None
+    return directory
+
+
 def write(directory: Path, results: Results) -> None:
     """All files. Raises ConfigError if one cannot be written."""
     drawn = charts(results)

@@ -42,6 +42,7 @@ class ChunkRoom(AdmissionRoom, Protocol):
     """A room that is also asked for each part of a prompt that a step is about to compute, e.g. because a step encodes few images.
 
     It belongs to one scheduler. What `limit` grants is taken for this step; it becomes final with `ops`, when the plan is complete.
+    What `step_ops` returns is final at once: the plan runs, even without rows.
     """
 
     item_kinds: Collection[str]
@@ -52,8 +53,9 @@ class ChunkRoom(AdmissionRoom, Protocol):
     def check(self, item: PromptItem) -> None:
         """Raise InvalidRequestError for an item of these kinds that it can never compute."""
 
-    def begin_step(self) -> None:
-        """A step is about to be planned. What `limit` granted before and `ops` did not take is free."""
+    def begin_step(self, *, decodes: bool) -> None:
+        """A step is about to be planned. What `limit` granted before and `ops` did not take is free. decodes: requests that are past their
+        prompts wait for it."""
 
     def limit(self, request: Request, start: int, count: int) -> int:
         """How many of the `count` tokens from position `start` on the step may compute: none, some or all. Asked at most once for a
@@ -65,6 +67,9 @@ class ChunkRoom(AdmissionRoom, Protocol):
 
     def ops(self, request: Request, start: int, count: int) -> list[AnyDeviceOp]:
         """Operations on the devices before the step that computes these tokens, at most those that `limit` allowed."""
+
+    def step_ops(self) -> list[AnyDeviceOp]:
+        """Operations of the step that are not for the tokens that it computes, before all others. Called once, at its end."""
 
     def forget(self) -> None:
         """Results on the devices are lost, or of other weights. No request is admitted; what `limit` granted is free."""

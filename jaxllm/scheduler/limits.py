@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 
 from jaxllm.config import SchedulerOptions
 from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
-from jaxllm.request import Request
+from jaxllm.request import EngineCoreRequest, Request
 from jaxllm.scheduler.admission import ChunkRoom
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.waiting_queue import WaitingQueue
@@ -89,12 +89,8 @@ def check_room(
             f"{num_tokens} prompt tokens wait already, the request has {request.num_prompt_tokens} "
             f"and at most {most_tokens} may wait (--max-num-queued-tokens)"
         )
-    elif (most_gb := options.max_queued_image_gb) is not None and _exceeds(request, unfinished, most_gb):
-        limit = "max_queued_image_gb"
-        what = (
-            f"unfinished requests hold {item_bytes(unfinished) / 2**30:.1f} GiB of images, the request has "
-            f"{item_bytes([request]) / 2**30:.1f} GiB and at most {most_gb:g} GiB may be held (--max-queued-image-gb)"
-        )
+    elif (found := excess_items(request.spec, (each.spec for each in unfinished), options.max_queued_image_gb)) is not None:
+        limit, what = "max_queued_image_gb", found
     else:
         return
     # Estimate: a new request waits about as long as the first in the queue has waited.
@@ -103,15 +99,22 @@ def check_room(
     raise OverloadedError(f"the engine is overloaded: {what}; try again in {seconds} s", seconds, limit)
 
 
-def _exceeds(request: Request, unfinished: Iterable[Request], most_gb: float) -> bool:
-    """Whether the items of a request exceed most_gb GiB together with those of others. One request alone is never too large."""
-    if not request.spec.items:
-        return False
-    others, both = item_bytes(unfinished), item_bytes([*unfinished, request])
-    return 0 < others < both > most_gb * 2**30
+def excess_items(request: EngineCoreRequest, unfinished: Iterable[EngineCoreRequest], most_gb: float | None) -> str | None:
+    """Describe that the items of a request exceed most_gb GiB together with those of others; None: they do not. One request alone is never
+    too large."""
+    if not request.items or most_gb is None:
+        return None
+    before = [*unfinished]
+    others, both, own = (_item_bytes(requests) for requests in (before, [*before, request], [request]))
+    if not 0 < others < both > most_gb * 2**30:
+        return None
+    return (
+        f"unfinished requests hold {others / 2**30:.1f} GiB of images, the request has {own / 2**30:.1f} GiB and at most "
+        f"{most_gb:g} GiB may be held (--max-queued-image-gb)"
+    )
 
 
-def item_bytes(requests: Iterable[Request]) -> int:
+def _item_bytes(requests: Iterable[EngineCoreRequest]) -> int:
     """Bytes of the contents of requests' items. Answers to one prompt may share them."""
-    sizes = {id(item.payload): len(item.payload) for request in requests for item in request.spec.items}
+    sizes = {id(item.payload): len(item.payload) for request in requests for item in request.items}
     return sum(sizes.values())

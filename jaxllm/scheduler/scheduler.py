@@ -70,6 +70,9 @@ class Scheduler:
         self.max_num_seqs = options.max_num_seqs
         self.max_num_batched_tokens = options.max_num_batched_tokens
         self.max_num_prefill_tokens = options.max_step_tokens
+        self._divisor = 1
+        """See `limit_steps`, and `limit_tokens` for the next one."""
+        self._most_tokens_of_step: int | None = None
         self.drafts = drafts
         self.rooms = rooms
         self.chunk_rooms = tuple(room for room in rooms if isinstance(room, ChunkRoom))
@@ -263,9 +266,16 @@ class Scheduler:
         """Most requests that the next step may have."""
         return min(len(self.running) + len(self.waiting), self.max_num_seqs)
 
-    def schedule(self, *, masked_wait: bool = False, most_drafts: int | None = None) -> SchedulerOutput:
+    @property
+    def decodes(self) -> bool:
+        """Whether a running request is past its prompt."""
+        return any(map(_decodes, self.running))
+
+    def schedule(
+        self, *, masked_wait: bool = False, most_drafts: int | None = None, others_decode: bool = False
+    ) -> SchedulerOutput:
         """Plan the next step. masked_wait: requests with a grammar whose last tokens are in flight leave the step to others, if there
-        are any. most_drafts: of a request; None: as many as `drafts` chooses.
+        are any. most_drafts: of a request; None: as many as `drafts` chooses. others_decode: requests of another rank wait for the step.
 
         A plan with neither tokens nor ops need not run and may be dropped: every plan repeats the finished and preempted ids until one
         has tokens. The runner must therefore accept ids that it has already dropped, and must apply them before the new
@@ -282,8 +292,10 @@ class Scheduler:
             cap = max(cap, self._min_chunk)
         if self._turns is not None and self.num_left_waiting:
             self._give_way(self._turns)
-        for room in self.chunk_rooms:
-            room.begin_step()
+        if self.chunk_rooms:
+            decodes = others_decode or self.decodes
+            for room in self.chunk_rooms:
+                room.begin_step(decodes=decodes)
         if self.cache_manager.loading is not None:
             self.cache_manager.loading.begin_step(self._step_id + 1, self._done_step_id)
         num_preemptions = self._totals.num_preemptions
@@ -362,7 +374,7 @@ class Scheduler:
     def _most_tokens(self, num_wanted: int) -> int:
         """Most tokens of a step whose first request is to compute so many: more for a long prompt, if no request decodes."""
         is_long = num_wanted > self.max_num_batched_tokens
-        return self.max_num_prefill_tokens if is_long and not any(map(_decodes, self.running)) else self.max_num_batched_tokens
+        return self.max_num_prefill_tokens if is_long and not self.decodes else self.max_num_batched_tokens
 
     def _num_drafts(self, request: Request, most: int) -> int:
         """Number of drafts that the request computes behind its last token, at most `most`."""
@@ -569,6 +581,7 @@ class Scheduler:
         loading = self.cache_manager.loading
         ops = [] if loading is None else loading.take_ops()
         for room in self.chunk_rooms:
+            ops += room.step_ops()
             for request, _, row in shares:
                 if row.start < request.num_prompt_tokens:
                     ops += room.ops(request, row.start, row.num_tokens)
@@ -695,11 +708,25 @@ class Scheduler:
     def limit_steps(self, divisor: int) -> None:
         """Divide the step sizes of the options by `divisor`, from the next step on. Without chunked prefill only the number of
         requests is divided."""
-        assert self.options.max_num_seqs is not None and self.options.max_num_batched_tokens is not None
+        self._divisor = divisor
+        self._set_limits()
+
+    def limit_tokens(self, most: int | None) -> None:
+        """Plan no steps of more tokens, if chunked prefill is on, but enough for a token of each request, and for an item that a step
+        computes whole; None: as many as the options say."""
+        self._most_tokens_of_step = most
+        self._set_limits()
+
+    def _set_limits(self) -> None:
+        usual, largest, divisor = self.options.max_num_batched_tokens, self.options.max_step_tokens, self._divisor
+        assert self.options.max_num_seqs is not None and usual is not None
         self.max_num_seqs = max(1, self.options.max_num_seqs // divisor)
         if self.options.enable_chunked_prefill:
-            self.max_num_batched_tokens = max(self._min_chunk, self.options.max_num_batched_tokens // divisor)
-            self.max_num_prefill_tokens = max(self._min_chunk, self.options.max_step_tokens // divisor)
+            if (most := self._most_tokens_of_step) is not None:
+                most = max(most, self.options.max_num_seqs)
+                usual, largest = min(usual, most), min(largest, most)
+            self.max_num_batched_tokens = max(self._min_chunk, usual // divisor)
+            self.max_num_prefill_tokens = max(self._min_chunk, largest // divisor)
 
     @property
     def num_queued_tokens(self) -> int:

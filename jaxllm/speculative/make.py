@@ -58,7 +58,7 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
     assert options is not None
     if not target.generates:
         raise ConfigError("speculative_config: this model writes no tokens; leave speculative_config out")
-    if target.audio is not None:
+    if target.attends_to_audio:
         raise ConfigError(f"speculative_config: {target.architecture} has no drafts here; leave speculative_config out")
     if row_bytes(target):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Takes the images and videos out of a conversation, for all APIs of chats and `LLM.chat`; templates see where they were."""
+"""Takes images, videos and audio out of a conversation, for all APIs of chats and `LLM.chat`; templates see where they were."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,16 +7,22 @@ from typing import Any
 from jaxllm.errors import InvalidRequestError
 from jaxllm.log import warn_once
 
-_URL_TYPES = ("image_url", "input_image")
-"""Parts whose image_url is an address, or an object with it: those of chat completions and of the Responses API."""
-_OBJECT_TYPES = ("image_pil", "image")
-"""Parts of scripts, with the image itself, or of `transformers`, also with its address."""
-_VIDEO_TYPES = ("video_url", "video")
-"""Parts that are videos: with an address, as vLLM has them, and of scripts, with the frames themselves."""
+_KINDS = {
+    **dict.fromkeys(("image_url", "input_image", "image_pil", "image"), "image"),
+    **dict.fromkeys(("video_url", "video"), "video"),
+    **dict.fromkeys(("audio_url", "input_audio", "audio"), "audio"),
+}
+"""The kind of an item by the type of its part. Types that end in _url have an address, or an object with it, as chat completions and vLLM
+have them; input_image is that of the Responses API, input_audio has base64 and its format. The others are of scripts, with the item
+itself, or its address, as `transformers` has it, which may be called `url`."""
 A = {"image": "an image", "video": "a video", "audio": "audio"}
 MANY = {"image": "images", "video": "videos", "audio": "clips of audio"}
-PARTS: Mapping[str, Mapping[str, str]] = {"image": {"type": "image"}, "video": {"type": "video"}}
-"""The part that chat templates receive for an item, by its kind."""
+PARTS: Mapping[str, Mapping[str, str]] = {
+    "image": {"type": "image"},
+    "video": {"type": "video"},
+    "audio": {"type": "audio", "audio": ""},
+}
+"""The part that chat templates receive for an item, by its kind. Those of Qwen 2 Audio look for the key audio."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +30,10 @@ class MediaRef:
     """An item of a conversation: where it is, or the item itself."""
 
     kind: str
-    """"image" or "video"."""
+    """"image", "video" or "audio"."""
     source: Any
-    """An address (data:, http:, https:, file:), the bytes of a file, a Pillow image, an array, frames; None: what came with this uuid."""
+    """An address (data:, http:, https:, file:), the bytes of a file, a Pillow image, an array, frames, samples; None: what came with
+    this uuid."""
     uuid: str | None
     """The caller's name of the content."""
     name: str
@@ -34,7 +41,7 @@ class MediaRef:
 
 
 def split_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[MediaRef]]:
-    """Messages in OpenAI's shape with one of PARTS in place of each image and video, for `render_chat`; and these, in their order.
+    """Messages in OpenAI's shape with one of PARTS in place of each item, for `render_chat`; and these, in their order.
 
     What is none of them and no text stays, and `render_chat` refuses it. Raises InvalidRequestError, whose param is the part.
     """
@@ -52,45 +59,64 @@ def split_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
 
 
 def _taken(part: Any, name: str, found: list[MediaRef]) -> Any:
-    """The part, or one of PARTS if it is an image or a video, which is added to `found`."""
+    """The part, or one of PARTS if it is an item, which is added to `found`."""
     type = _media_type(part)
     if type is None:
         return part
-    kind = "video" if type in _VIDEO_TYPES else "image"
+    kind = _KINDS[type]
     uuid = part.get("uuid")
     if uuid is not None and not isinstance(uuid, str):
         raise InvalidRequestError(f"{name} has the uuid {uuid!r}, must be a string", name)
-    key = _key(type)
-    source = _address(part, key, name) if key in ("image_url", "video_url") else part.get(type)
+    key = called = "image_url" if type == "input_image" else type
+    if key not in part and type in ("image", "video", "audio"):
+        key = "url"
+    source: Any
+    if key == "input_audio":
+        source = _inline(part.get(key), name)
+    else:
+        source = _address(part, key, name) if key.endswith("url") else part.get(type)
     if source is None and uuid is None:
-        raise InvalidRequestError(f"{name} has no {kind}: {key} is missing", name)
+        raise InvalidRequestError(f"{name} has no {kind}: {called} is missing", name)
     found.append(MediaRef(kind, source, uuid, name))
     return dict(PARTS[kind])
 
 
 def _media_type(part: Any) -> str | None:
-    """The type of an image or a video, which vLLM lets parts leave out; None: the part is neither."""
+    """The type of an item's part, which vLLM lets parts leave out; None: the part has none."""
     if not isinstance(part, Mapping):
         return None
     if "type" in part:
-        return part["type"] if part["type"] in (*_URL_TYPES, *_OBJECT_TYPES, *_VIDEO_TYPES) else None
-    return next((key for key in ("image_url", *_OBJECT_TYPES, *_VIDEO_TYPES) if key in part), None)
+        return part["type"] if isinstance(part["type"], str) and part["type"] in _KINDS else None
+    return next((type for type in _KINDS if type in part), None)
+
+
+def _inline(given: Any, name: str) -> str | None:
+    """The address of the audio in an input_audio. What its format is, the content says."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(
+            f'{name} has an input_audio of type {type(given).__name__}, must be an object {{"data": base64, "format": "wav"}}',
+            name,
+        )
+    data, format = given.get("data"), given.get("format", "wav")
+    if data is None:
+        return None
+    if not isinstance(data, str) or not isinstance(format, str):
+        raise InvalidRequestError(f"{name} has an input_audio whose data or format is no string; data is base64", name)
+    return f"data:audio/{format.partition(',')[0]};base64,{data}"
 
 
 def _address(part: Mapping[str, Any], key: str, name: str) -> str | None:
     if part.get("file_id") is not None:
-        raise InvalidRequestError(f"{name} has a file_id, but no images are kept here; send it as image_url", name)
+        raise InvalidRequestError(f"{name} has a file_id, but no images are kept here; send it as {key}", name)
     given: Any = part.get(key)
     detail = part.get("detail")
     if isinstance(given, Mapping):
         given, detail = given.get("url"), given.get("detail", detail)
     if given is not None and not isinstance(given, str):
-        a = "an" if key == "image_url" else "a"
+        a = "an" if key.startswith(("image", "audio")) else "a"
         raise InvalidRequestError(f"{name} has {a} {key} of type {type(given).__name__}, must be a string", name)
     if detail not in (None, "auto"):
         warn_once("detail of images has no effect: their size and mm_processor_kwargs decide how many tokens they have")
     return given
-
-
-def _key(type: str) -> str:
-    return "image_url" if type in _URL_TYPES else type

@@ -291,8 +291,8 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         raise InvalidRequestError(f"{where} has no text", "messages")
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise InvalidRequestError(
-        f"{where} is {kind!r}; parts may be text ({{'type': 'text', 'text': …}}) and, for models that see them, images "
-        "({'type': 'image_url', 'image_url': {'url': …}})",
+        f"{where} is {kind!r}; parts may be text ({{'type': 'text', 'text': …}}) and, for models that take them, images "
+        "({'type': 'image_url', 'image_url': {'url': …}}), videos (video_url) and audio (audio_url, input_audio)",
         "messages",
     )
 

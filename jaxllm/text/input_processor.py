@@ -309,8 +309,8 @@ class InputProcessor:
         return self._own(PLAIN).encode(self.tokenizer, [text], self.max_model_len)[0]
 
     def _own(self, tokenization: Tokenization) -> Tokenization:
-        """The model's own: prompts of one that hears say all special tokens, which its tokenizer would put around them."""
-        return tokenization if self.media.hearing is None else replace(tokenization, add_special_tokens=False)
+        """The model's own: prompts of one that writes down speech say all special tokens, which its tokenizer would put around them."""
+        return tokenization if self.media.speech is None else replace(tokenization, add_special_tokens=False)
 
     def _check_token_ids(self, token_ids: list[int]) -> None:
         if not token_ids:

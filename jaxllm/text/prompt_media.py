@@ -4,14 +4,16 @@ import numbers
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.media import Media, MediaOptions, ProcessedMedia
-from jaxllm.metrics.buckets import PHASE_SECONDS
-from jaxllm.observations import Observations
+from jaxllm.media.media import MediaUnwantedError
+from jaxllm.metrics.media_counts import MediaCounts
 from jaxllm.request import PromptItem
 from jaxllm.text.chat_media import MANY, A
 
@@ -20,12 +22,39 @@ if TYPE_CHECKING:
 
     from jaxllm.media.audio import AudioProcessor
     from jaxllm.media.processor import MediaProcessor  # imports Pillow
+    from jaxllm.media.speech import SpeechProcessor
 
 KINDS = ("image", "video", "audio")
 DATA, UUIDS, KWARGS = KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 """Keys of a prompt, as vLLM has them."""
 MAX_THREADS = 4
 """Images prepared at once; each takes tens of milliseconds, mostly without the interpreter's lock."""
+
+
+class _Preparation(Future[ProcessedMedia]):
+    """The preparation of an item in a thread. Cancelling it ends it at the next frame of a video if it has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_unwanted = threading.Event()
+
+    def cancel(self) -> bool:
+        self._is_unwanted.set()
+        return super().cancel()
+
+    def check(self) -> None:
+        """Raise MediaUnwantedError after `cancel`."""
+        if self._is_unwanted.is_set():
+            raise MediaUnwantedError
+
+    def run(self, prepare: Callable[[], ProcessedMedia]) -> None:
+        """Prepare, unless it was cancelled."""
+        if not self.set_running_or_notify_cancel():
+            return
+        try:
+            self.set_result(prepare())
+        except BaseException as error:
+            self.set_exception(error)
 
 
 class PromptMedia:
@@ -35,9 +64,8 @@ class PromptMedia:
         """`processor`: None for a model that takes text alone."""
         self._processor, self._options = processor, options
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jaxllm-images")
-        self.seconds = Observations(PHASE_SECONDS)
-        """How long each image took."""
-        self._lock = threading.Lock()
+        self._unfinished: weakref.WeakSet[_Preparation] = weakref.WeakSet()
+        self.counts = MediaCounts()
 
     @property
     def sees_images(self) -> bool:
@@ -45,9 +73,9 @@ class PromptMedia:
         return "image" in self.kinds
 
     @property
-    def hearing(self) -> "AudioProcessor | None":
-        """Preprocessor of audio; None: the model takes no audio."""
-        return self._processor if "audio" in self.kinds else None  # type: ignore[return-value]
+    def speech(self) -> "SpeechProcessor | None":
+        """Preprocessor of a model that writes down speech; None: the model is another."""
+        return self._processor if getattr(self._processor, "transcribes", False) else None  # type: ignore[return-value]
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -95,24 +123,31 @@ class PromptMedia:
                 submitted.append([])
         return [_done(prompt, images) for prompt, images in zip(prompts, submitted, strict=True)]
 
+    def check(self, prompt: Any) -> None:
+        """Check the form and the number of a prompt's items, before they are read."""
+        self._read(prompt)
+
     def samples(self, media: Media) -> "Future[np.ndarray]":
-        """Decode audio of any length in a thread, for a model that hears: see AudioProcessor."""
-        assert self.hearing is not None, "this model does not hear"
-        return self._threads.submit(self.hearing.samples, media)
+        """Decode audio of any length in a thread, for a model that writes down speech: see SpeechProcessor."""
+        assert self.speech is not None, "this model writes down no speech"
+        return self._threads.submit(self.speech.samples, media)
 
     def _submit(self, media: Media | ProcessedMedia, kwargs: Mapping[str, Any] | None) -> "Future[ProcessedMedia]":
         if isinstance(media, ProcessedMedia):
             done: Future[ProcessedMedia] = Future()
             done.set_result(media)
             return done
-        return self._threads.submit(self._prepare, media, kwargs)
+        preparation = _Preparation()
+        queued = self._threads.submit(preparation.run, lambda: self._prepare(replace(media, check=preparation.check), kwargs))
+        queued.add_done_callback(lambda queued: queued.cancelled() and preparation.cancel())
+        self._unfinished.add(preparation)
+        return preparation
 
     def _prepare(self, media: Media, kwargs: Mapping[str, Any] | None) -> ProcessedMedia:
         assert self._processor is not None, "check_count refuses images"
         began = time.perf_counter()
         processed = self._processor.process(media, kwargs)
-        with self._lock:
-            self.seconds.add(time.perf_counter() - began)
+        self.counts.add_item(media.kind, time.perf_counter() - began)
         return processed
 
     def expand_text(self, text: str, processed: Sequence[ProcessedMedia]) -> str:
@@ -127,8 +162,10 @@ class PromptMedia:
         return (token_ids, ()) if self._processor is None else self._processor.expand(token_ids, processed)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, in the middle of a video too."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for preparation in [*self._unfinished]:
+            preparation.cancel()
 
     def _read(self, prompt: Any) -> tuple[list[Media | ProcessedMedia], Mapping[str, Any] | None]:
         """The images of a prompt and how to prepare them."""
@@ -154,6 +191,11 @@ class PromptMedia:
         self.check_count([kind] * len(items), DATA)
         names = names or [None] * len(items)
         return [_as_media(kind, item, names[place], f"{DATA}.{kind}[{place}]") for place, item in enumerate(items)]
+
+
+def has_unprepared(prompt: Any) -> bool:
+    """Whether a prompt has items that are to be prepared."""
+    return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(UUIDS)) and not processed_in(prompt)
 
 
 def with_processed(prompt: Any, processed: Sequence[ProcessedMedia]) -> Any:

@@ -32,6 +32,8 @@ class TranscriptTokens:
     tasks: Mapping[str, int]
     previous: int
     no_timestamps: int
+    no_speech: int | None
+    """The token that says that nobody speaks; None: the tokenizer has none."""
     languages: Mapping[str, int]
     """By code; empty: the model knows English alone, and is asked for no language."""
 
@@ -46,7 +48,9 @@ class TranscriptTokens:
             )
         languages = {found[1]: ids[text] for text in ids if (found := _LANGUAGE.fullmatch(text))} if is_multilingual else {}
         tasks = {name: ids[f"<|{name}|>"] for name in TASKS} if is_multilingual else {}
-        return cls(tokenizer, ids["<|startoftranscript|>"], tasks, ids["<|startofprev|>"], ids["<|notimestamps|>"], languages)
+        no_speech = ids.get("<|nospeech|>", ids.get("<|nocaptions|>"))  # the latter before large-v3
+        start, previous, no_timestamps = ids["<|startoftranscript|>"], ids["<|startofprev|>"], ids["<|notimestamps|>"]
+        return cls(tokenizer, start, tasks, previous, no_timestamps, no_speech, languages)
 
     @property
     def first_timestamp(self) -> int:
@@ -80,6 +84,10 @@ class TranscriptTokens:
         spoken = [self.languages[language or DEFAULT_LANGUAGE], self.tasks[task]] if self.languages else []
         # The first time is given: a model that was not made to say one may leave all out.
         return [*before, self.start, *spoken, self.first_timestamp if with_timestamps else self.no_timestamps]
+
+    def until_start(self, prompt: Sequence[int]) -> list[int]:
+        """The part of a prompt up to the token behind which a model says whether anybody speaks."""
+        return [*prompt[: prompt.index(self.start) + 1]]
 
     def language_of(self, token_id: int) -> str:
         """The code of a language by its token."""

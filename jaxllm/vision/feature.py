@@ -39,7 +39,7 @@ def make_items(config: EngineConfig, model_config: ModelConfig) -> Images | None
     if vision is None:
         return None
     _check_parallel(config.parallel, model_config.architecture)
-    sizes = EncoderSizes.of(vision, config.multimodal.mm_max_patches)
+    sizes = EncoderSizes.of(vision, config.multimodal.mm_max_patches, config.multimodal.mm_max_decode_step_patches)
     _check_plans(config, vision, sizes)
     return Images(sizes, vision.item_kinds, _whole_tokens(config, model_config, vision, sizes))
 

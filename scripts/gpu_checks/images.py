@@ -56,6 +56,8 @@ FAMILIES = {
 }
 """Names of families in `vision_checkpoint`, which writes random values."""
 WITH_VIDEOS = ("Qwen3-VL with videos",)
+IN_PARTS = 132
+"""Patches of encoders per step that decodes: half of the smallest program, so that images and videos of WITH_VIDEOS come in parts."""
 ON_TWO = ("Qwen3-VL", "Gemma 3")
 """Those that also run split over two devices."""
 NUM_BLOCKS, TINY_BLOCKS = 40, 17
@@ -166,7 +168,7 @@ def _encoded(core: EngineCore, grids: Sequence[Grid]) -> np.ndarray:
     slab = jnp.zeros((len(rows), vision.result_width), core.model_config.dtype)
     # Equal weights in all types. A cast there and back would be taken out by the compiler.
     rounded = jax.jit(lambda x: lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
-    found = jax.jit(images.encode)(tuple(map(rounded, runner.params)), slab, patches_PC, indices)
+    (found,) = jax.jit(images.encode)(tuple(map(rounded, runner.params)), slab, patches_PC, indices)
     return np.asarray(found.astype(jnp.float32))[:num_results]
 
 
@@ -178,6 +180,8 @@ def _check_engine(name: str, *, tiny: bool) -> Iterator[Outcome]:
     sizes = {"max_model_len": 256, "num_gpu_blocks_override": TINY_BLOCKS if tiny else NUM_BLOCKS}
     if name == "Gemma 3":
         sizes = {"max_model_len": 128, "num_gpu_blocks_override": TINY_OF_GROUPS if tiny else OF_GROUPS}
+    if name in WITH_VIDEOS:
+        sizes["mm_max_decode_step_patches"] = IN_PARTS
     with tempfile.TemporaryDirectory() as temporary:
         yield from whole_prompts.check(
             f"images, {name}",

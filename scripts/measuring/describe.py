@@ -3,8 +3,8 @@
 import collections
 from collections.abc import Iterable
 
-from jaxllm.scaling.limits import Ceilings
-from jaxllm.scaling.trace import Kernel, Trace, class_of
+from jaxllm.measuring.limits import Ceilings
+from jaxllm.measuring.trace import Kernel, Trace, class_of
 from scripts.measuring.idle import busy, devices, idle_share
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

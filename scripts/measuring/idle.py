@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxllm.llm_engine import LLMEngine
+from jaxllm.measuring import trace
+from jaxllm.measuring.runs import end_all
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scaling import trace
-from jaxllm.scaling.runs import end_all
 from scripts.measuring.rows import Row
 
 

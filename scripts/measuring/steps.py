@@ -9,7 +9,7 @@ from jaxllm.acceptance import Acceptance
 from jaxllm.errors import ConfigError
 from jaxllm.llm_engine import LLMEngine
 from jaxllm.lora_request import LoRARequest
-from jaxllm.scaling.runs import decoding, greedy
+from jaxllm.measuring.runs import decoding, greedy
 
 
 @dataclass(frozen=True)

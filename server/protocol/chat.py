@@ -33,8 +33,23 @@ class ImageUrl(RequestModel):
     detail: ShortText | None = None
 
 
+class AudioUrl(RequestModel):
+    """Where a clip of audio is."""
+
+    url: str
+
+
+class InputAudio(RequestModel):
+    """A clip of audio as OpenAI has it."""
+
+    data: str | None = None
+    """base64; None: what came with the part's uuid."""
+    format: ShortText = "wav"
+    """Of the file; its content decides."""
+
+
 class ContentPart(RequestModel):
-    """A part of a message: text, an image or a video. What kind a part is of is checked where the error can name it."""
+    """A part of a message: text, an image, a video or audio. What kind a part is of is checked where the error can name it."""
 
     type: str | None = None
     """None: the field that it has tells."""
@@ -43,6 +58,8 @@ class ContentPart(RequestModel):
     thinking: str | None = None
     image_url: str | ImageUrl | None = None
     video_url: str | VideoUrl | None = None
+    audio_url: str | AudioUrl | None = None
+    input_audio: InputAudio | None = None
     detail: ShortText | None = None
     file_id: ShortText | None = None
     uuid: ShortText | None = None
@@ -50,9 +67,7 @@ class ContentPart(RequestModel):
 
     image_embeds: Any = None
     video_embeds: Any = None
-    audio_url: Any = None
     audio_embeds: Any = None
-    input_audio: Any = None
     """None of these is supported: they tell the kind of a part without a type, for its refusal."""
 
     @property
@@ -65,7 +80,9 @@ _KINDS = (
     "text",
     "image_url",
     "video_url",
-    *(name for name in ContentPart.model_fields if name.endswith(("_embeds", "_url", "_audio"))),
+    "audio_url",
+    "input_audio",
+    *(name for name in ContentPart.model_fields if name.endswith("_embeds")),
 )
 
 

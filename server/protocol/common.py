@@ -50,7 +50,7 @@ UNSUPPORTED = {
     "multi_modal_uuids": "/v1/chat/completions, with a uuid in the image's part",
     "mm_payload": "images as parts of messages",
     "return_mm_kwargs": "images as parts of messages",
-    "audio": "text and images: chats hear and speak nothing; /v1/audio/transcriptions of a Whisper model hears",
+    "audio": "modalities of text alone: chats speak nothing; what a model hears is a part of a message, input_audio",
     "ec_transfer_params": "nothing: this server moves no caches",
     "return_token_offsets": "logprobs with text_offset",
     "return_prompt_text": "echo",

@@ -25,12 +25,12 @@ MODELS: dict[str, type[RequestModel]] = {
     "custom_tool_call_output": CustomToolCallOutput,
     "reasoning": ReasoningItem,
 }
-_WITH_IMAGES = ("message", "function_call_output", "custom_tool_call_output")
+_WITH_MEDIA = ("message", "function_call_output", "custom_tool_call_output")
 ITEMS_IN_A_PIECE = 256
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Part types that hold text, with their text field."""
-IMAGE_PART = "input_image"
-"""The part type of an image."""
+_MEDIA_FIELDS = {"input_image": ("image_url", "detail", "uuid"), "input_audio": ("input_audio", "uuid")}
+"""The part types of images and audio, with their fields."""
 
 
 def as_items(given: str | Sequence[Any]) -> list[dict[str, Any]]:
@@ -59,20 +59,32 @@ def _checked(item: Any, where: str) -> dict[str, Any]:
         raise bad_request(f"{where}.type is {kind!r:.80}, supported are {', '.join(MODELS)}", param=f"{where}.type")
     checked = parse(model, item, where)
     for field in ("content", "output", "summary"):
-        _check_parts(getattr(checked, field, None), f"{where}.{field}", takes_images=kind in _WITH_IMAGES)
+        _check_parts(getattr(checked, field, None), f"{where}.{field}", takes_media=kind in _WITH_MEDIA)
     return {"type": kind, **checked.model_dump(exclude_none=True)}
 
 
-def _check_parts(parts: Any, where: str, *, takes_images: bool) -> None:
+def _check_parts(parts: Any, where: str, *, takes_media: bool) -> None:
     if isinstance(parts, list):
         for place, part in enumerate(parts):
-            if takes_images and part.get("type") == IMAGE_PART:
-                _check_image(part, f"{where}[{place}]")
+            if takes_media and _is_media(part):
+                _check_media(part, f"{where}[{place}]")
             else:
                 _text_of_part(part, f"{where}[{place}]")
 
 
-def _check_image(part: Mapping[str, Any], where: str) -> None:
+def _is_media(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")
+    return isinstance(kind, str) and kind in _MEDIA_FIELDS
+
+
+def _check_media(part: Mapping[str, Any], where: str) -> None:
+    if part["type"] == "input_audio":
+        audio = part.get("input_audio")
+        if not isinstance(audio, Mapping) or not isinstance(audio.get("data"), str):
+            raise bad_request(
+                f'{where}.input_audio must be an object {{"data": base64, "format": "wav"}}', f"{where}.input_audio"
+            )
+        return
     if part.get("file_id") is not None:
         raise bad_request(
             f"{where}.file_id is not supported: no files are kept here; send the image as image_url", f"{where}.file_id"
@@ -89,7 +101,8 @@ def _text_of_part(part: Mapping[str, Any], where: str = "") -> str:
         field = TEXT_PARTS[kind]
     else:
         raise bad_request(
-            f"{where}.type is {kind!r:.80}, supported are {', '.join(TEXT_PARTS)}, and {IMAGE_PART} in messages and outputs of calls",
+            f"{where}.type is {kind!r:.80}, supported are {', '.join(TEXT_PARTS)}, and {' and '.join(_MEDIA_FIELDS)} in messages and "
+            "outputs of calls",
             param=f"{where}.type",
         )
     if not isinstance(part.get(field), str):
@@ -105,12 +118,12 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
 
 
 def content_of(content: str | Sequence[Mapping[str, Any]] | None) -> str | list[dict[str, Any]]:
-    """Checked content parts for a chat message: their text, or the parts if there are images among them."""
-    if content is None or isinstance(content, str) or not any(part.get("type") == IMAGE_PART for part in content):
+    """Checked content parts for a chat message: their text, or the parts if there are images or audio among them."""
+    if content is None or isinstance(content, str) or not any(map(_is_media, content)):
         return text_of(content)
     return [
-        {name: part[name] for name in ("type", "image_url", "detail", "uuid") if name in part}
-        if part.get("type") == IMAGE_PART
+        {name: part[name] for name in ("type", *_MEDIA_FIELDS[part["type"]]) if name in part}
+        if _is_media(part)
         else {"type": "text", "text": _text_of_part(part)}
         for part in content
     ]

@@ -36,9 +36,9 @@ _json = msgspec.json.encode
 
 MAX_TEMPLATE_KWARGS_BYTES = 4096
 MAX_TEMPLATE_CHARACTERS = 1 << 17
-MEDIA = ("image_url", "input_image", "video_url")
-"""Types of parts that are images or videos."""
-_OF_MEDIA = {"image_url", "video_url", "detail", "file_id", "uuid"}
+MEDIA = ("image_url", "input_image", "video_url", "audio_url", "input_audio")
+"""Types of parts that are images, videos or audio."""
+_OF_MEDIA = {"image_url", "video_url", "audio_url", "input_audio", "detail", "file_id", "uuid"}
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Types of parts that are text, and the field that has it."""
 
@@ -150,8 +150,8 @@ def _content(message: Message, where: str) -> Any:
             parts.append({"type": kind, **part.model_dump(include=_OF_MEDIA, exclude_none=True)})
         elif kind not in _TEXTS:
             raise bad_request(
-                f"{where}[{place}] is a part of type {kind[:40]!r}; only text and, for models that see them, images (image_url) and "
-                "videos (video_url) are supported",
+                f"{where}[{place}] is a part of type {kind[:40]!r}; only text and, for models that take them, images (image_url), "
+                "videos (video_url) and audio (input_audio, audio_url) are supported",
                 "messages",
             )
         elif (text := getattr(part, _TEXTS[kind])) is None:

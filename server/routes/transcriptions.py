@@ -101,13 +101,13 @@ async def _prepare(
 ) -> "TranscriptionReply":
     """Decode the file, cut it, and check a request for each clip. Raises ApiError or InvalidRequestError."""
     engine = context.engine
-    hearing = engine.input_processor.media.hearing
-    assert hearing is not None, "there are no routes for models that do not hear"
-    tokens = TranscriptTokens.of(tokenizer_of(engine), is_multilingual=hearing.is_multilingual)
+    speech = engine.input_processor.media.speech
+    assert speech is not None, "there are no routes for models that write down no speech"
+    tokens = TranscriptTokens.of(tokenizer_of(engine), is_multilingual=speech.is_multilingual)
     tokens.check(body.language, task)
     # In the few threads of media: long files would hold up other requests, and several take much memory.
     samples = await asyncio.wrap_future(engine.input_processor.media.samples(Media("audio", data, name="file")))
-    clips = await asyncio.to_thread(cut, samples, hearing.audio.num_samples)
+    clips = await asyncio.to_thread(cut, samples, speech.audio.num_samples)
     options = engine_options(body, queue_timeout_seconds=context.queue_timeout_seconds, adapter=None)
     with_timestamps = body.response_format in ("verbose_json", "srt", "vtt")
     values = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
@@ -129,7 +129,7 @@ async def _prepare(
         one = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=allowed, output_kind=RequestOutputKind.FINAL_ONLY)
         asked = await prepare(clips[0], [tokens.start], one, f"lang-{request_id}")
         language = tokens.language_of((await _last(context, asked)).token_ids[0])
-    requests = []
+    requests, silence_requests = [], []
     for number, clip in enumerate(clips):
         prompt = tokens.prompt(
             language=language,
@@ -140,8 +140,13 @@ async def _prepare(
         )
         own_id = f"trsc-{request_id}" if len(clips) == 1 else f"trsc-{request_id}-{number}"
         requests.append(await prepare(clip, prompt, params, own_id))
+        if body.response_format == "verbose_json" and (no_speech := tokens.no_speech) is not None:
+            kind = RequestOutputKind.FINAL_ONLY
+            one = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1, logprob_token_ids=[no_speech], output_kind=kind)
+            silence_requests.append(await prepare(clip, tokens.until_start(prompt), one, f"{own_id}-no-speech"))
     times = [(clip.start, clip.seconds) for clip in clips]
-    return TranscriptionReply(f"trsc-{request_id}", body, task, language or "en", tokens, times, requests, context)
+    reply_id = f"trsc-{request_id}"
+    return TranscriptionReply(reply_id, body, task, language or "en", tokens, times, requests, silence_requests, context)
 
 
 async def _last(context: ServerContext, request: ParentRequest) -> CompletionOutput:
@@ -168,6 +173,8 @@ class TranscriptionReply:
     """Start and length of each clip, in seconds."""
     requests: Sequence[ParentRequest]
     """One for each clip."""
+    silence_requests: Sequence[ParentRequest]
+    """One for each clip, whose only token has the log probability of nobody speaking; none if that is not reported."""
     context: ServerContext
 
     @property
@@ -180,7 +187,10 @@ class TranscriptionReply:
         """Return the reply as one."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_last(self.context, request)) for request in self.requests]
+                tasks, silences = (
+                    [group.create_task(_last(self.context, request)) for request in requests]
+                    for requests in (self.requests, self.silence_requests)
+                )
         except ExceptionGroup as faults:
             raise faults.exceptions[0] from None  # the others were aborted because of it
         answers, kind = [task.result() for task in tasks], self.body.response_format
@@ -188,16 +198,25 @@ class TranscriptionReply:
             text = "".join(answer.text for answer in answers).strip()
             usage = {"type": "duration", "seconds": math.ceil(self.seconds)}
             return PlainTextResponse(text + "\n") if kind == "text" else _as_json({"text": text, "usage": usage})
-        segments = [
-            segment
+        by_clip = [
+            self.tokens.segments(answer.token_ids, start, length)
             for answer, (start, length) in zip(answers, self.times, strict=True)
-            for segment in self.tokens.segments(answer.token_ids, start, length)
         ]
         if kind in _SUBTITLES:
-            return PlainTextResponse(_SUBTITLES[kind](segments))
-        return _as_json(self._verbose(segments))
+            return PlainTextResponse(_SUBTITLES[kind]([segment for segments in by_clip for segment in segments]))
+        return _as_json(self._verbose(by_clip, [self._no_speech_prob(task.result()) for task in silences]))
 
-    def _verbose(self, segments: Sequence[Segment]) -> dict[str, Any]:
+    def _no_speech_prob(self, answer: CompletionOutput) -> float:
+        """The probability of the token of silence in place of an answer's first."""
+        assert answer.logprobs is not None and self.tokens.no_speech is not None
+        first = answer.logprobs[0]
+        assert first is not None
+        return math.exp(first[self.tokens.no_speech].logprob)
+
+    def _verbose(self, by_clip: Sequence[Sequence[Segment]], no_speech_probs: Sequence[float]) -> dict[str, Any]:
+        segments = [segment for of_clip in by_clip for segment in of_clip]
+        probs = [{"no_speech_prob": prob} for prob in no_speech_probs] or [{}] * len(by_clip)
+        of_segments = [prob for prob, of_clip in zip(probs, by_clip, strict=True) for _ in of_clip]
         described = [
             {
                 "id": number,
@@ -206,6 +225,7 @@ class TranscriptionReply:
                 "text": each.text,
                 "tokens": each.token_ids,
                 "temperature": self.body.temperature,
+                **of_segments[number],
             }
             for number, each in enumerate(segments)
         ]

@@ -49,27 +49,8 @@ def test_acceptance_of_drafts_is_reported(
 
 
 def test_latency_reports_average_and_percentiles(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "bench",
-                "latency",
-                "--batch-size",
-                "2",
-                "--input-len",
-                "8",
-                "--output-len",
-                "3",
-                "--num-iters",
-                "4",
-                "--num-iters-warmup",
-                "1",
-                "--json",
-                "-q",
-            ]
-        )
-        == 0
-    )
+    lengths = "--batch-size 2 --input-len 8 --output-len 3 --num-iters 4 --num-iters-warmup 1"
+    assert main(["bench", "latency", *lengths.split(), "--json", "-q"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["avg_latency_seconds"] == pytest.approx(statistics.fmean(report["all_latencies_seconds"]))
     assert set(report["percentiles_seconds"]) == {"10", "25", "50", "75", "90", "99"}
@@ -124,7 +105,7 @@ def test_vllm_s_spellings_spread_lengths_after_a_shared_prefix(opened: Any, caps
         (["latency", "--output-json", "/dev/null/r.json"], 1, "cannot write /dev/null/r.json"),
         (["latency", "--random-prefix-len", "5"], 2, "--range-ratio and --prefix-len are for throughput of random prompts"),
         (["throughput", "--dataset-name", "sonnet"], 2, "'sonnet' is not offered (one of random, sharegpt): its dataset"),
-        (["throughput", "--hf-subset", "en"], 2, "--hf-subset is refused: its dataset is not offered"),
+        (["throughput", "--hf-subset", "en"], 2, "--hf-subset en is refused: its dataset is not offered"),
         (["throughput", "--n", "2"], 2, "invalid choice: 2"),
     ],
 )

@@ -103,9 +103,9 @@ def test_skipped_work_is_told_and_makes_the_exit_code_1(fake: None, capsys: pyte
 def test_ctrl_c_still_writes_the_report(
     fake: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from jaxllm.cli import bench_scaling_screen
+    from jaxllm.cli import bench_scaling
 
-    class Impatient(bench_scaling_screen.Screen):
+    class Impatient(bench_scaling.Screen):
         def hear(self, size: int, message: SizeResult | str) -> None:
             super().hear(size, message)
             if size == 2 and isinstance(message, SizeResult) and message.rows:

@@ -204,7 +204,7 @@ def test_a_run_is_drawn(stub: Stub, tmp_path: Path) -> None:
             ["--dataset-name", "hf"],
             "'hf' is not offered (one of random, random-mm, mix, sharegpt, custom, prefix_repetition): its dataset",
         ),
-        (["--hf-split", "train"], "--hf-split is refused: its dataset is not offered; write the prompts to a file"),
+        (["--hf-split", "train"], "--hf-split train is refused: its dataset is not offered; write the prompts to a file"),
         (["--tokenizer-mode", "mistral"], "--tokenizer-mode mistral is refused"),
         (["--num-promts", "5"], "did you mean '--num-prompts'?"),
         (["--random", "5"], "ambiguous option '--random': it may be --random-input-len, --random-output-len"),

@@ -7,7 +7,6 @@ from jaxllm.cli.flags import (
     NOT_IN_FILES,
     all_flags,
     engine_flags,
-    join_sub_keys,
     request_flags,
     sampling_flags,
     server_flags,
@@ -110,8 +109,9 @@ def test_sub_keys_need_an_object_and_a_value(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         parse("--max-num-seqs.x", "2")
     assert "unknown option '--max-num-seqs.x'; did you mean '--max-num-seqs'?" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="needs a key and a value"):
-        join_sub_keys(["--hf-overrides.x"], all_flags())
+    with pytest.raises(SystemExit):
+        parse("--hf-overrides.x")
+    assert "--hf-overrides.x needs a key and a value" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

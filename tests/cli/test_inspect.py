@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 
-from jaxllm.cli import inspect
 from jaxllm.cli.main import main
 from tests.helpers import vision_checkpoint
 
@@ -65,22 +64,6 @@ def test_what_cannot_start_does_not_fit(made, options, verdict, tmp_path, monkey
         assert main([*command, "--json"]) == (0 if starts else 1)
         report = json.loads(capsys.readouterr().out)
         assert report["memory_plan"]["fits"] is starts and (report["fault"] is None) is starts
-
-
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        ([], ""),
-        ([3], "3"),
-        ([0, 1], "0, 1"),
-        (range(48), "0-47"),
-        ([0, 2, 4], "0, 2, 4"),
-        (range(5, 48, 6), "5, 11, …, 47"),
-        ([9, 10, 12, 13, 14, 15, 16, 18], "9, 10, 12-16, 18"),
-    ],
-)
-def test_numbers_are_short(given: list[int], shown: str) -> None:
-    assert inspect.numbers(given) == shown
 
 
 def test_a_model_of_alternating_layers_is_shown_in_100_columns(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ def written(tmp_path: Path, name: str, text: str) -> str:
 
 def test_a_text_file_has_a_prompt_per_line(tmp_path: Path) -> None:
     found = prompts.from_file(written(tmp_path, "p.txt", "one\n\n  two {x}\r\n{three\n"))
-    assert [(prompt.text, prompt.origin.rsplit(":", 1)[1]) for prompt in found] == [
+    assert [(prompt.prompt, prompt.origin.rsplit(":", 1)[1]) for prompt in found] == [
         ("one", "1"),
         ("  two {x}", "3"),
         ("{three", "4"),
@@ -82,21 +82,21 @@ def test_a_missing_or_empty_file_is_an_error(tmp_path: Path) -> None:
 
 def test_stdin_is_json_if_it_begins_with_a_brace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO('\n{"prompt": "a"}\n'))
-    assert prompts.from_file("-")[0].text == "a"
+    assert prompts.from_file("-")[0].prompt == "a"
     monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
     assert [prompt.origin for prompt in prompts.from_file("-")] == ["stdin:1", "stdin:2"]
 
 
 def test_a_dash_is_all_of_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
-    assert [prompt.text for prompt in prompts.from_arguments(["x", "-"])] == ["x", "a\nb\n"]
+    assert [prompt.prompt for prompt in prompts.from_arguments(["x", "-"])] == ["x", "a\nb\n"]
 
 
 def test_without_prompts_a_file_on_stdin_is_read_else_the_demo_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(written(tmp_path, "in", "hello\n")) as file:
         monkeypatch.setattr("sys.stdin", file)
-        assert prompts.from_nothing(chat=False).text == "hello\n"
+        assert prompts.from_nothing(chat=False).prompt == "hello\n"
     with open("/dev/null") as file:
         monkeypatch.setattr("sys.stdin", file)
-        assert prompts.from_nothing(chat=False).text == prompts.DEMO_PROMPT
-        assert prompts.from_nothing(chat=True).text == prompts.DEMO_MESSAGE
+        assert prompts.from_nothing(chat=False).prompt == prompts.DEMO_PROMPT
+        assert prompts.from_nothing(chat=True).prompt == prompts.DEMO_MESSAGE

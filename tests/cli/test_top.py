@@ -4,8 +4,8 @@ from collections.abc import Iterator
 import pytest
 
 from jaxllm.cli.main import main
-from jaxllm.cli.top import as_lines
 from jaxllm.http_client.scrape import read_scrape, view
+from jaxllm.http_client.view_text import as_lines
 from tests.helpers.stub_server import Stub, running_stub
 
 PAGE = """
@@ -55,6 +55,15 @@ def test_acceptance_of_drafts_is_shown(stub: Stub, capsys: pytest.CaptureFixture
     assert "drafts              –" in capsys.readouterr().out.splitlines()
     lines = as_lines(view(*(read_scrape(page, 0.0) for page in pages)))
     assert "drafts              75.0% accepted, 2.50 tokens a step of a request" in lines
+
+
+def test_padding_of_the_encoder_is_shown() -> None:
+    def page(patches: int, computed: int) -> str:
+        counts = {"mm_encoder_patches": patches, "mm_encoder_computed_patches": computed}
+        return PAGE + "".join(f'jaxllm:{name}_total{{model_name="m"}} {count}\n' for name, count in counts.items())
+
+    lines = as_lines(view(*(read_scrape(text, 0.0) for text in (page(100, 256), page(300, 512)))))
+    assert "encoder             200 patches of images, 22% of what it computed was padding" in lines
 
 
 def drafts(num_drafts: int, num_draft_tokens: int, num_accepted: int) -> str:

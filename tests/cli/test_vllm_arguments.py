@@ -119,7 +119,7 @@ def test_flags_of_vllm_are_refused_with_the_reason(line: str, told: str, capsys:
 
 def test_several_words_after_one_flag() -> None:
     found = command_parser("serve").parse(["demo", "--api-key", "a", "b", "--served-model-name", "x", "y", "--api-key", "c"])
-    assert found.positional_model == "demo" and found.api_key == ["a", "b", "c"] and found.served_model_name == ["x", "y"]
+    assert found.model == "demo" and found.api_key == ["a", "b", "c"] and found.served_model_name == ["x", "y"]
     assert command_parser("serve").parse(["--api-key", "a", "--served-model-name", "x"]).api_key == ["a"]
 
 

@@ -66,16 +66,18 @@ def test_a_schema_and_an_image_restrict_an_answer_together(llm):
 
 @pytest.mark.slow
 def test_the_same_image_is_encoded_once(llm):
-    scheduler = llm.llm_engine.core.scheduler
-    before = scheduler.stats()
+    core = llm.llm_engine.core
+    before = core.stats()
     image = np.zeros((160, 192, 3), np.uint8)
     prompt = {
         "prompt": "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is it?<|im_end|>\n<|im_start|>assistant\n"
     }
     for _ in range(3):
         llm.generate([{**prompt, "multi_modal_data": {"image": image}}] * 2, SamplingParams(max_tokens=2), use_tqdm=False)
-    after = scheduler.stats()
+    after = core.stats()
     assert after.num_encoded_patches - before.num_encoded_patches == (160 // 16) * (192 // 16)
+    assert after.num_computed_patches - before.num_computed_patches == 256, "the smallest program"
+    assert after.num_encoder_runs - before.num_encoder_runs == 1
 
 
 @pytest.mark.torch

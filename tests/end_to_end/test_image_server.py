@@ -39,6 +39,7 @@ SMALL = {
     "kv_cache_memory_bytes": 4 << 20,
     "mm_max_patches": 1024,
     "max_logprobs": 5,
+    "warmup": "lazy",  # idle engine processes would compile what nothing here needs
 }
 FILE = encoded(Image.fromarray(pictures.picture(5, 90, 130)))
 IMAGE = {"type": "image_url", "image_url": {"url": data_url(FILE)}}

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.media.payload import pack
 from jaxllm.request import EngineCoreRequest, PromptItem
@@ -28,18 +27,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return vision_checkpoint.write(tmp_path_factory.mktemp("gemma3") / "model", "gemma3", gain=3.0, seed=2)
 
 
+@pytest.fixture(scope="module")
+def programs() -> engines.SharedPrograms:
+    return engines.SharedPrograms()
+
+
 @pytest.fixture
-def make_core(directory: Path) -> Iterator[Any]:
-    made = []
-
-    def make(**options: Any) -> EngineCore:
-        small = {**engines.SMALL, "token_buckets": (16, 112), "dtype": "float32", "model": str(directory)}
-        made.append(EngineCore(EngineConfig.from_options(**{**small, **options})))
-        return made[-1]
-
-    yield make
-    for core in made:
-        core.shutdown()
+def make_core(directory: Path, programs: engines.SharedPrograms) -> Iterator[Any]:
+    small = {"token_buckets": (16, 112), "dtype": "float32", "model": str(directory)}
+    with programs.engines({**engines.SMALL, **small}) as make:
+        yield make
 
 
 def image(seed: int) -> PromptItem:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.media.payload import pack
 from jaxllm.request import EngineCoreRequest, PromptItem
@@ -27,24 +26,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return vision_checkpoint.write(tmp_path_factory.mktemp("qwen3_vl") / "model")
 
 
+@pytest.fixture(scope="module")
+def programs() -> engines.SharedPrograms:
+    return engines.SharedPrograms()
+
+
 @pytest.fixture
-def make_core(directory: Path) -> Iterator[Any]:
-    made = []
-
-    def make(**options: Any) -> EngineCore:
-        small = {
-            **engines.SMALL,
-            "max_num_batched_tokens": 16,
-            "token_buckets": (16, 112),
-            "dtype": "float32",
-            "mm_max_patches": 256,
-        }
-        made.append(EngineCore(EngineConfig.from_options(**{**small, "model": str(directory), **options})))
-        return made[-1]
-
-    yield make
-    for core in made:
-        core.shutdown()
+def make_core(directory: Path, programs: engines.SharedPrograms) -> Iterator[Any]:
+    small = {"max_num_batched_tokens": 16, "token_buckets": (16, 112), "dtype": "float32", "mm_max_patches": 256}
+    with programs.engines({**engines.SMALL, **small, "model": str(directory)}) as make:
+        yield make
 
 
 @cache
@@ -99,6 +90,8 @@ def test_chunks_of_prompts_with_images_give_the_tokens_of_whole_prompts(make_cor
             ("qwen3_vl", {"tensor_parallel_size": 2}),
             *((name, {}) for name in pictures.NAMES if name != "qwen3_vl"),
             ("qwen3_vl_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}),
+            *((name, {"mm_max_decode_step_patches": 100}) for name in pictures.NAMES),
+            ("qwen3_vl_moe", {"data_parallel_size": 2, "enable_expert_parallel": True, "mm_max_decode_step_patches": 100}),
         ],
     ),
 )

@@ -1,11 +1,16 @@
 """A paused engine holds new requests; running ones are aborted, finished or suspended, and no tokens change."""
 
+from dataclasses import replace
+
 import pytest
 
+from jaxllm.config import SchedulerOptions
+from jaxllm.engine.pause import Pause
 from jaxllm.errors import InvalidRequestError, OverloadedError
 from jaxllm.request import FinishReason
 from tests.engine.test_sleep import RESULTS, check_answers, requests
 from tests.helpers import engines
+from tests.helpers.fake_items import image
 
 LATE = "late"
 
@@ -73,7 +78,7 @@ def test_requests_that_are_held_can_be_aborted_put_to_sleep_and_bounded(core, mo
     core.add_request(late())
     core.abort_requests([LATE])
     core.add_request(late())
-    monkeypatch.setattr(core._pause, "_max_held", 1)
+    monkeypatch.setattr(core._pause, "_options", replace(core.config.scheduler, max_num_queued_reqs=1))
     with pytest.raises(OverloadedError):
         core.add_request(requests()[0])
     core.sleep(1)
@@ -82,6 +87,23 @@ def test_requests_that_are_held_can_be_aborted_put_to_sleep_and_bounded(core, mo
     assert core.is_paused()
     core.resume()
     check_answers(core)
+
+
+def test_images_that_wait_are_bounded():
+    """One request may have any, others as far as all fit together; equal payloads that are one object count once."""
+
+    def request(name, *contents):
+        items = tuple(image(content, place, 1) for place, content in enumerate(contents))
+        return replace(engines.request(name, [7] * 9, max_tokens=1), items=items)
+
+    pause, earlier = Pause(SchedulerOptions(max_queued_image_gb=100 / 2**30)), request("earlier", bytes(59))
+    pause.hold(request("a", bytes(19)), [earlier])
+    pause.hold(engines.request("text", [7]), [earlier])
+    with pytest.raises(OverloadedError, match="the engine is paused, and unfinished requests hold .*--max-queued-image-gb"):
+        pause.hold(request("b", bytes(20)), [earlier])
+    pause.hold(request("c", bytes(9), bytes(9)), [earlier])
+    assert [*pause.held] == ["a", "text", "c"]
+    Pause(SchedulerOptions(max_queued_image_gb=100 / 2**30)).hold(request("alone", bytes(500)), [])
 
 
 def test_there_are_three_modes(core):

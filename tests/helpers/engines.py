@@ -1,6 +1,7 @@
 """Real engines over the tiny checkpoints: few programs, quick to compile, and several schedulers over one runner."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,6 +54,31 @@ def make_core(
             largest.append(ProgramKey("decode", buckets.decode_rows[-1]))
         runner.programs.compile_all(largest, Progress())  # at the same time
     return core
+
+
+class SharedPrograms:
+    """Makes engines that compile when a program is first needed, those of the same options with the programs of the engines before."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[Any, Any]] = {}
+
+    @contextmanager
+    def engines(self, defaults: dict[str, Any]) -> Iterator[Callable[..., EngineCore]]:
+        """A maker of engines that live as long as the block; the options are added to `defaults` or replace them."""
+        made = []
+
+        def make(**options: Any) -> EngineCore:
+            options = {**defaults, **options}
+            core = EngineCore(EngineConfig.from_options(**options))
+            programs = self._of.setdefault(repr(sorted(options.items())), {})
+            core.runner.programs._compiled.update(programs)
+            made.append((core, programs))
+            return core
+
+        yield make
+        for core, programs in made:
+            programs.update(core.runner.programs._compiled)
+            core.shutdown()
 
 
 def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight: int = 2, **options: Any) -> EngineCore:

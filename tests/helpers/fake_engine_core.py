@@ -42,6 +42,8 @@ class FakeStats:
     item_cache_hits: int = 0
     num_item_evictions: int = 0
     num_encoded_patches: int = 0
+    num_computed_patches: int = 0
+    num_encoder_runs: int = 0
     num_item_pages: int = 0
     num_used_item_pages: int = 0
     num_retried_steps: int = 0
@@ -70,6 +72,7 @@ class FakeStats:
     device_wait_seconds: float = 0.0
     device_idle_seconds: float = 0.0
     awaited_programs: tuple[int, int] = (0, 0)
+    num_deferred: int = 0
 
 
 def tiny_model_config(vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:

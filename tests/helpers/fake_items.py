@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxllm.config import EngineConfig
-from jaxllm.device_ops import DeviceOp, EncodeItem, UseItem
+from jaxllm.device_ops import DeviceOp, EncodeItem, EncodeParts, UseItem
 from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.model_config import ModelConfig
 from jaxllm.request import PromptItem, Request
@@ -18,11 +18,19 @@ PLACEHOLDER = 0
 """The token that stands where an item does."""
 PAGE = 4
 """Embeddings of a page."""
+NUM_LAYERS = 5
+"""Most parts that an item is encoded in."""
 
 
-def encoder(*, item: int = 8, step: int = 8, pages: int = 8, **options: Any) -> EncoderCache:
-    """An encoder cache whose patches are embeddings. item: most of them in an item. step: most that a step encodes. pages: of PAGE each."""
-    return EncoderCache(EncoderSizes(1, item, step, pages, PAGE), **options)
+def encoder(
+    *, item: int = 8, step: int = 8, pages: int = 8, decode_step: int = 0, least: int = 0, **options: Any
+) -> EncoderCache:
+    """An encoder cache whose patches are embeddings. item: most of them in an item. step: most that a step encodes. pages: of PAGE each.
+    decode_step: most that a step encodes in which requests decode; 0: as in others. least: patches
+    that an item counts at least."""
+    programs = (*(size for size in (2, 4, 8, 16) if size < item), item)
+    sizes = EncoderSizes(1, item, step, pages, PAGE, decode_step, programs, NUM_LAYERS, min_item_patches=least)
+    return EncoderCache(sizes, **options)
 
 
 def image(content: bytes, position: int, num_tokens: int, *, has_breaks: bool = False) -> PromptItem:
@@ -76,23 +84,56 @@ class FakeDevice:
     rank: int = 0
     whole_items: bool = False
     """Whether a step computes all that is left of an item."""
+    begun: EncodeItem | None = None
+    """The item that is encoded in parts."""
+    num_done: int = 0
+    """Its parts so far."""
+    sizes: EncoderSizes = EncoderSizes(1, 0, 0, 0)
+    step_costs: list[int] = field(default_factory=list)
+    """Of the items and parts that the step encodes: see EncoderSizes."""
     num_encoded: int = 0
+
+    def begin_step(self) -> None:
+        """The operations of a step follow."""
+        self.uses.clear()
+        self.step_costs.clear()
+
+    def check_costs(self) -> None:
+        """Requests that decode do not wait for more than they may."""
+        most = self.sizes.max_decode_patches
+        assert not most or len(self.step_costs) < 2 or sum(self.step_costs) <= most, "the step encodes too much"
 
     def run(self, op: DeviceOp, memory: list[Any]) -> None:
         """Run an op. memory: of blocks."""
         match op:
             case EncodeItem():
-                assert op.rank == self.rank
-                found = embeddings(op.payload)
-                assert len(op.pages) == len({*op.pages}) == -(-len(found) // PAGE)
-                for number, page in enumerate(op.pages):
-                    self.slab[page] = found[number * PAGE : (number + 1) * PAGE]
-                self.num_encoded += 1
+                assert op.rank == self.rank and len(op.pages) == len({*op.pages}) == -(-op.payload[0] // PAGE)
+                if self.sizes.num_parts(op.payload[0]) > 1:
+                    self.begun, self.num_done = op, 0
+                self._encode(op, op.num_parts)
+            case EncodeParts():
+                assert op.rank == self.rank and self.begun is not None, "no item is encoded in parts"
+                self._encode(self.begun, op.num_parts)
             case UseItem():
                 assert op.rank == self.rank
                 self.uses[op.request_id, op.position] = op.pages
             case _:
                 op.copy(memory)  # type: ignore[attr-defined]
+
+    def _encode(self, item: EncodeItem, num_parts: int) -> None:
+        """Run parts of an item. Its embeddings are there with the last one; before, its pages have nothing."""
+        num_patches, found = item.payload[0], embeddings(item.payload)
+        most = self.sizes.num_parts(num_patches)
+        self.step_costs += [self.sizes.part_cost(num_patches)] * num_parts
+        num_done = num_parts
+        if item is self.begun:
+            self.num_done = num_done = self.num_done + num_parts
+        assert 0 < num_parts <= num_done <= most, "an item has other parts"
+        for number, page in enumerate(item.pages):
+            self.slab[page] = found[number * PAGE : (number + 1) * PAGE] if num_done == most else [-1] * PAGE
+        if num_done == most:
+            self.num_encoded += 1
+            self.begun = None if item is self.begun else self.begun
 
     def items_of(self, request_id: str, items: Sequence[PromptItem], token_ids: list[int]) -> dict[int, ItemToken]:
         """Tokens of items in a request's prompt, by position. Writes their embeddings into `token_ids`."""
@@ -122,6 +163,7 @@ class FakeDevice:
         """Lose everything."""
         self.slab.clear()
         self.uses.clear()
+        self.begun = None
 
 
 class Items:

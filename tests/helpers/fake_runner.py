@@ -19,6 +19,7 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.ranks_plan import RanksPlan
 from jaxllm.request import Request
 from jaxllm.scheduler.draft_counts import DraftCounts
+from jaxllm.scheduler.encoder_cache import EncoderCache
 from jaxllm.scheduler.results import Share
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
@@ -160,7 +161,7 @@ class FakeRunner:
 
     def dispatch(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run operations and a step."""
-        self.device.uses.clear()
+        self.device.begin_step()
         run_ops(plan.ops, self._run_op)
         if plan.ops and not plan.rows:
             return ModelRunnerOutput({})
@@ -172,6 +173,8 @@ class FakeRunner:
         for planned in plan.rows[:num_known]:
             row = self.rows[planned.request_id]
             self._extend(row, planned.new_blocks)
+            if planned.start + 1 == len(row.token_ids):
+                self.device.check_costs()  # it decodes
             assert row.num_computed == planned.start or self.drafts is not None and row.num_computed < planned.start
         assert [planned.request_id for planned in plan.rows[num_known:]] == [data.request_id for data in plan.new_requests]
         assert len(plan.num_scheduled_tokens) == len(plan.rows)
@@ -289,7 +292,7 @@ class FakeRunner:
 
 def runner_for(scheduler: Scheduler, vocab_size: int, rank: int = 0) -> FakeRunner:
     """A runner of the sizes of a scheduler."""
-    return FakeRunner(
+    runner = FakeRunner(
         num_blocks=len(scheduler.cache_manager.pool.blocks),
         block_size=scheduler.cache_manager.block_size,
         vocab_size=vocab_size,
@@ -299,6 +302,10 @@ def runner_for(scheduler: Scheduler, vocab_size: int, rank: int = 0) -> FakeRunn
         drafts=scheduler.drafts,
         rank=rank,
     )
+    for room in scheduler.chunk_rooms:
+        if isinstance(room, EncoderCache):
+            runner.device.sizes = room._sizes
+    return runner
 
 
 class FakeEngine:

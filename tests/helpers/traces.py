@@ -1,6 +1,6 @@
 """A profiler's trace in Chrome's format: kernels of two GPUs, and work on the host."""
 
-from jaxllm.scaling.trace import STRETCH
+from jaxllm.measuring.trace import STRETCH
 
 GPU, OTHER_GPU, HOST = 1, 2, 700
 COMPUTE, SECOND, OPS = 13, 14, 15

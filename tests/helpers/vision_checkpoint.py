@@ -154,21 +154,30 @@ def _is_of_encoder(name: str) -> bool:
     return any(part in name for part in ("visual.", "vision_tower.", "multi_modal_projector.", "vision_model.", "connector."))
 
 
-def _tokenizer() -> Tokenizer:
-    """A token for each byte, then those of the families; VOCAB_SIZE has place for a few more."""
+def byte_tokenizer() -> Tokenizer:
+    """A token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _tokenizer() -> Tokenizer:
+    """A token for each byte, then those of the families; VOCAB_SIZE has place for a few more."""
+    tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
     return tokenizer
 
 
-def _qwen3_vl(ids: dict[str, int], tied: bool, experts: dict[str, Any] | None = None) -> tuple[dict[str, Any], Shapes]:
+def _qwen3_vl(
+    ids: dict[str, int], tied: bool, experts: dict[str, Any] | None = None, depth: int = 2, deepstack: Sequence[int] = (0,)
+) -> tuple[dict[str, Any], Shapes]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     kind = "qwen3_vl" if experts is None else "qwen3_vl_moe"
     text = {**TEXT, **(experts or {}), "rope_parameters": rope, "model_type": f"{kind}_text", "tie_word_embeddings": tied}
-    vision = {**VISION, "model_type": kind, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    vision = {**VISION, "depth": depth, "model_type": kind, "num_position_embeddings": 64}
+    vision["deepstack_visual_indexes"] = [*deepstack]
     name = "Qwen3VLForConditionalGeneration" if experts is None else "Qwen3VLMoeForConditionalGeneration"
     config = {
         "architectures": [name],
@@ -190,11 +199,11 @@ def _qwen3_vl(ids: dict[str, int], tied: bool, experts: dict[str, Any] | None = 
         tower |= {**_norm(f"{block}.norm1", D), **_norm(f"{block}.norm2", D)}
         tower |= {**_linear(f"{block}.attn.qkv", (3 * D, D)), **_linear(f"{block}.attn.proj", (D, D))}
         tower |= {**_linear(f"{block}.mlp.linear_fc1", (F, D)), **_linear(f"{block}.mlp.linear_fc2", (D, F))}
-    for merger, width in (("merger", D), ("deepstack_merger_list.0", merged)):
+    for merger, width in (("merger", D), *((f"deepstack_merger_list.{i}", merged) for i in range(len(deepstack)))):
         tower |= {**_norm(f"{merger}.norm", width), **_linear(f"{merger}.linear_fc1", (merged, merged))}
         tower |= _linear(f"{merger}.linear_fc2", (vision["out_hidden_size"], merged))
     shapes = {f"model.visual.{name}": shape for name, shape in tower.items()}
-    return config, shapes | _decoder(text, "model.language_model", None if tied else "lm_head", head_norms=True)
+    return config, shapes | decoder(text, "model.language_model", None if tied else "lm_head", head_norms=True)
 
 
 def _qwen2_5_vl(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes]:
@@ -225,7 +234,7 @@ def _qwen2_5_vl(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes
         for name, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F))):
             tower |= _linear(f"{block}.mlp.{name}_proj", shape)
     shapes = {f"visual.{name}": shape for name, shape in tower.items()}
-    return config, shapes | _decoder(TEXT, "model", None if tied else "lm_head", bias=True)
+    return config, shapes | decoder(TEXT, "model", None if tied else "lm_head", bias=True)
 
 
 def _mistral3(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes]:
@@ -269,7 +278,7 @@ def _mistral3(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes]:
         "linear_2": (L, L),
     }
     shapes |= {f"multi_modal_projector.{name}.weight": shape for name, shape in projector.items()}
-    return config, shapes | _decoder(text, "language_model.model", None if tied else "language_model.lm_head")
+    return config, shapes | decoder(text, "language_model.model", None if tied else "language_model.lm_head")
 
 
 def _gemma3(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes]:
@@ -313,7 +322,7 @@ def _gemma3(ids: dict[str, int], tied: bool) -> tuple[dict[str, Any], Shapes]:
         "multi_modal_projector.mm_input_projection_weight": (D, L),
     }
     head = None if tied else "language_model.lm_head"
-    shapes |= _decoder(text, "language_model.model", head, head_norms=True)
+    shapes |= decoder(text, "language_model.model", head, head_norms=True)
     for i in range(text["num_hidden_layers"]):
         layer = f"language_model.model.layers.{i}"
         shapes |= {f"{layer}.{name}_feedforward_layernorm.weight": (L,) for name in ("pre", "post")}
@@ -344,7 +353,7 @@ def _idefics3(ids: dict[str, int], tied: bool, kind: str, name: str) -> tuple[di
     D, L = vision["hidden_size"], text["hidden_size"]
     shapes = {f"model.vision_model.{name}": shape for name, shape in _siglip(vision).items()}
     shapes["model.connector.modality_projection.proj.weight"] = (L, 4 * D)
-    return config, shapes | _decoder(text, "model.text_model", None if tied else "lm_head")
+    return config, shapes | decoder(text, "model.text_model", None if tied else "lm_head")
 
 
 def _siglip(vision: dict[str, Any]) -> Shapes:
@@ -421,10 +430,10 @@ def _internvl(ids: dict[str, int], tied: bool, is_large: bool = False) -> tuple[
         }.items()
     }
     head = None if tied else "language_model.lm_head"
-    return config, shapes | _decoder(text, "language_model.model", head, head_norms=True)
+    return config, shapes | decoder(text, "language_model.model", head, head_norms=True)
 
 
-def _decoder(text: dict[str, Any], prefix: str, head: str | None, *, head_norms: bool = False, bias: bool = False) -> Shapes:
+def decoder(text: dict[str, Any], prefix: str, head: str | None, *, head_norms: bool = False, bias: bool = False) -> Shapes:
     """Names and shapes of a decoder of Llama's form, with experts if the config has them."""
     L, F, H = text["hidden_size"], text["intermediate_size"], text["head_dim"]
     query, key = text["num_attention_heads"] * H, text["num_key_value_heads"] * H
@@ -469,7 +478,10 @@ FAMILIES: dict[str, Callable[[dict[str, int], bool], tuple[dict[str, Any], Shape
     "internvl": _internvl,
     "smolvlm": lambda ids, tied: _idefics3(ids, tied, "smolvlm", "SmolVLMForConditionalGeneration"),
 }
-VARIANTS = {("internvl", "large"): partial(_internvl, is_large=True)}
+VARIANTS = {
+    ("internvl", "large"): partial(_internvl, is_large=True),
+    ("qwen3_vl", "deep"): partial(_qwen3_vl, depth=5, deepstack=(0, 2)),
+}
 _QWEN3 = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "size": {"shortest_edge": 4096, "longest_edge": 262144},

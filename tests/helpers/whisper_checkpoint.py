@@ -3,8 +3,11 @@
 Clips are a second long. Every parameter is random, those of norms and biases too: values with which models begin a training hide errors.
 """
 
+import io
 import json
 import math
+import wave
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ SPECIAL = (
     *("<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"),
 )
 TIMESTAMPS = tuple(f"<|{i / 50:.2f}|>" for i in range(POSITIONS + 1))
-EOS, START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS = 256, 257, 258, 261, 265
+EOS, START, ENGLISH, TRANSCRIBE, NO_SPEECH, NO_TIMESTAMPS = 256, 257, 258, 261, 264, 265
 FIRST_TIMESTAMP = NO_TIMESTAMPS + 1
 PROMPT = [START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS]
 WIDTH, LAYERS, HEADS, FFN, BINS = 64, 2, 4, 96, 80
@@ -73,6 +76,15 @@ def clip(seed: int, seconds: float = 1.0) -> np.ndarray:
     return (0.1 * tones + 0.02 * generator.normal(size=len(time))).astype(np.float32)
 
 
+def wav(samples: np.ndarray, rate: int = 16000) -> bytes:
+    """A WAV file of 16 bits."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, rate, len(samples), "NONE", ""))
+        writer.writeframes((samples * 32767).astype("<i2").tobytes())
+    return file.getvalue()
+
+
 def _tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
@@ -85,25 +97,30 @@ def _tokenizer() -> Tokenizer:
 
 def _shapes() -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
-        "model.encoder.conv1.weight": (WIDTH, BINS, 3),
-        "model.encoder.conv1.bias": (WIDTH,),
-        "model.encoder.conv2.weight": (WIDTH, WIDTH, 3),
-        "model.encoder.conv2.bias": (WIDTH,),
-        "model.encoder.embed_positions.weight": (POSITIONS, WIDTH),
+        **encoder_shapes("model.encoder"),
         "model.decoder.embed_positions.weight": (CONFIG["max_target_positions"], WIDTH),
         "model.decoder.embed_tokens.weight": (CONFIG["vocab_size"], WIDTH),
     }
-    for part, attentions in (("encoder", ("self_attn",)), ("decoder", ("self_attn", "encoder_attn"))):
-        shapes |= _biased(f"model.{part}.layer_norm", (WIDTH,))
-        for layer in range(LAYERS):
-            prefix = f"model.{part}.layers.{layer}"
-            for name in attentions:
-                shapes |= _biased(f"{prefix}.{name}_layer_norm", (WIDTH,))
-                for linear in ("q_proj", "v_proj", "out_proj"):
-                    shapes |= _biased(f"{prefix}.{name}.{linear}", (WIDTH, WIDTH))
-                shapes[f"{prefix}.{name}.k_proj.weight"] = (WIDTH, WIDTH)
-            shapes |= _biased(f"{prefix}.final_layer_norm", (WIDTH,))
-            shapes |= {**_biased(f"{prefix}.fc1", (FFN, WIDTH)), **_biased(f"{prefix}.fc2", (WIDTH, FFN))}
+    return shapes | _layers("model.decoder", ("self_attn", "encoder_attn"))
+
+
+def encoder_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of the encoder, whose names begin so."""
+    convolutions = {**_biased(f"{prefix}.conv1", (WIDTH, BINS, 3)), **_biased(f"{prefix}.conv2", (WIDTH, WIDTH, 3))}
+    return {**convolutions, f"{prefix}.embed_positions.weight": (POSITIONS, WIDTH), **_layers(prefix, ("self_attn",))}
+
+
+def _layers(prefix: str, attentions: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    shapes = _biased(f"{prefix}.layer_norm", (WIDTH,))
+    for number in range(LAYERS):
+        layer = f"{prefix}.layers.{number}"
+        for name in attentions:
+            shapes |= _biased(f"{layer}.{name}_layer_norm", (WIDTH,))
+            for linear in ("q_proj", "v_proj", "out_proj"):
+                shapes |= _biased(f"{layer}.{name}.{linear}", (WIDTH, WIDTH))
+            shapes[f"{layer}.{name}.k_proj.weight"] = (WIDTH, WIDTH)
+        shapes |= _biased(f"{layer}.final_layer_norm", (WIDTH,))
+        shapes |= {**_biased(f"{layer}.fc1", (FFN, WIDTH)), **_biased(f"{layer}.fc2", (WIDTH, FFN))}
     return shapes
 
 

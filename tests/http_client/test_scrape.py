@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.acceptance import Acceptance
-from jaxllm.http_client.scrape import Scrape, acceptance, quantile, read_scrape, sparkline, view
+from jaxllm.http_client.scrape import Scrape, acceptance, quantile, read_scrape, view
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.prometheus import exposition
 from jaxllm.sampling_params import SamplingParams
@@ -90,7 +90,3 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], frac
 
 def test_there_is_no_quantile_of_nothing() -> None:
     assert quantile({}, 0.5) is None and quantile({1.0: 0.0, math.inf: 0.0}, 0.5) is None
-
-
-def test_a_sparkline_is_as_high_as_its_values() -> None:
-    assert sparkline([0, 4, 8]) == "▁▅█" and sparkline([0, 0]) == "▁▁" and sparkline([]) == ""

@@ -1,5 +1,6 @@
 """Prompts and chats with images, most of them prepared for Qwen 3 VL, over an engine core without a model."""
 
+import base64
 import dataclasses
 import io
 from pathlib import Path
@@ -54,6 +55,8 @@ def test_prompts_and_chats_with_the_same_image_are_the_same(directory: Path) -> 
     assert {request.items[0].payload for request in core.requests} == {first.items[0].payload}
     (prepared,) = [metric for metric in llm.get_metrics() if metric.name.endswith("mm_preparation_time_seconds")]
     assert isinstance(prepared, Histogram) and prepared.count == 4
+    counted = {metric.labels["kind"]: metric.value for metric in llm.get_metrics() if metric.name.endswith("mm_items")}  # type: ignore
+    assert counted == {"image": 4, "video": 0}
     assert {(item.position, item.grid) for request in core.requests for item in request.items} == {(2, (1, 3, 4))}
 
 
@@ -84,6 +87,29 @@ def test_prompts_and_chats_with_the_same_video_are_the_same(directory: Path) -> 
     prompt = {"prompt": clip * 2, "multi_modal_data": {"video": [images, frames[:2]]}}
     llm.generate(prompt, ONE, use_tqdm=False)
     assert len(core.requests[-1].items) == 3, "two videos"
+
+
+def test_parts_of_every_type_are_the_same_image(directory: Path) -> None:
+    """Those of vLLM, with type and without, and of transformers; by address and as objects."""
+    llm, core = seeing(directory)
+    png = io.BytesIO()
+    IMAGE.save(png, "png")
+    url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": url},
+        {"image_url": {"url": url}},
+        {"image_pil": IMAGE},
+        {"type": "image_pil", "image_pil": np.asarray(IMAGE)},
+        {"type": "image", "image": IMAGE},
+        {"type": "image", "image": png.getvalue()},
+        {"type": "image", "url": url},
+    ]
+    llm.chat([[{"role": "user", "content": [part, {"type": "text", "text": "?"}]}] for part in parts], ONE, use_tqdm=False)
+    assert len(core.requests) == len(parts)
+    assert len({(tuple(request.prompt_token_ids), request.items[0].payload) for request in core.requests}) == 1
+    with pytest.raises(InvalidRequestError, match="message 0, part 0 is 'image_embeds'"):
+        llm.chat([{"role": "user", "content": [{"type": "image_embeds", "image_embeds": [1.0]}]}], ONE, use_tqdm=False)
 
 
 def test_the_order_of_images_is_that_of_the_parts(directory: Path) -> None:
@@ -121,6 +147,46 @@ def test_prompts_whose_images_do_not_fit_are_refused(directory: Path, prompt: An
     with pytest.raises(InvalidRequestError, match=told):
         llm.generate(prompt, ONE, use_tqdm=False)
     assert core.requests == []
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_images_of_many_prompts_are_prepared_while_others_run(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, is_chat: bool
+) -> None:
+    """No more wait at a time than the engine takes and a few ahead; answers come in the order of the prompts."""
+    monkeypatch.setattr("jaxllm.llm.AHEAD", 2)
+    monkeypatch.setattr("jaxllm.request_feed.AHEAD", 2)
+    llm, core = seeing(directory, max_num_seqs=3)
+    images = [IMAGE.crop((0, 0, 128, 32 * height)) for height in (1, 2, 3)] * 5
+    most_at_once, core.before_step = [], lambda: most_at_once.append(len(core.running))
+    params = SamplingParams(max_tokens=2)
+    if is_chat:
+        talks = [[{"role": "user", "content": [{"type": "image_pil", "image_pil": image}]}] for image in images]
+        outputs = llm.chat([*talks, [{"role": "user", "content": "text"}]], params, use_tqdm=False)
+    else:
+        prompts: list[Any] = [{"prompt": PAD, "multi_modal_data": {"image": image}} for image in images]
+        outputs = llm.generate([*prompts, "text"], params, use_tqdm=False)
+    pad = core.model_config.vision.image_token_id  # type: ignore[union-attr]
+    counts = [output.prompt_token_ids.count(pad) for output in outputs]
+    assert counts == [4, 8, 12] * 5 + [0] and [int(output.request_id) for output in outputs] == list(range(16))
+    assert max(most_at_once) <= 3 + 2 and len(most_at_once) > 2, "requests came while others ran"
+
+
+def test_of_many_prompts_one_whose_image_is_damaged_ends_the_call(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm.llm.AHEAD", 2)
+    llm, core = seeing(directory)
+    good: Any = {"prompt": PAD, "multi_modal_data": {"image": IMAGE}}
+    damaged: Any = {"prompt": PAD, "multi_modal_data": {"image": b"GIF89a"}}
+    with pytest.raises(
+        InvalidRequestError, match=r"prompt 2 of 4 cannot be served, and ended the call: the image at .*image\[0\]"
+    ):
+        llm.generate([good, good, damaged, good], SamplingParams(max_tokens=99), use_tqdm=False)
+    assert not core.running
+    wrong: Any = {"prompt": PAD, "multi_modal_data": {"picture": IMAGE}}
+    core.requests.clear()
+    with pytest.raises(InvalidRequestError, match="1 of 4 prompts cannot be served, none was run: prompt 3: .*'picture'"):
+        llm.generate([good, good, good, wrong], ONE, use_tqdm=False)
+    assert core.requests == [], "what can be checked without images is checked first"
 
 
 def test_scripts_set_how_images_are_prepared(directory: Path) -> None:

@@ -123,9 +123,11 @@ def test_scripts_read_inside_of_an_event_loop_too() -> None:
 
 def test_files_of_a_request_share_a_limit(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxllm.media.addresses.MAX_FILE_BYTES", 2 * len(IMAGE))
-    reader = MediaReader(MediaOptions(allowed_local_media_path=str(directory)))
+    fetched: list[int] = []
+    reader = MediaReader(MediaOptions(allowed_local_media_path=str(directory)), on_fetched=fetched.append)
     urls = [f"file://{directory}/more/a%20b.png", f"data:;base64,{TEXT}"] * 2
     assert read(reader, *urls) == [IMAGE] * 4
+    assert fetched == [2 * len(IMAGE)], "data: URLs come with the request"
     with pytest.raises(InvalidRequestError, match="the files of this request have more than 512 bytes"):
         read(reader, *urls, urls[0])
 

@@ -323,6 +323,23 @@ def test_content_types_of_images_and_of_any_bytes_are_taken(headers: str) -> Non
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("type", "is_taken"), [("audio/wav", True), ("video/ogg", True), ("application/octet-stream", True), ("image/png", False)]
+)
+def test_audio_comes_with_content_types_of_its_own(type: str, is_taken: bool) -> None:
+    async def run() -> None:
+        async with site() as (served, fetcher):
+            served.answers["/x"] = answer(b"RIFF", headers=f"Content-Type: {type}")
+            asked = fetcher.fetch([f"http://images.example:{served.port}/x"], ["messages[0].content[0]"], ["audio"])
+            if is_taken:
+                assert await asked == [b"RIFF"]
+            else:
+                with pytest.raises(MediaFetchError, match="has a content type that is not that of audio"):
+                    await asked
+
+    asyncio.run(run())
+
+
 def test_tls_asks_for_the_name_and_checks_the_certificate() -> None:
     async def run() -> None:
         asked: list[bytes] = []

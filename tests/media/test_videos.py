@@ -14,7 +14,8 @@ from PIL import Image
 
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.media import Media, MediaOptions
-from jaxllm.media.clips import open_clip
+from jaxllm.media.clips import _count_gif_frames, open_clip
+from jaxllm.media.media import MediaUnwantedError
 from jaxllm.media.payload import unpack
 from jaxllm.media.processor import MediaProcessor, make_processor
 from tests.helpers import videos
@@ -254,6 +255,47 @@ def test_frames_of_a_file_are_counted(tmp_path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("jaxllm.media.clips.MAX_FRAMES", 3)
     with pytest.raises(InvalidRequestError, match="has 4 frames or more, must have at most 3; send a shorter one"):
         processor(tmp_path).process(video(animation("GIF")))
+
+
+def test_frames_of_animations_are_counted_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[None] = []
+    for format in ("GIF", "PNG", "WEBP"):
+        file = animation(format, 7, duration=50)
+        with pytest.raises(InvalidRequestError, match="has 7 frames of 64 x 32 pixels, together 14336"):
+            open_clip(file, "here", MediaOptions(mm_max_video_pixels=6 * 2048), lambda: checks.append(None))
+        monkeypatch.setattr("jaxllm.media.clips.MAX_ANIMATION_PIXELS", 6 * 2048)
+        with pytest.raises(InvalidRequestError, match="is an animation of 7 frames .* send it as MP4 or WebM, or fewer frames"):
+            open_clip(file, "here", MediaOptions(), lambda: checks.append(None))
+        monkeypatch.undo()
+    assert not checks
+    for seed in range(20):  # with and without own palettes, transparent parts, comments
+        rng = np.random.default_rng(seed)
+        images = [picture(24, 16, int(each)).quantize(int(rng.integers(2, 256))) for each in rng.integers(0, 999, 1 + seed % 5)]
+        file = encoded(images[0], "GIF", save_all=True, append_images=images[1:], comment=b"!," * seed, duration=seed)
+        assert _count_gif_frames(file, 100) == Image.open(io.BytesIO(file)).n_frames  # type: ignore[attr-defined]
+        for _ in range(20):
+            _count_gif_frames(rng.bytes(13) + file[: rng.integers(len(file))], 100)
+
+
+@pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP"])
+def test_a_video_that_nobody_waits_for_ends_at_its_next_frame(format: str) -> None:
+    left = [3]
+
+    def check() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MediaUnwantedError
+
+    with pytest.raises(MediaUnwantedError):
+        open_clip(animation(format, 9), "here", MediaOptions(), check)
+    left[0] = 9 + 5
+    clip = open_clip(animation(format, 9), "here", MediaOptions(), check)
+    with pytest.raises(MediaUnwantedError):
+        [*clip.read([8])]
+    left[0] = 2
+    clip = open_clip([picture(8, 8)] * 4, "here", MediaOptions(), check)
+    with pytest.raises(MediaUnwantedError):
+        [*clip.read(range(4))]
 
 
 def test_pictures_of_a_script_may_be_in_several_prompts(tmp_path) -> None:

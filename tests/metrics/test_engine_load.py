@@ -22,6 +22,14 @@ def test_steps_are_a_histogram_by_their_tokens() -> None:
     assert (histogram.buckets["1.0"], histogram.buckets["8.0"], histogram.buckets["16384.0"]) == (1, 3, 3)
 
 
+def test_requests_that_wait_for_programs_are_deferred() -> None:
+    found = collected(num_waiting=5, num_deferred=2)
+    by_reason = {
+        metric.labels["reason"]: metric.value for metric in found if metric.name == "jaxllm:num_requests_waiting_by_reason"
+    }
+    assert by_reason == {"capacity": 3, "deferred": 2}
+
+
 def test_idle_time_is_a_fraction_of_the_time_with_work() -> None:
     def fraction(**stats: float) -> float:
         (found,) = [metric.value for metric in collected(**stats) if metric.name == "jaxllm:device_idle_fraction"]
@@ -55,8 +63,10 @@ def test_rejections_of_all_engines_are_one_series() -> None:
 
 def test_the_encoder_cache_is_described_where_the_model_sees_images() -> None:
     stats = {"num_item_pages": 8, "num_used_item_pages": 2, "num_item_evictions": 3, "num_encoded_patches": 100}
+    stats |= {"num_computed_patches": 256, "num_encoder_runs": 2}
     found = {metric.name.removeprefix("jaxllm:"): metric.value for metric in collected(**stats) if "jaxllm:mm_" in metric.name}
-    assert found == {"mm_cache_usage_perc": 0.25, "mm_cache_evictions": 3, "mm_encoder_patches": 100}
+    encoded = {"mm_encoder_patches": 100, "mm_encoder_computed_patches": 256, "mm_encoder_runs": 2}
+    assert found == {"mm_cache_usage_perc": 0.25, "mm_cache_evictions": 3, **encoded}
     assert not [metric for metric in collected() if "jaxllm:mm_" in metric.name]
 
 

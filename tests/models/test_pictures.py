@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.kernel_policy import CPU
 from jaxllm.layers.build import build_model
 from jaxllm.layers.step import Step
+from jaxllm.media import MediaOptions
+from jaxllm.media.processor import make_processor
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.shards import make_shards
 from scripts import make_picture_goldens
@@ -90,6 +92,37 @@ def test_two_devices_compute_what_one_does(name, min_tokens, loaded):
     mapped = jax.shard_map(forward, mesh=mesh, in_specs=(specs, *(P(),) * 4), out_specs=P(), check_vma=False)
     found = np.asarray(jax.jit(mapped)(state, *pictures.inputs(prompt, items, encoded, PAD_TO)))
     np.testing.assert_allclose(found[: len(prompt), : config.vocab_size], expected, atol=1e-4)
+
+
+EXTREMES = {
+    "least": [(1, 1), (60, 90)],  # transformers loses a dimension of Mistral 3 where one embedding is all
+    "wide": [(6400, 32)],
+    "tall": [(32, 6400)],
+    "thin": [(200, 1), (1, 200)],
+    "large": [(1100, 900)],
+    "many": [(40 + 37 * i % 400, 30 + 53 * i % 300) for i in range(24)],
+}
+"""Widths and heights of images as they come, in pixels."""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("extreme", sorted(EXTREMES))
+@pytest.mark.parametrize("name", sorted(make_picture_goldens.VARIANTS))
+def test_features_of_extreme_sizes_equal_those_of_transformers(name, extreme, tmp_path):
+    """Sizes as the family's preparation makes them, alone and packed together behind each other."""
+    torch = pytest.importorskip("torch")
+    vision_checkpoint.write(tmp_path, **make_picture_goldens.VARIANTS[name], seed=5)
+    config, _, tower = pictures.load(tmp_path)
+    vision, prepare = config.vision, make_processor(tmp_path, config.vision, MediaOptions())
+    side = vision.patch_size * vision.merge_size
+    grids = [prepare._family.grid(*size) for size in EXTREMES[extreme]]
+    images = [pictures.picture(i, t * h * side, w * side) for i, (t, h, w) in enumerate(grids)]
+    num_patches = vision.merge_size**2 * sum(t * h * w for t, h, w in grids)
+    unit = vision.position_grid**2 if vision.has_tiles or vision.family == "gemma3" else vision.merge_size**2
+    found = pictures.encode(config, tower, images, num_patches=num_patches + 2 * unit)
+    with torch.no_grad():
+        expected = make_picture_goldens.Reference(tmp_path).features(images)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.torch

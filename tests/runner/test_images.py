@@ -12,21 +12,23 @@ import pytest
 from flax import nnx
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
-from jaxllm.device_ops import EncodeItem, UseItem
+from jaxllm.device_ops import EncodeItem, EncodeParts, UseItem
 from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.kernel_policy import CPU
+from jaxllm.layers.build import build_tower
 from jaxllm.layers.vision import PatchIndices, VisionTower
 from jaxllm.media.payload import pack
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.ranks import Ranks
 from jaxllm.request import PromptItem
+from jaxllm.runner import item_embeddings
 from jaxllm.runner.batch import BatchBuilder
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.feature_inputs import FeatureInputs
 from jaxllm.runner.features import images
 from jaxllm.runner.features.images import encoding_bytes, packing
 from jaxllm.runner.features.images.ops import ImagesOnHost
-from jaxllm.runner.features.images.packing import EncoderInput, encode_sizes, together
+from jaxllm.runner.features.images.packing import EncoderInput, together
 from jaxllm.runner.features.images.step import Images
 from jaxllm.runner.features.rope_delta import RopeDelta
 from jaxllm.runner.kernels import Kernels
@@ -37,7 +39,8 @@ from jaxllm.runner.rows import Rows
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
 from pallas_kernels.span_attention import Later, span_attention
-from tests.helpers import vision_checkpoint
+from tests.helpers import pictures, vision_checkpoint
+from tests.helpers.slow import slow_except
 
 MAX_PATCHES = 1024
 ITEM = PromptItem("image", b"a", 2, 6, grid=(1, 2, 3))
@@ -77,13 +80,6 @@ def test_images_are_encoded_in_few_programs(counts, groups):
     assert [[len(each.patches_NC) for each in group] for group in found] == groups
 
 
-def test_sizes_of_programs_end_at_the_most_patches_of_an_image():
-    vision = SimpleNamespace(family="qwen3_vl", merge_size=2, has_tiles=False)
-    assert encode_sizes(vision, 16384) == (256, 1024, 2048, 4096, 8192, 16384)
-    assert encode_sizes(vision, 5000) == (256, 1024, 2048, 4096, 5120)
-    assert encode_sizes(vision, 256) == encode_sizes(vision, 100) == (256,)
-
-
 def test_where_all_images_have_one_size_the_only_program_is_made_at_the_start(vision):
     """Those of Gemma 3 have 64 x 64 patches: a smaller program would encode none."""
     vision = replace(vision, family="gemma3", merge_size=4, position_grid=64)
@@ -91,19 +87,6 @@ def test_where_all_images_have_one_size_the_only_program_is_made_at_the_start(vi
     (encode,) = images.programs()
     assert [key.size for key in encode.common(None)] == [4096] and not [*encode.rare(None)]
     assert encode.is_first(None, ProgramKey("encode", 4096))
-
-
-@pytest.mark.parametrize(
-    ("grid", "merge", "sizes"),
-    [
-        (32, 2, (1024, 2048, 4096, 8192, 16384)),
-        (27, 3, (729, 1458, 2187, 4374, 8748, 16767)),
-        (4, 2, (256, 1024, 2048, 4096, 8192, 16384)),
-    ],
-)
-def test_programs_encode_whole_tiles(grid, merge, sizes):
-    vision = SimpleNamespace(merge_size=merge, position_grid=grid, has_tiles=True)
-    assert encode_sizes(vision, 16384) == sizes
 
 
 def test_a_program_takes_patches_their_indices_and_rows_of_the_slab(vision):
@@ -118,18 +101,9 @@ def test_a_program_takes_patches_their_indices_and_rows_of_the_slab(vision):
     assert nothing_PC.shape == (256, 1536) and not nothing_PC.any() and (indices[-64:] == 999).all()
 
 
-def test_embeddings_lie_in_pages():
-    assert packing.slab_rows([3, 1], 4, 6).tolist() == [12, 13, 14, 15, 4, 5]
-    with pytest.raises(AssertionError, match="9 embeddings in 2 pages"):
-        packing.slab_rows([3, 1], 4, 9)
+def test_an_image_is_at_most_as_large_as_the_largest_program():
     with pytest.raises(AssertionError, match="an image of 1025 patches, programs encode 1024"):
         together([encoder_input(1025)], 1024)
-
-
-def test_tokens_between_embeddings_keep_their_own():
-    item = msgspec.structs.replace(ITEM, embedding_runs=((0, 2), (3, 2)))
-    assert packing.embedding_of_tokens(item).tolist() == [0, 1, -1, 2, 3, -1]
-    assert packing.embedding_of_tokens(ITEM).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_few_programs_of_images_are_made_at_the_start(vision):
@@ -165,11 +139,26 @@ def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
     wanted = replace(wanted, items=items, features=inputs.of_items(items), num_tokens=4096)
     keys = [*encode.common(None), *encode.rare(None)]
     assert {key.size for key in keys if encode.is_needed(key, wanted)} == patches
+    of_largest = [[size for size in encode.sizes if size >= 4 * max(cells)]] if cells else []
+    assert [[key.size for key in keys] for keys in encode.awaited(None, wanted)] == of_largest, "it encodes the others too"
+    assert not [*of_videos.awaited(None, wanted)]
     assert not any(of_videos.is_needed(key, wanted) for key in of_videos.rare(None))
     of_frames = replace(wanted, items=[msgspec.structs.replace(item, kind="video") for item in items])
     assert {key.size for key in of_videos.rare(None) if of_videos.is_needed(key, of_frames)} == patches
+    assert [[key.size for key in keys] for keys in of_videos.awaited(None, of_frames)] == of_largest
     mixed = [ProgramKey("forward", size, features=names) for size in (2048, 4096, 8192) for names in inputs.sets]
     assert [key for key in mixed if Forward().is_needed(key, wanted)] == [key for key in mixed[3:4] if cells]
+
+
+def test_a_request_waits_for_all_parts_of_its_images(vision):
+    """Of images in parts for each size that it has, of others for one program that holds the largest."""
+    encode, _ = Images(vision, EncoderSizes.of(vision, 4096, 600), "float32", Kernels(), None, True).programs()
+    num_parts = {size: len(encode.keys(size)) for size in encode.sizes}
+    assert num_parts == {256: 1, 1024: 2, 2048: 2, 4096: 2}, "at most one for each layer"
+    wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
+    items = [replace_item(position=5000 * i, num_tokens=count) for i, count in enumerate((60, 1024, 250, 20, 1000))]
+    found = [*encode.awaited(None, replace(wanted, items=items))]
+    assert found == [[key] for size in (1024, 4096) for key in encode.keys(size)] + [encode.keys(256)]
 
 
 @pytest.mark.parametrize("num_patches", [256, 1024])
@@ -196,7 +185,9 @@ def test_memory_is_planned_for_encoder_slab_and_the_largest_encoding(directory):
     assert whole - unprofiled == encoding_bytes(vision, 16384, "float32")
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(VisionTower(vision, "float32"))))
     row_bytes = 4 * vision.result_width
-    assert unprofiled == weights + (EncoderSizes.of(vision, 16384).num_pages * 64 + 2 * 64) * row_bytes
+    assert unprofiled == weights + (EncoderSizes.of(vision, 16384).num_pages * 64 + 2 * 64) * row_bytes + 16384 * 4 * 32
+    without_parts = planned(skip_mm_profiling=True, mm_max_decode_step_patches=0)
+    assert unprofiled - without_parts == 16384 * 4 * 32, "the hidden state between parts"
     assert images.memory_bytes(EngineConfig(), replace(model_config, vision=None), None) == 0
 
 
@@ -221,18 +212,27 @@ class Runner:
         self.ranks.num = num_ranks
         self.shapes = SimpleNamespace(inputs=FeatureInputs((RopeDelta(), images)))
         self.params, self.put, self.calls = (), lambda arrays: arrays, []
-        self.row_arrays = SimpleNamespace(of_features={"images": "slab"}, replaced=lambda images: self.row_arrays)
+        self.row_arrays = SimpleNamespace(
+            of_features={"images": "slab", "images_hidden": "hidden"}, replaced=lambda **arrays: self.row_arrays
+        )
+        self.missing, self.encoder_totals = (), (0, 0)
+
+    def ready_sizes(self, key, sizes):
+        return tuple(size for size in sizes if size not in self.missing)
 
     def program(self, key):
-        def encode(params, slab, patches_PC, indices):
-            assert slab == "slab"
-            self.calls.append((key.size, patches_PC, indices))
+        def encode(params, *arguments):
+            changed = arguments[: 1 + isinstance(arguments[1], str)]
+            assert changed == ("slab", "hidden")[: len(changed)]
+            self.calls.append((key, *arguments[len(changed) :]))
+            return changed
 
         return encode
 
 
-def new_host(vision, num_ranks=1, has_rope_sections=True):
-    images = Images(vision, EncoderSizes.of(vision, MAX_PATCHES), "float32", Kernels(), None, has_rope_sections)
+def new_host(vision, num_ranks=1, has_rope_sections=True, max_decode_patches=0):
+    sizes = EncoderSizes.of(vision, MAX_PATCHES, max_decode_patches)
+    images = Images(vision, sizes, "float32", Kernels(), None, has_rope_sections)
     runner = Runner(images, num_ranks)
     config = EngineConfig.from_options(max_num_seqs=4, max_num_batched_tokens=64, decode_buckets=(2,), token_buckets=(16,))
     buckets = Buckets.choose(resolve_platform_defaults(config, on_gpu=False), CPU)
@@ -275,7 +275,7 @@ def test_tokens_that_see_each_other_say_how_many_follow(vision):
         batch = step(builder, start, count, is_new=start == 0)
         host.before_step([batch])
         inputs_IT = runner.shapes.inputs.token_inputs_of(batch, "images")
-        assert len(inputs_IT) == 2 and inputs_IT[packing.SLAB_ROW, 6 - start] == 9 * 64 + 5
+        assert len(inputs_IT) == 2 and inputs_IT[item_embeddings.SLAB_ROW, 6 - start] == 9 * 64 + 5
         assert inputs_IT[packing.NUM_LATER].tolist() == expected + [0] * (16 - count)
     host.run(UseItem(0, "a", 2, [9]))
     with pytest.raises(AssertionError, match="the step cuts an image"):
@@ -307,8 +307,8 @@ def test_the_images_of_a_plan_are_encoded_together_before_its_step(vision):
         host.run(EncodeItem(0, payload(rows, 4), [page]))
     assert not runner.calls
     host.before_step([])
-    ((size, patches_PC, indices),) = runner.calls
-    assert size == 256 and patches_PC[:40, 0].tolist() == [6] * 24 + [4] * 16
+    ((key, patches_PC, indices),) = runner.calls
+    assert key.size == 256 and patches_PC[:40, 0].tolist() == [6] * 24 + [4] * 16
     assert indices[-64:-54].tolist() == [0, 1, 2, 3, 4, 5, 128, 129, 130, 131], "the larger one first, each in its page"
     host.before_step([])
     assert len(runner.calls) == 1, "once"
@@ -318,16 +318,93 @@ def test_the_images_of_a_plan_are_encoded_together_before_its_step(vision):
     assert len(runner.calls) == 1, "what waits is lost with the slab"
 
 
+def test_images_are_encoded_by_the_programs_that_are_there(vision):
+    """Apart, if no program is there that encodes them together, and by a larger one than they need."""
+    host, runner, _ = new_host(vision)
+    runner.missing = (1024,)
+    for page in range(2):
+        host.run(EncodeItem(0, payload(12, 16), [page]))
+    host.before_step([])
+    assert [key.size for key, *_ in runner.calls] == [256, 256]
+    runner.missing = (256,)
+    host.run(EncodeItem(0, payload(4, 4), [2]))
+    host.before_step([])
+    runner.missing = (1024,)
+    host.run(EncodeItem(0, payload(32, 32), [*range(4)]))
+    host.before_step([])
+    assert [key.size for key, *_ in runner.calls[2:]] == [1024, 1024], "if none is there, a step makes what it needs"
+
+
 def test_ranks_encode_at_the_same_time_each_its_own(vision):
     host, runner, _ = new_host(vision, num_ranks=2)
     host.run(EncodeItem(1, payload(32, 32), [*range(4)]))
     host.run(EncodeItem(0, payload(2, 2), [5]))
     host.run(EncodeItem(1, payload(4, 2), [6]))
     host.before_step([])
-    (size, patches_PC, indices), (second_size, second_PC, second) = runner.calls
-    assert (size, second_size) == (1024, 256) and len(patches_PC) == 2048 and len(second_PC) == 512
+    (key, patches_PC, indices), (second_key, second_PC, second) = runner.calls
+    assert (key.size, second_key.size) == (1024, 256) and len(patches_PC) == 2048 and len(second_PC) == 512
     assert patches_PC[:5, 0].tolist() == [2, 2, 2, 2, 0] and (patches_PC[1024:, 0] == 32).all()
     assert not second_PC[:256].any() and second_PC[256:265, 0].tolist() == [4] * 8 + [0]
     num_slab_rows, of_first = EncoderSizes.of(vision, MAX_PATCHES).num_pages * 64, len(indices) // 2
     assert indices[of_first - 256 : of_first - 254].tolist() == [320, num_slab_rows]
     assert (second[: len(second) // 2][-64:] == num_slab_rows).all(), "a rank without images writes nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), slow_except([("qwen3_vl", None)], [("qwen3_vl", "deep"), *((name, None) for name in pictures.NAMES)])
+)
+def test_parts_leave_what_the_whole_program_leaves(tmp_path, name, variant):
+    """Of a picture whose pages lie apart, with parts of one layer; a program that runs on nothing meanwhile changes nothing."""
+    directory = tmp_path / "model"
+    if variant is None:
+        pictures.write(name, directory)
+    else:
+        vision_checkpoint.write(directory, name, variant=variant)
+    config, _, tower = pictures.load(directory)
+    vision, graph = config.vision, nnx.graphdef(build_tower(config))
+    sizes = EncoderSizes.of(vision, vision.position_grid**2 if vision.family == "gemma3" else 256, 1)
+    images = Images(vision, sizes, "float32", Kernels(), lambda params: nnx.merge(graph, params), config.has_rope_sections)
+    ((seed, height, width),) = pictures.sizes(vision, [(3, 2)])
+    grid, patches_NC = pictures.patches(pictures.picture(seed, height, width), vision)
+    rows = np.arange(len(patches_NC) // vision.merge_size**2, dtype=np.int32) * 2 + 1
+    slab = jax.random.normal(jax.random.key(0), images.slab_shape)
+    for encode in images.programs()[: None if variant else 1]:
+        given = EncoderInput(grid, np.tile(patches_NC, (1, encode.frames)), rows)
+        keys = encode.keys(sizes.program_size(len(patches_NC)))
+        assert len(keys) == vision.num_layers
+        (expected,) = jax.jit(images.encode)(tower, slab, *encode.arrays(keys[0], [given]))
+        assert np.flatnonzero((expected != slab).all(axis=1)).tolist() == rows.tolist()
+        found, hidden = slab, jnp.zeros(images.row_arrays(None)["images_hidden"].shape)
+        for key in keys:
+            part = jax.jit(partial(images.encode_part, key.size, images.layers_of(key.size, key.part)))
+            found, hidden = part(tower, found, hidden, *encode.arrays(key, [given]))
+            same, kept = part(tower, found, hidden, *encode.arrays(key))
+            assert (same == found).all() and (kept == hidden).all()
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_images_above_the_budget_are_encoded_in_parts_of_their_own(vision):
+    """One rank begins a large image and encodes a small one, and then goes on with the large one while the other begins its own."""
+    host, runner, _ = new_host(vision, num_ranks=2, max_decode_patches=600)
+    parts = [ProgramKey("encode", 1024, part=part) for part in range(2)]
+    host.run(EncodeItem(1, payload(32, 32), [*range(4)], 1))
+    host.run(EncodeItem(1, payload(4, 2), [6]))
+    host.before_step([])
+    (large, patches_PC, indices), (small, _, _) = runner.calls
+    assert (large, small) == (parts[0], ProgramKey("encode", 256))
+    assert not patches_PC[:1024].any() and (patches_PC[1024:, 0] == 32).all()
+    host.run(EncodeParts(1, 1))
+    host.run(EncodeItem(0, payload(64, 16), [*range(4, 8)], 2))
+    host.before_step(())
+    (begin, begun_PC, _), (end, of_one), (last, of_other) = runner.calls[2:]
+    assert [begin, end, last] == [parts[0], parts[1], parts[1]]
+    assert (begun_PC[:1024, 0] == 64).all() and not begun_PC[1024:].any()
+    half = len(indices) // 2
+    assert (of_one[half:] == indices[half:]).all() and (of_one[:1024] == -1).all(), "the same as with the first part"
+    assert (of_other[half:] == indices[:half]).all() and (of_other[:1024] >= 0).all()
+    host.run(EncodeItem(0, payload(32, 32), [*range(4)], 1))
+    host.replace_lost()
+    host.before_step(())
+    assert len(runner.calls) == 5
+    with pytest.raises(AssertionError, match="no image has so many parts left"):
+        host.run(EncodeParts(0, 1))

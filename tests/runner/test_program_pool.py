@@ -242,6 +242,28 @@ def test_what_callers_wait_for_can_be_asked_meanwhile(shop):
     assert at.programs.awaited == (0, 0)
 
 
+def test_a_program_that_a_request_waits_for_is_made_before_those_for_later_and_beside_them(shop, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_LATER", 1)
+    at = shop(threads=4)
+    at.gates = {key: threading.Event() for key in ("later 1", "wanted")}
+    at.programs.start((), later=["later 1", "later 2"], rare=["rare", "wanted"])
+    at.programs.begin_later()
+    until(lambda: at.traced == ["later 1"])
+    jobs = [at.programs.want(key) for key in ("wanted", "wanted", "broken")]
+    until(lambda: at.traced == ["later 1", "wanted"])
+    assert jobs[0] is jobs[1], "once, and as many beside those for later as one"
+    at.gates["wanted"].set()
+    assert jobs[0].result(5) == "program wanted" == at.programs.want("wanted").result(0)
+    with pytest.raises(ValueError, match="cannot be traced"):
+        jobs[2].result(5)
+    at.gates["later 1"].set()
+    until(lambda: not at.programs.num_queued)
+    assert at.traced[2:4] == ["broken", "later 2"] and len(at.programs) == 4
+    last = [at.programs.want("broken") for _ in range(2)][1]
+    with pytest.raises(ValueError, match="cannot be traced"):
+        last.result(5)
+
+
 def test_programs_for_later_are_made_few_at_a_time_behind_what_is_needed_and_before_rare_ones(shop, monkeypatch):
     monkeypatch.setattr(module, "_MOST_LATER", 1)
     at = shop(threads=4)

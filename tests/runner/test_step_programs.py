@@ -129,12 +129,16 @@ def test_which_rare_programs_a_request_needs_follows_from_its_parameters(params,
     params = dict(params)
     pooling, is_masked = PoolingParams() if params.pop("pooling", False) else None, params.pop("is_masked", False)
     programs = engine_programs()
-    found = programs.keys_of(SamplingParams(**params), pooling, is_masked=is_masked)
+    wanted = programs.wanted_by(SamplingParams(**params), pooling, is_masked=is_masked)
+    found = programs.keys_of(wanted)
     is_sampled_apart = any(kind == "sample" for kind, _, _ in kinds)
     if is_sampled_apart:
         kinds = {*kinds, ("forward_rows", Variant.GREEDY, LogprobsKind.NONE)}
     assert {(key.kind, key.variant, key.logprobs) for key in found} == kinds
     assert set(found) <= set(programs.rare_keys()) and [key.size for key in found] == sorted(key.size for key in found)
+    largest = {"sample": programs.buckets.sample_rows[-1], "new_state": 0, "admit": 0}
+    awaited = [key for key in found if key.size == largest.get(key.kind)]
+    assert sorted(programs.awaited_keys(wanted)) == sorted((key,) for key in awaited), "others have sizes that follow steps"
 
 
 @pytest.mark.parametrize(("num_drafts", "has_adapters"), [(0, False), (3, False), (3, True)])

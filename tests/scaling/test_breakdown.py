@@ -2,9 +2,9 @@
 
 import pytest
 
+from jaxllm.measuring.trace import Kernel, Trace
 from jaxllm.scaling.breakdown import break_down, part_of, time_by_part, waiting_time
 from jaxllm.scaling.results import CPU_THUNKS, GPU_KERNELS, Breakdown
-from jaxllm.scaling.trace import Kernel, Trace
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError
 from jaxllm.llm import LLM
-from jaxllm.scaling.limits import Ceilings
+from jaxllm.measuring.limits import Ceilings
 from jaxllm.scaling.measure import Measurer, one_line
 from jaxllm.scaling.plan import Plan
 from jaxllm.scaling.results import SizeResult

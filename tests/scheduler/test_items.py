@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxllm.device_ops import EncodeItem
+from jaxllm.device_ops import EncodeItem, EncodeParts
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.request import PromptItem, Request, RequestStatus
 from jaxllm.scheduler.encoder_cache import EncoderCache
@@ -22,11 +22,11 @@ def named_image(name: str, position: int, num_tokens: int = 8) -> PromptItem:
     return image(name.encode(), position, num_tokens)
 
 
-def add(engine: FakeEngine, name: str, *items: PromptItem, length: int = 40, **options: object) -> Request:
+def add(engine: FakeEngine, name: str, *items: PromptItem, length: int = 40, output: int = 4, **options: object) -> Request:
     prompt = [7] * length
     for item in items:
         prompt[item.position : item.end] = [PLACEHOLDER] * item.num_tokens
-    request = make_request(name, prompt, items=items, max_tokens=4, **options)
+    request = make_request(name, prompt, items=items, max_tokens=output, **options)
     engine.runner.device.requests[name] = request
     engine.scheduler.add_request(request)
     return request
@@ -55,6 +55,13 @@ def test_a_chunk_ends_before_an_item_that_the_step_cannot_encode() -> None:
     check_tokens(engine, request)
     assert chunks(engine, "a")[:3] == [(0, 20), (20, 8), (28, 12)]
     assert encoded(engine)[:4] == [["dog"], ["cat"], ["emu"], []]
+
+
+def test_small_items_count_as_much_as_their_program_encodes() -> None:
+    engine = make_engine(room=encoder(step=8, least=4))
+    request = add(engine, "a", *(named_image(name, position, 1) for name, position in (("dog", 4), ("cat", 8), ("emu", 12))))
+    check_tokens(engine, request)
+    assert encoded(engine)[:3] == [["dog", "cat"], ["emu"], []]
 
 
 def test_a_request_without_budget_waits_and_others_overtake_it() -> None:
@@ -145,7 +152,7 @@ def test_a_step_computes_all_tokens_that_attend_to_each_other_or_stops_before_th
 )
 def test_what_is_left_of_a_whole_item_behind_a_cached_prefix_is_computed_in_one_step_too(start, count, allowed) -> None:
     room = encoder(item=12, step=12, whole_tokens=12)
-    room.begin_step()
+    room.begin_step(decodes=False)
     assert room.limit(make_request("a", 24, items=(named_image("dog", 4, 12),)), start, count) == allowed
 
 
@@ -219,3 +226,76 @@ def test_an_item_that_its_room_can_never_compute_is_refused() -> None:
 def test_items_need_chunks() -> None:
     with pytest.raises(ConfigError, match="enable_chunked_prefill is off"):
         make_scheduler(rooms=(encoder(),), enable_chunked_prefill=False)
+
+
+def decoding_engine(decode_step: int) -> FakeEngine:
+    """An engine with a request that decodes."""
+    room = encoder(item=16, step=16, pages=12, decode_step=decode_step)
+    engine = make_engine(room=room, caching=False, max_num_batched_tokens=64)
+    add(engine, "text", length=4, output=60)
+    engine.step()
+    return engine
+
+
+def parts(engine: FakeEngine) -> list[list[int]]:
+    """Parts that each operation of a plan runs."""
+    return [[op.num_parts for op in plan.ops if isinstance(op, EncodeItem | EncodeParts)] for plan in engine.plans]
+
+
+def test_while_requests_decode_a_step_encodes_one_part_and_the_chunk_ends_before_the_item() -> None:
+    engine = decoding_engine(4)
+    request = add(engine, "a", named_image("dog", 4, 12), length=24)
+    assert engine.scheduler.chunk_rooms[0]._sizes.num_parts(12) == 4
+    check_tokens(engine, request)
+    assert chunks(engine, "a")[:2] == [(0, 4), (4, 20)]
+    assert parts(engine)[:6] == [[], [1], [1], [1], [1], []]
+    assert engine.plans[2].num_tokens == engine.plans[3].num_tokens == 1, "they only decode and encode"
+    stats = engine.scheduler.stats()
+    assert (stats.item_cache_queries, stats.item_cache_hits, stats.num_encoded_patches) == (1, 0, 12)
+
+
+def test_when_nothing_decodes_any_more_the_parts_left_run_at_once() -> None:
+    engine = decoding_engine(4)
+    request = add(engine, "a", named_image("dog", 0, 12), length=24)
+    engine.step()
+    engine.scheduler.finish_requests("text", RequestStatus.FINISHED_ABORTED)
+    check_tokens(engine, request)
+    assert parts(engine)[:4] == [[], [1], [3], []] and chunks(engine, "a")[0] == (0, 24)
+
+
+def test_an_item_that_was_begun_goes_first_and_small_ones_share_what_is_left() -> None:
+    engine = decoding_engine(10)
+    for name, count in (("elephant", 16), ("dog", 16), ("ant", 2)):
+        add(engine, name, named_image(name, 0, count), length=24)
+    engine.run()
+    assert [names for names in encoded(engine) if names] == [["elephant"], ["dog", "ant"]]
+    assert parts(engine)[:6] == [[], [1], [1], [1, 1], [1], []]
+    assert engine.runner.device.num_encoded == 3
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, None])
+def test_an_item_is_encoded_to_its_end_for_all_that_ask_for_it(status) -> None:
+    """Its request was aborted, or a second one asks for the same item."""
+    engine = decoding_engine(4)
+    first = add(engine, "a", named_image("dog", 0, 12), length=24)
+    engine.step()
+    if status is not None:
+        engine.scheduler.finish_requests("a", status)
+    second = add(engine, "b", named_image("dog", 0, 12), length=24)
+    check_tokens(engine, second, *([first] if status is None else []))
+    assert engine.runner.device.num_encoded == 1
+    assert engine.scheduler.stats().item_cache_hits == (status is None)
+
+
+def test_parts_are_planned_whether_or_not_a_request_asks_for_them_and_are_forgotten_with_the_slab() -> None:
+    room = encoder(item=16, step=16, decode_step=4)
+    request = make_request("a", 24, items=(named_image("dog", 0, 12),))
+    room.begin_step(decodes=True)
+    assert room.limit(request, 0, 24) == 0
+    (begun,) = room.step_ops()
+    assert begun == EncodeItem(0, request.spec.items[0].payload, begun.pages, 1) and room.step_ops() == []
+    room.begin_step(decodes=True)
+    assert room.step_ops() == [EncodeParts(0, 1)]
+    room.forget()
+    room.begin_step(decodes=True)
+    assert room.step_ops() == [], "what was begun is forgotten"

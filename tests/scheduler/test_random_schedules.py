@@ -280,6 +280,7 @@ def run_load(
     drafts: tuple[int, int, float] | None,
     num_stages: int,
     item_sizes: tuple[int, int, int] | None = None,
+    decode_step: int = 0,
     whole_items: bool = False,
     tiers: tuple[dict[str, Any], ...] = (),
     num_ranks: int = 1,
@@ -288,8 +289,9 @@ def run_load(
     """Run a random load to its end. Returns the number of steps.
 
     num_blocks: for each group; 0: as few as possible. drafts: most of a row, how many positions behind them a drafter writes to, and
-    how often one is right. item_sizes: most embeddings of an item, most that a step encodes, pages. whole_items: a step
-    must compute all that is left of an item. tiers: arguments of fake tiers. num_ranks: data-parallel ranks.
+    how often one is right. item_sizes: most embeddings of an item, most that a step encodes, pages. decode_step: most that a step encodes
+    in which requests decode; 0: as in others. whole_items: a step must compute all that is left of an item. tiers: arguments of fake
+    tiers. num_ranks: data-parallel ranks.
     """
     max_model_len = 46
     control = None
@@ -307,6 +309,7 @@ def run_load(
         max_item_tokens = min(options["max_num_batched_tokens"], max_item_tokens)
     whole_tokens = max_item_tokens if whole_items else 0
     room_sizes = {"item": max_item_tokens, "step": max_step_embeddings, "pages": num_pages, "whole_tokens": whole_tokens}
+    room_sizes["decode_step"] = decode_step
 
     def new_scheduler() -> Scheduler:
         return make_scheduler(
@@ -369,6 +372,7 @@ CHOICES: dict[str, list[Any]] = {
     "scheduler_reserve_full_isl": [True, False],
     "reuse_ids": [True, False],
     "item_sizes": [None, None, (4, 4, 2), (9, 9, 3), (9, 5, 4), (30, 16, 8), (30, 64, 20)],
+    "decode_step": [0, 1, 3, 7],
     "whole_items": [False, True],
     "tiers": [(), ({},), ({"max_steps": 8, "share_bad": 0.2},), ({"capacity": 5}, {"max_steps": 0, "share_bad": 0.1})],
 }

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxllm.scaling.trace import STRETCH, Kernel, parse
+from jaxllm.measuring.trace import STRETCH, Kernel, parse
 from pallas_kernels.checking.attention import Batch
 from scripts.kernels.attention import flash_attention_3
 from scripts.measuring.asked import LONG, Asked, max_model_len, read_rows

@@ -1,9 +1,8 @@
 """The routes of audio, over an engine with a tiny random Whisper."""
 
-import io
 import json
-import wave
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,10 @@ import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.config import EngineConfig
+from jaxllm.media import MediaOptions
+from jaxllm.media.audio_files import read_audio
+from jaxllm.media.features import log_mel
+from jaxllm.models.load_config import load_model_config
 from server.app import create_app
 from tests.helpers import engines, whisper_checkpoint
 from tests.server.client import Client
@@ -18,26 +21,21 @@ from tests.server.conftest import options
 
 PATH, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 BOUNDARY = "limit"
+CHECKPOINT: dict[str, Any] = {"seed": 3, "gain": 3.5}
 
 
 @pytest.fixture(scope="module")
 def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    directory = whisper_checkpoint.write(tmp_path_factory.mktemp("whisper") / "model", seed=3, gain=3.5)
+    directory = whisper_checkpoint.write(tmp_path_factory.mktemp("whisper") / "model", **CHECKPOINT)
     small: dict[str, Any] = {**engines.SMALL, "skip_tokenizer_init": False, "dtype": "float32", "model": str(directory)}
     config = EngineConfig.from_options(**small, mm_max_audio_seconds=5)
     with AsyncLLM(config) as engine, Client(create_app(engine, options())) as client:
         yield client
 
 
-def wav(samples: np.ndarray, rate: int = 16000) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setparams((1, 2, rate, len(samples), "NONE", ""))
-        writer.writeframes((samples * 32767).astype("<i2").tobytes())
-    return file.getvalue()
-
-
-SHORT, LONG = wav(whisper_checkpoint.clip(0)), wav(whisper_checkpoint.clip(1, 2.5))
+NO_SPEECH_PROB = 0.00069955
+"""Of SHORT, as transformers computes it."""
+SHORT, LONG = whisper_checkpoint.wav(whisper_checkpoint.clip(0)), whisper_checkpoint.wav(whisper_checkpoint.clip(1, 2.5))
 
 
 def form(file: bytes | None = SHORT, **fields: Any) -> bytes:
@@ -57,6 +55,20 @@ def form(file: bytes | None = SHORT, **fields: Any) -> bytes:
 def post(client: Client, path: str = PATH, file: bytes | None = SHORT, **fields: Any) -> Any:
     headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
     return client.post(path, content=form(file, **{"max_completion_tokens": 8, **fields}), headers=headers)
+
+
+@pytest.mark.torch
+def test_transformers_says_so_too(tmp_path: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    directory = whisper_checkpoint.write(tmp_path / "model", **CHECKPOINT)
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+    audio = load_model_config(directory).audio
+    assert audio is not None
+    features = log_mel(read_audio(SHORT, "a", MediaOptions()), audio).T[None]
+    with torch.no_grad():
+        start = torch.tensor([[whisper_checkpoint.START]])
+        logits = model(input_features=torch.tensor(features), decoder_input_ids=start).logits[0, 0]
+    np.testing.assert_allclose(torch.softmax(logits, -1)[whisper_checkpoint.NO_SPEECH], NO_SPEECH_PROB, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -89,6 +101,15 @@ class TestTranscriptions:
         assert srt.startswith("1\n00:00:00,000 --> 00:00:") and srt.count("-->") == len(segments)
         assert post(hearing, file=LONG, response_format="vtt", language="en").text.startswith("WEBVTT\n\n00:00:00.000 --> ")
 
+    def test_segments_say_how_likely_it_is_that_nobody_speaks(self, hearing: Client) -> None:
+        """The probability of <|nospeech|> behind <|startoftranscript|>, of each clip, whatever is asked for else."""
+        fields = {"response_format": "verbose_json", "language": "en"}
+        probs = [each["no_speech_prob"] for each in post(hearing, **fields).json()["segments"]]
+        np.testing.assert_allclose(probs, NO_SPEECH_PROB, rtol=1e-3)
+        clips = [each["no_speech_prob"] for each in post(hearing, file=LONG, **fields).json()["segments"]]
+        assert len(set(clips)) == 3 and all(0 < prob < 1 for prob in clips)
+        assert post(hearing, prompt="ab", **fields).json()["segments"][0]["no_speech_prob"] != probs[0], "earlier text counts"
+
     def test_a_stream_gives_the_same_text(self, hearing: Client) -> None:
         whole = post(hearing, file=LONG, language="en").json()["text"]
         lines = post(hearing, file=LONG, language="en", stream="true", stream_include_usage="true").text.strip().split("\n\n")
@@ -102,7 +123,7 @@ class TestTranscriptions:
 
     def test_other_rates_are_resampled(self, hearing: Client) -> None:
         twice = np.repeat(whisper_checkpoint.clip(0), 2)
-        assert post(hearing, file=wav(twice, 32000), language="en").json()["usage"]["seconds"] == 1
+        assert post(hearing, file=whisper_checkpoint.wav(twice, 32000), language="en").json()["usage"]["seconds"] == 1
 
     @pytest.mark.parametrize(
         ("fields", "status", "told", "param"),
@@ -111,7 +132,7 @@ class TestTranscriptions:
             ({"file": b""}, 400, "is empty", "file"),
             ({"file": b"ID3 and so on"}, 400, "no WAV file", "file"),
             ({"file": SHORT[:30]}, 400, "damaged", "file"),
-            ({"file": wav(np.zeros(90000))}, 400, "has 5.6 seconds, at most 5", "file"),
+            ({"file": whisper_checkpoint.wav(np.zeros(90000))}, 400, "has 5.6 seconds, at most 5", "file"),
             ({"language": "xx"}, 400, "must be one of de, en", "language"),
             ({"response_format": "xml"}, 400, "response_format", "response_format"),
             ({"response_format": "srt", "stream": "true"}, 400, "srt is not streamed", "response_format"),

@@ -1,7 +1,9 @@
 """Prompts with images, through `InputProcessor`, with a stand-in for a model's preparation of images."""
 
+import asyncio
 import threading
 import time
+from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.errors import InvalidRequestError
 from jaxllm.media import Media, MediaOptions
+from jaxllm.media.media import MediaUnwantedError
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import InputProcessor
@@ -53,6 +56,37 @@ def test_each_placeholder_becomes_as_many_as_its_image_has_tokens_and_n_answers_
     again = processor.process("r", {**prompt, "prompt_token_ids": request.prompt_token_ids}, SamplingParams())  # type: ignore[typeddict-item]
     assert again.children[0].items == first.items, "ids may be expanded already"
     assert [media.uuid for media, _ in stand_in.prepared] == ["a", None] * 2
+
+
+def test_cancelling_a_preparation_ends_it_and_so_does_closing(stand_in: StandInProcessor) -> None:
+    media, begun, ended = stand_in_media(stand_in), threading.Semaphore(0), threading.Semaphore(0)
+
+    def process(item: Media, kwargs: Any) -> Any:
+        begun.release()
+        try:
+            while True:
+                item.check()
+                time.sleep(0.001)
+        finally:
+            ended.release()
+
+    stand_in.process = process  # type: ignore[method-assign, assignment]
+
+    async def leave() -> None:
+        [future] = media.process([Media("image", b"1")])
+        waiting = asyncio.ensure_future(asyncio.wrap_future(future))
+        assert await asyncio.to_thread(begun.acquire, timeout=10)
+        waiting.cancel()
+        assert await asyncio.to_thread(ended.acquire, timeout=10), "the work goes on"
+
+    asyncio.run(leave())
+    futures = media.process([Media("image", b"2")] * (MAX_THREADS + 1))
+    assert begun.acquire(timeout=10)
+    media.close()
+    assert ended.acquire(timeout=10)
+    for future in futures:
+        with pytest.raises((CancelledError, MediaUnwantedError)):
+            future.result(10)
 
 
 def test_what_was_prepared_is_not_prepared_again(stand_in: StandInProcessor) -> None:
@@ -147,6 +181,7 @@ def test_few_threads_decode_audio_at_a_time() -> None:
 
     class Hearing:
         kinds = ("audio",)
+        transcribes = True
 
         def samples(self, media: Media) -> np.ndarray:
             nonlocal running, most

@@ -7,7 +7,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.text.transcripts import Segment, TranscriptTokens, as_srt, as_vtt
 from tests.helpers import whisper_checkpoint
-from tests.helpers.whisper_checkpoint import ENGLISH, EOS, FIRST_TIMESTAMP, NO_TIMESTAMPS, START, TRANSCRIBE
+from tests.helpers.whisper_checkpoint import ENGLISH, EOS, FIRST_TIMESTAMP, NO_SPEECH, NO_TIMESTAMPS, START, TRANSCRIBE
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,16 @@ def test_earlier_text_comes_first_as_far_as_it_fits(tokenizer: Tokenizer, tokens
     ids = text(tokenizer, " abc def")
     assert tokens.prompt(**asked, max_previous=100) == [tokens.previous, *ids, START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS]
     assert tokens.prompt(**asked, max_previous=3)[:4] == [tokens.previous, *ids[-3:]]
+
+
+def test_silence_is_asked_behind_the_start_and_earlier_text(tokenizer: Tokenizer, tokens: TranscriptTokens) -> None:
+    prompt = tokens.prompt(language="en", task="transcribe", with_timestamps=True, previous="ab", max_previous=9)
+    assert tokens.until_start(prompt) == [tokens.previous, *text(tokenizer, " ab"), START]
+    assert tokens.no_speech == NO_SPEECH
+    older = Tokenizer(Backend.from_str(tokenizer.to_json().replace("<|nospeech|>", "<|nocaptions|>")))
+    assert TranscriptTokens.of(older, is_multilingual=True).no_speech == NO_SPEECH
+    without = Tokenizer(Backend.from_str(tokenizer.to_json().replace("<|nospeech|>", "<|other|>")))
+    assert TranscriptTokens.of(without, is_multilingual=True).no_speech is None
 
 
 def test_a_model_of_english_is_asked_for_no_language(tokenizer: Tokenizer) -> None:

@@ -55,6 +55,20 @@ def test_sizes_follow_the_largest_image_and_each_scheduler_has_its_own_room() ->
     assert (small.max_item_patches, small.num_pages) == (1000, 2 * 8192 // 4 // 64)
 
 
+def test_by_default_an_ordinary_image_of_every_family_fits() -> None:
+    def most(**fields: object) -> int:
+        items = made(replace(QWEN, **fields))  # type: ignore[arg-type]
+        assert items is not None
+        return items.sizes.max_item_patches
+
+    assert most(family="idefics3", position_grid=32, has_tiles=True) == 17 * 32**2, "SmolVLM's tiles of 512 pixels"
+    assert most(family="idefics3", position_grid=27, has_tiles=True, patch_size=14) == 16384, (
+        "17 tiles of 378 pixels have fewer"
+    )
+    assert most(family="internvl", position_grid=32, has_tiles=True) == 16384, "13 tiles"
+    assert most(family="pixtral") == 16384
+
+
 def test_images_are_cut_unless_their_tokens_see_each_other_or_the_option_says_no() -> None:
     assert made().whole_tokens == 0 and made().new_room().min_chunk == 1
     assert made(mm_max_patches=4096, disable_chunked_mm_input=True).whole_tokens == 1024
@@ -80,7 +94,7 @@ def test_drafters_with_layers_do_not_see_images(monkeypatch, num_drafts, is_refu
     assert not text().items
     if is_refused:
         with pytest.raises(
-            ConfigError, match="speculative_config .* LlamaForCausalLM sees images; use the method ngram, or set lang"
+            ConfigError, match="speculative_config .* LlamaForCausalLM takes images or audio; use the method ngram, or set"
         ):
             sees()
     else:
@@ -90,7 +104,9 @@ def test_drafters_with_layers_do_not_see_images(monkeypatch, num_drafts, is_refu
 @pytest.mark.parametrize("lacking", ["images", "rope_delta"])
 def test_a_build_whose_steps_have_no_images_takes_text_alone(monkeypatch, lacking) -> None:
     monkeypatch.setattr(step_features, "FEATURES", tuple(name for name in step_features.FEATURES if name != lacking))
-    with pytest.raises(ConfigError, match="sees images, but the steps of this build have none; set language_model_only"):
+    with pytest.raises(
+        ConfigError, match="takes images or audio, but the steps of this build take none; set language_model_only"
+    ):
         features_of(config_of(), QWEN)()
     assert not features_of(config_of(), None)().items
 

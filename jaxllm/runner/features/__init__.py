@@ -16,6 +16,7 @@ FEATURES = (
     "rope_delta",
     "images",
     "audio",
+    "audio_tokens",
     "expert_slots",
     "expert_counts",
     "prompt_logprobs",

@@ -1,6 +1,6 @@
 """The common part of the kinds of programs that compute layers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.runner.layout import StepLayout, decode_layout, mixed_layout
@@ -47,6 +47,13 @@ class MixedProgram(LayersProgram):
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
         return bool(wanted.features) and (key.size, key.features) == (wanted.num_tokens, wanted.features)
+
+    def awaited(self, programs: "StepPrograms", wanted: Wanted) -> Iterable[Sequence[ProgramKey]]:
+        """One that holds the prompt up to its last item, or as much of it as a step computes."""
+        if not wanted.features:
+            return ()
+        sizes = [size for size in programs.buckets.tokens if size >= wanted.num_tokens]
+        return [[ProgramKey(self.name, size, features=wanted.features) for size in sizes]]
 
     def _keys(self, programs: "StepPrograms") -> list[ProgramKey]:
         sizes = reversed(programs.buckets.tokens)

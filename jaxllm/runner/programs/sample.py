@@ -1,6 +1,6 @@
 """`sample`: tokens for the rows of a step whose hidden states another program has computed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,11 @@ class Sample(ProgramKind):
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
         return (key.variant, key.logprobs) == (wanted.variant, wanted.logprobs)
+
+    def awaited(self, programs: "StepPrograms", wanted: Wanted) -> Iterable[Sequence[ProgramKey]]:
+        """The largest, which stands in for the others: a step may sample any number of rows."""
+        largest = programs.buckets.sample_rows[-1]
+        return [(key,) for key in self.rare(programs) if key.size == largest and self.is_needed(key, wanted)]
 
     def is_storable(self, programs: "StepPrograms", key: ProgramKey) -> bool:
         """Not if a custom logits processor is compiled into it."""

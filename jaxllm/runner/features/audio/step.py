@@ -36,8 +36,7 @@ class Hearing(StepFeature):
 
     def encoded(self, params: Params, features_TM: jax.Array) -> jax.Array:
         """What the encoder gives of a clip, [F, D]."""
-        attention = self.kernels.segment_attention or "xla"
-        return self.merge_encoder(params)(features_TM, attention=attention, interpret=self.kernels.interpret)
+        return self.merge_encoder(params)(features_TM, **self.kernels.of_encoder)
 
     def encode(self, params: Params, states: Caches, features_TM: jax.Array, row_1: jax.Array) -> Caches:
         """The states of all rows with those of one clip, in a row; beyond the last row nothing is written."""

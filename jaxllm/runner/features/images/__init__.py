@@ -11,7 +11,7 @@ from jaxllm.layers.parameters import parameters
 from jaxllm.loaders.encoder import vision_weights
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, Vision
-from jaxllm.runner.features.images.packing import encode_sizes
+from jaxllm.runner.features.images.packing import hidden_shape
 from jaxllm.runner.features.images.step import Images
 from jaxllm.runner.step_feature import FeatureParts, StepFeature
 from jaxllm.runner.weights import WithWeights
@@ -24,19 +24,19 @@ def weights(config: EngineConfig, model_config: ModelConfig, model: CausalLM) ->
 
 
 def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> int:
-    """Bytes on each device of the encoder, of the slab, of what a step takes from it, and of temporary arrays of the largest encoding and
-    of attention within images."""
+    """Bytes on each device of the encoder, of the slab, of what a step takes from it, of what is kept between parts of an image, and of
+    temporary arrays of the largest encoding and of attention within images."""
     encoder, vision = vision_weights(config.model, model_config), model_config.vision
     if encoder is None or vision is None:
         return 0
     of_weights = sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for _, each in parameters(encoder.model))
-    sizes = EncoderSizes.of(vision, config.multimodal.mm_max_patches)
+    sizes, itemsize = _sizes(config, vision), jnp.dtype(model_config.dtype).itemsize
     kept = sizes.num_pages * sizes.page_embeddings + 2 * config.scheduler.max_step_tokens  # as gathered, and in parts
-    num_bytes = of_weights + kept * vision.result_width * jnp.dtype(model_config.dtype).itemsize
+    num_bytes = of_weights + (kept * vision.result_width + math.prod(hidden_shape(vision, sizes))) * itemsize
     if vision.attends_within:
         num_bytes += span_bytes(config, model_config, sizes.max_item_embeddings - 1)
     if not config.multimodal.skip_mm_profiling:
-        num_bytes += encoding_bytes(vision, encode_sizes(vision, sizes.max_item_patches)[-1], model_config.dtype)
+        num_bytes += encoding_bytes(vision, sizes.programs[-1], model_config.dtype)
     return num_bytes
 
 
@@ -70,5 +70,9 @@ def make(parts: FeatureParts) -> StepFeature | None:
     config, vision = parts.model_config, parts.model_config.vision
     if vision is None:
         return None
-    sizes = EncoderSizes.of(vision, parts.config.multimodal.mm_max_patches)
+    sizes = _sizes(parts.config, vision)
     return Images(vision, sizes, config.dtype, parts.kernels, parts.weights["images"].merge, config.has_rope_sections)
+
+
+def _sizes(config: EngineConfig, vision: Vision) -> EncoderSizes:
+    return EncoderSizes.of(vision, config.multimodal.mm_max_patches, config.multimodal.mm_max_decode_step_patches)

@@ -1,4 +1,4 @@
-"""Packs images, and time steps of videos, for the device: groups those encoded together, and maps tokens to their embeddings.
+"""Packs images, and time steps of videos, for the device: groups those encoded together, and finds positions of tokens.
 
 NumPy only.
 """
@@ -8,18 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.layers.patch_indices import Grid, patch_indices
 from jaxllm.model_parts import Vision
-from jaxllm.request import PromptItem
 from jaxllm.rope_positions import rope_delta, rope_positions
 from jaxllm.runner.batch import Chunk
 
-SIZES = (256, 1024, 2048, 4096, 8192, 16384)
-"""Patches that a program encodes."""
-SLAB_ROW = 0
-"""Index in the values of a token: 1 + its row of the slab; 0: the token keeps its own embedding."""
 SHIFTS = slice(1, 4)
-"""With ropes in sections: its positions in time, row and column, each minus that which `rope_delta` gives it."""
+"""Behind `SLAB_ROW` in the values of a token. With ropes in sections: its positions in time, row and column, each minus that which
+`rope_delta` gives it."""
 NUM_LATER = -1
 """Where tokens of an image see each other: how many of those behind it are of the same image."""
 
@@ -35,19 +32,10 @@ class EncoderInput:
     """int32: where its embeddings go."""
 
 
-def encode_sizes(vision: Vision, max_patches: int) -> tuple[int, ...]:
-    """The sizes of the programs that encode images of at most so many patches, ascending: whole tiles, or whole images where all have one
-    size, or else whole cells."""
-    unit = vision.position_grid**2 if vision.has_tiles or vision.family == "gemma3" else vision.merge_size**2
-    sizes = (*(size for size in SIZES if size < max_patches), -(-max_patches // SIZES[0]) * SIZES[0])
-    return tuple(sorted({-(-size // unit) * unit for size in sizes}))
-
-
-def slab_rows(pages: Sequence[int], page_embeddings: int, count: int) -> np.ndarray:
-    """int32[count]: the rows of embeddings that lie in these pages."""
-    rows = np.asarray(pages, np.int32)[:, None] * page_embeddings + np.arange(page_embeddings, dtype=np.int32)
-    assert count <= rows.size, f"{count} embeddings in {len(pages)} pages"
-    return rows.reshape(-1)[:count]
+def hidden_shape(vision: Vision, sizes: EncoderSizes) -> tuple[int, int]:
+    """Of the array that has the hidden state of an image between its parts, without rows if no image has parts."""
+    most = 0 if len(sizes.whole_programs) == len(sizes.programs) else sizes.programs[-1]
+    return vision.hidden_rows(most), vision.hidden_size
 
 
 def together(inputs: Sequence[EncoderInput], max_patches: int) -> list[list[EncoderInput]]:
@@ -88,17 +76,6 @@ def arrays(
         first += count
     packed_KP = patch_indices(vision, [each.grid for each in inputs], size).pack()
     return patches_PC, np.concatenate([packed_KP.reshape(-1), rows])
-
-
-def embedding_of_tokens(item: PromptItem) -> np.ndarray:
-    """int32[num_tokens]: which of an item's embeddings stands in place of each of its tokens; -1: none."""
-    if not item.embedding_runs:
-        return np.arange(item.num_tokens, dtype=np.int32)
-    found, first = np.full(item.num_tokens, -1, np.int32), 0
-    for offset, count in item.embedding_runs:
-        found[offset : offset + count] = np.arange(first, first + count)
-        first += count
-    return found
 
 
 def rope_shifts(chunk: Chunk) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.llm import LLM
-from jaxllm.scaling.runs import SETTLING_STEPS, greedy, random_prompts, time_decodes
+from jaxllm.measuring.runs import SETTLING_STEPS, greedy, random_prompts, time_decodes
 from scripts.measuring.rows import Row
 from tests.helpers import engines
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.measuring.limits import median_seconds
 from jaxllm.parallel.mesh import TENSOR, tensor_size
-from jaxllm.scaling.limits import median_seconds
 from pallas_kernels import collectives
 
 TIMES = 32

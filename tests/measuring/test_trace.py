@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxllm.scaling.trace import class_of, parse, read_trace, record
+from jaxllm.measuring.trace import class_of, parse, read_trace, record
 from tests.helpers.traces import EVENTS, NAMES
 
 

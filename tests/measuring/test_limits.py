@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from jaxllm.measuring.limits import Ceilings, ModelCost, Work
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Attention, LatentAttention, Layer, MoE, Norm, Rope, Routing
 from jaxllm.quantization.formats.mxfp4 import Mxfp4
-from jaxllm.scaling.limits import Ceilings, ModelCost, Work
 
 
 def config(windows=(None, None, None), **changes) -> ModelConfig:

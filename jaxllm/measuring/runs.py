@@ -14,7 +14,7 @@ from jaxllm.http_client.datasets import PromptWriter
 from jaxllm.llm import LLM
 from jaxllm.llm_engine import LLMEngine
 from jaxllm.lora_request import LoRARequest
-from jaxllm.outputs import EngineCoreOutput
+from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 SETTLING_STEPS = 12
@@ -82,18 +82,27 @@ class Meter:
         return compiled, runner.num_steps, runner.dispatch_seconds, runner.launch_seconds, core.loop.wait_seconds
 
 
+def time_generation(
+    llm: LLM, prompts: Sequence[Any], params: Sequence[SamplingParams], loras: Sequence[LoRARequest] | None = None
+) -> tuple[float, list[RequestOutput]]:
+    """Seconds of requests that are given at once, and their outputs. Raises ConfigError if one gets fewer tokens than its maximum."""
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
+    seconds = time.perf_counter() - start
+    for output, asked in zip(outputs, params, strict=True):
+        if (num_written := len(output.outputs[0].token_ids)) != asked.max_tokens:
+            raise ConfigError(f"a request wrote {num_written} tokens instead of {asked.max_tokens}; raise --max-model-len")
+    return seconds, outputs
+
+
 def time_requests(llm: LLM, lengths: Sequence[tuple[int, int]], seed: int) -> Run:
-    """Time requests of (prompt, output) tokens, all given at once. Raises ValueError if one gets fewer tokens."""
+    """Time requests of random prompts, of (prompt, output) tokens, as `time_generation` does."""
     core: Any = llm.llm_engine.core
-    prompts: Any = random_prompts([prompt for prompt, _ in lengths], core.model_config.vocab_size, seed)
-    params = [greedy(output) for _, output in lengths]
-    meter, start = Meter(core), time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    run = Run(time.perf_counter() - start, *meter.read())
+    prompts = random_prompts([prompt for prompt, _ in lengths], core.model_config.vocab_size, seed)
+    meter = Meter(core)
+    seconds, _ = time_generation(llm, prompts, [greedy(output) for _, output in lengths])
+    run = Run(seconds, *meter.read())
     core.runner.wait()  # steps in flight have no part in what follows
-    num_written = sum(len(output.outputs[0].token_ids) for output in outputs)
-    if num_written != (wanted := sum(output for _, output in lengths)):
-        raise ValueError(f"{num_written} tokens were written instead of {wanted}; raise --max-model-len")
     return run
 
 
