@@ -97,8 +97,8 @@ class AudioEmbedder(AudioEncoder):
 
 
 def encoding_bytes(audio: Audio) -> int:
-    """Temporary bytes while the longest clip is encoded, an estimate: a head's scores and a layer's arrays in float32, in which XLA computes
-    narrower types too on a CPU."""
+    """Temporary bytes while the longest clip is encoded, an estimate: a head's scores and a layer's arrays, in float32, in which XLA
+    computes narrower types too on a CPU."""
     scores = 2 * audio.num_positions**2
     return 4 * (scores + audio.num_frames * (8 * audio.hidden_size + 2 * audio.mlp.width))
 
