@@ -178,7 +178,7 @@ class Bench:
         for length in sizes.prompts:
             computed, loaded = [], []
             for number in range(3):
-                prompt, filler = random_prompts([length, longest - 200], core.model_config.vocab_size, number)
+                prompt, filler = random_prompts([length, longest - 16], core.model_config.vocab_size, number)
                 computed.append(first_token_ms(llm, prompt))
                 first_token_ms(llm, filler)
                 before = core.stats().num_loaded_blocks
