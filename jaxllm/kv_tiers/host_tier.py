@@ -68,8 +68,8 @@ class _Part:
     block_ids: list[int]
     contents: list[Content]
     staging: int = -1
-    is_staged: bool = False
-    """Whether the contents are in the staging buffer."""
+    step_id: int = 0
+    """That of the plan that writes its blocks."""
 
 
 @dataclass(eq=False)
@@ -112,6 +112,8 @@ class HostTier:
         """Parts of loads, also of cancelled ones, that are copied to a staging buffer, by the number of the copy."""
         self._writing: dict[int, _Part] = {}
         """The same of those whose blocks are written."""
+        self._failed: list[FinishedCopy] = []
+        """Copies that failed with a plan whose step is not done."""
         self._step_id = self._done_step_id = 0
         self._num_stored = self._num_loaded = self._num_skipped = self._num_damaged = 0
         self._store_seconds = self._load_seconds = 0.0
@@ -181,7 +183,8 @@ class HostTier:
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
-        for copy in self._copies.finished():
+        over, self._failed = [*self._failed, *self._copies.finished()], []
+        for copy in over:
             self._take_in(copy)
         while self._stored and self._stored[0].step_id <= done_step_id:
             self._make_ready(self._stored.popleft().contents)
@@ -207,6 +210,7 @@ class HostTier:
         # Operations may never have run. Before others do, the executor waits for copies and makes its buffers anew.
         for copies in (self._gathering, self._stored, self._loads, self._staging_parts, self._writing):
             copies.clear()
+        self._failed.clear()
         self.contents.end_uses()
         self._free_staging = list(range(self._copies.num_staging))
 
@@ -228,7 +232,11 @@ class HostTier:
         """A copy is over. Raises its error; those of copies that are forgotten came with the failure of a step."""
         number = copy.number
         if copy.error is not None:
-            if number in self._gathering or number in self._staging_parts or number in self._writing:
+            planned = self._gathering.get(number) or self._writing.get(number)
+            if planned is not None and planned.step_id > self._done_step_id:
+                # An earlier step may be why. It says so itself, and with that which requests it had.
+                self._failed.append(copy)
+            elif planned is not None or number in self._staging_parts:
                 raise copy.error
         elif (store := self._gathering.pop(number, None)) is not None:
             self._free_staging.append(store.staging)
@@ -278,7 +286,7 @@ class HostTier:
         for load in self._loads.values():
             for part in load.staged:
                 number = next(self._numbers)
-                self._writing[number] = part
+                self._writing[number], part.step_id = part, self._step_id
                 ops.append(ScatterBlocks(number, part.staging, part.block_ids))
             load.staged.clear()
         return ops

@@ -177,6 +177,28 @@ def test_an_error_of_a_copy_is_raised() -> None:
         driven.step()
 
 
+@pytest.mark.parametrize("what", ["store", "write"])
+def test_an_error_of_a_copy_comes_after_the_steps_before_it(what: str) -> None:
+    """A step that fails takes the copies behind it with it: it is that step which is to be reported, with its requests."""
+    driven = Driven().stored(b"a")
+    if what == "store":
+        driven.step()
+        ops = driven.store(b"b")
+    else:
+        driven.tier.load([5], [b"a"])
+        driven.end(*driven.step().ops)
+        ops = driven.step().ops
+    planned = driven.step_id
+    driven.end(*ops, error=RuntimeError("a step before it failed"))
+    driven.step(done=planned - 2)
+    driven.step(done=planned - 1)
+    with pytest.raises(RuntimeError, match="a step before it failed"):
+        driven.step(done=planned)
+    driven.end(*ops, error=RuntimeError("again"))
+    driven.tier.forget(stored=False)
+    driven.step()
+
+
 def test_few_blocks_are_computed() -> None:
     driven = Driven(min_blocks=2).stored(b"a", b"b")
     assert not driven.tier.match([b"a"]) and len(driven.tier.match([b"a", b"b"])) == 2
