@@ -196,7 +196,5 @@ class EngineMetrics:
         histogram("request_params_max_tokens", self._request_max_tokens, "most output tokens asked for")
         histogram("request_num_preemptions", self._request_preemptions, "times that an ended sequence lost its place")
         if self.media_kinds:
-            prepared = (
-                "preparing an item of a prompt, of a transcription each clip; one that was kept takes less than a millisecond"
-            )
+            prepared = "preparing an item of a prompt, of a transcription each clip; one that was kept is only hashed"
             histogram("mm_preparation_time_seconds", self.media_counts.seconds, prepared)
