@@ -285,7 +285,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         return found
 
     def _awaited(self, wanted: Wanted) -> Foreseen:
-        """What such a request waits for. Has it made."""
+        """Programs that such a request waits for. Has them made."""
         missing = [keys[0] for keys in self.shapes.awaited_keys(wanted) if not any(key in self.programs for key in keys)]
         awaited, limit = {key.described: self.programs.want(key) for key in missing}, None
         largest = ProgramKey("forward", self.buckets.tokens[-1], features=wanted.features)
