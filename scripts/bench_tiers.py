@@ -1,4 +1,4 @@
-"""Measures blocks in host memory: copies alone, beside decodes, and what they save; prints a Markdown table with goals.
+"""Measures blocks in host memory: copies alone, during decodes, and what they save; prints a Markdown table with goals.
 
 usage: bench_tiers.py [MODEL_DIR] [--parts copies,beside,…] [--json FILE] [--markdown FILE] [--tiny] [engine options as name=value …]
 
@@ -45,7 +45,7 @@ class Sizes:
 
     host_gib: float = 40.0
     num_blocks: int = 4096
-    """Of the device's cache, in parts whose work is to exceed it."""
+    """Blocks of the device's cache, in parts whose work is to exceed it."""
     repeats: int = 20
     rows: int = 64
     context: int = 1024
@@ -263,7 +263,7 @@ class Copies:
         return StageBlocks(number, buffer, slots)
 
     def scatters(self) -> CopyBlocks:
-        """Of the buffer that was staged last."""
+        """Scatter the buffer that was staged last."""
         stage = self.stages()
         self.time(stage)
         self._number += 1

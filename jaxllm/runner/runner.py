@@ -315,7 +315,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             runner.stage(handle, data)
 
     def op_runner(self, kind: type[DeviceOp]) -> Any:
-        """What runs the operations of a kind; None if nothing does."""
+        """The OpRunner of a kind of operations; None if there is none."""
         return next((runner for runner in self.op_runners if kind in runner.ops), None)
 
     def run_op(self, op: DeviceOp) -> list[PendingPart]:
