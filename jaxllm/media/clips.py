@@ -15,8 +15,6 @@ from jaxllm.media.media import Check, MediaUnwantedError, unchecked
 from jaxllm.media.options import MediaOptions
 from jaxllm.media.rgb import from_array, to_rgb
 
-ANIMATIONS = ("GIF", "PNG", "WEBP")
-"""Formats of images that may have several frames."""
 CONTAINERS = {"mp4": "MP4 or MOV", "matroska": "WebM or Matroska"}
 """Formats of videos, by FFmpeg's names. Others are not tried: some name further files and addresses, which would then be read."""
 MAX_FRAMES = 1 << 18

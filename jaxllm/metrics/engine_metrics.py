@@ -56,7 +56,7 @@ class EngineMetrics:
         """Store the engine core's own numbers, after the latest step."""
         self.programs_compiled_after_warmup = 0
         self.media_kinds: tuple[str, ...] = ()
-        """Store the kinds of items that the model takes beside text, and what preparing them takes."""
+        """Store the kinds of items that the model takes with text, and the numbers of their preparation."""
         self.media_counts = MediaCounts()
 
     def request_arrived(self, params: SamplingParams) -> None:

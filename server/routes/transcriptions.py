@@ -176,7 +176,7 @@ class TranscriptionReply:
     requests: Sequence[ParentRequest]
     """One for each clip."""
     silence_requests: Sequence[ParentRequest]
-    """One for each clip, whose only token has the log probability of nobody speaking; none if that is not reported."""
+    """One for each clip, whose only token has the log probability of no speech; none if that is not reported."""
     context: ServerContext
 
     @property

@@ -90,7 +90,7 @@ def test_prompts_and_chats_with_the_same_video_are_the_same(directory: Path) -> 
 
 
 def test_parts_of_every_type_are_the_same_image(directory: Path) -> None:
-    """Those of vLLM, with type and without, and of transformers; by address and as objects."""
+    """Parts of vLLM, with type and without, and of transformers; by address and as objects."""
     llm, core = seeing(directory)
     png = io.BytesIO()
     IMAGE.save(png, "png")
