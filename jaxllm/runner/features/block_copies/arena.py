@@ -55,7 +55,7 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Of the first slot."""
+        """Address of the first slot."""
         return self._bytes.ctypes.data
 
     @property
