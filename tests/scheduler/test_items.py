@@ -293,9 +293,9 @@ def test_parts_are_planned_whether_or_not_a_request_asks_for_them_and_are_forgot
     room.begin_step(decodes=True)
     assert room.limit(request, 0, 24) == 0
     (begun,) = room.step_ops()
-    assert begun == EncodeItem(0, request.spec.items[0].payload, begun.pages, 1) and room.step_ops() == []
+    assert begun == EncodeItem(0, request.spec.items[0].payload, begun.pages, 1, "a") and room.step_ops() == []
     room.begin_step(decodes=True)
-    assert room.step_ops() == [EncodeParts(0, 1)]
+    assert room.step_ops() == [EncodeParts(0, 1, "a")], "a failure names its request"
     room.forget()
     room.begin_step(decodes=True)
     assert room.step_ops() == [], "what was begun is forgotten"
