@@ -81,7 +81,8 @@ class NeededPrograms:
             failed = {name: error for name, job in found.awaited.items() if job.done() and (error := job.exception())}
             if failed:
                 name, error = next(iter(failed.items()))
-                message = f"a program that the request needs cannot be compiled ({name}: {_first_line(error)}); try again later"
+                # The log has the error itself.
+                message = f"a program that the request needs cannot be compiled ({name}: {type(error).__name__}); try again later"
                 outputs += scheduler.fail_requests([request.request_id], ErrorKind.INTERNAL, message)
             elif all(job.done() for job in found.awaited.values()):
                 del self._waiting[request]
@@ -112,7 +113,3 @@ class NeededPrograms:
 
     def shutdown(self) -> None:
         """See Preparation. The threads are the executor's."""
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
