@@ -124,6 +124,7 @@ class EngineCore:
             drafts=None if features.speculation is None else features.speculation.new_control(prepared.policy),
             num_stages=self.config.parallel.pipeline_parallel_size,
             block_size=plan.block_size,
+            tiers=() if features.kv_tiers is None else features.kv_tiers.new_tiers(self.executor, plan.num_blocks),
         )
         self.scheduler = make_scheduler(self.config.parallel, lambda: new_scheduler(rooms=self.new_rooms()))
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
@@ -258,6 +259,7 @@ class EngineCore:
         self.loop.note_work()
         self._sleep.fall_asleep(level)
         if level > 1:
+            self.scheduler.reset_prefix_cache()  # the weights may be others after it
             for preparation in self.preparations:
                 preparation.forget_slots()
             if self._expert_load is not None:

@@ -78,6 +78,10 @@ class Audio:
         return -(-whole // 8) * 2, -(-whole // 4) * 2, whole
 
     @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
     def num_frames(self) -> int:
         """Frames of features of a clip."""
         return 2 * self.num_positions

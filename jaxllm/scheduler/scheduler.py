@@ -532,6 +532,8 @@ class Scheduler:
         """Update a request once the plan that admits it is complete."""
         if self.cache_manager.reads_cache(request):
             self._totals.note_prefix(request, data)
+            if self.cache_manager.loading is not None:
+                self._totals.note_loaded(request, data)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = data.num_cached_tokens
             request.scheduled_at = time.monotonic()
@@ -620,6 +622,8 @@ class Scheduler:
         """Record how long a step took that began when the step before it ended."""
         if self.drafts is not None and plan.rows and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
             self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
+        if self.cache_manager.loading is not None:
+            self.cache_manager.loading.note_step(plan.num_tokens, seconds)
 
     def wait_for_blocks(self, seconds: float) -> None:
         """Wait, for at most so long, for blocks that tiers load. Call it when there is nothing else to do."""
@@ -748,6 +752,8 @@ class Scheduler:
         )
         for room in self.chunk_rooms:
             room.add_stats(stats)
+        if self.cache_manager.loading is not None:
+            self.cache_manager.loading.add_stats(stats)
         return stats
 
     def check_integrity(self) -> None:
