@@ -161,9 +161,7 @@ def test_a_program_that_cannot_be_compiled_ends_the_requests_that_need_it(gate, 
     found = engines.run(core, [large("image"), engines.request("text", [5, 6, 7], max_tokens=4), small("small")])
     image = found.pop("image")
     assert image.finish_reason is FinishReason.ERROR and image.error_kind is ErrorKind.INTERNAL and not image.tokens
-    assert image.stop_reason == (
-        "a program that the request needs cannot be compiled (encode 64: ValueError); try again later"
-    )
+    assert image.stop_reason == "a program that the request needs cannot be compiled (encode 64: ValueError); try again later"
     assert {name: answer.finish_reason for name, answer in found.items()} == dict.fromkeys(found, FinishReason.LENGTH)
     gate.broken.clear()
     wait_for(lambda: not core.executor.programs.num_queued)

@@ -1,15 +1,16 @@
 """Requests wait for programs in no step's way: others overtake them, an error ends only them, and steps stay small where they must."""
 
+import time
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from jaxllm.engine import needed_programs as module
 from jaxllm.engine.needed_programs import NeededPrograms
 from jaxllm.foreseen import NOTHING_AWAITED, Foreseen, StepLimit
 from jaxllm.request import ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.scheduler.scheduler import Scheduler
+from tests.helpers import engines
 from tests.helpers.scheduling import make_request, make_scheduler, step
 
 
@@ -45,8 +46,7 @@ class Engine:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(module, "MAX_WAIT_SECONDS", 0.0)
+def engine() -> Engine:
     return Engine()
 
 
@@ -107,3 +107,21 @@ def test_steps_are_as_small_as_the_smallest_limit_until_the_program_of_large_one
     assert engine.scheduler.max_num_batched_tokens == 64
     engine.scheduler.limit_tokens(3)
     assert engine.scheduler.max_num_batched_tokens == 8, "a step has room for each request"
+
+
+def test_the_loop_rests_while_all_requests_wait_whatever_for(tiny_core, monkeypatch) -> None:
+    """One for a program, one until its client reads."""
+    core, job = engines.renew(tiny_core), Future[object]()
+    monkeypatch.setattr(core.executor, "foresee", lambda *arguments, is_masked: Foreseen({"a": job}))
+    core.add_request(engines.request("waits", [1, 2, 3], max_tokens=2))
+    monkeypatch.undo()
+    core.add_request(engines.request("held", [1, 2, 3], max_tokens=2))
+    core.hold_requests(["held"])
+    end, num_steps = time.monotonic() + 0.1, 0
+    while time.monotonic() < end:
+        assert core.step() == []
+        num_steps += 1
+    assert num_steps < 10
+    job.set_result("program")
+    core.release_requests(["held"])
+    assert {len(answer.tokens) for answer in engines.run(core, []).values()} == {2}
