@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxllm.engine.needed_programs import NeededPrograms
+from jaxllm.errors import OverloadedError
 from jaxllm.foreseen import NOTHING_AWAITED, Foreseen, StepLimit
 from jaxllm.request import ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.scheduler.scheduler import Scheduler
@@ -27,10 +28,10 @@ class Executor:
 class Engine:
     """A scheduler whose requests may need the programs "a" and "b"."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.executor = Executor()
         self.needed = NeededPrograms(self.executor)  # type: ignore[arg-type]
-        self.scheduler: Scheduler = make_scheduler(rooms=(self.needed,), max_num_batched_tokens=64, max_num_seqs=8)
+        self.scheduler: Scheduler = make_scheduler(rooms=(self.needed,), max_num_batched_tokens=64, max_num_seqs=8, **options)
         self.jobs: dict[str, Future[object]] = {"a": Future(), "b": Future()}
 
     def add(self, name: str, *programs: str, limit: StepLimit | None = None) -> Request:
@@ -107,6 +108,18 @@ def test_steps_are_as_small_as_the_smallest_limit_until_the_program_of_large_one
     assert engine.scheduler.max_num_batched_tokens == 64
     engine.scheduler.limit_tokens(3)
     assert engine.scheduler.max_num_batched_tokens == 8, "a step has room for each request"
+
+
+def test_one_that_waits_for_programs_does_not_count_against_those_that_find_a_place() -> None:
+    engine = Engine(max_num_queued_reqs=1)
+    engine.add("image", "a")
+    step(engine.scheduler)
+    engine.add("first"), engine.add("second")
+    assert engine.run() == {"first", "second"}
+    for number in range(8):
+        engine.add(str(number))
+    with pytest.raises(OverloadedError):
+        engine.add("one too many")
 
 
 def test_the_loop_rests_while_all_requests_wait_whatever_for(tiny_core, monkeypatch) -> None:
