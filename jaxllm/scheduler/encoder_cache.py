@@ -192,6 +192,10 @@ class EncoderCache:
         ops, self._step_ops = self._step_ops, []
         return ops
 
+    def is_begun(self, request: Request) -> bool:
+        """See ChunkRoom."""
+        return any(item.content_hash in self._begun for item in request.spec.items)
+
     def _settle(self, name: bytes, entry: _Entry) -> None:
         """Keep an entry that lost its last user for reuse if it is encoded; otherwise free its pages and budget."""
         if entry.users:

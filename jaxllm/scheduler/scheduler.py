@@ -162,6 +162,10 @@ class Scheduler:
         num_blocks = self.cache_manager.num_blocks_for(request.num_tokens) + self._num_watermark_blocks
         return has_seat and num_blocks <= self.cache_manager.pool.num_free_blocks and fit_all(self.rooms, request) is Fit.NOW
 
+    def computes_for(self, request: Request) -> bool:
+        """Whether steps compute an item that a waiting request waits for."""
+        return any(room.is_begun(request) for room in self.chunk_rooms)
+
     def hand_over(self, request: Request, other: "Scheduler") -> None:
         """Let another scheduler of the same options have a request that waits and was never admitted."""
         self.waiting.remove(request)
