@@ -97,14 +97,14 @@ class CopyBlocks(DeviceOp, frozen=True):
 
 
 class GatherBlocks(CopyBlocks, frozen=True):
-    """Read blocks into a staging buffer, and copy that to slots, one for each block, beside the steps that follow."""
+    """Read blocks into a staging buffer, and copy that to slots, one for each block, during the steps that follow."""
 
     block_ids: list[int]
     slots: list[int]
 
 
 class StageBlocks(CopyBlocks, frozen=True):
-    """Copy slots to a staging buffer, beside any steps."""
+    """Copy slots to a staging buffer, during any steps."""
 
     slots: list[int]
 

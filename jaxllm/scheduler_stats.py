@@ -107,7 +107,7 @@ class SchedulerStats:
     num_host_slots: int = 0
     """Blocks that host memory has room for; 0 without kv_offloading_size."""
     num_used_host_slots: int = 0
-    """Those that it has or that are being copied there."""
+    """Blocks that it has or that are being copied there."""
     num_stored_blocks: int = 0
     """Blocks that were copied to host memory."""
     num_skipped_stores: int = 0

@@ -1,4 +1,4 @@
-"""Measures blocks in host memory: copies alone, beside decodes, and what they save; prints a Markdown table with goals.
+"""Measures blocks in host memory: copies alone, during decodes, and what they save; prints a Markdown table with goals.
 
 usage: bench_tiers.py [MODEL_DIR] [--parts copies,beside,…] [--json FILE] [--markdown FILE] [--tiny] [engine options as name=value …]
 
@@ -33,9 +33,9 @@ from jaxllm.measuring.runs import decoding, greedy, random_prompts
 from jaxllm.scheduler_output import SchedulerOutput
 from scripts.gpu_checks import shapes
 from scripts.measuring.command_line import engine_option, script_parser
-from scripts.measuring.rows import figure, markdown_table
+from scripts.measuring.parts import HEADER, Row
+from scripts.measuring.rows import markdown_table
 
-HEADER = ("work", "jaxllm", "goal", "note")
 Prompt = dict[str, list[int]]
 
 
@@ -45,7 +45,7 @@ class Sizes:
 
     host_gib: float = 40.0
     num_blocks: int = 4096
-    """Of the device's cache, in parts whose work is to exceed it."""
+    """Blocks of the device's cache, in parts whose work is to exceed it."""
     repeats: int = 20
     rows: int = 64
     context: int = 1024
@@ -68,25 +68,6 @@ TINY_OPTIONS = {
     "decode_buckets": [4],
     "warmup": "lazy",
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table. The goal is the most that is wanted, or with `more` the least."""
-
-    name: str
-    value: float
-    unit: str
-    goal: float | None = None
-    more: bool = False
-    note: str = ""
-
-    def cells(self) -> list[str]:
-        goal = "–"
-        if self.goal is not None:
-            is_met = self.value >= self.goal if self.more else self.value <= self.goal
-            goal = f"{'≥' if self.more else '≤'} {self.goal:g}: {'met' if is_met else 'missed'}"
-        return [self.name, f"{figure(self.value)} {self.unit}", goal, self.note]
 
 
 class Bench:
@@ -263,7 +244,7 @@ class Copies:
         return StageBlocks(number, buffer, slots)
 
     def scatters(self) -> CopyBlocks:
-        """Of the buffer that was staged last."""
+        """Scatter the buffer that was staged last."""
         stage = self.stages()
         self.time(stage)
         self._number += 1

@@ -63,7 +63,7 @@ cache knows do not ask it. A `mm_cache_usage_perc` near 1 makes images wait unti
 `mm_cache_evictions_total`, an image that is sent again would be found.
 
 **What does the encoder compute?** `mm_encoder_computed_patches_total` has the patches of all programs that ran, and
-`mm_encoder_patches_total` those of images; the rest is padding up to the sizes that are compiled, and with data-parallel ranks also of the
+`mm_encoder_patches_total` those of items; the rest is padding up to the sizes that are compiled, and with data-parallel ranks also of the
 ranks that have no images meanwhile. The encoder's time on the device is not measured: steps follow it on the device without the host
 waiting between them. A trace (`/start_profile`) has it.
 

@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 10.0
 
 
 class Copies(Protocol):
-    """What runs the operations, on the devices' side."""
+    """Runs the operations, on the devices' side."""
 
     @property
     def num_slots(self) -> int: ...
@@ -50,7 +50,7 @@ class Worth(Protocol):
 
 @dataclass(eq=False)
 class _Store:
-    """Contents on their way to their slots."""
+    """Contents that are being copied to their slots."""
 
     contents: list[Content]
     staging: int
@@ -111,7 +111,7 @@ class HostTier:
         self._staging_parts: dict[int, _Part] = {}
         """Parts of loads, also of cancelled ones, that are copied to a staging buffer, by the number of the copy."""
         self._writing: dict[int, _Part] = {}
-        """The same of those whose blocks are written."""
+        """Parts of loads whose blocks are written, by the number of the copy."""
         self._step_id = self._done_step_id = 0
         self._num_stored = self._num_loaded = self._num_skipped = self._num_damaged = 0
         self._store_seconds = self._load_seconds = 0.0

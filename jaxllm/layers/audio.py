@@ -52,7 +52,7 @@ class AudioEncoder(nnx.Module):
         return self.norm(self.attended(features_TM, **kernels))
 
     def attended(self, features_TM: Array, num_real: Array | None = None, **kernels: Any) -> Array:
-        """What the last norm gets. num_real: positions that others attend to; None: all."""
+        """[F, D] before the last norm. num_real: positions that others attend to; None: all."""
         x_TD = features_TM.astype(self.dtype)
         for conv in self.convs:
             x_TD = jax.nn.gelu(conv(x_TD), approximate=False)

@@ -122,7 +122,7 @@ def _add_host_memory(found: Collected, load: SchedulerStats) -> None:
         "fraction of --kv-offloading-size in use",
     )
     found.counter("kv_offload_store_bytes", load.stored_bytes, "bytes of blocks that were copied to host memory")
-    found.counter("kv_offload_store_time", load.store_seconds, "seconds of these copies, which run beside steps")
+    found.counter("kv_offload_store_time", load.store_seconds, "seconds of these copies, which run at the same time as steps")
     found.counter("kv_offload_load_bytes", load.loaded_bytes, "bytes of blocks that were copied from host memory")
     found.counter("kv_offload_load_time", load.load_seconds, "seconds of these copies")
     skipped = "blocks that left the devices uncopied, because copies were behind or loads used all of host memory"

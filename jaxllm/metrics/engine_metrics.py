@@ -56,7 +56,7 @@ class EngineMetrics:
         """Store the engine core's own numbers, after the latest step."""
         self.programs_compiled_after_warmup = 0
         self.media_kinds: tuple[str, ...] = ()
-        """Store the kinds of items that the model takes beside text, and what preparing them takes."""
+        """Store the kinds of items that the model takes with text, and the numbers of their preparation."""
         self.media_counts = MediaCounts()
 
     def request_arrived(self, params: SamplingParams) -> None:
@@ -199,7 +199,5 @@ class EngineMetrics:
         histogram("request_params_max_tokens", self._request_max_tokens, "most output tokens asked for")
         histogram("request_num_preemptions", self._request_preemptions, "times that an ended sequence lost its place")
         if self.media_kinds:
-            prepared = (
-                "preparing an item of a prompt, of a transcription each clip; one that was kept takes less than a millisecond"
-            )
+            prepared = "preparing an item of a prompt, of a transcription each clip; one that was kept is only hashed"
             histogram("mm_preparation_time_seconds", self.media_counts.seconds, prepared)

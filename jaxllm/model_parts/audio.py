@@ -27,7 +27,7 @@ class AudioTokens:
     token_id: int
     """The placeholder of one embedding."""
     placeholder: str
-    """What stands for a clip in a prompt of plain text."""
+    """Text that stands for a clip in a prompt of plain text."""
     prefix: str
     """How the names of the tensors of `linears` begin."""
     linears: tuple[MergerLinear, ...]

@@ -285,7 +285,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         return found
 
     def _awaited(self, wanted: Wanted) -> Foreseen:
-        """What such a request waits for. Has it made."""
+        """Programs that such a request waits for. Has them made."""
         missing = [keys[0] for keys in self.shapes.awaited_keys(wanted) if not any(key in self.programs for key in keys)]
         awaited, limit = {key.described: self.programs.want(key) for key in missing}, None
         largest = ProgramKey("forward", self.buckets.tokens[-1], features=wanted.features)
@@ -315,7 +315,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             runner.stage(handle, data)
 
     def op_runner(self, kind: type[DeviceOp]) -> Any:
-        """What runs the operations of a kind; None if nothing does."""
+        """The OpRunner of a kind of operations; None if there is none."""
         return next((runner for runner in self.op_runners if kind in runner.ops), None)
 
     def run_op(self, op: DeviceOp) -> list[PendingPart]:

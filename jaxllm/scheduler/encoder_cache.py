@@ -24,7 +24,7 @@ class _Entry:
     pages: list[int]
     num_patches: int
     cost: int
-    """What a step that encodes it, or a part of it, has spent of its budget."""
+    """Share of its budget that a step spends to encode it, or a part of it."""
     parts_left: int
     """Parts that no complete plan encodes."""
     begun_for: str = ""

@@ -26,7 +26,7 @@ class Totals:
     """[queried, found] tokens of the prefix cache, of first admissions and of those after preemption."""
 
     _external: list[int] = field(default_factory=lambda: [0, 0])
-    """The same of tiers."""
+    """[queried, found] tokens of tiers."""
 
     def note_loaded(self, request: Request, data: NewRequestData) -> None:
         """Count the admission of a request that was looked up in tiers."""

@@ -1,4 +1,4 @@
-"""Blocks in host memory: copies beside steps are right to the bit and change no token, damage is noticed, and engines that load blocks say
+"""Blocks in host memory: copies during steps are right to the bit and change no token, damage is noticed, and engines that load blocks say
 what others compute."""
 
 import contextlib
@@ -110,7 +110,7 @@ _TINY_OF = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the load and of copies."""
+    """Sizes of the load and of copies."""
 
     num_blocks: int
     num_requests: int

@@ -1,4 +1,4 @@
-"""Requests wait for programs that only they need, and hold nobody up meanwhile: tokens of others do not wait for a compilation."""
+"""Requests wait for programs that only they need, and hold no other up meanwhile: tokens of others do not wait for a compilation."""
 
 import threading
 import time

@@ -42,7 +42,7 @@ class Engine:
         return request
 
     def run(self) -> set[str]:
-        """Those who get tokens in as many steps as a request takes."""
+        """Ids of requests that get tokens in as many steps as a request takes."""
         return {output.request_id for _ in range(2) for output in step(self.scheduler)[1]}
 
 

@@ -1,4 +1,4 @@
-"""Copies between the memory of a FakeRunner and slots, beside its steps: they take a random time, and may damage contents."""
+"""Copies between the memory of a FakeRunner and slots, during its steps: they take a random time, and may damage contents."""
 
 import random
 from collections import deque
@@ -30,7 +30,7 @@ class FakeCopies:
         self.is_stuck = False
 
     def run(self, op: CopyBlocks, memory: list[Block]) -> None:
-        """What happens in the order of steps."""
+        """Run the part that comes in the order of steps."""
         assert op.staging not in {other.staging for thread in self.threads for other in thread}, "a staging buffer is in use"
         if isinstance(op, GatherBlocks):
             assert 0 < len(op.block_ids) == len(op.slots) <= self.max_blocks

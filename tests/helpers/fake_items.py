@@ -92,7 +92,7 @@ class FakeDevice:
     """Its parts so far."""
     sizes: EncoderSizes = EncoderSizes(1, 0, 0, 0)
     step_costs: list[int] = field(default_factory=list)
-    """Of the items and parts that the step encodes: see EncoderSizes."""
+    """Costs of the items and parts that the step encodes: see EncoderSizes."""
     num_encoded: int = 0
 
     def begin_step(self) -> None:

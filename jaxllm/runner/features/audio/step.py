@@ -35,7 +35,7 @@ class Hearing(StepFeature):
         return AudioOnHost(device, self)
 
     def encoded(self, params: Params, features_TM: jax.Array) -> jax.Array:
-        """What the encoder gives of a clip, [F, D]."""
+        """[F, D]: results of the encoder for a clip."""
         return self.merge_encoder(params)(features_TM, **self.kernels.of_encoder)
 
     def encode(self, params: Params, states: Caches, features_TM: jax.Array, row_1: jax.Array) -> Caches:

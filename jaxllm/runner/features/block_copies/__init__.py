@@ -20,7 +20,7 @@ from jaxllm.runner.step_feature import FeatureParts, StepFeature
 MIN_BUFFERS, MAX_BUFFERS = 4, 16
 """Fewest and most staging buffers."""
 _SHARE = 0.01
-"""Of a device's memory, for more than the fewest."""
+"""Share of a device's memory, for more than the fewest."""
 
 
 @dataclass(frozen=True)

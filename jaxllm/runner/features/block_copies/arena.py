@@ -45,7 +45,7 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Of the first slot."""
+        """Address of the first slot."""
         return self.words.ctypes.data
 
     @property

@@ -1,4 +1,4 @@
-"""Runs the parts of copies between blocks and host memory: programs in the order of steps, transfers in threads beside them."""
+"""Runs the parts of copies between blocks and host memory: programs in the order of steps, transfers in threads meanwhile."""
 
 import threading
 import time

@@ -124,7 +124,7 @@ def _load() -> ctypes.CDLL:
 
 
 def _loaded() -> list[str]:
-    """What this process has mapped."""
+    """Paths of libcudart that this process has mapped."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -133,7 +133,7 @@ def _loaded() -> list[str]:
 
 
 def _installed() -> Iterator[str]:
-    """What packages of NVIDIA have brought."""
+    """Paths of libcudart in packages of NVIDIA."""
     for root in dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))):
         yield from map(str, sorted(Path(root, "nvidia").glob("**/libcudart.so.*")))
 

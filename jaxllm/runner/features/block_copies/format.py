@@ -1,4 +1,4 @@
-"""The content of a block outside the KV cache: 32-bit words, in an order in which each device has a part of its own.
+"""The content of a block outside the KV cache: 32-bit words, in an order in which each device has a separate part.
 
 A device's part is [head][array][token][width] of its heads: those of the arrays with as many heads as the first, then those of the others.
 Devices with copies of the same heads, or of latents, share a part.

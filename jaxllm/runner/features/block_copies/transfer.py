@@ -37,7 +37,7 @@ class PlainTransfer:
     def to_device(self, staging: jax.Array, slots: Sequence[int]) -> jax.Array:
         parts = []
         for device, shard in by_device(staging):
-            # Memory of its own: on a CPU an array may share that of the host array which it was made of.
+            # New memory: on a CPU an array may share that of the host array which it was made of.
             rows_1Nw = np.zeros(shard.shape, np.uint32)
             rows_1Nw[0, : len(slots)] = self._arena.words[slots, device // self._format.num_copies]
             parts.append(jax.device_put(rows_1Nw, shard.sharding))
