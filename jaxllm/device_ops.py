@@ -59,12 +59,16 @@ class EncodeItem(RankOp, frozen=True):
     pages: list[int]
     num_parts: int = 1
     """Run so many of its parts (`EncoderSizes.num_parts`). `EncodeParts` follows for the others, unless the next item replaces it."""
+    request_id: str = ""
+    """The request that waits for it, if the plan computes no token of it."""
 
 
 class EncodeParts(RankOp, frozen=True):
     """Run the next parts of the item that the rank began last."""
 
     num_parts: int
+    request_id: str = ""
+    """See EncodeItem."""
 
 
 class UseItem(RankOp, frozen=True):

@@ -95,7 +95,7 @@ class SchedulerStats:
     num_computed_patches: int = 0
     """Patches that the encoder computed, of all data-parallel ranks together, padding included (this and the next are set by the core)."""
     num_encoder_runs: int = 0
-    """Programs of the encoder that steps ran."""
+    """Runs of the encoder; the parts of an image are one."""
     num_item_pages: int = 0
     """Pages of the encoder cache; 0 for a model of text alone."""
     num_used_item_pages: int = 0
