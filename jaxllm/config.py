@@ -17,6 +17,7 @@ from jaxllm.context_options import context_faults
 from jaxllm.eplb_options import eplb_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
+from jaxllm.kv_offloading_options import kv_offloading_faults
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
 from jaxllm.multimodal_options import MultiModalOptions, multimodal_faults
 from jaxllm.quantization_options import ONLINE, WIDENED, Quantization
@@ -124,6 +125,11 @@ class CacheOptions:
     enable_prefix_caching: Annotated[
         bool | None,
         "reuse the blocks of equal prompt beginnings; default: on, except for models with linear attention or audio, which cannot",
+    ] = None
+    kv_offloading_size: Annotated[
+        float | None,
+        "GiB of host memory for blocks of the prefix cache that the devices have no room for, from where prompts load them again "
+        "(docs/KV_OFFLOADING.md); default: none, as with 0",
     ] = None
     prefix_caching_hash_algo: Annotated[Literal["sha256", "sha256_cbor"], "hash of a block's tokens"] = "sha256"
     disable_hybrid_kv_cache_manager: Annotated[
@@ -338,7 +344,7 @@ class EngineConfig:
         flat = self.flat()
         faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
         faults += [*lora_faults(flat), *hosts_faults(flat), *context_faults(flat), *eplb_faults(flat), *_step_faults(flat)]
-        faults += multimodal_faults(flat)
+        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self
@@ -542,6 +548,7 @@ _RANGES: dict[str, Range] = {
     "gpu_memory_utilization": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "num_gpu_blocks_override": at_least(2),
     "kv_cache_memory_bytes": at_least(1),
+    "kv_offloading_size": (lambda v: 0 <= v < 1e6, "at least 0, and below a million GiB"),
     "max_num_seqs": at_least(1),
     "max_num_batched_tokens": at_least(1),
     "max_num_prefill_tokens": at_least(1),

@@ -1,7 +1,7 @@
 """Work on the devices that a step's plan carries in addition to its rows. Does not import JAX."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -59,12 +59,16 @@ class EncodeItem(RankOp, frozen=True):
     pages: list[int]
     num_parts: int = 1
     """Run so many of its parts (`EncoderSizes.num_parts`). `EncodeParts` follows for the others, unless the next item replaces it."""
+    request_id: str = ""
+    """The request that waits for it, if the plan computes no token of it."""
 
 
 class EncodeParts(RankOp, frozen=True):
     """Run the next parts of the item that the rank began last."""
 
     num_parts: int
+    request_id: str = ""
+    """See EncodeItem."""
 
 
 class UseItem(RankOp, frozen=True):
@@ -84,7 +88,64 @@ class EncodeAudio(RankOp, frozen=True):
     """See `PromptItem`."""
 
 
-AnyDeviceOp = WriteAdapter | DropStaged | TakeCounts | MoveExperts | EncodeItem | EncodeParts | UseItem | EncodeAudio
+class CopyBlocks(DeviceOp, frozen=True):
+    """A part of a copy between blocks and slots of host memory. Returns at once; when it is over, a `FinishedCopy` has its number."""
+
+    number: int
+    staging: int
+    """The staging buffer on the devices, which nothing else uses meanwhile."""
+
+
+class GatherBlocks(CopyBlocks, frozen=True):
+    """Read blocks into a staging buffer, and copy that to slots, one for each block, during the steps that follow."""
+
+    block_ids: list[int]
+    slots: list[int]
+
+
+class StageBlocks(CopyBlocks, frozen=True):
+    """Copy slots to a staging buffer, during any steps."""
+
+    slots: list[int]
+
+
+class ScatterBlocks(CopyBlocks, frozen=True):
+    """Write slots that were copied to a staging buffer into blocks, one for each slot. A device leaves a block as it is whose part was
+    damaged on its way."""
+
+    block_ids: list[int]
+
+
+class FinishedCopy(NamedTuple):
+    """The end of a `CopyBlocks`."""
+
+    number: int
+    is_right: Sequence[bool] = ()
+    """After `ScatterBlocks`: whether each block has its content."""
+    seconds: float = 0.0
+    """Time of the copy between host and devices."""
+    error: Exception | None = None
+    """Why it failed: nothing is known of what it wrote."""
+
+
+def end_copy(op: CopyBlocks, wait: Callable[[], FinishedCopy]) -> FinishedCopy:
+    """Wait for the end of an operation that copies, in a thread; faults are injected here."""
+    return wait()
+
+
+AnyDeviceOp = (
+    WriteAdapter
+    | DropStaged
+    | TakeCounts
+    | MoveExperts
+    | EncodeItem
+    | EncodeParts
+    | UseItem
+    | EncodeAudio
+    | GatherBlocks
+    | StageBlocks
+    | ScatterBlocks
+)
 """All kinds, as other hosts decode them."""
 
 

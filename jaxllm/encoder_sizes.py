@@ -30,7 +30,7 @@ def program_sizes(vision: Vision, max_patches: int) -> tuple[int, ...]:
 MAX_PATCHES = 16384
 """Patches of the largest image by default."""
 _IDEFICS3_TILES = 17
-"""Of the largest image that Idefics 3 and SmolVLM make: four rows and columns, and the whole."""
+"""Tiles of the largest image that Idefics 3 and SmolVLM make: four rows and columns, and the whole."""
 
 
 def most_patches(vision: Vision, given: int | None) -> int:

@@ -1,4 +1,4 @@
-"""What an executor says of the programs that a request will need. Does not import JAX."""
+"""Programs that a request will need, as an executor foresees them. Does not import JAX."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -21,7 +21,7 @@ class Foreseen:
     """Programs that a request needs and that are being made."""
 
     awaited: Mapping[str, "Future[Any]"] = field(default_factory=dict)
-    """Those that it waits for, by what the log calls them. Each has the error if it cannot be compiled."""
+    """Programs that it waits for, by their names in the log. Each has the error if it cannot be compiled."""
     limit: StepLimit | None = None
 
 

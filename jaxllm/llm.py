@@ -31,7 +31,7 @@ from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.text.chat_media import MediaRef, split_media
 from jaxllm.text.input_processor import ParentRequest, Prompt
-from jaxllm.text.prompt_media import DATA, by_kind, has_unprepared
+from jaxllm.text.prompt_media import DATA, by_kind, has_unprepared, with_processed
 from jaxllm.text.tokenization import PLAIN, Tokenization
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.tqdm_bars import LoadingBar, open_bar
@@ -266,11 +266,11 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         return each(split, render, "conversation"), tokenization
 
     def _prepared(self, prompt: Any) -> Any:
-        """A prompt with its images read and prepared. Runs in a thread."""
+        """A prompt with its images read and prepared. Runs in a thread. Raises InvalidRequestError."""
         found = [item for items in (prompt.get(DATA) or {}).values() if isinstance(items, list) for item in items]
         if found and isinstance(found[0], MediaRef):
             prompt = {**prompt, DATA: by_kind(self._media_reader.read_now(found))}
-        return self.llm_engine.input_processor.media.prepared([prompt])[0]
+        return with_processed(prompt, [image.result() for image in self.llm_engine.input_processor.media.submit(prompt)])
 
     @functools.cached_property
     def _media_reader(self) -> "MediaReader":

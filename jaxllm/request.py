@@ -103,8 +103,10 @@ class OutputMatcher(Protocol):
 class RequestAdapter(Protocol):
     """The adapter of a request, in the engine core."""
 
-    cache_key: str
-    """Differs between adapters whose keys and values differ."""
+    @property
+    def cache_key(self) -> str:
+        """Differs between adapters whose keys and values differ, in all engines of the model."""
+
     slot: int
     """Its slot on the device, while a request that has it is admitted."""
 
@@ -234,6 +236,8 @@ class Request:
     extend_hashes: Callable[["Request"], None] | None = None
     loads_blocks: bool = True
     """Whether cache tiers may load blocks of it; not after a load that failed."""
+    num_cached_before_load: int | None = None
+    """Tokens that the pool had of it when its load began, until it is admitted; None: there was no load."""
 
     def __post_init__(self) -> None:
         spec, params = self.spec, self.spec.sampling_params

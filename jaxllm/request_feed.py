@@ -25,7 +25,7 @@ class LaterRequest(Generic[Request]):
     make: Callable[[Any], Request]
     """Make the request of what `prepare` returned. Raises InvalidRequestError."""
     priority: int = 0
-    """Those with smaller ones are prepared first."""
+    """Requests with smaller ones are prepared first."""
 
 
 class RequestFeed(Generic[Request]):

@@ -95,11 +95,33 @@ class SchedulerStats:
     num_computed_patches: int = 0
     """Patches that the encoder computed, of all data-parallel ranks together, padding included (this and the next are set by the core)."""
     num_encoder_runs: int = 0
-    """Programs of the encoder that steps ran."""
+    """Runs of the encoder; the parts of an image are one."""
     num_item_pages: int = 0
     """Pages of the encoder cache; 0 for a model of text alone."""
     num_used_item_pages: int = 0
     """Pages of items that requests compute."""
+    external_prefix_cache_queries: int = 0
+    """Tokens of admissions that the pool did not have and that were looked up in tiers."""
+    external_prefix_cache_hits: int = 0
+    """The part of these tokens that tiers loaded."""
+    num_host_slots: int = 0
+    """Blocks that host memory has room for; 0 without kv_offloading_size."""
+    num_used_host_slots: int = 0
+    """Blocks that it has or that are being copied there."""
+    num_stored_blocks: int = 0
+    """Blocks that were copied to host memory."""
+    num_skipped_stores: int = 0
+    """Blocks that left the devices and were not copied because copies were behind or loads used all slots."""
+    num_loaded_blocks: int = 0
+    """Blocks that were copied from host memory."""
+    num_damaged_blocks: int = 0
+    """Blocks whose content in host memory was not what was stored, and was computed again."""
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    store_seconds: float = 0.0
+    """Time of copies to host memory."""
+    load_seconds: float = 0.0
+    """Time of copies from host memory."""
     awaited_programs: tuple[int, int] = (0, 0)
     """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""
     num_deferred: int = 0

@@ -73,7 +73,7 @@ TAKEN = _names("""
     override_generation_config max_logprobs logprobs_mode logits_processors skip_tokenizer_init load_format download_dir
     tensor_parallel_size prefill_context_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel
     enable_eplb eplb_config gpu_memory_utilization
-    kv_cache_memory_bytes block_size kv_cache_dtype
+    kv_cache_memory_bytes kv_offloading_size block_size kv_cache_dtype
     enable_prefix_caching
     prefix_caching_hash_algo num_gpu_blocks_override disable_hybrid_kv_cache_manager max_num_batched_tokens max_num_seqs
     max_num_queued_reqs max_num_queued_tokens enable_chunked_prefill long_prefill_token_threshold
@@ -237,13 +237,12 @@ _ENGINE = (
               objects="fault_tolerance_config watchdog_config"),
     # KV cache
     *_flags("vLLM's second name of it", values="device_memory_utilization", option="gpu_memory_utilization"),
-    *_flags("preempted requests are computed again, so nothing is swapped out", values="swap_space preemption_mode"),
+    *_flags("preempted requests are computed again, or loaded with --kv-offloading-size", values="swap_space preemption_mode"),
     *_refused("all layers have one type of cache, --kv-cache-dtype", lists="kv_cache_dtype_skip_layers"),
     *_refused("prefixes match by blocks of --block-size tokens", values="prefix_match_unit prefix_cache_retention_interval", harmless=(0,)),
     *_refused("layers do not share caches", switches="kv_sharing_fast_prefill"),
     *_flags("prefix hits in a sliding window need only the blocks of the window", switches="swa_bounded_replay"),
-    *_refused("blocks stay on the device", values="kv_offloading_size", harmless=(0,)),
-    *_flags("only matters with --kv-offloading-size, which is refused", values="kv_offloading_backend"),
+    *_refused("the engine itself keeps blocks in host memory, --kv-offloading-size", values="kv_offloading_backend", harmless=("native",)),
     *_flags("there is one block manager", switches="use_v2_block_manager"),
     # Scheduler
     *_refused("--max-num-batched-tokens limits a step", values="max_num_scheduled_tokens"),

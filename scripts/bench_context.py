@@ -12,7 +12,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ REPEATS = 3
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
     """Times of one size, in seconds."""
     from jaxllm import LLM
-    from jaxllm.measuring.runs import end_all, greedy, random_prompts
+    from jaxllm.measuring.runs import random_prompts, time_first_token
     from scripts.measuring.steps import time_steps
 
     given = dict(arguments.options)
@@ -41,16 +40,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
     def first_token(seed: int) -> float:
         """Seconds until a request has a token."""
-        prompts = random_prompts([arguments.prompt_len], engine.model_config.vocab_size, seed)
-        began = time.perf_counter()
-        engine.add_request(f"first {seed}", prompts[0], greedy(arguments.steps + 32))
-        outputs = []
-        while not any(output.new_token_ids for output in outputs):
-            outputs = engine.core.step()
-            engine.take(outputs)
-        seconds = time.perf_counter() - began
-        end_all(engine)
-        return seconds
+        return time_first_token(engine, *random_prompts([arguments.prompt_len], engine.model_config.vocab_size, seed))
 
     try:
         firsts = [first_token(seed) for seed in range(1 + REPEATS)]

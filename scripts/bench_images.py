@@ -40,7 +40,7 @@ from PIL import Image
 from jaxllm import LLM
 from jaxllm.http_client.datasets import PromptWriter
 from jaxllm.measuring.limits import measure_ceilings
-from jaxllm.measuring.runs import SETTLING_STEPS, decoding, end_all, greedy, time_decodes
+from jaxllm.measuring.runs import SETTLING_STEPS, decoding, end_all, greedy, time_decodes, time_first_token, time_generation
 from jaxllm.media import Media
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.features.images.packing import EncoderInput
@@ -147,18 +147,6 @@ class Bench:
     def num_tokens(self, prompt: Prompt) -> int:
         """Tokens of a prompt with one prepared image."""
         return len(prompt["prompt_token_ids"]) - 1 + prompt["multi_modal_data"]["image"][0].num_tokens  # type: ignore[no-any-return]
-
-    def first_token(self, prompt: Any) -> float:
-        """Seconds until a request has a token, alone on an idle engine."""
-        began = time.perf_counter()
-        self.engine.add_request(f"first {next(self._numbers)}", prompt, greedy(2))
-        outputs: list[Any] = []
-        while not any(output.new_token_ids for output in outputs):
-            outputs = self.core.step()
-            self.engine.take(outputs)
-        seconds = time.perf_counter() - began
-        end_all(self.engine)
-        return seconds
 
     # Parts
 
@@ -324,12 +312,7 @@ class Bench:
 
     def _generate(self, prompts: Sequence[Prompt], num_output: int) -> float:
         """Seconds of requests that are given at once."""
-        began = time.perf_counter()
-        outputs = self.llm.generate(prompts, greedy(num_output), use_tqdm=False)
-        seconds = time.perf_counter() - began
-        if {len(output.outputs[0].token_ids) for output in outputs} != {num_output}:
-            raise RuntimeError("requests got fewer tokens than they asked for")
-        return seconds
+        return time_generation(self.llm, prompts, [greedy(num_output)] * len(prompts))[0]
 
     def same(self) -> None:
         image, count = self.image(self.sizes.large), self.sizes.num_same
@@ -338,9 +321,9 @@ class Bench:
         prompts = [{**image, "prompt_token_ids": beginning + self.ids(32)} for _ in range(count)]
         texts = [{"prompt_token_ids": text + self.ids(32)} for _ in range(count)]
         for prompt in (self.image(self.sizes.large), {"prompt_token_ids": self.ids(length)}):
-            self.first_token(prompt)  # does not count
+            time_first_token(self.engine, prompt)  # does not count
         before = self.core.stats()
-        new, *seen = map(self.first_token, prompts)
+        new, *seen = (time_first_token(self.engine, prompt) for prompt in prompts)
         after = self.core.stats()
         encoded = after.num_encoded_patches - before.num_encoded_patches
         wanted = image["multi_modal_data"]["image"][0].num_embeddings * self.vision.merge_size**2
@@ -348,7 +331,7 @@ class Bench:
         title = f"an image of {{}} x {{}} in {count} requests".format(*self.sizes.large)
         self.note(f"{title}: encoded", encoded / wanted, "times", 1, note=f"{encoded} patches")
         self.note(f"{title}: tokens from cached prefixes", cached, f"of {length + 32}", length - 64, more=True)
-        new_text, *seen_texts = map(self.first_token, texts)
+        new_text, *seen_texts = (time_first_token(self.engine, text) for text in texts)
         for name, found, of_text in (("first", [new], [new_text]), ("others", seen, seen_texts)):
             ms, ms_of_text = (1e3 * float(np.median(each)) for each in (found, of_text))
             self.note(f"{title}: first token, {name}", ms, "ms", note=f"text of that length {ms_of_text:.1f} ms")

@@ -14,7 +14,6 @@ the config.json of a Whisper; without it --model says whose sizes (--tiny: toy s
 """
 
 import argparse
-import itertools
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 
 from jaxllm import LLM
-from jaxllm.measuring.runs import end_all, greedy, time_decodes
+from jaxllm.measuring.runs import end_all, greedy, time_decodes, time_first_token, time_generation
 from jaxllm.media import Media
 from jaxllm.media.features import log_mel
 from jaxllm.model_parts.audio import SAMPLE_RATE
@@ -46,7 +45,7 @@ MODELS = {
     "whisper-small": hearing_models.WHISPER_SMALL,
 }
 PROMPT_LENGTH = 4
-"""Tokens before a transcript: start, language, task, and whether times are told."""
+"""Tokens before a transcript: start, language, task, and whether it has times."""
 Prompt = dict[str, Any]
 
 
@@ -74,7 +73,7 @@ class Bench:
         self.sizes = TINY if args.tiny else Sizes()
         self.rows = Rows(directory.name, args.json)
         self.note = self.rows.note
-        self._random, self._numbers = np.random.default_rng(1), itertools.count()
+        self._random = np.random.default_rng(1)
         options = {"load_format": "dummy", "skip_tokenizer_init": True, "use_progress_bar": False, "dtype": "bfloat16"}
         options |= {"max_num_seqs": self.sizes.rows, **(TINY_OPTIONS if args.tiny else {}), **dict(args.options)}
         began = time.perf_counter()
@@ -110,27 +109,15 @@ class Bench:
         made = [{"prompt_token_ids": ids, "multi_modal_data": {"audio": self.samples()}} for _ in range(count)]
         return self.engine.input_processor.media.prepared(made) if prepared else made  # type: ignore[no-any-return]
 
-    def first_token(self, prompt: Prompt) -> float:
-        """Seconds until a request has a token, alone on an idle engine."""
-        began = time.perf_counter()
-        self.engine.add_request(f"first {next(self._numbers)}", prompt, greedy(2))
-        outputs: list[Any] = []
-        while not any(output.new_token_ids for output in outputs):
-            outputs = self.core.step()
-            self.engine.take(outputs)
-        seconds = time.perf_counter() - began
-        end_all(self.engine)
-        return seconds
-
     # Parts
 
     def first(self) -> None:
         (prompt,) = self.prompts(1)
         waited, name = time.perf_counter() - self.ready, f"first token of a clip of {self.clip_seconds:g} s"
         note = f"{waited:.1f} s after the start"
-        self.note(f"{name}, the engine's first request", 1e3 * self.first_token(prompt), "ms", note=note)
+        self.note(f"{name}, the engine's first request", 1e3 * time_first_token(self.engine, prompt), "ms", note=note)
         for told, prepared in (("", True), (", from samples", False)):
-            times = [self.first_token(*self.prompts(1, prepared=prepared)) for _ in range(10)]
+            times = [time_first_token(self.engine, *self.prompts(1, prepared=prepared)) for _ in range(10)]
             note = f"longest of {len(times)}: {1e3 * max(times):.1f} ms"
             self.note(name + told, 1e3 * float(np.median(times)), "ms", note=note)
 
@@ -184,12 +171,7 @@ class Bench:
 
     def _generate(self, prompts: Sequence[Prompt], num_output: int) -> float:
         """Seconds of requests that are given at once."""
-        began = time.perf_counter()
-        outputs = self.llm.generate(prompts, greedy(num_output), use_tqdm=False)
-        seconds = time.perf_counter() - began
-        if {len(output.outputs[0].token_ids) for output in outputs} != {num_output}:
-            raise RuntimeError("requests got fewer tokens than they asked for")
-        return seconds
+        return time_generation(self.llm, prompts, [greedy(num_output)] * len(prompts))[0]
 
     def prepare(self) -> None:
         processor, times = self.engine.input_processor.media.speech, []

@@ -20,6 +20,8 @@ images           encoders and Gemma 3's attention of public widths in bfloat16, 
                  tiny models in float32 say plain JAX's tokens of prompts with images and videos: packed, in chunks, preempted, from
                  cached prefixes, on 1 and 2 GPUs
 speech           the same of Whisper: encoder and decoder of public widths, tokens of a tiny model for clips of several lengths
+tiers            blocks to host memory and back while requests decode, to the bit, of full, window, latent and fp8 caches, on 1 and 2 GPUs;
+                 damage is noticed; the demo model in float32 says the same tokens with little room on the device
 tensor_parallel  on 2 and 4 GPUs: starts with the default memory, twice in one process; one GPU's tokens with requests of every kind,
                  mixed, preempted, from cached prefixes, after failed steps and sleep, with fp8 weights and cache; skipped on one GPU
 topologies       on 2 and 4 GPUs: one GPU's tokens with replicas, stages of a pipeline, whole experts and split tokens, also of

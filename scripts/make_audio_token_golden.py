@@ -67,7 +67,7 @@ class Reference:
         return torch.log_softmax(self.model(input_ids=torch.tensor([token_ids]), **given).logits[0], -1)
 
     def embeddings(self, clip: int) -> np.ndarray:
-        """[embeddings, width]: what the text model takes in place of tokens."""
+        """[embeddings, width]: input of the text model in place of tokens."""
         taken: list[Any] = []
         hook = self.model.model.language_model.register_forward_pre_hook(
             lambda module, args, kwargs: taken.append(kwargs["inputs_embeds"]), with_kwargs=True

@@ -63,7 +63,7 @@ cache knows do not ask it. A `mm_cache_usage_perc` near 1 makes images wait unti
 `mm_cache_evictions_total`, an image that is sent again would be found.
 
 **What does the encoder compute?** `mm_encoder_computed_patches_total` has the patches of all programs that ran, and
-`mm_encoder_patches_total` those of images; the rest is padding up to the sizes that are compiled, and with data-parallel ranks also of the
+`mm_encoder_patches_total` those of items; the rest is padding up to the sizes that are compiled, and with data-parallel ranks also of the
 ranks that have no images meanwhile. The encoder's time on the device is not measured: steps follow it on the device without the host
 waiting between them. A trace (`/start_profile`) has it.
 
@@ -80,7 +80,9 @@ run are the `deferred` ones of `num_requests_waiting_by_reason`.
 def every_metric() -> list[Metric]:
     """Metrics of one engine and one API server, with something counted wherever a metric appears only then."""
     engine = EngineMetrics("m", 100, cache_config=cache_labels(CacheOptions()))
-    engine.load = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1, num_item_pages=1)
+    engine.load = SchedulerStats(
+        0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1, num_item_pages=1, num_host_slots=1
+    )
     engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)
     engine.media_kinds = ("image", "video", "audio")
     states = replica_states("m", [("serving", 0.0)], get_args(ReplicaState))

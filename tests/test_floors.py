@@ -46,6 +46,7 @@ FLOORS = {
     "jaxllm.lora": 6,
     "jaxllm.vision": 6,
     "jaxllm.audio": 6,
+    "jaxllm.kv_tiers": 6,
     "jaxllm.hosts": 6,
     "jaxllm.llm": 7,
     "jaxllm.llm_engine": 7,
@@ -119,6 +120,7 @@ WITHOUT_JAX = {
     "jaxllm.structured",
     "jaxllm.metrics",
     "jaxllm.expert_load",
+    "jaxllm.kv_tiers",
     "jaxllm.vision",
 }
 WITHOUT_JAX_WHEN_IMPORTED = {"jaxllm.quantization.formats"}

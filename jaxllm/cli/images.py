@@ -11,7 +11,7 @@ from jaxllm.cli.parser import Parser
 from jaxllm.errors import ConfigError
 
 KINDS = {"image": "sees images", "video": "sees videos", "audio": "hears"}
-"""What a model does that takes a kind of files."""
+"""Kinds of files, and what a model does that takes them."""
 
 
 def add_image_argument(parser: Parser, about: str) -> None:

@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
             name, equals, value = argument.partition("=")
             flag, dot, path = name.partition(".")
             flag = _LONG_NAMES.get(flag, flag) if dot else flag
-            if not flag.startswith("--"):
+            if not flag.startswith("--") or flag == "--":
                 yield argument
                 continue
             flag = self._whole_name(flag, objects if dot else self._option_string_actions)

@@ -232,7 +232,7 @@ def _first_to_move(rank: Scheduler, other: Scheduler) -> Request | None:
     if not rank.num_left_waiting:
         return None
     first = islice(rank.waiting, MAX_LOOKED_AT)
-    waiting = (request for request in first if request.options.data_parallel_rank is None)
+    waiting = (each for each in first if each.options.data_parallel_rank is None and not rank.computes_for(each))
     return next((each for each in waiting if each.status is RequestStatus.WAITING and other.has_room_for(each)), None)
 
 

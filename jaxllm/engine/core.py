@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -124,10 +125,13 @@ class EngineCore:
             drafts=None if features.speculation is None else features.speculation.new_control(prepared.policy),
             num_stages=self.config.parallel.pipeline_parallel_size,
             block_size=plan.block_size,
+            tiers=() if features.kv_tiers is None else features.kv_tiers.new_tiers(self.executor, plan.num_blocks),
         )
         self.scheduler = make_scheduler(self.config.parallel, lambda: new_scheduler(rooms=self.new_rooms()))
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
-        self.loop = StepLoop(self.scheduler, self.executor, max_in_flight=max_in_flight, ops=self.ops)
+        self.loop = StepLoop(
+            self.scheduler, self.executor, max_in_flight=max_in_flight, ops=self.ops, wait=self.wait_for_preparations
+        )
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.executor)
         self._pause = Pause(self.config.scheduler)
@@ -175,6 +179,11 @@ class EngineCore:
         """Preparations that requests may wait for before they run."""
         always = (self.grammars, self.needed_programs)
         return always if self.adapters is None else (*always, self.adapters)
+
+    def wait_for_preparations(self, seconds: float) -> None:
+        """Wait until one that is under way is done, at most so long; not at all if there is none."""
+        jobs = [job for preparation in self.preparations for job in preparation.jobs() if not job.done()]
+        futures.wait(jobs, seconds, return_when=futures.FIRST_COMPLETED)
 
     def new_rooms(self) -> tuple[AdmissionRoom, ...]:
         """Make the rooms of one scheduler: preparations, which all schedulers share, and separate rooms of items."""
@@ -258,6 +267,7 @@ class EngineCore:
         self.loop.note_work()
         self._sleep.fall_asleep(level)
         if level > 1:
+            self.scheduler.reset_prefix_cache()  # the weights may be others after it
             for preparation in self.preparations:
                 preparation.forget_slots()
             if self._expert_load is not None:

@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Callable
 
 from jaxllm import address_space
+from jaxllm.device_ops import EncodeItem, EncodeParts
 from jaxllm.engine.loop import StepLoop
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind
 from jaxllm.scheduler.errors import LostError, PlanError, UpdateError
+from jaxllm.scheduler_output import SchedulerOutput
 
 MAX_RETRIES = 2
 """Number of times that a request is recomputed after the device ran out of memory, until it gets another token."""
@@ -116,7 +118,7 @@ class FailurePolicy:
 
         Raises EngineDeadError if it cannot continue.
         """
-        step_ids = [] if loop.working_on is None else list(loop.working_on.num_scheduled_tokens)
+        step_ids = [] if loop.working_on is None else _requests_of(loop.working_on)
         told = loop.take_outputs()
         kind = kind_of(error)
         if kind is Failure.ENGINE:
@@ -200,6 +202,12 @@ class FailurePolicy:
                 f"{explain(error)}; it is the {MAX_FAILED_STEPS + 1}th failed step in {WINDOW_SECONDS:g} s"
             ) from error
         times.append(now)
+
+
+def _requests_of(plan: SchedulerOutput) -> list[str]:
+    """The requests that a step computes, and those that wait for an item of which it encodes a part."""
+    waiting = (op.request_id for op in plan.ops if isinstance(op, EncodeItem | EncodeParts) and op.request_id)
+    return [*dict.fromkeys((*plan.num_scheduled_tokens, *waiting))]
 
 
 def explain(error: BaseException) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxllm.runner.adaptation import Adaptation
     from jaxllm.runner.drafter import Drafter
     from jaxllm.scheduler.admission import ChunkRoom
+    from jaxllm.scheduler.cache_tier import CacheTier
     from jaxllm.scheduler.draft_control import DraftControl
     from jaxllm.scheduler_stats import SchedulerStats
 
@@ -35,6 +36,8 @@ ADAPTERS: str | None = "jaxllm.lora:make_adapters"
 """Makes the slots and the manager of adapters; None: this build has no adapters."""
 EXPERT_LOAD: str | None = "jaxllm.expert_load:make_expert_load"
 """Makes what adds up the tokens of experts and moves experts; None: this build does neither."""
+KV_TIERS: str | None = "jaxllm.kv_tiers:KVTiers"
+"""Makes the tiers of the prefix cache; None: this build has none."""
 
 ITEMS: tuple[str, ...] = ("jaxllm.vision:make_items", "jaxllm.audio:make_items")
 """Make what computes a kind of items in prompts, as module:function each; it returns None for an engine without such items."""
@@ -119,6 +122,13 @@ class LoadReader(Protocol):
         """Set the expert fields of the stats."""
 
 
+class KVTiers(Protocol):
+    """The tiers of an engine's prefix cache, as `KV_TIERS` makes them."""
+
+    def new_tiers(self, executor: "Executor", num_blocks: int) -> "tuple[CacheTier, ...]":
+        """Make the tiers of a scheduler whose pool has so many blocks."""
+
+
 class Items(Protocol):
     """Computes a kind of items in the prompts of an engine; an entry of `ITEMS` makes it."""
 
@@ -180,6 +190,7 @@ class Features:
     expert_load: ExpertLoad | None = None
     items: Mapping[str, Items] = field(default_factory=dict)
     """By the package that computes them."""
+    kv_tiers: KVTiers | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, model_config: "ModelConfig", model: "CausalLM", mesh: "Mesh") -> "Features":
@@ -198,6 +209,12 @@ class Features:
             in_steps = ("expert_counts", "expert_slots") if config.parallel.enable_eplb else ("expert_counts",)
             module, name = _maker(EXPERT_LOAD, missing, *in_steps)
             expert_load = getattr(module, name)(config, model_config)
+        kv_tiers: KVTiers | None = None
+        if config.cache.kv_offloading_size:
+            module, name = _maker(
+                KV_TIERS, "kv_offloading_size is set, but this build has no tiers; leave it out", "block_copies"
+            )
+            kv_tiers = getattr(module, name)(config)
         made = {entry.partition(":")[0]: _load(entry)(config, model_config) for entry in ITEMS}
         items = {name: found for name, found in made.items() if found is not None}
         if not all(_are_in_steps(*found.in_steps) for found in items.values()):
@@ -210,7 +227,7 @@ class Features:
                 f"speculative_config has a drafter with layers of its own, which sees token ids alone, but {model_config.architecture} "
                 "takes images or audio; use the method ngram, or set language_model_only for text alone"
             )
-        return cls(speculation, adapters, expert_load, items)
+        return cls(speculation, adapters, expert_load, items, kv_tiers)
 
     @property
     def drafter(self) -> "Drafter | None":

@@ -3,9 +3,9 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import GrammarError
 from jaxllm.log import logger
@@ -22,8 +22,6 @@ MAX_CACHE_BYTES = 256 << 20
 """Memory limit of the cache of compiled grammars."""
 STACK_BYTES = 64 << 20
 """Stack of the compiling thread: larger than in the process that compiled each grammar on trial."""
-MAX_WAIT_SECONDS = 0.02
-"""Longest time that one step waits for a grammar when there is no other work."""
 
 
 class Grammars:
@@ -73,14 +71,9 @@ class Grammars:
         """See AdmissionRoom."""
 
     def settle(self, scheduler: AnyScheduler) -> list[EngineCoreOutput]:
-        """Give the requests whose grammars are compiled their matchers. Returns the outputs of those whose grammars failed to compile.
-
-        Waits up to MAX_WAIT_SECONDS if every request waits for its grammar.
-        """
+        """Give the requests whose grammars are compiled their matchers. Returns the outputs of those whose grammars failed to compile."""
         if not self._waiting:
             return []
-        if len(self._waiting) == len(scheduler.requests):  # there is no other work
-            wait([job for _, job in self._waiting], MAX_WAIT_SECONDS, return_when="FIRST_COMPLETED")
         outputs: list[EngineCoreOutput] = []
         still_waiting = []
         for request, job in self._waiting:
@@ -104,6 +97,10 @@ class Grammars:
                 if job.exception() is None:
                     self._keep(text, job.result())
         return outputs
+
+    def jobs(self) -> Sequence[Future[Any]]:
+        """See Preparation."""
+        return [job for _, job in self._waiting]
 
     def forget_slots(self) -> None:
         """See Preparation. Nothing of a grammar is on the device."""

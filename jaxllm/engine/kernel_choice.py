@@ -9,8 +9,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.layers.routing import rule_of
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, LatentAttention
-from jaxllm.model_parts.vision import Vision
+from jaxllm.model_parts import Attention, Audio, LatentAttention, Vision
 from jaxllm.parallel.across_hosts import has_other_hosts
 from jaxllm.parallel.mesh import context_size, tensor_size
 from jaxllm.runner.memory import MemoryPlan
@@ -95,10 +94,11 @@ def candidates(
     is_plain = all(names[0] in PLAIN for names in found.values()) and (wanted != "auto" or not on_gpu or bool(model.attentions))
     if model.attentions:
         found["rope_cache_write"] = ("xla",) if is_plain else _rope_candidates(model, plan, mesh, on_gpu=on_gpu)
+    encoder = model.vision or model.audio
     if is_plain:
         of_mixtures = ("expert_choice", "grouped_matmul") if model.mixtures else ()
         others = ("sampling", "collectives", *of_mixtures, *(("gated_delta",) if model.delta_nets else ()))
-        others += (*(("lora",) if has_adapters else ()), *(("segment_attention",) if model.vision else ()))
+        others += (*(("lora",) if has_adapters else ()), *(("segment_attention",) if encoder else ()))
         return {**found, **dict.fromkeys(others, ("xla",))}
     sample = tuple(
         name
@@ -112,7 +112,7 @@ def candidates(
         **(_of_mixtures(model, mesh, on_gpu=on_gpu) if model.mixtures else {}),
         **({"gated_delta": _delta_candidates(model, on_gpu=on_gpu)} if model.delta_nets else {}),
         **({"lora": lora.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)} if has_adapters else {}),
-        **({"segment_attention": _segment_candidates(model, model.vision, on_gpu=on_gpu)} if model.vision else {}),
+        **({"segment_attention": _segment_candidates(model, encoder, on_gpu=on_gpu)} if encoder else {}),
     }
 
 
@@ -163,8 +163,8 @@ def _delta_candidates(model: ModelConfig, *, on_gpu: bool) -> tuple[str, ...]:
     )
 
 
-def _segment_candidates(model: ModelConfig, vision: Vision, *, on_gpu: bool) -> tuple[str, ...]:
-    return segment_attention.candidates(platform="gpu", dtype=model.dtype, head_dim=vision.head_dim, interpret=not on_gpu)
+def _segment_candidates(model: ModelConfig, encoder: Vision | Audio, *, on_gpu: bool) -> tuple[str, ...]:
+    return segment_attention.candidates(platform="gpu", dtype=model.dtype, head_dim=encoder.head_dim, interpret=not on_gpu)
 
 
 def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:

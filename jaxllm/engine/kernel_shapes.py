@@ -189,10 +189,8 @@ def _sampling(engine: _Engine) -> tuple[sampling.Shapes, ...]:
 
 
 def _segment_attention(engine: _Engine) -> tuple[segment_attention.Shapes, ...]:
-    model, vision = engine.model, engine.model.vision
-    if vision is None:
-        return ()
-    return (segment_attention.Shapes(model.dtype, vision.num_heads, vision.head_dim),)
+    encoder = engine.model.vision or engine.model.audio
+    return () if encoder is None else (segment_attention.Shapes(engine.model.dtype, encoder.num_heads, encoder.head_dim),)
 
 
 _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxllm.engine import masks
@@ -20,7 +21,7 @@ LONG_STEP_SECONDS = 0.0035
 """Steps longer than this give the host time to read one and dispatch another while the next runs, so two in flight keep the device busy."""
 _NUM_RECENT_STEPS = 8
 MAX_WAIT_SECONDS = 0.02
-"""Longest time that one step waits for blocks that are being loaded when there is no other work."""
+"""Longest time that one step waits for what requests need, or for blocks that are being loaded, when there is no other work."""
 
 
 class StepLoop:
@@ -30,12 +31,22 @@ class StepLoop:
     pipeline compute different steps: each one more takes one more.
     """
 
-    def __init__(self, scheduler: AnyScheduler, executor: "Executor", *, max_in_flight: int, ops: OpQueue | None = None):
-        """ops: operations that plans carry in addition to the scheduler's."""
+    def __init__(
+        self,
+        scheduler: AnyScheduler,
+        executor: "Executor",
+        *,
+        max_in_flight: int,
+        ops: OpQueue | None = None,
+        wait: Callable[[float], object] = lambda seconds: None,
+    ):
+        """ops: operations that plans carry in addition to the scheduler's. wait: waits so long at most for what requests need before they
+        run."""
         self.scheduler = scheduler
         self.executor = executor
         self.ops = OpQueue(executor) if ops is None else ops
         self.max_in_flight = max_in_flight
+        self._wait = wait
         self._num_stages = scheduler.num_stages
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.working_on: SchedulerOutput | None = None
@@ -66,6 +77,7 @@ class StepLoop:
             if plan.num_tokens == 0 and not plan.ops and not self.ops:
                 if not self._in_flight:
                     self.scheduler.wait_for_blocks(MAX_WAIT_SECONDS)
+                    self._wait(MAX_WAIT_SECONDS)
                 break
             pending = self.ops.dispatch(plan)
             self._in_flight.append((plan, pending))

@@ -1,6 +1,7 @@
 """Lets requests wait for programs that only they need, while threads compile these and the others run. Does not import JAX."""
 
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from jaxllm.engine.executor import Executor
@@ -10,9 +11,6 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request
 from jaxllm.scheduler.admission import Fit
 from jaxllm.scheduler.interface import AnyScheduler
-
-MAX_WAIT_SECONDS = 0.02
-"""Longest time that one step waits for a program when there is no other work."""
 
 
 class NeededPrograms:
@@ -65,23 +63,20 @@ class NeededPrograms:
             self._limiting.pop(request, None)
 
     def settle(self, scheduler: AnyScheduler) -> list[EngineCoreOutput]:
-        """Let the requests run whose programs were made. Returns the outputs of those whose programs cannot be compiled.
-
-        Waits up to MAX_WAIT_SECONDS if every request waits for programs.
-        """
+        """Let the requests run whose programs were made. Returns the outputs of those whose programs cannot be compiled."""
         if self._limiting or self._most_tokens is not None:
             self._limit_steps(scheduler)
         if not self._waiting:
             return []
-        if len(self._waiting) == len(scheduler.requests):  # there is no other work
-            jobs = [job for found in self._waiting.values() for job in found.awaited.values() if not job.done()]
-            wait(jobs, MAX_WAIT_SECONDS, return_when="FIRST_COMPLETED")
         outputs: list[EngineCoreOutput] = []
         for request, found in list(self._waiting.items()):
             failed = {name: error for name, job in found.awaited.items() if job.done() and (error := job.exception())}
             if failed:
                 name, error = next(iter(failed.items()))
-                message = f"a program that the request needs cannot be compiled ({name}: {_first_line(error)}); try again later"
+                # The log has the error itself.
+                message = (
+                    f"a program that the request needs cannot be compiled ({name}: {type(error).__name__}); try again later"
+                )
                 outputs += scheduler.fail_requests([request.request_id], ErrorKind.INTERNAL, message)
             elif all(job.done() for job in found.awaited.values()):
                 del self._waiting[request]
@@ -103,6 +98,10 @@ class NeededPrograms:
             self._told.update(new.values())
             logger.info("requests wait until these programs are compiled, while others run: %s", ", ".join(new))
 
+    def jobs(self) -> Sequence[Future[Any]]:
+        """See Preparation."""
+        return [job for found in self._waiting.values() for job in found.awaited.values()]
+
     def forget_slots(self) -> None:
         """See Preparation. Programs stay."""
 
@@ -112,7 +111,3 @@ class NeededPrograms:
 
     def shutdown(self) -> None:
         """See Preparation. The threads are the executor's."""
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,6 +1,8 @@
 """Preparations that requests wait for before they are admitted, made concurrently with the step loop. Does not import JAX."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import Request
@@ -9,7 +11,7 @@ from jaxllm.scheduler.interface import AnyScheduler
 
 
 class Preparation(AdmissionRoom, Protocol):
-    """Prepares what some requests need: grammars, adapters. The step loop's thread calls all methods."""
+    """Prepares what some requests need: grammars, adapters, programs. The step loop's thread calls all methods."""
 
     def bind(self, request: Request) -> None:
         """A request is about to be queued. Raises InvalidRequestError if it can never get what it needs; changes nothing else."""
@@ -19,6 +21,9 @@ class Preparation(AdmissionRoom, Protocol):
 
     def settle(self, scheduler: AnyScheduler) -> list[EngineCoreOutput]:
         """Process what is prepared. Called once a step. Returns the outputs of requests that failed."""
+
+    def jobs(self) -> Sequence[Future[Any]]:
+        """What threads prepare now for requests that wait. Some may be done that `settle` has not processed."""
 
     def forget_slots(self) -> None:
         """Drop what the device had of it: its memory was released."""

@@ -382,6 +382,11 @@ def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
             f"enable_prefix_caching is set, but {model.architecture} {reason}: no part of it can be skipped; leave the option out, or "
             "use --no-enable-prefix-caching"
         )
+    if config.cache.kv_offloading_size:
+        raise ConfigError(
+            f"kv_offloading_size is {config.cache.kv_offloading_size}, but {model.architecture} {reason}: no prefix of it can be kept; "
+            "leave the option out"
+        )
     if asked is None:
         logger.info("prefix caching is off: %s %s", model.architecture, reason)
     return False

@@ -174,7 +174,7 @@ def _compiling(now: Scrape) -> dict[str, float] | None:
 
 
 def _encoder(grown: Callable[[str], float]) -> dict[str, float] | None:
-    """What the vision encoder did; None: nothing."""
+    """Patches of items, and those that the encoder computed for them, padding included; None: it computed nothing."""
     computed = grown("mm_encoder_computed_patches")
     return {"patches": grown("mm_encoder_patches"), "computed_patches": computed} if computed else None
 

@@ -55,7 +55,7 @@ def _encoder(report: Mapping[str, float] | None) -> str:
     if report is None:
         return ""
     padding = 1 - report["patches"] / report["computed_patches"]
-    return f"{report['patches']:.0f} patches of images, {padding:.0%} of what it computed was padding"
+    return f"{report['patches']:.0f} patches, {padding:.0%} of what it computed was padding"
 
 
 def _counts(found: Mapping[str, Mapping[str, float]]) -> str:

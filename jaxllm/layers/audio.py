@@ -3,6 +3,10 @@
 Source: arXiv:2212.04356 (Whisper).
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +16,9 @@ from jaxllm.layers.linear import Linear, abstract_param, precision_of
 from jaxllm.layers.mlp import ACTIVATIONS
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.source import Module, Source, Tensor
+from jaxllm.layers.vision import attend_in_segments
 from jaxllm.model_parts import Audio, Norm
+from pallas_kernels.segment_attention import PLAIN
 
 AXIS = "audio"
 """The logical axis of all weights: each device has them whole."""
@@ -41,19 +47,19 @@ class AudioEncoder(nnx.Module):
         )
         self.norm = _norm("layer_norm", D, dtype, prefix)
 
-    def __call__(self, features_TM: Array) -> Array:
-        """[F, D] of features [2 F, M], in the model's type."""
-        return self.norm(self.attended(features_TM))
+    def __call__(self, features_TM: Array, **kernels: Any) -> Array:
+        """[F, D] of features [2 F, M], in the model's type. kernels: see `attention_of`."""
+        return self.norm(self.attended(features_TM, **kernels))
 
-    def attended(self, features_TM: Array, num_real: Array | None = None) -> Array:
-        """What the last norm gets. num_real: positions that others attend to; None: all."""
+    def attended(self, features_TM: Array, num_real: Array | None = None, **kernels: Any) -> Array:
+        """[F, D] before the last norm. num_real: positions that others attend to; None: all."""
         x_TD = features_TM.astype(self.dtype)
         for conv in self.convs:
             x_TD = jax.nn.gelu(conv(x_TD), approximate=False)
         x_FD = x_TD + self.positions[...][: len(x_TD)]
-        is_real_F = None if num_real is None else jnp.arange(len(x_FD)) < num_real
+        attend = attention_of(len(x_FD), num_real, **kernels)
         for block in self.blocks:
-            x_FD = block(x_FD, is_real_F)
+            x_FD = block(x_FD, attend)
         return x_FD
 
 
@@ -77,10 +83,10 @@ class AudioEmbedder(AudioEncoder):
             for linear, width in zip(self.part.linears, inputs, strict=False)
         )
 
-    def embeddings(self, features_TM: Array, num_real: Array) -> Array:
+    def embeddings(self, features_TM: Array, num_real: Array, **kernels: Any) -> Array:
         """[F / num_averaged, outputs of the last linear layer] of features [2 F, M], of which 2 F may be fewer than those of the longest
-        clip. num_real: positions of the clip; what is computed of those behind has no meaning."""
-        x_FD = self.attended(features_TM, num_real)
+        clip. num_real: positions of the clip; what is computed of those behind has no meaning. kernels: see `attention_of`."""
+        x_FD = self.attended(features_TM, num_real, **kernels)
         count = self.part.num_averaged
         x_EAD = x_FD[: len(x_FD) // count * count].reshape(-1, count, x_FD.shape[1])
         x = self.norm(x_EAD.astype(jnp.float32).mean(axis=1).astype(x_FD.dtype))
@@ -90,11 +96,11 @@ class AudioEmbedder(AudioEncoder):
         return x
 
 
-def encoding_bytes(audio: Audio, dtype: str) -> int:
-    """Temporary bytes while the longest clip is encoded, an estimate: scores in float32 and in the model's type, and a layer's arrays."""
-    itemsize = jnp.dtype(dtype).itemsize
-    scores = (4 + itemsize) * audio.num_heads * audio.num_positions**2
-    return scores + audio.num_frames * (8 * audio.hidden_size + 2 * audio.mlp.width) * itemsize
+def encoding_bytes(audio: Audio) -> int:
+    """Temporary bytes while the longest clip is encoded, an estimate: a head's scores and a layer's arrays, in float32, in which XLA
+    computes narrower types too on a CPU."""
+    scores = 2 * audio.num_positions**2
+    return 4 * (scores + audio.num_frames * (8 * audio.hidden_size + 2 * audio.mlp.width))
 
 
 class Convolution(nnx.Module):
@@ -133,17 +139,42 @@ class AudioBlock(nnx.Module):
         self.up = Linear("td,df->tf", (D, F), (AXIS,) * 2, dtype, modules=[Module(f"{prefix}fc1", (F,))], bias=True)
         self.down = Linear("tf,fd->td", (F, D), (AXIS,) * 2, dtype, modules=[Module(f"{prefix}fc2", (D,))], bias=True)
 
-    def __call__(self, x_FD: Array, is_real_F: Array | None = None) -> Array:
-        """[F, D]. is_real_F: positions that others attend to; None: all."""
+    def __call__(self, x_FD: Array, attend: Callable[..., Array]) -> Array:
+        """[F, D]. attend: see `attention_of`."""
         q_FNH, k_FNH, v_FNH = jnp.unstack(self.qkv(self.attention_norm(x_FD)), axis=1)
-        options = {"precision": precision_of(x_FD.dtype), "preferred_element_type": jnp.float32}
-        scores_NQK = jnp.einsum("qnh,knh->nqk", q_FNH, k_FNH, **options) * self.scale  # type: ignore[arg-type]
-        if is_real_F is not None:
-            scores_NQK = jnp.where(is_real_F, scores_NQK, -jnp.inf)
-        weight_NQK = jax.nn.softmax(scores_NQK).astype(v_FNH.dtype)
-        out_FNH = jnp.einsum("nqk,knh->qnh", weight_NQK, v_FNH, **options).astype(x_FD.dtype)  # type: ignore[arg-type]
-        x_FD = x_FD + self.out(out_FNH)
+        x_FD = x_FD + self.out(attend(q_FNH, k_FNH, v_FNH, scale=self.scale))
         return x_FD + self.down(self.activation(self.up(self.mlp_norm(x_FD))))
+
+
+def attention_of(
+    num_positions: int, num_real: Array | None = None, *, attention: str = "xla", interpret: bool = False
+) -> Callable[..., Array]:
+    """Attention of a clip's positions to the first `num_real` of them, or to all: of queries, keys, values [F, N, H] and the scale.
+
+    attention: the implementation of segment attention. What it gives behind num_real has no meaning.
+    """
+    if attention in PLAIN:
+        return partial(attend_by_head, num_real=num_real)
+    segment_F = jnp.zeros(num_positions, jnp.int32)
+    if num_real is not None:
+        segment_F = jnp.where(jnp.arange(num_positions) < num_real, segment_F, -1)
+    return partial(attend_in_segments, segment_P=segment_F, implementation=attention, interpret=interpret)
+
+
+@partial(jax.jit, static_argnames="scale")
+def attend_by_head(q_FNH: Array, k_FNH: Array, v_FNH: Array, *, num_real: Array | None, scale: float) -> Array:
+    """Plain JAX, one head after the other: XLA computes products of many heads slowly on a CPU."""
+    options = {"precision": precision_of(q_FNH.dtype), "preferred_element_type": jnp.float32}
+
+    def attend(head: tuple[Array, ...]) -> Array:
+        q_FH, k_FH, v_FH = head
+        scores_QK = jnp.dot(q_FH, k_FH.T, **options) * scale  # type: ignore[arg-type]
+        if num_real is not None:
+            scores_QK = jnp.where(jnp.arange(len(k_FH)) < num_real, scores_QK, -jnp.inf)
+        weight_QK = jax.nn.softmax(scores_QK).astype(v_FH.dtype)
+        return jnp.dot(weight_QK, v_FH, **options).astype(q_FH.dtype)  # type: ignore[arg-type]
+
+    return jax.lax.map(attend, tuple(x.swapaxes(0, 1) for x in (q_FNH, k_FNH, v_FNH))).swapaxes(0, 1)
 
 
 def _norm(name: str, width: int, dtype: str, prefix: str) -> Normalization:

@@ -30,6 +30,8 @@ class AdapterVersion:
     rank: int
     files: dict[str, tuple[int, int]]
     """Size and time of change by name."""
+    digest: str
+    """See `AdapterFiles.digest`."""
 
 
 @dataclass(eq=False)
@@ -39,7 +41,6 @@ class Adapter:
     number: int
     name: str
     path: str
-    cache_key: str = field(init=False)
     version: AdapterVersion | None = None
     """None until it was read for the first time. All its requests must get these weights."""
     slot: int = NO_ADAPTER
@@ -57,8 +58,11 @@ class Adapter:
     is_retired: bool = False
     """Whether it was removed or replaced: its last requests end with it."""
 
-    def __post_init__(self) -> None:
-        self.cache_key = f"{self.number}:{self.name}"
+    @property
+    def cache_key(self) -> str:
+        """See RequestAdapter. Registrations of equal files have the same, in every engine."""
+        assert self.version is not None, "a request names an adapter that was never read"
+        return self.version.digest
 
     @property
     def has_requests(self) -> bool:
@@ -89,7 +93,8 @@ def read(
     if adapter.version is not None:
         _check_unchanged(adapter.name, adapter.version)
     files = reader(adapter.path)
-    version = AdapterVersion(files.directory, files.rank, _files_in(files.directory))
+    found = _files_in(files.directory)
+    version = AdapterVersion(files.directory, files.rank, found, adapter.version.digest if adapter.version else files.digest())
     packed = None if pack is None else pack(files)
     if version.files != _files_in(files.directory) or version != (adapter.version or version):
         raise AdapterError(

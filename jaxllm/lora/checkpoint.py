@@ -1,5 +1,6 @@
 """Reads adapters: from a directory as PEFT writes it to the factors of each layer that they change."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -7,10 +8,11 @@ from types import MappingProxyType
 import numpy as np
 
 from jaxllm.errors import AdapterError, ModelLoadError
+from jaxllm.files import read_bounded
 from jaxllm.hub import resolve_model
 from jaxllm.log import logger
 from jaxllm.lora.match import Factors, Match
-from jaxllm.lora.peft import CONFIG, PeftConfig, read_config
+from jaxllm.lora.peft import CONFIG, MAX_CONFIG_BYTES, PeftConfig, read_config
 from jaxllm.lora.shapes import ExpertPart, TargetShape
 from jaxllm.lora.weights import NAMES, WeightsFile
 
@@ -46,6 +48,12 @@ class AdapterFiles:
     def modules(self) -> tuple[str, ...]:
         """The targets that it changes."""
         return tuple(self._factors)
+
+    def digest(self) -> str:
+        """A hash of the files, whose factors and scales change keys and values. Raises AdapterError if one cannot be read."""
+        digest = hashlib.sha256(read_bounded(self.directory / CONFIG, MAX_CONFIG_BYTES, AdapterError))
+        self._weights.add_to(digest)
+        return digest.hexdigest()
 
     def tensor(self, name: str) -> np.ndarray:
         """A target's "….lora_A.weight", float32 [rank, inputs], or "….lora_B.weight", float32 [outputs, rank] with the scale

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 CLAIM_SECONDS = 2.0
 """An adapter that waited this long for a slot gets one whose adapter admits no further requests meanwhile."""
-MAX_WAIT_SECONDS = 0.02
-"""Longest time that one step waits for an adapter when there is no other work."""
 _END_SECONDS = 10.0
 """How long `shutdown` waits for what is being read. A disk that hangs does not keep the process alive."""
 _MAX_OUTCOMES = 1000
@@ -251,10 +249,9 @@ class LoRAManager:
         self._note(adapter)
 
     def settle(self, scheduler: Scheduler) -> list[EngineCoreOutput]:
-        """See Preparation. Waits up to MAX_WAIT_SECONDS if every request waits for its adapter."""
+        """See Preparation."""
         if not (self._wanting or self._reads or self._staging) or not scheduler.requests:
             return []
-        self._wait_if_idle(scheduler)
         failed = self._take_in_read(scheduler)
         failed += self._take_in_staged(scheduler)
         in_turn = sorted(self._wanting, key=lambda adapter: adapter.order)
@@ -267,6 +264,10 @@ class LoRAManager:
                 break
         return failed
 
+    def jobs(self) -> Sequence[Future[Any]]:
+        """See Preparation."""
+        return [*self._reads.values(), *([] if self._staging is None else [self._staging.job])]
+
     def forget_slots(self) -> None:
         """See Preparation. Adapters that are needed get a slot again, from host memory or from their files. One that is being
         copied to the device is not lost."""
@@ -278,7 +279,7 @@ class LoRAManager:
         """End the threads. May be called again."""
         for thread in (self._check_thread, self._read_thread, self._stage_thread):
             thread.abandon()
-        self._wait([job for job in self._jobs() if job.running()], _END_SECONDS)
+        self._wait([job for job in self.jobs() if job.running()], _END_SECONDS)
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Set the adapter fields of the stats."""
@@ -556,14 +557,6 @@ class LoRAManager:
         return [adapter for adapter in self._slots if adapter is not None]
 
     # Waiting
-
-    def _jobs(self) -> Sequence[Future[Any]]:
-        return [*self._reads.values(), *([] if self._staging is None else [self._staging.job])]
-
-    def _wait_if_idle(self, scheduler: Scheduler) -> None:
-        jobs = self._jobs()
-        if jobs and sum(len(adapter.waiting) for adapter in self._wanting) == len(scheduler.requests):
-            self._wait(jobs, MAX_WAIT_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED)
 
 
 def _adapter_of(request: Request) -> Adapter | None:

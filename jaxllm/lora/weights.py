@@ -1,10 +1,12 @@
 """The file with an adapter's tensors: safetensors, or PyTorch's form, which is read without PyTorch."""
 
+import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
 import numpy as np
 
@@ -17,6 +19,9 @@ NAMES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """The first that a directory has is read."""
 _MAX_SPREAD = 8
 """Bytes that are read for one of a tensor, which may be a view of larger values."""
+
+_PIECE_BYTES = 1 << 20
+"""Bytes that are hashed at a time."""
 
 
 class _Safetensors(safetensors.Checkpoint):
@@ -61,19 +66,34 @@ class WeightsFile:
                 f"adapter {self._directory}: {name} has {needed} bytes, spread over {entry.num_bytes} of {self._file.name}; "
                 "save the adapter again in safetensors"
             )
+        # No memory map: the process would end if the file became shorter.
+        with self._opened() as stream:
+            stream.seek(entry.start)
+            data = np.frombuffer(stream.read(entry.num_bytes), np.uint8)
+        if len(data) < entry.num_bytes:
+            raise self._changed()
+        return self._checkpoint.decoded(name, data).astype(np.float32, copy=False)
+
+    def add_to(self, digest: "hashlib._Hash") -> None:
+        """Hash the whole file. Raises AdapterError as `values`."""
+        with self._opened() as stream:
+            while piece := stream.read(_PIECE_BYTES):
+                digest.update(piece)
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
         try:
-            # No memory map: the process would end if the file became shorter.
             with open_regular(self._file) as stream:
-                is_same = _identity(os.fstat(stream.fileno())) == self._identity
-                stream.seek(entry.start)
-                data = np.frombuffer(stream.read(entry.num_bytes), np.uint8)
+                if _identity(os.fstat(stream.fileno())) != self._identity:
+                    raise self._changed()
+                yield stream
         except OSError as error:
             raise AdapterError(
                 f"adapter {self._directory}: cannot read {self._file.name} ({error.strerror}); restore it and load it again"
             ) from error
-        if not is_same or len(data) < entry.num_bytes:
-            raise AdapterError(f"adapter {self._directory}: {self._file.name} was changed after it was checked; load it again")
-        return self._checkpoint.decoded(name, data).astype(np.float32, copy=False)
+
+    def _changed(self) -> AdapterError:
+        return AdapterError(f"adapter {self._directory}: {self._file.name} was changed after it was checked; load it again")
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

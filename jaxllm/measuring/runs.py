@@ -106,6 +106,19 @@ def time_requests(llm: LLM, lengths: Sequence[tuple[int, int]], seed: int) -> Ru
     return run
 
 
+def time_first_token(engine: LLMEngine, prompt: Any) -> float:
+    """Seconds until a request has a token, alone on an idle engine; ends it afterwards."""
+    began = time.perf_counter()
+    engine.add_request("first token", prompt, greedy(2))
+    outputs: list[EngineCoreOutput] = []
+    while not any(output.new_token_ids for output in outputs):
+        outputs = engine.core.step()
+        engine.take(outputs)
+    seconds = time.perf_counter() - began
+    end_all(engine)
+    return seconds
+
+
 @contextlib.contextmanager
 def decoding(
     engine: LLMEngine,

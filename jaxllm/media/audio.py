@@ -48,6 +48,8 @@ class AudioProcessor:
         samples = None
         if media.uuid is not None:
             content = self._digest(b"uuid", media.uuid.encode("utf-8", "surrogatepass"))
+        elif isinstance(media.data, bytes):
+            content = self._digest(b"file", media.data)
         else:
             samples = self.samples(media)
             content = self._digest(b"samples", samples.tobytes())

@@ -19,6 +19,8 @@ MAX_SAMPLE = 1e6
 """Files of floating point may have samples beyond 1, as far as features stay finite."""
 BLOCK_SAMPLES = 1 << 16
 """Decoded at a time of each channel: a small file may hold hours of silence in many channels."""
+MAX_CHUNKS = 1 << 12
+"""Chunks of a WAV file before its samples; files have a few."""
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 
 
@@ -102,7 +104,9 @@ def _read_wav(data: bytes, name: str) -> tuple[np.ndarray, int, ToFloat] | None:
     is not read here."""
     form: tuple[int, int, int, int] | None = None
     place = 12
-    while place + 8 <= len(data):
+    for _ in range(MAX_CHUNKS):
+        if place + 8 > len(data):
+            break
         kind, size = data[place : place + 4], int.from_bytes(data[place + 4 : place + 8], "little")
         part = memoryview(data)[place + 8 : place + 8 + size]  # a stream of unknown length says too much
         place += 8 + size + size % 2

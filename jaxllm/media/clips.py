@@ -1,6 +1,7 @@
 """Videos as frames, of which some are read: given frames, lists of image files, animations, and, with the package `av`, mp4 and webm."""
 
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,8 +15,6 @@ from jaxllm.media.media import Check, MediaUnwantedError, unchecked
 from jaxllm.media.options import MediaOptions
 from jaxllm.media.rgb import from_array, to_rgb
 
-ANIMATIONS = ("GIF", "PNG", "WEBP")
-"""Formats of images that may have several frames."""
 CONTAINERS = {"mp4": "MP4 or MOV", "matroska": "WebM or Matroska"}
 """Formats of videos, by FFmpeg's names. Others are not tried: some name further files and addresses, which would then be read."""
 MAX_FRAMES = 1 << 18
@@ -26,6 +25,7 @@ SECONDS_OF_A_STILL = 0.1
 """Duration of a frame of an animation that gives none, as viewers show it."""
 _GIF_FRAME, _GIF_EXTENSION, _GIF_END = b"\x2c\x21\x3b"
 """First bytes of the blocks of a GIF."""
+_GIF_START = re.compile(rb"[\x2c\x21\x3b]")
 _TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 """By the degrees to the left that a camera's file asks for."""
 ASKED_OF_FRAMES = ("fps", "frames_indices", "do_sample_frames")
@@ -239,8 +239,9 @@ def _count_gif_frames(data: bytes, most: int) -> int:
             place = behind_pieces(behind_palette(place + 10, data[place + 9]) + 1)
         elif kind == _GIF_EXTENSION:
             place = behind_pieces(place + 2)
-        else:
-            place += 1  # as Pillow does
+        else:  # as Pillow does
+            found = _GIF_START.search(data, place)
+            place = len(data) if found is None else found.start()
     return count
 
 

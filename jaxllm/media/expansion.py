@@ -8,7 +8,7 @@ from jaxllm.media.media import ProcessedMedia
 from jaxllm.request import PromptItem
 
 _WHAT = {"image": "image", "video": "time step of a video", "audio": "clip of audio"}
-"""What a placeholder stands for, by its kind."""
+"""Names of what a placeholder stands for, by its kind."""
 
 
 def expand(

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 Check = Callable[[], None]
-"""Called between the frames of a video; raises MediaUnwantedError once nobody waits for it any more."""
+"""Called between the frames of a video; raises MediaUnwantedError once no request waits for it any more."""
 
 
 class MediaUnwantedError(Exception):
-    """The preparation of an item ended before it was done, because nobody waits for it any more."""
+    """The preparation of an item ended before it was done, because no request waits for it any more."""
 
 
 def unchecked() -> None:
@@ -36,7 +36,7 @@ class Media:
     name: str = "prompt"
     """Its name in errors, e.g. messages[0].content[1]: the `param` of InvalidRequestError."""
     check: Check = field(default=unchecked, compare=False)
-    """Ends its preparation, if nobody waits for it any more."""
+    """Ends its preparation, if no request waits for it any more."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxllm.model_parts.audio import SAMPLE_RATE
 
 STEP_SAMPLES = 1 << 19
-"""Samples that are resampled at once, about."""
+"""Samples that are resampled at once, about; more where the filter has more taps."""
 _HALF_TAPS, _BETA = 10, 5.0
 """The filter of `scipy.signal.resample_poly`: a Kaiser window over so many samples of the lower rate to each side."""
 
@@ -27,7 +27,7 @@ def resample(blocks: Iterable[np.ndarray], rate: int) -> Iterator[np.ndarray]:
     window = firwin(2 * reach + 1, 1 / max(up, down), window=("kaiser", _BETA)).astype(np.float32)
     # Blocks begin at multiples of `down`, where a sample of the result lies, and overlap by the filter's reach.
     overlap = -(-(reach // up + 1) // down) * down
-    step = -(-STEP_SAMPLES // down) * down
+    step = -(-max(STEP_SAMPLES, len(window)) // down) * down  # each call goes through the window, which odd rates make long
 
     def resampled(samples: np.ndarray) -> np.ndarray:
         return np.asarray(resample_poly(samples, up, down, window=window), np.float32)

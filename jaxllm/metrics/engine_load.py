@@ -49,6 +49,7 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     _add_adapters(found, load)
     _add_experts(found, load)
     _add_images(found, load)
+    _add_host_memory(found, load)
     num_ready, num_awaited = load.awaited_programs
     awaited = "programs that the current step waits for, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
@@ -109,6 +110,25 @@ def _add_images(found: Collected, load: SchedulerStats) -> None:
         load.num_encoder_runs,
         "runs of the encoder, each over a clip of audio, or the images of a step that fit together",
     )
+
+
+def _add_host_memory(found: Collected, load: SchedulerStats) -> None:
+    """Blocks in host memory, where the engine has kv_offloading_size. Queries and hits of tokens are always there."""
+    if not load.num_host_slots:
+        return
+    found.gauge(
+        "kv_offload_cpu_cache_usage_perc",
+        load.num_used_host_slots / load.num_host_slots,
+        "fraction of --kv-offloading-size in use",
+    )
+    found.counter("kv_offload_store_bytes", load.stored_bytes, "bytes of blocks that were copied to host memory")
+    found.counter("kv_offload_store_time", load.store_seconds, "seconds of these copies, which run at the same time as steps")
+    found.counter("kv_offload_load_bytes", load.loaded_bytes, "bytes of blocks that were copied from host memory")
+    found.counter("kv_offload_load_time", load.load_seconds, "seconds of these copies")
+    skipped = "blocks that left the devices uncopied, because copies were behind or loads used all of host memory"
+    found.counter("kv_offload_stores_skipped", load.num_skipped_stores, skipped)
+    damaged = "blocks that were not what was stored, and were computed again"
+    found.counter("kv_offload_bad_blocks", load.num_damaged_blocks, damaged, tier="host")
 
 
 def _add_experts(found: Collected, load: SchedulerStats) -> None:

@@ -56,7 +56,7 @@ class EngineMetrics:
         """Store the engine core's own numbers, after the latest step."""
         self.programs_compiled_after_warmup = 0
         self.media_kinds: tuple[str, ...] = ()
-        """Store the kinds of items that the model takes beside text, and what preparing them takes."""
+        """Store the kinds of items that the model takes with text, and the numbers of their preparation."""
         self.media_counts = MediaCounts()
 
     def request_arrived(self, params: SamplingParams) -> None:
@@ -139,9 +139,12 @@ class EngineMetrics:
         found.counter("programs_compiled_after_warmup", self.programs_compiled_after_warmup, "programs compiled while serving")
         if cache_config:
             found.gauge("cache_config_info", 1, "options and size of the KV cache, as labels", **cache_config)
-        absent = "of a cache of another engine or host memory, which this engine does not have"
-        found.counter("external_prefix_cache_queries", 0, f"lookups {absent}")
-        found.counter("external_prefix_cache_hits", 0, f"hits {absent}")
+        asked, loaded = (
+            (0, 0) if self.load is None else (self.load.external_prefix_cache_queries, self.load.external_prefix_cache_hits)
+        )
+        looked_up = "tokens that the devices did not have, looked up in host memory (--kv-offloading-size)"
+        found.counter("external_prefix_cache_queries", asked, looked_up)
+        found.counter("external_prefix_cache_hits", loaded, "those of them that were loaded from there")
         queries, hits = (self.load.item_cache_queries, self.load.item_cache_hits) if self.load is not None else (0, 0)
         found.counter(
             "mm_cache_queries", queries, "images and clips of audio of prompts, each when its first token was computed"
@@ -165,7 +168,7 @@ class EngineMetrics:
         found.counter("prompt_tokens_by_source", computed, by_source, source="local_compute")
         found.counter("prompt_tokens_by_source", self.prompt_tokens_cached, by_source, source="local_cache_hit")
         found.counter("prompt_tokens_by_source", 0, by_source, source="external_kv_transfer")
-        cached_in = "cached prompt tokens by where they were kept; all on the device"
+        cached_in = "cached prompt tokens by where they were kept; those that host memory gave count as the device's"
         for source in CACHE_SOURCES:
             count = self.prompt_tokens_cached if source == "device" else 0
             found.counter("prompt_tokens_cached_by_source", count, cached_in, source=source)
@@ -196,7 +199,5 @@ class EngineMetrics:
         histogram("request_params_max_tokens", self._request_max_tokens, "most output tokens asked for")
         histogram("request_num_preemptions", self._request_preemptions, "times that an ended sequence lost its place")
         if self.media_kinds:
-            prepared = (
-                "preparing an item of a prompt, of a transcription each clip; one that was kept takes less than a millisecond"
-            )
+            prepared = "preparing an item of a prompt, of a transcription each clip; one that was kept is only hashed"
             histogram("mm_preparation_time_seconds", self.media_counts.seconds, prepared)

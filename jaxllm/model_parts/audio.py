@@ -27,7 +27,7 @@ class AudioTokens:
     token_id: int
     """The placeholder of one embedding."""
     placeholder: str
-    """What stands for a clip in a prompt of plain text."""
+    """Text that stands for a clip in a prompt of plain text."""
     prefix: str
     """How the names of the tensors of `linears` begin."""
     linears: tuple[MergerLinear, ...]
@@ -76,6 +76,10 @@ class Audio:
         """Positions of programs that encode clips to embeddings of tokens: all, half or a quarter of the longest clip's. Even."""
         whole = self.num_positions
         return -(-whole // 8) * 2, -(-whole // 4) * 2, whole
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
 
     @property
     def num_frames(self) -> int:

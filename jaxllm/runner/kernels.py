@@ -1,6 +1,7 @@
 """The implementation of each op in an engine's programs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 OPS = (
     "paged_attention",
@@ -36,7 +37,7 @@ class Kernels:
     lora: str = "xla"
     """The terms that adapters add to products."""
     segment_attention: str = ""
-    """Between the patches of images."""
+    """Between the patches of images, or the positions of audio."""
     interpret: bool = False
     """Run Pallas kernels as plain JAX: on a CPU."""
 
@@ -44,6 +45,11 @@ class Kernels:
     def attention(self) -> str:
         """The implementation of attention: over keys and values, or where there are none, over latents."""
         return self.paged_attention or self.mla_attention
+
+    @property
+    def of_encoder(self) -> dict[str, Any]:
+        """The arguments of an encoder's attention."""
+        return {"attention": self.segment_attention or "xla", "interpret": self.interpret}
 
     def by_op(self) -> dict[str, str]:
         """The names alone, of the ops that it runs."""

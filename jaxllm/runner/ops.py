@@ -37,6 +37,12 @@ class OpRunner:
     def replace_lost(self) -> None:
         """Make arrays anew that a failed operation took."""
 
+    def allocate(self) -> None:
+        """Allocate the arrays that operations change, with the KV cache: at the start, and after `release`."""
+
+    def release(self) -> None:
+        """Release them, with the KV cache, once nothing uses them."""
+
     def delete_arrays(self) -> None:
         """Release what was staged."""
 

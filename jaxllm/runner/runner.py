@@ -285,12 +285,12 @@ class ModelRunner(WeightsHolder, PlanRunner):
         return found
 
     def _awaited(self, wanted: Wanted) -> Foreseen:
-        """What such a request waits for. Has it made."""
+        """Programs that such a request waits for. Has them made."""
         missing = [keys[0] for keys in self.shapes.awaited_keys(wanted) if not any(key in self.programs for key in keys)]
         awaited, limit = {key.described: self.programs.want(key) for key in missing}, None
         largest = ProgramKey("forward", self.buckets.tokens[-1], features=wanted.features)
         if wanted.features and largest not in self.programs:
-            will_be_ready = (key.size for key in missing if key.kind == largest.kind)
+            will_be_ready = (key.size for key in missing if key._replace(size=largest.size) == largest)
             most = max((*self.ready_sizes(largest, self.buckets.tokens), *will_be_ready))
             limit = StepLimit(most, self.programs.want(largest))
         return Foreseen(awaited, limit)
@@ -314,6 +314,10 @@ class ModelRunner(WeightsHolder, PlanRunner):
         for runner in self.op_runners:
             runner.stage(handle, data)
 
+    def op_runner(self, kind: type[DeviceOp]) -> Any:
+        """The OpRunner of a kind of operations; None if there is none."""
+        return next((runner for runner in self.op_runners if kind in runner.ops), None)
+
     def run_op(self, op: DeviceOp) -> list[PendingPart]:
         """See PlanRunner."""
         return run_by(self.op_runners, op)
@@ -331,6 +335,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
                 self.peers = Peers(self.shapes.mesh)
             self.caches = program()
             jax.block_until_ready(self.caches)  # raises if a device cannot allocate its part
+            for runner in self.op_runners:
+                runner.allocate()
             if self._on_gpu and not self._spacers:
                 self._spacers = reserve_small_places(partial(put, place=self.shapes.everywhere))
 
@@ -358,6 +364,8 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def drop_caches(self) -> None:
         """Free all rows and the arrays that steps change: the KV cache, the rows' arrays, the state of full sampling."""
         self.batches.clear()
+        for runner in self.op_runners:
+            runner.release()
         delete((self.caches, self.row_arrays))
         self.caches = ()
         self.sampling.delete_arrays()

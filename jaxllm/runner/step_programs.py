@@ -159,7 +159,7 @@ class StepPrograms:
         return replace(wanted, items=items, features=self.inputs.of_items(items), num_tokens=num_tokens)
 
     def awaited_keys(self, wanted: Wanted) -> list[Sequence[ProgramKey]]:
-        """What such a request waits for before it runs: of each of these one program (`ProgramKind.awaited`)."""
+        """Programs that such a request waits for before it runs: one of each sequence (`ProgramKind.awaited`)."""
         return [keys for kind in self.kinds.values() for keys in kind.awaited(self, wanted)]
 
     def keys_of(self, wanted: Wanted) -> list[ProgramKey]:

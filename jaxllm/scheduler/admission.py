@@ -71,6 +71,9 @@ class ChunkRoom(AdmissionRoom, Protocol):
     def step_ops(self) -> list[AnyDeviceOp]:
         """Operations of the step that are not for the tokens that it computes, before all others. Called once, at its end."""
 
+    def is_begun(self, request: Request) -> bool:
+        """Whether an item that the request waits for is being computed in parts, which another scheduler would begin anew."""
+
     def forget(self) -> None:
         """Results on the devices are lost, or of other weights. No request is admitted; what `limit` granted is free."""
 

@@ -70,6 +70,10 @@ class AudioEncoding:
         """There are none."""
         return []
 
+    def is_begun(self, request: Request) -> bool:
+        """Never: clips are encoded whole."""
+        return False
+
     def forget(self) -> None:
         """See ChunkRoom."""
         assert not self._encoded, "a request computes"

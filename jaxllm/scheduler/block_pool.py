@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_events import EventCollector
@@ -23,6 +24,8 @@ class BlockPool:
         self._cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self.events: EventCollector | None = None
         """If set, receives which contents came with their first block and left with their last."""
+        self.num_allocated = 0
+        """Blocks that were allocated since the start."""
         self.evicting: Callable[[Sequence[KVCacheBlock]], None] | None = None
         """If set, is called with blocks whose contents leave with them, before they do."""
 
@@ -38,6 +41,11 @@ class BlockPool:
     def usage(self) -> float:
         """Fraction of the usable blocks that requests hold."""
         return 1.0 - self.num_free_blocks / max(1, self.num_usable_blocks)
+
+    def cold(self, count: int) -> list[KVCacheBlock]:
+        """A block of each content among the first `count` free blocks, in order of eviction."""
+        first = islice(self._free, count)
+        return list({block.block_hash: block for block in first if block.block_hash is not None}.values())
 
     def free_block_ids(self) -> list[int]:
         """Ids of the free blocks in order of reuse. Takes linear time: for tests."""
@@ -59,6 +67,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Allocate the first `count` free blocks and discard their content. Raises IndexError if there are fewer."""
         blocks = self._free.popleft_n(count)
+        self.num_allocated += count
         if self.evicting is not None:
             self._report_eviction(blocks, self.evicting)
         for block in blocks:

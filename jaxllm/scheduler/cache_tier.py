@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxllm.device_ops import AnyDeviceOp
+from jaxllm.scheduler_stats import SchedulerStats
 
 
 class TierStep(NamedTuple):
@@ -24,6 +25,8 @@ class CacheTier(Protocol):
 
     patience_seconds: float
     """A load that takes longer counts as failed."""
+    num_cold: int
+    """So many free blocks, those that are evicted next, are offered to `store_ahead`."""
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can load now. Contents that are not worth the time of a load are left out."""
@@ -35,8 +38,11 @@ class CacheTier(Protocol):
         """Give a load up: no op for its blocks comes from now on, and no report."""
 
     def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
-        """These contents are about to leave the pool. Returns what reads their blocks before the step being planned writes them; nothing
+        """These contents leave the pool in the step being planned. Returns what reads their blocks before that step writes them; nothing
         for contents that it has, or does not want. What it reads is right once that step is done without error."""
+
+    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
+        """As `store`, for contents that may stay for a while. Those that are not stored now are offered again."""
 
     def discard(self, names: Sequence[bytes]) -> None:
         """These contents were computed wrongly."""
@@ -46,6 +52,15 @@ class CacheTier(Protocol):
 
     def wait(self, seconds: float) -> None:
         """Return when the state of a load changed, or after this time. Called while nothing else can be done."""
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Add its numbers."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if its state is inconsistent."""
 
     def forget(self, *, stored: bool) -> None:
         """Drop all loads, and the stores of steps that are not done. stored: drop all contents too, because they are of other weights."""

@@ -24,9 +24,11 @@ class _Entry:
     pages: list[int]
     num_patches: int
     cost: int
-    """What a step that encodes it, or a part of it, has spent of its budget."""
+    """Share of its budget that a step spends to encode it, or a part of it."""
     parts_left: int
     """Parts that no complete plan encodes."""
+    begun_for: str = ""
+    """The id of the request that had it begun, if in parts."""
     was_used: bool = False
     """Whether a complete plan computes tokens of it."""
     users: dict[Request, bool] = field(default_factory=dict)
@@ -108,7 +110,7 @@ class EncoderCache:
             count = min(1, entry.parts_left) if self._in_parts else entry.parts_left
             if count:
                 self._spent += entry.cost if self._in_parts else 0
-                self._step_ops.append(EncodeParts(0, count))
+                self._step_ops.append(EncodeParts(0, count, entry.begun_for))
                 self._note_parts(entry, count)
             # Decodes would wait for the last part and for the first tokens too, if they were in the same step.
             if not count or not self._in_parts:
@@ -132,8 +134,8 @@ class EncoderCache:
             self._is_closed = True
             return False
         if self._in_parts and entry.parts_left > 1:
-            self._begun[name] = entry
-            self._step_ops.append(EncodeItem(0, item.payload, entry.pages, 1))
+            self._begun[name], entry.begun_for = entry, request.request_id
+            self._step_ops.append(EncodeItem(0, item.payload, entry.pages, 1, entry.begun_for))
             self._note_parts(entry, 1)
             return False
         self._in_use[name] = entry
@@ -189,6 +191,10 @@ class EncoderCache:
         """See ChunkRoom."""
         ops, self._step_ops = self._step_ops, []
         return ops
+
+    def is_begun(self, request: Request) -> bool:
+        """See ChunkRoom."""
+        return any(item.content_hash in self._begun for item in request.spec.items)
 
     def _settle(self, name: bytes, entry: _Entry) -> None:
         """Keep an entry that lost its last user for reuse if it is encoded; otherwise free its pages and budget."""

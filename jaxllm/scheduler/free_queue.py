@@ -20,7 +20,7 @@ class FreeBlockQueue:
         return self._length
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        """From the first block on. Linear: for tests and integrity checks."""
+        """From the first block on."""
         block = self._head.next_free
         while block is not self._tail:
             assert block is not None

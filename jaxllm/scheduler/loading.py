@@ -9,9 +9,13 @@ from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_tier import CacheTier
+from jaxllm.scheduler_stats import SchedulerStats
 
 if TYPE_CHECKING:
     from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+
+_COLD_PART = 1 / 8
+"""Tiers are offered cold blocks whenever so large a part of these was allocated: to look at them takes time."""
 
 
 @dataclass(eq=False)
@@ -52,11 +56,17 @@ class Loading:
         """Names of contents that a load brings."""
         self._ops: list[AnyDeviceOp] = []
         """Operations of the step that is being planned."""
-        manager.pool.evicting = self._store
+        self._leaving: dict[bytes, int] = {}
+        """Contents that leave the pool in this step, with the blocks that have them until it runs."""
+        self._num_allocated = 0
+        """Blocks that were allocated when tiers were last offered cold ones."""
+        self._num_cold = max(tier.num_cold for tier in tiers)
+        manager.pool.evicting = self._note_eviction
 
     def begin_step(self, step_id: int, done_step_id: int) -> None:
         """A step is about to be planned: process what has arrived."""
         self._ops = []
+        self._leaving.clear()
         copies = {(copy.tier, copy.load_id): (load, copy) for load in self._loads.values() for copy in load.copies}
         for tier in self._tiers:
             found = tier.begin_step(step_id, done_step_id)
@@ -69,9 +79,15 @@ class Loading:
             if now >= copy.deadline:
                 copy.tier.cancel(copy.load_id)
                 self._end_copy(load, copy, [False] * len(copy.blocks))
+        self._store_ahead()
 
     def take_ops(self) -> list[AnyDeviceOp]:
-        """Take the operations for tiers in the step that is being planned."""
+        """Take the operations for tiers in the step that is being planned, once it is."""
+        if self._leaving:
+            ids, names = list(self._leaving.values()), list(self._leaving)
+            for tier in self._tiers:
+                self._ops += tier.store(ids, names)
+            self._leaving.clear()
         ops, self._ops = self._ops, []
         return ops
 
@@ -118,6 +134,8 @@ class Loading:
                 own_blocks, own_names = map(list, zip(*part, strict=True))
                 load_id = tier.load([block.block_id for block in own_blocks], own_names)
                 load.copies.append(_Copy(tier, load_id, own_blocks, own_names, now + tier.patience_seconds))
+        if request.num_cached_before_load is None:
+            request.num_cached_before_load = num_cached_tokens
         self._arriving.update(names)
         self._loads[request.request_id] = load
         request.status = RequestStatus.WAITING_FOR_BLOCKS
@@ -164,10 +182,29 @@ class Loading:
         for tier in self._tiers:
             tier.forget(stored=stored)
 
-    def _store(self, blocks: Sequence[KVCacheBlock]) -> None:
-        ids, names = [block.block_id for block in blocks], [block.block_hash for block in blocks if block.block_hash]
+    def _note_eviction(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._leaving.update((block.block_hash, block.block_id) for block in blocks if block.block_hash)
+
+    def _store_ahead(self) -> None:
+        """Offer tiers what is evicted soon, so that much is copied at a time, and little when blocks are needed."""
+        pool = self._manager.pool
+        if not self._num_cold or pool.num_allocated - self._num_allocated < _COLD_PART * self._num_cold:
+            return
+        self._num_allocated = pool.num_allocated
         for tier in self._tiers:
-            self._ops += tier.store(ids, names)
+            if blocks := pool.cold(tier.num_cold):
+                names = [block.block_hash for block in blocks if block.block_hash]
+                self._ops += tier.store_ahead([block.block_id for block in blocks], names)
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+        for tier in self._tiers:
+            tier.note_step(num_tokens, seconds)
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Add the numbers of all tiers."""
+        for tier in self._tiers:
+            tier.add_stats(stats)
 
     def holders(self) -> Iterable[tuple[Request, list[KVCacheBlock]]]:
         """The requests that wait for blocks, with those that they hold."""
@@ -175,6 +212,8 @@ class Loading:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if loads, blocks and statuses disagree."""
+        for tier in self._tiers:
+            tier.check_integrity()
         under_way = [copy for load in self._loads.values() for copy in load.copies]
         assert sorted(self._arriving) == sorted(name for copy in under_way for name in copy.names), "contents arrive for nobody"
         for load in self._loads.values():

@@ -102,7 +102,7 @@ class Scheduler:
         """All unfinished requests by id."""
         self._deadlines = Deadlines()
         self._num_left_waiting = 0
-        """Requests that did not fit into the latest step."""
+        """Requests that did not fit into the latest step, but for those that need something else than a place (`Fit.LATER`)."""
         self._extend_hashes = block_hasher(block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
         self._num_watermark_blocks = int(options.watermark * num_blocks)
         self._in_flight: dict[int, list[Share]] = {}
@@ -161,6 +161,10 @@ class Scheduler:
         has_seat = len(self.running) + len(self.waiting) < self.max_num_seqs
         num_blocks = self.cache_manager.num_blocks_for(request.num_tokens) + self._num_watermark_blocks
         return has_seat and num_blocks <= self.cache_manager.pool.num_free_blocks and fit_all(self.rooms, request) is Fit.NOW
+
+    def computes_for(self, request: Request) -> bool:
+        """Whether steps compute an item that a waiting request waits for."""
+        return any(room.is_begun(request) for room in self.chunk_rooms)
 
     def hand_over(self, request: Request, other: "Scheduler") -> None:
         """Let another scheduler of the same options have a request that waits and was never admitted."""
@@ -304,10 +308,11 @@ class Scheduler:
         masked_wait = self.num_stages > 1 or (masked_wait and any(request.matcher is None for request in self.running))
         shares, budget = self._schedule_running(cap, most_drafts, masked_wait=masked_wait)
         new_requests: list[NewRequestData] = []
+        num_deferred = 0
         # A step never both preempts and admits: the admitted request would be preempted next.
         if self.waiting and budget > 0 and self._totals.num_preemptions == num_preemptions:
-            new_requests = self._schedule_waiting(shares, cap, budget)
-        self._num_left_waiting = len(self.waiting)
+            new_requests, num_deferred = self._schedule_waiting(shares, cap, budget)
+        self._num_left_waiting = len(self.waiting) - num_deferred
         return self._commit(shares, new_requests, most_drafts)
 
     def _schedule_running(self, cap: int, most_drafts: int, *, masked_wait: bool) -> tuple[list[Share], int]:
@@ -423,14 +428,16 @@ class Scheduler:
         self._totals.num_preemptions += 1
         self._preempted_ids.append(request.request_id)
 
-    def _schedule_waiting(self, shares: list[Share], cap: int, budget: int) -> list[NewRequestData]:
-        """Admit waiting requests in order, up to the first that others may not overtake. Appends their shares to `shares`."""
+    def _schedule_waiting(self, shares: list[Share], cap: int, budget: int) -> tuple[list[NewRequestData], int]:
+        """Admit waiting requests in order, up to the first that others may not overtake. Appends their shares to `shares`. Returns also how
+        many have to wait for something else than a place."""
         manager, whole = self.cache_manager, self.options.scheduler_reserve_full_isl
         loading = manager.loading
         # Blocks that earlier admitted prompts have yet to allocate: they count as used.
         num_promised = sum(self._num_blocks_to_come(share) for share in shares) if whole else 0
         new_requests: list[NewRequestData] = []
         skipped: list[Request] = []
+        num_deferred = 0
         try:
             while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
                 request = self.waiting.peek()
@@ -440,6 +447,7 @@ class Scheduler:
                 if fit is Fit.IN_TURN:
                     break
                 if fit is Fit.LATER:
+                    num_deferred += 1
                     skipped.append(self.waiting.pop())
                     continue
                 if loading is not None:
@@ -496,7 +504,7 @@ class Scheduler:
             raise PlanError(request.request_id) from error
         for request in reversed(skipped):
             self.waiting.put_back(request)
-        return new_requests
+        return new_requests, num_deferred
 
     def _num_blocks_to_come(self, share: Share) -> int:
         """Number of blocks that the rest of a prompt will take after this step."""
@@ -532,6 +540,8 @@ class Scheduler:
         """Update a request once the plan that admits it is complete."""
         if self.cache_manager.reads_cache(request):
             self._totals.note_prefix(request, data)
+            if self.cache_manager.loading is not None:
+                self._totals.note_loaded(request, data)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = data.num_cached_tokens
             request.scheduled_at = time.monotonic()
@@ -620,6 +630,8 @@ class Scheduler:
         """Record how long a step took that began when the step before it ended."""
         if self.drafts is not None and plan.rows and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
             self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
+        if self.cache_manager.loading is not None:
+            self.cache_manager.loading.note_step(plan.num_tokens, seconds)
 
     def wait_for_blocks(self, seconds: float) -> None:
         """Wait, for at most so long, for blocks that tiers load. Call it when there is nothing else to do."""
@@ -748,6 +760,8 @@ class Scheduler:
         )
         for room in self.chunk_rooms:
             room.add_stats(stats)
+        if self.cache_manager.loading is not None:
+            self.cache_manager.loading.add_stats(stats)
         return stats
 
     def check_integrity(self) -> None:

@@ -25,6 +25,16 @@ class Totals:
     _resumed: list[int] = field(default_factory=lambda: [0, 0])
     """[queried, found] tokens of the prefix cache, of first admissions and of those after preemption."""
 
+    _external: list[int] = field(default_factory=lambda: [0, 0])
+    """[queried, found] tokens of tiers."""
+
+    def note_loaded(self, request: Request, data: NewRequestData) -> None:
+        """Count the admission of a request that was looked up in tiers."""
+        before, request.num_cached_before_load = request.num_cached_before_load, None
+        num_loaded = 0 if before is None else max(0, data.num_cached_tokens - before)
+        self._external[0] += request.num_tokens - data.num_cached_tokens + num_loaded
+        self._external[1] += num_loaded
+
     def note_prefix(self, request: Request, data: NewRequestData) -> None:
         """Count the admission of a request that was looked up in the prefix cache."""
         totals = self._resumed if request.num_preemptions else self._first
@@ -39,6 +49,8 @@ class Totals:
             "prefix_cache_hits": self._first[1],
             "resumed_prefix_cache_queries": self._resumed[0],
             "resumed_prefix_cache_hits": self._resumed[1],
+            "external_prefix_cache_queries": self._external[0],
+            "external_prefix_cache_hits": self._external[1],
             "num_rejected_for_requests": self.num_rejected["max_num_queued_reqs"],
             "num_rejected_for_tokens": self.num_rejected["max_num_queued_tokens"],
             "num_rejected_for_images": self.num_rejected["max_queued_image_gb"],

@@ -33,7 +33,7 @@ class TranscriptTokens:
     previous: int
     no_timestamps: int
     no_speech: int | None
-    """The token that says that nobody speaks; None: the tokenizer has none."""
+    """The token for audio without speech; None: the tokenizer has none."""
     languages: Mapping[str, int]
     """By code; empty: the model knows English alone, and is asked for no language."""
 

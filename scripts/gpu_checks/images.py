@@ -59,7 +59,7 @@ WITH_VIDEOS = ("Qwen3-VL with videos",)
 IN_PARTS = 132
 """Patches of encoders per step that decodes: half of the smallest program, so that images and videos of WITH_VIDEOS come in parts."""
 ON_TWO = ("Qwen3-VL", "Gemma 3")
-"""Those that also run split over two devices."""
+"""Families that also run split over two devices."""
 NUM_BLOCKS, TINY_BLOCKS = 40, 17
 OF_GROUPS, TINY_OF_GROUPS = 50, 22
 """Blocks of a model whose groups of layers share them: few enough to preempt, enough for cached prefixes."""

@@ -57,6 +57,7 @@ JOBS = (
     Job("adapters", gib=6, all_gpus=True),
     *(Job("images", i, 6, gib=10, all_gpus=True) for i in range(6)),
     *(Job("speech", i, 2, gib=6, all_gpus=True) for i in range(2)),
+    Job("tiers", gib=20, all_gpus=True),
     Job("topologies", gib=20, all_gpus=True),
     Job("hosts", gib=24, all_gpus=True),
     Job("tensor_parallel", 1, 2, gib=10, all_gpus=True),

@@ -60,7 +60,7 @@ class Steps:
     spans: tuple[tuple[int, int, int], ...] = ()
     """Row, first position and length of spans whose tokens see each other, each within a step."""
     num_groups: int = 1
-    """Groups of layers, each with blocks of its own."""
+    """Groups of layers, each with separate blocks."""
 
     @property
     def width(self) -> int:
@@ -188,7 +188,7 @@ def errors(exact: np.ndarray, got: np.ndarray) -> tuple[float, float]:
 
 
 class Found(NamedTuple):
-    """What an engine computes, and the implementation that it chose for each op."""
+    """Logits of an engine, and the implementation that it chose for each op."""
 
     logits: dict[str, np.ndarray]
     """float32 [tokens, vocabulary], by the steps' names."""

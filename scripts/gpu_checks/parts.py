@@ -17,6 +17,7 @@ PARTS = (
     "adapters",
     "images",
     "speech",
+    "tiers",
     "tensor_parallel",
     "topologies",
     "hosts",
@@ -72,6 +73,10 @@ def _outcomes(part: str, args: argparse.Namespace, until: float, done: Collectio
         from scripts.gpu_checks import speech
 
         yield from speech.check(tiny=args.tiny, deadline=until, share=args.share)
+    elif part == "tiers":
+        from scripts.gpu_checks import tiers
+
+        yield from tiers.check(tiny=args.tiny)
     elif part == "engine":
         from scripts.gpu_checks import engine
 

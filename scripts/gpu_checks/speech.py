@@ -108,10 +108,10 @@ def _encoded(core: EngineCore, num_clips: int) -> dict[str, np.ndarray]:
     assert audio is not None and isinstance(hearing, Hearing)
     first = len(runner.shapes.cache.arrays)
 
-    def encode(params: Any, features_TM: jax.Array) -> jax.Array:
-        return hearing.merge_encoder(params)(features_TM).astype(jnp.float32)
+    def encoded(params: Any, features_TM: jax.Array) -> jax.Array:
+        return hearing.encoded(params, features_TM).astype(jnp.float32)
 
-    program, write = jax.jit(encode), jax.jit(hearing.encode, donate_argnums=1)
+    program, write = jax.jit(encoded), jax.jit(hearing.encode, donate_argnums=1)
     clips = [log_mel(_clip(number, audio.num_samples), audio) for number in range(num_clips)]
     found = []
     for row, features in enumerate(clips):

@@ -17,6 +17,8 @@ from pallas_kernels.segment_attention.triton import SegmentTiles
 QWEN3_VL = Shapes("bfloat16", 16, 72)
 """The encoder of Qwen3-VL-8B."""
 QWEN25_VL = Shapes("bfloat16", 16, 80)
+WHISPER = Shapes("bfloat16", 20, 64)
+"""The encoder of Whisper large-v3, of 1500 positions a clip."""
 TINY = Shapes("float32", 2, 24)
 MAX_REFERENCE = 2048
 """Patches up to which the reference is checked too: it keeps all scores of a head."""
@@ -38,7 +40,7 @@ CUDNN_SEGMENTS = (2, 16, 256)
 
 
 def speed_cases(tiny: bool, tune: bool) -> list[Case]:
-    """An image of 1920 x 1080, the largest, 64 of 512 x 512, several of all sizes, and images in windows."""
+    """An image of 1920 x 1080, the largest, 64 of 512 x 512, several of all sizes, images in windows, and a clip of audio."""
     if tiny:
         return [_case(TINY, "toy", (20, 30), is_timed=True, tune=tune)]
     return [
@@ -47,6 +49,7 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
         _case(QWEN3_VL, "64 images", (1024,) * 64, is_timed=True, tune=tune),
         _case(QWEN3_VL, "8 images", (3500, 260, 1764, 64, 1024, 400, 880, 100), num_padding=200, is_timed=True, tune=tune),
         _case(QWEN25_VL, "windows", (64,) * 128, is_timed=True, tune=tune),
+        _case(WHISPER, "one clip", (1500,), is_timed=True, tune=tune),
     ]
 
 
@@ -71,6 +74,7 @@ def check_cases(tiny: bool) -> list[Case]:
         _case(QWEN3_VL, "one image", (16384,)),
         _case(QWEN3_VL, "images", (3500, 260, 1764, 64, 1024, 400, 880, 100), num_padding=200),
         _case(QWEN25_VL, "windows", (64,) * 256),
+        _case(WHISPER, "one clip", (1500,)),
         _case(Shapes("bfloat16", 16, 128), "images", (3500, 260, 1764, 64), num_padding=77),
     ]
     return found

@@ -45,7 +45,7 @@ class InputAudio(RequestModel):
     data: str | None = None
     """base64; None: what came with the part's uuid."""
     format: ShortText = "wav"
-    """Of the file; its content decides."""
+    """Format of the file; its content decides."""
 
 
 class ContentPart(RequestModel):

@@ -16,7 +16,7 @@ SAMPLING = (
 
 
 class TranscriptionRequest(RequestModel):
-    """What is asked of a file of audio."""
+    """Fields of a request for the transcript of a file."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "include": "nothing: logprobs of transcripts are not reported",
@@ -28,7 +28,7 @@ class TranscriptionRequest(RequestModel):
 
     model: str | None = None
     language: str | None = None
-    """Of the audio; None: the model says it of the first clip."""
+    """Language of the audio; None: the model says it of the first clip."""
     prompt: Annotated[str, Field(max_length=1 << 16)] = ""
     """Text before the transcript, whose spelling and style it follows."""
     response_format: Format = "json"
@@ -44,6 +44,6 @@ class TranscriptionRequest(RequestModel):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Of each clip."""
+    """Most tokens of each clip."""
     timeout: float | None = None
     request_id: RequestId | None = None

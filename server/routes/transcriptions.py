@@ -129,6 +129,8 @@ async def _prepare(
         one = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=allowed, output_kind=RequestOutputKind.FINAL_ONLY)
         asked = await prepare(clips[0], [tokens.start], one, f"lang-{request_id}")
         language = tokens.language_of((await _last(context, asked)).token_ids[0])
+    # Of logits alone no probability follows.
+    reports_silence = body.response_format == "verbose_json" and engine.config.model.logprobs_mode.endswith("logprobs")
     requests, silence_requests = [], []
     for number, clip in enumerate(clips):
         prompt = tokens.prompt(
@@ -140,7 +142,7 @@ async def _prepare(
         )
         own_id = f"trsc-{request_id}" if len(clips) == 1 else f"trsc-{request_id}-{number}"
         requests.append(await prepare(clip, prompt, params, own_id))
-        if body.response_format == "verbose_json" and (no_speech := tokens.no_speech) is not None:
+        if reports_silence and (no_speech := tokens.no_speech) is not None:
             kind = RequestOutputKind.FINAL_ONLY
             one = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1, logprob_token_ids=[no_speech], output_kind=kind)
             silence_requests.append(await prepare(clip, tokens.until_start(prompt), one, f"{own_id}-no-speech"))
@@ -174,7 +176,7 @@ class TranscriptionReply:
     requests: Sequence[ParentRequest]
     """One for each clip."""
     silence_requests: Sequence[ParentRequest]
-    """One for each clip, whose only token has the log probability of nobody speaking; none if that is not reported."""
+    """One for each clip, whose only token has the log probability of no speech; none if that is not reported."""
     context: ServerContext
 
     @property

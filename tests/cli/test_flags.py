@@ -112,6 +112,9 @@ def test_sub_keys_need_an_object_and_a_value(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         parse("--hf-overrides.x")
     assert "--hf-overrides.x needs a key and a value" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse("--.7", "3")
+    assert "unknown option '--.7'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

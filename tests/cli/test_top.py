@@ -63,7 +63,7 @@ def test_padding_of_the_encoder_is_shown() -> None:
         return PAGE + "".join(f'jaxllm:{name}_total{{model_name="m"}} {count}\n' for name, count in counts.items())
 
     lines = as_lines(view(*(read_scrape(text, 0.0) for text in (page(100, 256), page(300, 512)))))
-    assert "encoder             200 patches of images, 22% of what it computed was padding" in lines
+    assert "encoder             200 patches, 22% of what it computed was padding" in lines
 
 
 def drafts(num_drafts: int, num_draft_tokens: int, num_accepted: int) -> str:

@@ -73,8 +73,11 @@ def check(core: EngineCore, asked: list[EngineCoreRequest]) -> None:
             np.testing.assert_allclose(answer.prompt_logprobs.logprobs[:, 0], result["prompt_logprobs"], atol=1e-4)
 
 
-@pytest.mark.parametrize("is_whole", slow_except([False], [True, False]))
-def test_the_encoder_computes_what_transformers_does(directory, is_whole) -> None:
+@pytest.mark.parametrize(
+    ("is_whole", "attention"),
+    slow_except([(False, "xla")], [(False, "xla"), (True, "xla"), (False, "triton"), (True, "triton")]),
+)
+def test_the_encoder_computes_what_transformers_does(directory, is_whole, attention) -> None:
     """In the program of the longest clip, and in the smallest that holds the clip."""
     config = load_model_config(directory)
     audio = config.audio
@@ -87,7 +90,7 @@ def test_the_encoder_computes_what_transformers_does(directory, is_whole) -> Non
         size = audio.num_positions if is_whole else fit(audio.sizes, audio.positions_of(len(features)))
         padded = np.full((2 * size, audio.num_bins), 7, np.float32)  # whatever is behind the clip changes nothing
         padded[: len(features)] = features
-        found = loaded.embeddings(padded, np.int32(audio.positions_of(num_frames)))
+        found = loaded.embeddings(padded, np.int32(audio.positions_of(num_frames)), attention=attention, interpret=True)
         assert processed.num_tokens == len(expected) == GOLDEN["counts"][int(clip)]
         np.testing.assert_allclose(found[: len(expected)], expected, atol=1e-5)
 

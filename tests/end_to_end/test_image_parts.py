@@ -145,9 +145,11 @@ def test_an_image_whose_request_is_gone_is_encoded_to_its_end(whole, parts, slee
 def test_after_an_error_in_the_middle_images_are_encoded_anew(whole, parts) -> None:
     expected = tokens(answers(whole, arriving()))
     engines.reschedule(parts)
-    with injected("op:id=EncodeParts:error"):
+    with injected("op:2:error"):  # EncodeParts, behind EncodeItem
         failed = answers(parts, arriving())
-    assert any(answer.finish_reason is FinishReason.ERROR for answer in failed.values())
+    ended = {name for name, answer in failed.items() if answer.finish_reason is FinishReason.ERROR}
+    assert ended == {"text", "two"}, "those that the step computes, and the one that waits for the image"
+    assert all(failed[name].tokens == expected[name] for name in expected.keys() - ended)
     assert tokens(answers(parts, arriving())) == expected
 
 

@@ -105,7 +105,7 @@ def client(server: ServerProcess) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def expected(directory: Path) -> str:
-    """What a script gets."""
+    """Text that a script gets."""
     llm = LLM(str(directory), use_progress_bar=False, **SMALL)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     parts = [{"type": "image_pil", "image_pil": Image.open(io.BytesIO(FILE))}, {"type": "text", "text": TEXT}]

@@ -1,4 +1,4 @@
-"""Requests wait for programs that only they need, and hold nobody up meanwhile: tokens of others do not wait for a compilation."""
+"""Requests wait for programs that only they need, and hold no other up meanwhile: tokens of others do not wait for a compilation."""
 
 import threading
 import time
@@ -13,7 +13,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
 from jaxllm.request_options import RequestOptions
-from jaxllm.runner.features.images import programs, step
+from jaxllm.runner import item_embeddings
+from jaxllm.runner.features.images import programs
 from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.scheduler_output import SchedulerOutput
 from tests.end_to_end.test_image_steps import END, PAD, START, picture
@@ -61,7 +62,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate, lower = Gate(), StepPrograms.lower
     monkeypatch.setattr(StepPrograms, "lower", lambda shapes, key: gate.lowered(lower, shapes, key))
     monkeypatch.setattr(encoder_sizes, "PROGRAM_SIZES", (16, 64))
-    for module, name in ((programs, "COMMON_PATCHES"), (programs, "FIRST_PATCHES"), (step, "COMMON_TOKENS")):
+    for module, name in ((programs, "COMMON_PATCHES"), (programs, "FIRST_PATCHES"), (item_embeddings, "COMMON_TOKENS")):
         monkeypatch.setattr(module, name, 16)
     yield gate
     gate.open.set()
@@ -160,9 +161,7 @@ def test_a_program_that_cannot_be_compiled_ends_the_requests_that_need_it(gate, 
     found = engines.run(core, [large("image"), engines.request("text", [5, 6, 7], max_tokens=4), small("small")])
     image = found.pop("image")
     assert image.finish_reason is FinishReason.ERROR and image.error_kind is ErrorKind.INTERNAL and not image.tokens
-    assert image.stop_reason == (
-        "a program that the request needs cannot be compiled (encode 64: ValueError: no such instruction); try again later"
-    )
+    assert image.stop_reason == "a program that the request needs cannot be compiled (encode 64: ValueError); try again later"
     assert {name: answer.finish_reason for name, answer in found.items()} == dict.fromkeys(found, FinishReason.LENGTH)
     gate.broken.clear()
     wait_for(lambda: not core.executor.programs.num_queued)

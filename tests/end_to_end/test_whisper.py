@@ -26,6 +26,8 @@ from tests.helpers.slow import slow_except
 
 GOLDEN = json.loads((FOLDER / "whisper" / "audio.json").read_text(encoding="utf-8"))
 
+TRITON = {"attention_implementation": "triton", "kernel_check": "off"}
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -66,16 +68,17 @@ def check(core: EngineCore, asked: list[EngineCoreRequest]) -> None:
         np.testing.assert_allclose(answer.token_logprobs.logprobs[:, 0], result["logprobs"], atol=1e-4)
 
 
-def test_the_encoder_computes_what_transformers_does(directory) -> None:
+@pytest.mark.parametrize("attention", ["xla", "triton"])
+def test_the_encoder_computes_what_transformers_does(directory, attention) -> None:
     config = load_model_config(directory)
     encoder = build_audio_encoder(config)
     state = load_encoder(config, encoder, config.audio, directory, mesh=make_mesh(1))
     features = log_mel(whisper_checkpoint.clip(*GOLDEN["results"][0]["clip"]), config.audio)
-    found = nnx.merge(nnx.graphdef(encoder), state)(features)
+    found = nnx.merge(nnx.graphdef(encoder), state)(features, attention=attention, interpret=True)
     np.testing.assert_allclose(found, GOLDEN["encoded"], atol=1e-5)
 
 
-@pytest.mark.parametrize("options", slow_except([{}], [{}, {"tensor_parallel_size": 2}, {"share_layers": True}]))
+@pytest.mark.parametrize("options", slow_except([{}], [{}, {"tensor_parallel_size": 2}, {"share_layers": True}, TRITON]))
 def test_engines_say_what_transformers_says(make_core, options) -> None:
     """More requests than rows, then one alone in a row that others have used."""
     core = make_core(**options)

@@ -23,7 +23,7 @@ from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import ConfigError, KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
-from jaxllm.model_parts.vision import Vision
+from jaxllm.model_parts import MLP, Audio, Vision
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.runner.step_programs import StepPrograms
@@ -37,6 +37,7 @@ from tests.helpers.slow import slow_except
 
 DIRECTORY = goldens.golden("llama_gqa").directory
 GPU = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA Test", client=types.SimpleNamespace(platform_version="cuda 13"))
+VISION = Vision("qwen3_vl", 9, 16, 2, hidden_size=144, num_layers=2, num_heads=2, intermediate_size=32, output_size=64)
 PLAIN_REST = {"rope_cache_write": ("xla",), "sampling": ("xla",)}
 
 
@@ -487,15 +488,15 @@ def test_linear_attention_has_a_kernel_that_is_checked_in_its_shapes():
     assert shapes["gated_delta"] == (gated_delta.Shapes("float32", 2, 2, 16, 8),)
 
 
-def test_an_encoder_of_images_has_a_kernel_that_is_checked_in_its_shapes(tmp_path):
+@pytest.mark.parametrize("encoder", [{"vision": VISION}, {"audio": Audio(80, 50, 144, 2, 2, MLP(32))}])
+def test_an_encoder_has_a_kernel_that_is_checked_in_its_shapes(tmp_path, encoder):
     config = EngineConfig.from_options(model=str(DIRECTORY), **engines.SMALL)
     prepared = Prepared.of(config, DIRECTORY, (), StartTimes())
     text, plan, mesh = prepared.model_config, prepared.plan, prepared.mesh
     assert "segment_attention" not in prepared.kernels.by_op()
     assert "segment_attention" not in kernel_choice.candidates("triton", text, plan, mesh, on_gpu=False)
     assert kernel_shapes.shapes_of(config, text, plan)["segment_attention"] == ()
-    vision = Vision("qwen3_vl", 9, 16, 2, hidden_size=144, num_layers=2, num_heads=2, intermediate_size=32, output_size=64)
-    model = dataclasses.replace(text, vision=vision)
+    model = dataclasses.replace(text, **encoder)
     assert kernel_choice.candidates("xla", model, plan, mesh, on_gpu=False)["segment_attention"] == ("xla",)
     found = kernel_choice.candidates("triton", model, plan, mesh, on_gpu=False)
     assert found["segment_attention"] == ("triton", "xla")

@@ -96,6 +96,9 @@ class Number:
     directory: Path
     rank: int = 8
 
+    def digest(self) -> str:
+        return str(self.value)
+
     def tensor(self, name: str) -> np.ndarray:
         return np.array(self.value)
 

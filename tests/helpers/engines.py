@@ -106,7 +106,7 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
     )
     core.scheduler = make_scheduler(config.parallel, lambda: new_scheduler(rooms=core.new_rooms()))
     depth = max_in_flight if config.scheduler.async_scheduling else 1
-    core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=depth, ops=core.ops)
+    core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=depth, ops=core.ops, wait=core.wait_for_preparations)
     return core
 
 

@@ -3,12 +3,12 @@
 The embedding of an item's token is a number that depends on the item's content and the token's place in it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxllm.config import EngineConfig
-from jaxllm.device_ops import DeviceOp, EncodeItem, EncodeParts, UseItem
+from jaxllm.device_ops import CopyBlocks, DeviceOp, EncodeItem, EncodeParts, UseItem
 from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.model_config import ModelConfig
 from jaxllm.request import PromptItem, Request
@@ -81,6 +81,8 @@ class FakeDevice:
     """Embeddings by page."""
     uses: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     """Pages of each item whose tokens the step computes, by request and position."""
+    copies: Any = None
+    """`FakeCopies` of blocks."""
     rank: int = 0
     whole_items: bool = False
     """Whether a step computes all that is left of an item."""
@@ -90,7 +92,7 @@ class FakeDevice:
     """Its parts so far."""
     sizes: EncoderSizes = EncoderSizes(1, 0, 0, 0)
     step_costs: list[int] = field(default_factory=list)
-    """Of the items and parts that the step encodes: see EncoderSizes."""
+    """Costs of the items and parts that the step encodes: see EncoderSizes."""
     num_encoded: int = 0
 
     def begin_step(self) -> None:
@@ -117,6 +119,8 @@ class FakeDevice:
             case UseItem():
                 assert op.rank == self.rank
                 self.uses[op.request_id, op.position] = op.pages
+            case CopyBlocks():
+                self.copies.run(op, memory)
             case _:
                 op.copy(memory)  # type: ignore[attr-defined]
 
@@ -159,11 +163,13 @@ class FakeDevice:
         assert found[offset] == right, "the page has another item"
         assert not self.whole_items or chunk_end >= token.end, "an item is cut"
 
-    def start_over(self) -> None:
-        """Lose everything."""
+    def start_over(self, failed: Iterable[DeviceOp] = ()) -> None:
+        """Lose everything. failed: operations of steps whose results are lost."""
         self.slab.clear()
         self.uses.clear()
         self.begun = None
+        if self.copies is not None:
+            self.copies.start_over(failed)
 
 
 class Items:

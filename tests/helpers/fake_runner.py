@@ -239,10 +239,10 @@ class FakeRunner:
             if table[index] and self.policies[group].num_expired(row.num_computed, self.block_size) <= index:
                 assert self.memory[table[index]] == [(group, row.digest_at(position)) for position in positions]
 
-    def start_over(self) -> None:
-        """Drop rows and memory."""
+    def start_over(self, failed: Iterable[DeviceOp] = ()) -> None:
+        """Drop rows and memory. failed: operations of steps whose results are lost."""
         self.rows.clear()
-        self.device.start_over()
+        self.device.start_over(failed)
         self.memory = [[NOTHING] * self.block_size for _ in self.memory]
 
     def _admit(self, data: NewRequestData) -> None:
@@ -349,9 +349,10 @@ class FakeEngine:
 
     def start_over(self) -> None:
         """Consequences of a failed step: nothing in flight comes back, and the runner has forgotten everything."""
+        failed = [op for plan, _ in self.in_flight for op in plan.ops]
         self.in_flight.clear()
         self.scheduler.start_over()
-        self.runner.start_over()
+        self.runner.start_over(failed)
 
     def step(self) -> list[EngineCoreOutput]:
         """Keep `depth` steps in flight and process the oldest."""
@@ -388,7 +389,7 @@ class FakeRanks:
                 found.add(runner.dispatch(replace(part, ops=own)))
         return found
 
-    def start_over(self) -> None:
+    def start_over(self, failed: Iterable[DeviceOp] = ()) -> None:
         """Drop rows and memory."""
         for runner in self.ranks:
             runner.start_over()

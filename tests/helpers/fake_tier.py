@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxllm.device_ops import DeviceOp
 from jaxllm.scheduler.cache_tier import TierStep
+from jaxllm.scheduler_stats import SchedulerStats
 
 
 class CopyOut(DeviceOp, frozen=True):
@@ -43,7 +44,10 @@ class FakeTier:
     """max_steps: that a load takes. share_bad: of blocks whose load fails, which leaves something else in them. capacity: of contents;
     the oldest go first."""
 
-    def __init__(self, rng: random.Random, *, max_steps: int = 3, share_bad: float = 0.0, capacity: int = 1000):
+    def __init__(
+        self, rng: random.Random, *, max_steps: int = 3, share_bad: float = 0.0, capacity: int = 1000, num_cold: int = 0
+    ):
+        self.num_cold = num_cold
         self.rng, self.max_steps, self.share_bad, self.capacity = rng, max_steps, share_bad, capacity
         self.patience_seconds = 1e9
         self.contents: dict[bytes, list[Any]] = {}
@@ -74,6 +78,19 @@ class FakeTier:
                 self.stores[name] = self.step_id, content
                 ops.append(CopyOut(block_id, content))
         return ops
+
+    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[DeviceOp]:
+        some = [pair for pair in zip(block_ids, names, strict=True) if self.rng.random() < 0.7]
+        return self.store([block_id for block_id, _ in some], [name for _, name in some])
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """See CacheTier."""
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """See CacheTier."""
+
+    def check_integrity(self) -> None:
+        """See CacheTier."""
 
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:

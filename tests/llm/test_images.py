@@ -90,7 +90,7 @@ def test_prompts_and_chats_with_the_same_video_are_the_same(directory: Path) -> 
 
 
 def test_parts_of_every_type_are_the_same_image(directory: Path) -> None:
-    """Those of vLLM, with type and without, and of transformers; by address and as objects."""
+    """Parts of vLLM, with type and without, and of transformers; by address and as objects."""
     llm, core = seeing(directory)
     png = io.BytesIO()
     IMAGE.save(png, "png")
@@ -177,11 +177,13 @@ def test_of_many_prompts_one_whose_image_is_damaged_ends_the_call(directory: Pat
     llm, core = seeing(directory)
     good: Any = {"prompt": PAD, "multi_modal_data": {"image": IMAGE}}
     damaged: Any = {"prompt": PAD, "multi_modal_data": {"image": b"GIF89a"}}
+    media, tried = llm.llm_engine.input_processor.media, []
+    monkeypatch.setattr(media, "submit", lambda prompt, submit=media.submit: tried.append(prompt) or submit(prompt))
     with pytest.raises(
         InvalidRequestError, match=r"prompt 2 of 4 cannot be served, and ended the call: the image at .*image\[0\]"
     ):
         llm.generate([good, good, damaged, good], SamplingParams(max_tokens=99), use_tqdm=False)
-    assert not core.running
+    assert not core.running and tried.count(damaged) == 1, "its image is not tried again"
     wrong: Any = {"prompt": PAD, "multi_modal_data": {"picture": IMAGE}}
     core.requests.clear()
     with pytest.raises(InvalidRequestError, match="1 of 4 prompts cannot be served, none was run: prompt 3: .*'picture'"):

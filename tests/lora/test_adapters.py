@@ -38,6 +38,17 @@ def test_requests_of_several_adapters_and_of_none_share_steps():
     assert (engine.stats.num_adapter_loads, engine.stats.num_adapter_evictions) == (2, 0)
 
 
+def test_adapters_with_the_same_files_share_cached_blocks_and_others_do_not():
+    engine = make(3, "a", "b", "c")
+    assert engine.add("c", "1", replace=True) == ""  # as a
+    numbers = []
+    for adapter in "abc":
+        engine.ask(adapter, [1] * 20)
+        engine.run()
+        numbers.append(engine.scheduler.stats().prefix_cache_hits)
+    assert numbers == [0, 0, 16]
+
+
 def test_at_most_as_many_adapters_as_slots_run_and_others_are_overtaken():
     engine = make(2, "a", "b", "c", max_host=3)
     asked = {name: engine.ask(name[0]) for name in ("a1", "b1", "c1", "a2", "plain")[:4]} | {"plain": engine.ask(None)}

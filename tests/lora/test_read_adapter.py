@@ -107,6 +107,17 @@ def test_reads_files_of_pytorch_without_it(tmp_path):
     np.testing.assert_array_equal(delta(read(directory), Q), expected)
 
 
+def test_the_digest_is_that_of_factors_and_scales(tmp_path):
+    first, again = read(write(tmp_path / "first")), read(write(tmp_path / "again"))
+    assert first.digest() == again.digest()
+    changed = {name: values + (values == values.max()) for name, values in GOOD.items()}
+    others = [write(tmp_path / "weights", changed), write(tmp_path / "scale", lora_alpha=4)]
+    assert len({first.digest(), *(read(other).digest() for other in others)}) == 3
+    (tmp_path / "again" / WEIGHTS).write_bytes((tmp_path / "weights" / WEIGHTS).read_bytes() + b"0")
+    with pytest.raises(AdapterError, match="was changed after it was checked"):
+        again.digest()
+
+
 def test_scale_follows_patterns_and_rslora(tmp_path):
     tensors = {**pair(Q, rank=2), **pair(K, outputs=4, rank=4)}
     fields = {"rank_pattern": {"k_proj": 4}, "alpha_pattern": {r".*layers\.0.*q_proj": 3, "proj": 5}}

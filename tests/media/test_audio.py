@@ -89,6 +89,28 @@ def test_blocks_are_resampled_as_the_whole(rate: int, monkeypatch: pytest.Monkey
         np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
+def test_an_odd_rate_does_not_go_through_its_long_filter_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scipy.signal import resample_poly
+
+    monkeypatch.setattr("jaxllm.media.resampling.STEP_SAMPLES", 5000)
+    samples = np.random.default_rng(0).normal(size=1_000_000).astype(np.float32)
+    found = [*resample(np.split(samples, 10), 15999)]
+    assert 1 < len(found) <= 4
+    np.testing.assert_allclose(np.concatenate(found), resample_poly(samples, 16000, 15999), atol=2e-6)
+
+
+def test_a_wav_file_of_chunks_alone_is_refused_soon() -> None:
+    data = wav(*FORMS["s16"][:3])
+    place = data.index(b"data")
+    for count in (10, 5000):
+        many = data[:place] + b"junk\0\0\0\0" * count + data[place:]
+        if count == 10:
+            assert len(read_audio(many, "a", OPTIONS)) == len(TONE)
+        else:
+            with pytest.raises(InvalidRequestError, match="a WAV file without samples, or a damaged one"):
+                read_audio(many, "a", OPTIONS)
+
+
 def test_long_audio_takes_little_memory() -> None:
     """Two minutes of 48 kHz in stereo: 11.5 million samples, of which the result keeps 1.9 million."""
     samples = np.zeros((48000 * 120, 2), np.int16)
@@ -212,10 +234,15 @@ class TestAudioProcessor:
         found = processor.process(Media("audio", (TONE, 16000)))
         assert len(found.payload) == payload_bytes(AUDIO)
         assert np.array_equal(unpack(found.payload, AUDIO), log_mel(TONE, AUDIO))
-        assert processor.process(Media("audio", wav(*FORMS["f32"][:3]))) is found, (
-            "equal samples are the same, however they came"
-        )
+        assert processor.process(Media("audio", (TONE, 16000))) is found
         assert processor.process(Media("audio", (TONE[:-1], 16000))).content_hash != found.content_hash
+
+    def test_a_file_that_was_kept_is_not_decoded_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        processor, file = self.made(), wav(*FORMS["f32"][:3])
+        found = processor.process(Media("audio", file))
+        assert np.array_equal(unpack(found.payload, AUDIO), log_mel(TONE, AUDIO))
+        monkeypatch.setattr("jaxllm.media.audio.read_audio", None)
+        assert processor.process(Media("audio", file)) is found
 
     def test_integers_are_scaled_by_their_type(self) -> None:
         wide = (TONE * 32767).astype(np.int16)

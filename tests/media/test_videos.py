@@ -273,6 +273,7 @@ def test_frames_of_animations_are_counted_before_any_is_decoded(monkeypatch: pyt
         images = [picture(24, 16, int(each)).quantize(int(rng.integers(2, 256))) for each in rng.integers(0, 999, 1 + seed % 5)]
         file = encoded(images[0], "GIF", save_all=True, append_images=images[1:], comment=b"!," * seed, duration=seed)
         assert _count_gif_frames(file, 100) == Image.open(io.BytesIO(file)).n_frames  # type: ignore[attr-defined]
+        assert _count_gif_frames(file[:-1] + b"\0" * 99 + file[-1:], 100) == Image.open(io.BytesIO(file)).n_frames  # type: ignore[attr-defined]
         for _ in range(20):
             _count_gif_frames(rng.bytes(13) + file[: rng.integers(len(file))], 100)
 

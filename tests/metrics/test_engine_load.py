@@ -70,6 +70,26 @@ def test_the_encoder_cache_is_described_where_the_model_sees_images() -> None:
     assert not [metric for metric in collected() if "jaxllm:mm_" in metric.name]
 
 
+def test_host_memory_is_described_where_blocks_are_kept_there() -> None:
+    stats = {"num_host_slots": 8, "num_used_host_slots": 2, "stored_bytes": 3, "loaded_bytes": 4, "num_skipped_stores": 5}
+    stats |= {"num_damaged_blocks": 6, "store_seconds": 0.5, "load_seconds": 0.25}
+    found = {
+        metric.name.removeprefix("jaxllm:kv_offload_"): metric.value
+        for metric in collected(**stats)
+        if "_offload_" in metric.name
+    }
+    assert found == {
+        "cpu_cache_usage_perc": 0.25,
+        "store_bytes": 3,
+        "store_time": 0.5,
+        "load_bytes": 4,
+        "load_time": 0.25,
+        "stores_skipped": 5,
+        "bad_blocks": 6,
+    }
+    assert not [metric for metric in collected() if "_offload_" in metric.name]
+
+
 def test_drafts_are_counted_where_the_engine_speculates() -> None:
     def drafts(**stats: object) -> dict[tuple[str, str], float]:
         found = [metric for metric in collected(**stats) if metric.name.startswith("jaxllm:spec_decode_")]

@@ -1,4 +1,4 @@
-"""What config.json says of Qwen 2 Audio."""
+"""Reading config.json of Qwen 2 Audio."""
 
 import copy
 import json

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from jaxllm.cache_events import KEY_BYTES, CacheEvents
 from jaxllm.errors import EngineDeadError, InvalidRequestError
-from jaxllm.lora.adapter import Adapter
+from jaxllm.lora.adapter import Adapter, AdapterVersion
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, PromptItem, Request
 from jaxllm.request_options import RequestOptions
@@ -210,16 +211,18 @@ def test_a_replica_that_drains_keeps_its_requests_and_gets_no_more():
     assert balancer.choose(chat) == 1
 
 
-def test_requests_with_an_adapter_find_the_blocks_of_its_registration_at_each_replica():
+def test_requests_with_an_adapter_find_the_blocks_of_its_files_at_each_replica():
     balancer = make_balancer()
     request = make_request("a", list(range(2400)), adapter="sql")
-    first, second = Adapter(1, "sql", "/sql"), Adapter(2, "sql", "/sql")
+    first, second = (
+        Adapter(1, "sql", "/sql", version=AdapterVersion(Path("/sql"), 8, {}, digest)) for digest in ("old", "new")
+    )
     balancer.note_events(1, events_of(request, adapter=second))
     balancer.note_events(2, events_of(request, adapter=first))
     assert balancer._cached_tokens(request).tolist() == [0, 0, 0], "no key is known"
     for replica, adapter in enumerate([first, second, second]):
         balancer.set_adapters(replica, {"sql": adapter.cache_key})
-    assert balancer._cached_tokens(request).tolist() == [0, 2400, 0], "at replica 2 it was added again"
+    assert balancer._cached_tokens(request).tolist() == [0, 2400, 0], "replica 2 has other files now"
     assert balancer.choose(request) == 1
     assert balancer._cached_tokens(make_request("b", request.prompt_token_ids)).tolist() == [0, 0, 0]
 

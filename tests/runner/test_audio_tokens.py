@@ -22,6 +22,7 @@ from jaxllm.request import PromptItem
 from jaxllm.runner.feature_inputs import FeatureInputs
 from jaxllm.runner.features import audio_tokens
 from jaxllm.runner.features.audio_tokens import ClipsOnHost, HeardTokens
+from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.programs.kind import Wanted
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers import audio_checkpoint
@@ -52,7 +53,7 @@ class Runner:
 
 
 def new_host(num_ranks: int = 1) -> tuple[ClipsOnHost, Runner]:
-    heard = HeardTokens(AUDIO, SIZES, "float32", None)  # type: ignore[arg-type]
+    heard = HeardTokens(AUDIO, SIZES, "float32", Kernels(), None)  # type: ignore[arg-type]
     runner = Runner(heard, num_ranks)
     return ClipsOnHost(runner, heard), runner
 
@@ -97,7 +98,7 @@ def test_a_larger_program_that_is_there_encodes_a_clip() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "sizes"), [(1, [14, 26, 50]), (6, [14, 26, 50]), (7, [26, 50]), (25, [50])])
 def test_a_request_waits_for_a_program_that_holds_its_clips(num_tokens: int, sizes: list[int]) -> None:
-    (encode,) = HeardTokens(AUDIO, SIZES, "float32", None).programs()  # type: ignore[arg-type]
+    (encode,) = HeardTokens(AUDIO, SIZES, "float32", Kernels(), None).programs()  # type: ignore[arg-type]
     wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
     items = [PromptItem("audio", b"a", 0, 1), PromptItem("audio", b"b", 1, num_tokens)]
     found = [*encode.awaited(None, replace(wanted, items=items))]  # type: ignore[arg-type]
@@ -129,7 +130,7 @@ def test_encoding_takes_no_more_memory_than_is_planned(dtype: str) -> None:
 
     given = jax.ShapeDtypeStruct((3000, 128), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     found = jax.jit(encode).lower(state, *given).compile().memory_analysis()
-    assert 0 < found.temp_size_in_bytes + found.output_size_in_bytes <= encoding_bytes(audio, dtype)
+    assert 0 < found.temp_size_in_bytes + found.output_size_in_bytes <= encoding_bytes(audio)
 
 
 def test_memory_is_planned_for_encoder_slab_and_the_longest_clip(tmp_path) -> None:
@@ -142,7 +143,7 @@ def test_memory_is_planned_for_encoder_slab_and_the_longest_clip(tmp_path) -> No
 
     audio, unprofiled = model_config.audio, planned(skip_mm_profiling=True)
     assert audio is not None
-    assert planned() - unprofiled == encoding_bytes(audio, "float32")
+    assert planned() - unprofiled == encoding_bytes(audio)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(AudioEmbedder(audio, "float32"))))
     assert unprofiled == weights + (EncoderSizes.of_audio(audio).num_pages * 64 + 64) * 4 * 64
     assert audio_tokens.memory_bytes(EngineConfig(), replace(model_config, audio=None), None) == 0  # type: ignore[arg-type]

@@ -76,7 +76,9 @@ for module in pkgutil.walk_packages(jaxllm.runner.__path__, "jaxllm.runner."):
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ConfigError, InvalidRequestError
 options = dict(dtype="float32", max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16, warmup="lazy", skip_tokenizer_init=True)
-for refused in ({"enable_lora": True}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}):
+for refused in (
+    {"enable_lora": True}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, {"kv_offloading_size": 0.01}
+):
     try:
         LLM(MODEL, **options, **refused)
     except ConfigError as error:
@@ -90,7 +92,7 @@ for refused in (lambda: llm.generate(prompt, SamplingParams(prompt_logprobs=1)),
         print(error)
 print(*llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=4))[0].outputs[0].token_ids)
 """
-DELETED = ("drafts", "adapters", "rope_delta", "images", "prompt_logprobs", "pooling")
+DELETED = ("drafts", "adapters", "rope_delta", "images", "prompt_logprobs", "pooling", "block_copies")
 
 
 @pytest.mark.slow
@@ -113,10 +115,11 @@ def test_features_can_be_deleted_with_their_lines(tmp_path: Path) -> None:
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    *refusals, tokens = done.stdout.splitlines()[-5:]
+    *refusals, tokens = done.stdout.splitlines()[-6:]
     assert refusals == [
         "enable_lora is set, but this build has no adapters; leave it out",
         "speculative_config is set, but this build has no drafters; leave it out",
+        "kv_offloading_size is set, but this build has no tiers; leave it out",
         "prompt_logprobs is set, but this build has none; leave it out",
         "the request asks for vectors, but this build does not pool; use one that does",
     ]

@@ -151,7 +151,7 @@ def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
 
 
 def test_a_request_waits_for_all_parts_of_its_images(vision):
-    """Of images in parts for each size that it has, of others for one program that holds the largest."""
+    """For each size of its images in parts, and for one program that holds the largest of the others."""
     encode, _ = Images(vision, EncoderSizes.of(vision, 4096, 600), "float32", Kernels(), None, True).programs()
     num_parts = {size: len(encode.keys(size)) for size in encode.sizes}
     assert num_parts == {256: 1, 1024: 2, 2048: 2, 4096: 2}, "at most one for each layer"
@@ -354,7 +354,7 @@ def test_ranks_encode_at_the_same_time_each_its_own(vision):
     ("name", "variant"), slow_except([("qwen3_vl", None)], [("qwen3_vl", "deep"), *((name, None) for name in pictures.NAMES)])
 )
 def test_parts_leave_what_the_whole_program_leaves(tmp_path, name, variant):
-    """Of a picture whose pages lie apart, with parts of one layer; a program that runs on nothing meanwhile changes nothing."""
+    """With a picture whose pages lie apart, in parts of one layer; a program that runs on nothing meanwhile changes nothing."""
     directory = tmp_path / "model"
     if variant is None:
         pictures.write(name, directory)

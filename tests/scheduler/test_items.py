@@ -2,12 +2,14 @@
 
 import pytest
 
+from jaxllm.data_parallel.scheduler import RanksScheduler
 from jaxllm.device_ops import EncodeItem, EncodeParts
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.request import PromptItem, Request, RequestStatus
 from jaxllm.scheduler.encoder_cache import EncoderCache
+from jaxllm.scheduler.scheduler import Scheduler
 from tests.helpers.fake_items import PLACEHOLDER, effective_prompt, encoder, image
-from tests.helpers.fake_runner import FakeEngine, RandomDrafts, oracle_tokens
+from tests.helpers.fake_runner import FakeEngine, FakeRanksEngine, RandomDrafts, oracle_tokens
 from tests.helpers.scheduling import make_request, make_scheduler
 
 VOCAB = 50
@@ -287,15 +289,32 @@ def test_an_item_is_encoded_to_its_end_for_all_that_ask_for_it(status) -> None:
     assert engine.scheduler.stats().item_cache_hits == (status is None)
 
 
+def test_a_request_stays_in_the_rank_that_has_begun_its_item() -> None:
+    def new_rank() -> Scheduler:
+        return make_scheduler(rooms=(encoder(item=16, step=16, decode_step=4),), block_size=4, max_model_len=200)
+
+    engine = FakeRanksEngine(RanksScheduler(new_rank, 2), vocab_size=VOCAB)
+    texts = [make_request(name, [7] * 4, max_tokens=20) for name in ("first", "second")]
+    prompt, item = [PLACEHOLDER] * 12 + [7] * 4, named_image("dog", 0, 12)
+    request = make_request("a", prompt, items=(item,), max_tokens=4)
+    for each in (*texts, request):
+        engine.scheduler.add_request(each)
+        engine.step()
+    for runner in engine.runners:
+        runner.device.requests["a"] = request
+    assert engine.run()["a"] == oracle_tokens(effective_prompt(prompt, [item]), 4, VOCAB)
+    assert sorted(runner.device.num_encoded for runner in engine.runners) == [0, 1]
+
+
 def test_parts_are_planned_whether_or_not_a_request_asks_for_them_and_are_forgotten_with_the_slab() -> None:
     room = encoder(item=16, step=16, decode_step=4)
     request = make_request("a", 24, items=(named_image("dog", 0, 12),))
     room.begin_step(decodes=True)
     assert room.limit(request, 0, 24) == 0
     (begun,) = room.step_ops()
-    assert begun == EncodeItem(0, request.spec.items[0].payload, begun.pages, 1) and room.step_ops() == []
+    assert begun == EncodeItem(0, request.spec.items[0].payload, begun.pages, 1, "a") and room.step_ops() == []
     room.begin_step(decodes=True)
-    assert room.step_ops() == [EncodeParts(0, 1)]
+    assert room.step_ops() == [EncodeParts(0, 1, "a")], "a failure names its request"
     room.forget()
     room.begin_step(decodes=True)
     assert room.step_ops() == [], "what was begun is forgotten"

@@ -5,7 +5,7 @@ The fake runner checks in each step that every position read holds the keys of t
 
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import FinishReason, PromptItem, Request, RequestStatus
 from jaxllm.scheduler.block_hash import HASH_BYTES
+from jaxllm.scheduler.cache_tier import CacheTier
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.scheduling_policies import Turns
 from jaxllm.scheduler_output import SchedulerOutput
@@ -60,6 +61,9 @@ class _Load:
     received: dict[str, list[int]] = field(default_factory=dict)
     num_ended: int = 0
     num_made: int = 0
+    share_again: float = 0.0
+    """Part of the prompts that were asked before."""
+    asked: list[list[int]] = field(default_factory=list)
     max_item_tokens: int = 0
     with_items: list[tuple[list[int], tuple[PromptItem, ...]]] = field(default_factory=list)
     """Prompts so far that have items."""
@@ -112,6 +116,9 @@ class _Load:
         rng = self.rng
         base = [rng.randrange(2)] * rng.choice([0, 4, 8, 9, 16, 24])
         prompt = base + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 1, 3, 12]))] or [1]
+        if self.share_again and self.asked and rng.random() < self.share_again:
+            prompt = rng.choice(self.asked).copy()
+        self.asked.append(prompt.copy())
         self.num_made += 1
         request_id = f"r{rng.randrange(6)}" if self.reuse_ids else f"r{self.num_made}"
         if request_id in self.live:
@@ -285,6 +292,9 @@ def run_load(
     whole_items: bool = False,
     tiers: tuple[dict[str, Any], ...] = (),
     num_ranks: int = 1,
+    make_tier: Callable[[random.Random], tuple[CacheTier, Any]] | None = None,
+    share_again: float = 0.0,
+    num_events: int = 80,
     **options: Any,
 ) -> int:
     """Run a random load to its end. Returns the number of steps.
@@ -292,7 +302,8 @@ def run_load(
     num_blocks: for each group; 0: as few as possible. drafts: most of a row, how many positions behind them a drafter writes to, and
     how often one is right. item_sizes: most embeddings of an item, most that a step encodes, pages. decode_step: most that a step encodes
     in which requests decode; 0: as in others. whole_items: a step must compute all that is left of an item. tiers: arguments of fake
-    tiers. num_ranks: data-parallel ranks.
+    tiers. num_ranks: data-parallel ranks. make_tier: makes a further tier, and what runs its
+    operations on the fake device. share_again: part of the prompts that were asked before.
     """
     max_model_len = 46
     control = None
@@ -304,7 +315,11 @@ def run_load(
     least = num_blocks_for(policies, max_model_len, 4, options["max_num_prefill_tokens"])
     num_blocks = 1 + ((num_blocks - 1) * len(policies) if num_blocks else least)
     tier_rng = random.Random(seed + 2)
-    fake_tiers = [FakeTier(tier_rng, **arguments) for arguments in tiers]
+    all_tiers: list[CacheTier] = [FakeTier(tier_rng, **arguments) for arguments in tiers]
+    copies: Any = None
+    if make_tier is not None:
+        tier, copies = make_tier(tier_rng)
+        all_tiers.append(tier)
     max_item_tokens, max_step_embeddings, num_pages = item_sizes or (0, 0, 0)
     if whole_items:
         max_item_tokens = min(options["max_num_batched_tokens"], max_item_tokens)
@@ -322,7 +337,7 @@ def run_load(
             policies=policies,
             drafts=control,
             num_stages=num_stages,
-            tiers=fake_tiers,
+            tiers=all_tiers,
             rooms=() if item_sizes is None else (encoder(**room_sizes),),
             **options,
         )
@@ -330,22 +345,22 @@ def run_load(
     depth += num_stages - 1
     if num_ranks == 1:
         engine = FakeEngine(new_scheduler(), vocab_size=VOCAB, depth=depth)
-        watch(engine.scheduler, may_overtake=item_sizes is not None or bool(tiers))
+        watch(engine.scheduler, may_overtake=item_sizes is not None or bool(all_tiers))
     else:
         engine = FakeRanksEngine(RanksScheduler(new_scheduler, num_ranks), vocab_size=VOCAB, depth=depth)
     scheduler = engine.scheduler
     for each in engine.schedulers if options["scheduling_policy"] == "fair" else ():
         each._turns = Turns(patience_seconds=0)
     load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
-    load.max_item_tokens = max_item_tokens
+    load.max_item_tokens, load.share_again = max_item_tokens, share_again
     for runner in engine.runners:
-        runner.device.whole_items = whole_items
+        runner.device.whole_items, runner.device.copies = whole_items, copies
     if seed % 3 and num_ranks == 1:
         scheduler.publish_cache_events()
         load.readers.append(_Reader())
     else:
         assert scheduler.take_cache_events() is None
-    for _ in range(80):
+    for _ in range(num_events):
         load.event()
     load.finish()
     assert not scheduler.has_requests()
@@ -375,7 +390,12 @@ CHOICES: dict[str, list[Any]] = {
     "item_sizes": [None, None, (4, 4, 2), (9, 9, 3), (9, 5, 4), (30, 16, 8), (30, 64, 20)],
     "decode_step": [0, 1, 3, 7],
     "whole_items": [False, True],
-    "tiers": [(), ({},), ({"max_steps": 8, "share_bad": 0.2},), ({"capacity": 5}, {"max_steps": 0, "share_bad": 0.1})],
+    "tiers": [
+        (),
+        ({},),
+        ({"max_steps": 8, "share_bad": 0.2, "num_cold": 9},),
+        ({"capacity": 5}, {"max_steps": 0, "share_bad": 0.1}),
+    ],
 }
 
 

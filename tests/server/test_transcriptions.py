@@ -110,6 +110,18 @@ class TestTranscriptions:
         assert len(set(clips)) == 3 and all(0 < prob < 1 for prob in clips)
         assert post(hearing, prompt="ab", **fields).json()["segments"][0]["no_speech_prob"] != probs[0], "earlier text counts"
 
+    @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
+    def test_logits_are_not_reported_as_probabilities(self, tmp_path: Path, mode: str) -> None:
+        directory = whisper_checkpoint.write(tmp_path / "model", **CHECKPOINT)
+        small: dict[str, Any] = {**engines.SMALL, "skip_tokenizer_init": False, "dtype": "float32", "model": str(directory)}
+        config = EngineConfig.from_options(**small, logprobs_mode=mode)
+        with AsyncLLM(config) as engine, Client(create_app(engine, options())) as client:
+            segments = post(client, response_format="verbose_json", language="en").json()["segments"]
+        probs = [each.get("no_speech_prob") for each in segments]
+        assert probs and probs == (
+            [None] * len(probs) if mode == "raw_logits" else pytest.approx([NO_SPEECH_PROB] * len(probs))
+        )
+
     def test_a_stream_gives_the_same_text(self, hearing: Client) -> None:
         whole = post(hearing, file=LONG, language="en").json()["text"]
         lines = post(hearing, file=LONG, language="en", stream="true", stream_include_usage="true").text.strip().split("\n\n")

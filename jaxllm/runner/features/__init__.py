@@ -21,6 +21,7 @@ FEATURES = (
     "expert_counts",
     "prompt_logprobs",
     "pooling",
+    "block_copies",
 )
 """Modules here, in the order of `StepFeature.before`. Each has make(parts), which returns None for engines without the feature.
 

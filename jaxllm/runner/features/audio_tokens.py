@@ -19,6 +19,7 @@ from jaxllm.media.features import unpack_part
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Audio, AudioTokens
 from jaxllm.runner.item_embeddings import ItemEmbeddings, ItemsOnHost, slab_rows
+from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind, Wanted, fit
 from jaxllm.runner.row_arrays import Params
@@ -43,7 +44,7 @@ def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalL
     sizes = EncoderSizes.of_audio(audio)
     kept = sizes.num_pages * sizes.page_embeddings + config.scheduler.max_step_tokens
     num_bytes = encoder.num_bytes + kept * tokens.output_size * jnp.dtype(model_config.dtype).itemsize
-    return num_bytes if config.multimodal.skip_mm_profiling else num_bytes + encoding_bytes(audio, model_config.dtype)
+    return num_bytes if config.multimodal.skip_mm_profiling else num_bytes + encoding_bytes(audio)
 
 
 def make(parts: FeatureParts) -> StepFeature | None:
@@ -51,7 +52,8 @@ def make(parts: FeatureParts) -> StepFeature | None:
     audio = parts.model_config.audio
     if audio is None or _tokens_of(parts.model_config) is None:
         return None
-    return HeardTokens(audio, EncoderSizes.of_audio(audio), parts.model_config.dtype, parts.weights["audio_tokens"].merge)
+    sizes, merge = EncoderSizes.of_audio(audio), parts.weights["audio_tokens"].merge
+    return HeardTokens(audio, sizes, parts.model_config.dtype, parts.kernels, merge)
 
 
 def _tokens_of(model_config: ModelConfig) -> AudioTokens | None:
@@ -76,6 +78,7 @@ class HeardTokens(ItemEmbeddings):
     audio: Audio
     sizes: EncoderSizes
     dtype: str
+    kernels: Kernels
     merge: Callable[[Params], AudioEmbedder]
     """All weights -> the encoder."""
 
@@ -98,7 +101,7 @@ class HeardTokens(ItemEmbeddings):
 
     def encode(self, params: Params, slab: jax.Array, features_TM: jax.Array, integers: jax.Array) -> jax.Array:
         """The slab with the embeddings of a clip. integers: see `arrays`."""
-        found = self.merge(params).embeddings(features_TM, integers[0])
+        found = self.merge(params).embeddings(features_TM, integers[0], **self.kernels.of_encoder)
         return slab.at[integers[1:]].set(found.astype(slab.dtype), mode="drop")
 
     def arrays(self, clip: ClipInput | None, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -77,8 +77,8 @@ class ProgramKind:
         return False
 
     def awaited(self, programs: "StepPrograms", wanted: Wanted) -> "Iterable[Sequence[ProgramKey]]":
-        """What a request waits for before it runs, because a step would: of each of these one program; if there is none, the first is made.
-        Programs of sizes that follow from the rest of a step are not among them."""
+        """Programs that a request waits for before it runs, because a step would: one of each sequence, of which the first is made if there
+        is none. Programs of sizes that follow from the rest of a step are not among them."""
         return [(key,) for key in self.rare(programs) if not key.size and self.is_needed(key, wanted)]
 
     def is_storable(self, programs: "StepPrograms", key: ProgramKey) -> bool:

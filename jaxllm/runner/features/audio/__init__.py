@@ -20,7 +20,7 @@ def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalL
     encoder, audio = audio_weights(config.model, model_config), model_config.audio
     if encoder is None or audio is None or not model_config.attends_to_audio:
         return 0
-    return encoder.num_bytes + encoding_bytes(audio, model_config.dtype)
+    return encoder.num_bytes + encoding_bytes(audio)
 
 
 def make(parts: FeatureParts) -> StepFeature | None:
@@ -28,4 +28,4 @@ def make(parts: FeatureParts) -> StepFeature | None:
     audio = parts.model_config.audio
     if audio is None or not parts.model_config.attends_to_audio:
         return None
-    return Hearing(audio, parts.weights["audio"].merge, parts.weights["model"].merge)
+    return Hearing(audio, parts.kernels, parts.weights["audio"].merge, parts.weights["model"].merge)

@@ -33,7 +33,7 @@ class EncoderInput:
 
 
 def hidden_shape(vision: Vision, sizes: EncoderSizes) -> tuple[int, int]:
-    """Of the array that has the hidden state of an image between its parts, without rows if no image has parts."""
+    """Shape of the array that has the hidden state of an image between its parts, without rows if no image has parts."""
     most = 0 if len(sizes.whole_programs) == len(sizes.programs) else sizes.programs[-1]
     return vision.hidden_rows(most), vision.hidden_size
 

@@ -82,7 +82,7 @@ class Images(ItemEmbeddings):
         """The slab with the embeddings of some images. indices: see `packing.arrays`."""
         num_results = self._num_results(len(patches_PC))
         placed = PatchIndices.unpack(indices[:-num_results].reshape(-1, len(patches_PC)))
-        found = self.merge(params)(patches_PC, placed, **self._attention)
+        found = self.merge(params)(patches_PC, placed, **self.kernels.of_encoder)
         return (slab.at[indices[-num_results:]].set(found.astype(slab.dtype), mode="drop"),)
 
     def encode_part(
@@ -96,7 +96,7 @@ class Images(ItemEmbeddings):
         placed = PatchIndices.unpack(indices[:-num_results].reshape(-1, size))
         tower, before_PD = self.merge(params), hidden_XD[: self.vision.hidden_rows(size)]
         x_PD = tower.embed(patches[0], placed) if patches else before_PD
-        x_PD, results = tower.run_layers(x_PD, placed, layers, **self._attention)
+        x_PD, results = tower.run_layers(x_PD, placed, layers, **self.kernels.of_encoder)
         width = self.vision.output_size
         for place, found in results.items():
             columns = slice(place * width, (place + 1) * width)
@@ -106,7 +106,3 @@ class Images(ItemEmbeddings):
 
     def _num_results(self, num_patches: int) -> int:
         return num_patches // self.vision.merge_size**2
-
-    @property
-    def _attention(self) -> dict[str, Any]:
-        return {"attention": self.kernels.segment_attention or "xla", "interpret": self.kernels.interpret}

@@ -1,0 +1,32 @@
+"""Tiers of the prefix cache: where contents of blocks stay when the devices have no room for them. Does not import JAX."""
+
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.device_ops import GatherBlocks
+from jaxllm.kv_tiers.host_tier import HostTier
+from jaxllm.kv_tiers.rates import Rates
+from jaxllm.log import logger
+
+if TYPE_CHECKING:
+    from jaxllm.scheduler.cache_tier import CacheTier
+
+MIN_LOAD_TOKENS = 64
+"""Fewer are computed."""
+_STEPS_AHEAD = 2
+"""Contents are stored when so many of the largest steps may evict them."""
+
+
+class KVTiers:
+    """The tiers that an engine's options ask for."""
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+
+    def new_tiers(self, executor: Any, num_blocks: int) -> "tuple[CacheTier, ...]":
+        """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`."""
+        copies, block_size = executor.op_runner(GatherBlocks), self._config.block_tokens
+        num_cold = min(_STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
+        logger.info("host memory: %d blocks of %.1f KiB", copies.num_slots, copies.block_bytes / 1024)
+        rates = Rates(block_size, copies.block_bytes)
+        return (HostTier(copies, rates, num_cold=num_cold, min_blocks=-(-MIN_LOAD_TOKENS // block_size)),)

@@ -1,0 +1,119 @@
+"""Which content each slot of a tier has, and which of them make room for others: a segmented LRU."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+PROTECTED_SHARE = 0.8
+"""Largest part of the slots for contents that were used."""
+
+
+@dataclass(eq=False)
+class Content:
+    """A block's content in a slot."""
+
+    name: bytes
+    slot: int
+    is_ready: bool = False
+    """Whether it is complete, and computed without error."""
+    num_uses: int = 0
+    """Copies that read or write the slot, which is not given away meanwhile."""
+    is_listed: bool = True
+    """Whether it can be found."""
+    is_wrong: bool = False
+    """Whether it turned out to be computed wrongly, or damaged."""
+
+
+class Contents:
+    """Contents by name. New ones are on probation; one that is used becomes protected, and is on probation again when there are too many of
+    these. Those on probation make room first, and of each kind the one that was stored or used longest ago."""
+
+    def __init__(self, num_slots: int):
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._probation: OrderedDict[bytes, Content] = OrderedDict()
+        self._protected: OrderedDict[bytes, Content] = OrderedDict()
+        self._max_protected = int(PROTECTED_SHARE * num_slots)
+        self.num_evicted = 0
+        """Contents that made room for others."""
+
+    def __len__(self) -> int:
+        return len(self._probation) + len(self._protected)
+
+    def get(self, name: bytes) -> Content | None:
+        """The content of a name, ready or not."""
+        return self._probation.get(name) or self._protected.get(name)
+
+    def is_ready(self, name: bytes) -> bool:
+        """Whether a content can be loaded."""
+        content = self.get(name)
+        return content is not None and content.is_ready
+
+    def add(self, name: bytes) -> Content | None:
+        """Give a new content a slot, with one use. None if copies use all slots."""
+        assert self.get(name) is None, "a content has a slot already"
+        if not self._free and not self._evict():
+            return None
+        content = self._probation[name] = Content(name, self._free.pop(), num_uses=1)
+        return content
+
+    def _evict(self) -> bool:
+        for segment in (self._probation, self._protected):
+            unused = next((content for content in segment.values() if not content.num_uses), None)
+            if unused is not None:
+                self.remove(unused)
+                self.num_evicted += 1
+                return True
+        return False
+
+    def use(self, content: Content) -> None:
+        """A copy will read a content."""
+        assert content.is_listed and content.is_ready
+        content.num_uses += 1
+        (self._probation if content.name in self._probation else self._protected).pop(content.name)
+        self._protected[content.name] = content
+        if len(self._protected) > self._max_protected:
+            name, oldest = self._protected.popitem(last=False)
+            self._probation[name] = oldest
+
+    def release(self, content: Content) -> None:
+        """A copy no longer uses the slot."""
+        content.num_uses -= 1
+        self._free_unused(content)
+
+    def remove(self, content: Content) -> None:
+        """Find a content no more."""
+        if content.is_listed:
+            content.is_listed = False
+            (self._probation if content.name in self._probation else self._protected).pop(content.name)
+            self._free_unused(content)
+
+    def clear(self) -> None:
+        """Find none of the contents any more."""
+        for content in self._all():
+            self.remove(content)
+
+    def end_uses(self) -> None:
+        """No copy uses a slot any longer. Contents that are not ready are dropped."""
+        for content in self._all():
+            content.num_uses = 0
+            if not content.is_ready:
+                self.remove(content)
+        used = {content.slot for content in self._all()}
+        self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used]
+
+    def _all(self) -> list[Content]:
+        return [*self._probation.values(), *self._protected.values()]
+
+    def _free_unused(self, content: Content) -> None:
+        if not content.is_listed and not content.num_uses:
+            self._free.append(content.slot)
+
+    def check_integrity(self, used: dict[Content, int]) -> None:
+        """Raise AssertionError unless slots and uses are those of the listed contents, and of these that copies use."""
+        found = {*self._all(), *used}
+        slots = sorted([*self._free, *(content.slot for content in found)])
+        assert slots == list(range(self.num_slots)), "a slot is free and used, or neither"
+        assert all(content.num_uses == used.get(content, 0) for content in found), "uses differ from copies"
+        assert all(content.is_listed and content.name == name for name, content in self._probation.items())
+        assert all(content.is_listed and content.name == name for name, content in self._protected.items())
+        assert not self._probation.keys() & self._protected.keys() and len(self._protected) <= max(1, self._max_protected)

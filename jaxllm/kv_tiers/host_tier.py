@@ -1,0 +1,307 @@
+"""A tier in the host's memory: plans carry the operations that copy between blocks and slots, and threads of the executor do the copies."""
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.kv_tiers.contents import Content, Contents
+from jaxllm.log import logger
+from jaxllm.scheduler.cache_tier import TierStep
+from jaxllm.scheduler_stats import SchedulerStats
+
+KEPT_FOR_LOADS = 2
+"""Staging buffers that stores leave to loads."""
+PATIENCE_SECONDS = 10.0
+"""A load that takes longer counts as failed."""
+
+
+class Copies(Protocol):
+    """Runs the operations, on the devices' side."""
+
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def num_staging(self) -> int:
+        """Staging buffers."""
+
+    @property
+    def max_blocks(self) -> int:
+        """Most blocks of an operation."""
+
+    @property
+    def block_bytes(self) -> int: ...
+    def finished(self) -> list[FinishedCopy]:
+        """The copies that are over since the last call."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when a copy is over that `finished` did not return, or after this time."""
+
+
+class Worth(Protocol):
+    """See `Rates`."""
+
+    def note_step(self, num_tokens: int, seconds: float) -> None: ...
+    def note_copy(self, num_blocks: int, seconds: float) -> None: ...
+    def is_worth_loading(self, num_blocks: int) -> bool: ...
+
+
+@dataclass(eq=False)
+class _Store:
+    """Contents that are being copied to their slots."""
+
+    contents: list[Content]
+    staging: int
+    step_id: int
+    """Once this step is done without error, what was read is right."""
+
+
+@dataclass(eq=False)
+class _Part:
+    """As much of a load as a staging buffer holds."""
+
+    load: "_Load"
+    start: int
+    """Index of its first block in the load."""
+    block_ids: list[int]
+    contents: list[Content]
+    staging: int = -1
+    is_staged: bool = False
+    """Whether the contents are in the staging buffer."""
+
+
+@dataclass(eq=False)
+class _Load:
+    """A load that is under way."""
+
+    number: int
+    is_right: list[bool]
+    num_left: int
+    """Parts that are not over."""
+    is_cancelled: bool = False
+    waiting: list[_Part] = field(default_factory=list)
+    """Parts without a staging buffer."""
+    staged: list[_Part] = field(default_factory=list)
+    """Parts whose blocks the next plan writes."""
+
+
+class HostTier:
+    """Contents of blocks in slots of host memory.
+
+    A store is a gather, by the next plan, and a copy behind it: its staging buffer is free when the copy is over, and its contents can be
+    loaded when the step of that plan is done too. A load is, for each part, a copy to a staging buffer and a scatter by a later plan, whose
+    verdict tells whether the blocks have what was stored. What is loaded stays in its slot, so it is not stored again.
+    """
+
+    patience_seconds = PATIENCE_SECONDS
+
+    def __init__(self, copies: Copies, worth: Worth, *, num_cold: int, min_blocks: int = 1):
+        """num_cold: see CacheTier. min_blocks: fewer are not loaded."""
+        self._copies, self._worth, self.num_cold, self._min_blocks = copies, worth, num_cold, min_blocks
+        self.contents = Contents(copies.num_slots)
+        self._numbers = itertools.count(1)
+        self._free_staging = list(range(copies.num_staging))
+        self._gathering: dict[int, _Store] = {}
+        """Stores whose copy is under way, by its number."""
+        self._stored: deque[_Store] = deque()
+        """Stores whose copy is over and whose step may not be done."""
+        self._loads: dict[int, _Load] = {}
+        self._staging_parts: dict[int, _Part] = {}
+        """Parts of loads, also of cancelled ones, that are copied to a staging buffer, by the number of the copy."""
+        self._writing: dict[int, _Part] = {}
+        """Parts of loads whose blocks are written, by the number of the copy."""
+        self._step_id = self._done_step_id = 0
+        self._num_stored = self._num_loaded = self._num_skipped = self._num_damaged = 0
+        self._store_seconds = self._load_seconds = 0.0
+
+    # See CacheTier
+
+    def match(self, names: Sequence[bytes]) -> Collection[bytes]:
+        found = [name for name in names if self.contents.is_ready(name)]
+        is_enough = len(found) >= self._min_blocks and self._worth.is_worth_loading(len(found))
+        return found if is_enough else ()
+
+    def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
+        number, size = next(self._numbers), self._copies.max_blocks
+        load = self._loads[number] = _Load(number, [False] * len(names), 0)
+        contents = []
+        for name in names:
+            content = self.contents.get(name)
+            assert content is not None, "what is loaded was not matched"
+            self.contents.use(content)
+            contents.append(content)
+        for start in range(0, len(names), size):
+            part = slice(start, start + size)
+            load.waiting.append(_Part(load, start, list(block_ids[part]), contents[part]))
+        load.num_left = len(load.waiting)
+        return number
+
+    def cancel(self, load_id: int) -> None:
+        load = self._loads.pop(load_id)
+        load.is_cancelled = True
+        for part in load.waiting:
+            self._release(part.contents)
+        self._free_staging += [part.staging for part in load.staged]
+
+    def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
+        ops, num_left = self._store(block_ids, names)
+        self._num_skipped += num_left
+        return ops
+
+    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
+        return self._store(block_ids, names)[0]
+
+    def _store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> tuple[list[AnyDeviceOp], int]:
+        """The operations, and the number of contents for which there is no slot or staging buffer."""
+        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if self.contents.get(name) is None]
+        ops: list[AnyDeviceOp] = []
+        num_taken = 0
+        while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
+            blocks, contents = [], []
+            for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
+                if (content := self.contents.add(name)) is None:
+                    break
+                blocks.append(block)
+                contents.append(content)
+            if not contents:
+                break
+            num_taken += len(contents)
+            number, staging = next(self._numbers), self._free_staging.pop()
+            self._gathering[number] = _Store(contents, staging, self._step_id)
+            ops.append(GatherBlocks(number, staging, blocks, [content.slot for content in contents]))
+        return ops, len(new) - num_taken
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            if (content := self.contents.get(name)) is not None:
+                content.is_wrong = True
+                self.contents.remove(content)
+
+    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
+        self._step_id, self._done_step_id = step_id, done_step_id
+        for copy in self._copies.finished():
+            self._take_in(copy)
+        while self._stored and self._stored[0].step_id <= done_step_id:
+            self._make_ready(self._stored.popleft().contents)
+        loaded = [(load.number, load.is_right) for load in self._loads.values() if not load.num_left]
+        for number, _ in loaded:
+            del self._loads[number]
+        ops = [*self._scatters(), *self._stages()]
+        return TierStep(ops, loaded)
+
+    def wait(self, seconds: float) -> None:
+        self._copies.wait(seconds)
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        self._worth.note_step(num_tokens, seconds)
+
+    def forget(self, *, stored: bool) -> None:
+        if stored:
+            # Copies under way end as they would, so their slots and buffers stay in use.
+            for load_id in list(self._loads):
+                self.cancel(load_id)
+            self.contents.clear()
+            return
+        # Operations may never have run. Before others do, the executor waits for copies and makes its buffers anew.
+        for copies in (self._gathering, self._stored, self._loads, self._staging_parts, self._writing):
+            copies.clear()
+        self.contents.end_uses()
+        self._free_staging = list(range(self._copies.num_staging))
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        stats.num_host_slots += self.contents.num_slots
+        stats.num_used_host_slots += len(self.contents)
+        stats.num_stored_blocks += self._num_stored
+        stats.num_loaded_blocks += self._num_loaded
+        stats.num_skipped_stores += self._num_skipped
+        stats.num_damaged_blocks += self._num_damaged
+        stats.stored_bytes += self._num_stored * self._copies.block_bytes
+        stats.loaded_bytes += self._num_loaded * self._copies.block_bytes
+        stats.store_seconds += self._store_seconds
+        stats.load_seconds += self._load_seconds
+
+    # Copies
+
+    def _take_in(self, copy: FinishedCopy) -> None:
+        """A copy is over. Raises its error; those of copies that are forgotten came with the failure of a step."""
+        number = copy.number
+        if copy.error is not None:
+            if number in self._gathering or number in self._staging_parts or number in self._writing:
+                raise copy.error
+        elif (store := self._gathering.pop(number, None)) is not None:
+            self._free_staging.append(store.staging)
+            self._stored.append(store)
+            self._num_stored += len(store.contents)
+            self._store_seconds += copy.seconds
+        elif (part := self._staging_parts.pop(number, None)) is not None:
+            self._release(part.contents)
+            self._worth.note_copy(len(part.contents), copy.seconds)
+            self._load_seconds += copy.seconds
+            if part.load.is_cancelled:
+                self._free_staging.append(part.staging)
+            else:
+                part.load.staged.append(part)
+        elif (part := self._writing.pop(number, None)) is not None:
+            self._free_staging.append(part.staging)
+            self._end_part(part, copy.is_right)
+
+    def _end_part(self, part: _Part, is_right: Sequence[bool]) -> None:
+        """The blocks of a part are written, those whose content is right."""
+        damaged = [content for content, right in zip(part.contents, is_right, strict=True) if not right]
+        if damaged:
+            logger.warning("%d blocks in host memory are not what was stored, and are computed again", len(damaged))
+            self._num_damaged += len(damaged)
+            for content in damaged:
+                content.is_wrong = True
+                self.contents.remove(content)
+        self._num_loaded += len(is_right) - len(damaged)
+        end = part.start + len(part.contents)
+        part.load.is_right[part.start : end] = [not content.is_wrong for content in part.contents]
+        part.load.num_left -= 1
+
+    def _make_ready(self, contents: Iterable[Content]) -> None:
+        for content in contents:
+            content.is_ready = True
+            self.contents.release(content)
+
+    def _release(self, contents: Iterable[Content]) -> None:
+        for content in contents:
+            self.contents.release(content)
+
+    def _scatters(self) -> list[AnyDeviceOp]:
+        """Write the parts that are staged."""
+        ops: list[AnyDeviceOp] = []
+        for load in self._loads.values():
+            for part in load.staged:
+                number = next(self._numbers)
+                self._writing[number] = part
+                ops.append(ScatterBlocks(number, part.staging, part.block_ids))
+            load.staged.clear()
+        return ops
+
+    def _stages(self) -> list[AnyDeviceOp]:
+        """Stage as many parts as there are buffers, those of the earliest loads first."""
+        ops: list[AnyDeviceOp] = []
+        for load in self._loads.values():
+            while load.waiting and self._free_staging:
+                part, number = load.waiting.pop(0), next(self._numbers)
+                part.staging = self._free_staging.pop()
+                self._staging_parts[number] = part
+                ops.append(StageBlocks(number, part.staging, [each.slot for each in part.contents]))
+        return ops
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if slots, buffers and copies disagree."""
+        used: dict[Content, int] = {}
+        stores = (*self._gathering.values(), *self._stored)
+        parts = (*(part for load in self._loads.values() for part in load.waiting), *self._staging_parts.values())
+        for contents in (*(store.contents for store in stores), *(part.contents for part in parts)):
+            for content in contents:
+                used[content] = used.get(content, 0) + 1
+        self.contents.check_integrity(used)
+        buffers = [store.staging for store in self._gathering.values()]
+        buffers += [part.staging for of_loads in (self._staging_parts, self._writing) for part in of_loads.values()]
+        buffers += [part.staging for load in self._loads.values() for part in load.staged]
+        assert sorted([*self._free_staging, *buffers]) == list(range(self._copies.num_staging)), "a staging buffer is lost"

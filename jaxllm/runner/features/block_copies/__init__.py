@@ -1,0 +1,78 @@
+"""Copies blocks of the KV cache to host memory and back, as operations of plans, for tiers of the prefix cache (`jaxllm.kv_tiers`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.layers.decoder import CausalLM
+from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import Attention, LatentAttention, Layer
+from jaxllm.parallel.mesh import tensor_size
+from jaxllm.parallel.topology import Topology
+from jaxllm.runner.features.block_copies.copier import BlockCopier
+from jaxllm.runner.features.block_copies.format import BlockFormat
+from jaxllm.runner.features.block_copies.programs import STAGING_BYTES, Gather, Scatter, staging_bytes
+from jaxllm.runner.memory import device_limit
+from jaxllm.runner.programs.kind import ProgramKind
+from jaxllm.runner.step_feature import FeatureParts, StepFeature
+
+MIN_BUFFERS, MAX_BUFFERS = 4, 16
+"""Fewest and most staging buffers."""
+_SHARE = 0.01
+"""Share of a device's memory, for more than the fewest."""
+
+
+@dataclass(frozen=True)
+class BlockCopies(StepFeature):
+    """The sizes of copies."""
+
+    num_copies: int
+    """See BlockFormat."""
+    arena_bytes: int
+    """Host memory for contents."""
+    buffer_bytes: int
+    """Memory on each device for all staging buffers."""
+
+    def programs(self) -> Sequence[ProgramKind]:
+        return [Gather(self.num_copies), Scatter(self.num_copies)]
+
+    def op_runner(self, device: Any) -> BlockCopier:
+        format = BlockFormat.of(device.shapes.cache, tensor_size(device.shapes.mesh), self.num_copies)
+        num_buffers = max(MIN_BUFFERS, min(MAX_BUFFERS, self.buffer_bytes // staging_bytes(format)))
+        return BlockCopier(device, format, self.arena_bytes, num_buffers)
+
+
+def _num_copies(layers: Sequence[Layer]) -> int:
+    """Devices that have the same heads of all these layers, or the same latents; 1 if layers differ."""
+    copies = set()
+    for layer in layers:
+        match layer.attention:
+            case Attention() as attention:
+                copies.add(attention.kv_head_replicas)
+            case LatentAttention() as attention:
+                copies.add(attention.copies)
+    return copies.pop() if len(copies) == 1 else 1
+
+
+def _buffer_bytes(config: EngineConfig) -> int:
+    """Memory on each device for all staging buffers."""
+    _, limit = device_limit(Topology.of(config.parallel).num_devices)
+    return max(MIN_BUFFERS * STAGING_BYTES, min(MAX_BUFFERS * STAGING_BYTES, int(_SHARE * limit)))
+
+
+def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> int:
+    """Bytes on each device of the staging buffers."""
+    return _buffer_bytes(config) if config.cache.kv_offloading_size else 0
+
+
+def make(parts: FeatureParts) -> StepFeature | None:
+    """For engines that keep blocks in host memory."""
+    size = parts.config.cache.kv_offloading_size
+    if not size:
+        return None
+    drafter = parts.beside["drafter"]
+    layers = (*parts.model_config.layers, *(() if drafter is None else drafter.layers))
+    return BlockCopies(
+        _num_copies(layers), int(size * 2**30) // parts.config.parallel.num_replicas, _buffer_bytes(parts.config)
+    )

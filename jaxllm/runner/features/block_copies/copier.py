@@ -1,0 +1,176 @@
+"""Runs the parts of copies between blocks and host memory: programs in the order of steps, transfers in threads meanwhile."""
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm import device_ops
+from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.parallel.arrays import delete
+from jaxllm.runner.features.block_copies import programs
+from jaxllm.runner.features.block_copies.arena import Arena
+from jaxllm.runner.features.block_copies.cuda import CudaTransfer
+from jaxllm.runner.features.block_copies.format import BlockFormat
+from jaxllm.runner.features.block_copies.programs import Gather, Scatter, batch_sizes
+from jaxllm.runner.features.block_copies.transfer import PlainTransfer, Transfer
+from jaxllm.runner.ops import OpRunner
+from jaxllm.runner.programs.key import ProgramKey
+from jaxllm.worker_thread import WorkerThread
+
+Finish = Callable[[], FinishedCopy]
+
+
+class BlockCopier(OpRunner):
+    """The slots of a runner's blocks in host memory, and the way between. A part of a copy waits in a thread: for gathered blocks and their
+    transfer, for a transfer to the devices, or for the verdict on written blocks. So a transfer never waits for a step but its own."""
+
+    ops = (GatherBlocks, StageBlocks, ScatterBlocks)
+
+    def __init__(self, runner: Any, format: BlockFormat, arena_bytes: int, num_staging: int):
+        """Raises ConfigError if there is too little host memory."""
+        self._runner, self.format = runner, format
+        self.arena = Arena(arena_bytes, format)
+        self.sizes = batch_sizes(format)
+        self.num_staging = num_staging
+        self._staging: list[jax.Array] = []
+        self._staged_sums: dict[int, np.ndarray] = {}
+        """uint32 [devices, n, H]: the checksums that staged contents should have, by staging buffer."""
+        self._finished: list[FinishedCopy] = []
+        self._changed = threading.Condition()
+        self._transfer: Transfer | None = None
+        """None, as the threads, before the first `allocate`: engines try runners that never run."""
+        self._threads: tuple[WorkerThread, ...] = ()
+        """For stores, loads and verdicts."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.arena.num_slots
+
+    @property
+    def max_blocks(self) -> int:
+        """Most blocks of a copy."""
+        return self.sizes[-1]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.format.block_bytes
+
+    # Results, for who had plans carry the operations
+
+    def finished(self) -> list[FinishedCopy]:
+        """The copies that are over since the last call."""
+        with self._changed:
+            found, self._finished = self._finished, []
+        return found
+
+    def wait(self, seconds: float) -> None:
+        """Return when a copy is over that `finished` did not return, or after this time."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._finished), seconds)
+
+    def _submit(self, thread: int, op: CopyBlocks, finish: Finish) -> None:
+        self._threads[thread].submit(partial(self._finish, op, finish))
+
+    def _finish(self, op: CopyBlocks, finish: Finish) -> None:
+        try:
+            found = device_ops.end_copy(op, finish)
+        except Exception as error:
+            found = FinishedCopy(op.number, error=error)
+        with self._changed:
+            self._finished.append(found)
+            self._changed.notify_all()
+
+    # Operations
+
+    def run(self, op: CopyBlocks) -> None:
+        """See OpRunner."""
+        match op:
+            case GatherBlocks():
+                size = self._size(len(op.block_ids))
+                program = self._runner.program(ProgramKey(Gather.name, size))
+                staging, sums = programs.gather(self._runner, program, size, op.block_ids, self._staging[op.staging])
+                self._staging[op.staging] = staging
+                self._submit(0, op, partial(self._to_host, op, staging, sums))
+            case StageBlocks():
+                self._submit(1, op, partial(self._to_device, op))
+            case ScatterBlocks():
+                size = self._size(len(op.block_ids))
+                program = self._runner.program(ProgramKey(Scatter.name, size))
+                staging, sums_DnH = self._staging[op.staging], self._staged_sums.pop(op.staging)
+                is_right_Dn = programs.scatter(self._runner, program, size, op.block_ids, staging, sums_DnH)
+                self._submit(2, op, partial(self._verdict, op, is_right_Dn))
+
+    def _size(self, num_blocks: int) -> int:
+        return next(size for size in self.sizes if size >= num_blocks)
+
+    def _to_host(self, op: GatherBlocks, staging: jax.Array, sums: jax.Array) -> FinishedCopy:
+        assert self._transfer is not None
+        sums_DnH = np.asarray(sums)  # the program is over
+        start = time.perf_counter()
+        self._transfer.to_host(staging, op.slots)
+        self.arena.sums[op.slots] = sums_DnH[:: self.format.num_copies, : len(op.slots)].swapaxes(0, 1)
+        return FinishedCopy(op.number, seconds=time.perf_counter() - start)
+
+    def _to_device(self, op: StageBlocks) -> FinishedCopy:
+        assert self._transfer is not None
+        start = time.perf_counter()
+        self._staged_sums[op.staging] = np.repeat(self.arena.sums[op.slots].swapaxes(0, 1), self.format.num_copies, axis=0)
+        self._staging[op.staging] = self._transfer.to_device(self._staging[op.staging], op.slots)
+        return FinishedCopy(op.number, seconds=time.perf_counter() - start)
+
+    def _verdict(self, op: ScatterBlocks, is_right_Dn: jax.Array) -> FinishedCopy:
+        is_right_n = np.all(np.asarray(is_right_Dn), axis=0)[: len(op.block_ids)]
+        return FinishedCopy(op.number, list(map(bool, is_right_n)))
+
+    # Memory
+
+    def allocate(self) -> None:
+        """See OpRunner. What is in the slots stays right."""
+        if self._transfer is None:
+            with self._runner.times.part("host memory"):
+                self._transfer = self._open()
+            self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-verdict")))
+        shape = Gather(self.format.num_copies).staging(self._runner.shapes)
+        zeros = jax.jit(partial(jnp.zeros, shape.shape, shape.dtype), out_shardings=shape.sharding)
+        self._staging = jax.block_until_ready([zeros() for _ in range(self.num_staging)])
+
+    def _open(self) -> Transfer:
+        self.arena.open()
+        if jax.default_backend() == "cpu":
+            return PlainTransfer(self.arena, self.format)
+        self.arena.touch()
+        return CudaTransfer(self.arena, self.format)
+
+    def release(self) -> None:
+        """See OpRunner. Waits for the transfers, which have addresses of staging buffers."""
+        for thread in self._threads:
+            thread.drain()
+        delete(self._staging)
+        self._staging = []
+        self._staged_sums.clear()
+
+    def delete_arrays(self) -> None:
+        """See OpRunner."""
+        self.release()
+        for thread in self._threads:
+            thread.shutdown()
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
+
+    # First runs
+
+    def run_on_nothing(self, key: ProgramKey, program: Any) -> None:
+        """Read the null block, or write no block."""
+        staging = self._staging[0]
+        if key.kind == Gather.name:
+            self._staging[0], _ = programs.gather(self._runner, program, key.size, [], staging)
+        else:
+            no_sums = np.zeros((self.format.num_devices, 0, self.format.num_sums), np.uint32)
+            programs.scatter(self._runner, program, key.size, [], staging, no_sums)

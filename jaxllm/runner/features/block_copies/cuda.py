@@ -1,0 +1,150 @@
+"""Copies between rows of a staging buffer and slots of host memory, by CUDA's runtime on streams of their own.
+
+Copies of JAX allocate from its memory pool, and one to a device waits for the programs that were started before. These write into the
+memory of an existing array, which JAX takes for constant: the caller sees to it that no program uses it.
+"""
+
+import ctypes
+import itertools
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm.errors import ConfigError
+from jaxllm.runner.features.block_copies.arena import Arena
+from jaxllm.runner.features.block_copies.format import WORD_BYTES, BlockFormat
+from jaxllm.runner.features.block_copies.transfer import by_device
+
+_REGISTERED_BYTES = 64 << 30
+"""Most memory that is page-locked by one call."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: locked for all devices."""
+_NON_BLOCKING = 1
+"""cudaStreamNonBlocking: does not wait for the default stream."""
+_ANY_DIRECTION = 4
+"""cudaMemcpyDefault"""
+
+
+class CudaError(RuntimeError):
+    """A call of CUDA's runtime failed."""
+
+
+class CudaTransfer:
+    """A Transfer between the memory of staging buffers and page-locked slots."""
+
+    def __init__(self, arena: Arena, format: BlockFormat):
+        """Locks the arena's pages. Raises ConfigError if that is not possible."""
+        self._format, self._base, self._slot_bytes = format, arena.address, arena.slot_bytes
+        self._runtime = _Runtime()
+        self._registered: list[int] = []
+        self._streams: dict[tuple[str, int], ctypes.c_void_p] = {}
+        """By direction and device."""
+        try:
+            for start in range(0, arena.num_bytes, _REGISTERED_BYTES):
+                size = min(_REGISTERED_BYTES, arena.num_bytes - start)
+                self._runtime.call("cudaHostRegister", _at(self._base + start), ctypes.c_size_t(size), _PORTABLE)
+                self._registered.append(self._base + start)
+        except CudaError as error:
+            self.close()
+            raise ConfigError(
+                f"kv_offloading_size is {arena.num_bytes / 2**30:.3g} GiB, and CUDA cannot lock so much memory ({error}); lower it, or "
+                "allow more (ulimit -l, docker's --ulimit memlock=-1)"
+            ) from error
+
+    def to_host(self, staging: jax.Array, slots: Sequence[int]) -> None:
+        self._copy("out", staging, slots)
+
+    def to_device(self, staging: jax.Array, slots: Sequence[int]) -> jax.Array:
+        self._copy("in", staging, slots)
+        return staging
+
+    def _copy(self, direction: str, staging: jax.Array, slots: Sequence[int]) -> None:
+        is_out, num_copies = direction == "out", self._format.num_copies
+        row_bytes = self._format.part_words * WORD_BYTES
+        used = []
+        for device, part in by_device(staging):
+            if is_out and device % num_copies:
+                continue  # another device has the same
+            stream = self._stream(direction, part.device.local_hardware_id)  # type: ignore[union-attr]
+            used.append(stream)
+            rows, offset = part.unsafe_buffer_pointer(), device // num_copies * row_bytes
+            for row, slot, count in runs(slots):
+                of_rows = (_at(rows + row * row_bytes), ctypes.c_size_t(row_bytes))
+                of_slots = (_at(self._base + slot * self._slot_bytes + offset), ctypes.c_size_t(self._slot_bytes))
+                to, source = (of_slots, of_rows) if is_out else (of_rows, of_slots)
+                shape = (ctypes.c_size_t(row_bytes), ctypes.c_size_t(count))
+                self._runtime.call("cudaMemcpy2DAsync", *to, *source, *shape, _ANY_DIRECTION, stream)
+        for stream in used:
+            self._runtime.call("cudaStreamSynchronize", stream)
+
+    def _stream(self, direction: str, ordinal: int) -> ctypes.c_void_p:
+        if (direction, ordinal) not in self._streams:
+            stream = ctypes.c_void_p()
+            self._runtime.call("cudaSetDevice", ordinal)  # of this thread
+            self._runtime.call("cudaStreamCreateWithFlags", ctypes.byref(stream), _NON_BLOCKING)
+            self._streams[direction, ordinal] = stream
+        return self._streams[direction, ordinal]
+
+    def close(self) -> None:
+        """Unlock the pages."""
+        while self._registered:
+            self._runtime.call("cudaHostUnregister", _at(self._registered.pop()))
+        while self._streams:
+            self._runtime.call("cudaStreamDestroy", self._streams.popitem()[1])
+
+
+class _Runtime:
+    """CUDA's runtime, the library that JAX has loaded if it is in sight."""
+
+    def __init__(self) -> None:
+        self._library = _load()
+        self._library.cudaGetErrorName.restype = ctypes.c_char_p
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Raises CudaError unless the call succeeds."""
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            raise CudaError(f"{name} failed: {self._library.cudaGetErrorName(code).decode()}")
+
+
+def _load() -> ctypes.CDLL:
+    """Raises ConfigError if there is none."""
+    tried = dict.fromkeys(itertools.chain(_loaded(), _installed(), ("libcudart.so.13", "libcudart.so.12", "libcudart.so")))
+    for path in tried:
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise ConfigError(
+        "kv_offloading_size is set, but libcudart, CUDA's runtime, is not found; install jaxllm[cuda12] or jaxllm[cuda13]"
+    )
+
+
+def _loaded() -> list[str]:
+    """Paths of libcudart that this process has mapped."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [path for line in lines if "libcudart" in (path := line.partition("/")[1] + line.partition("/")[2])]
+
+
+def _installed() -> Iterator[str]:
+    """Paths of libcudart in packages of NVIDIA."""
+    for root in dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))):
+        yield from map(str, sorted(Path(root, "nvidia").glob("**/libcudart.so.*")))
+
+
+def runs(slots: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    """(row, slot, count) of runs of consecutive slots: each is one copy."""
+    numbered = enumerate(slots)
+    for _, run in itertools.groupby(numbered, key=lambda each: each[1] - each[0]):
+        first, *rest = run
+        yield *first, 1 + len(rest)
+
+
+def _at(address: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(address)

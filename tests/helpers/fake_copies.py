@@ -1,0 +1,95 @@
+"""Copies between the memory of a FakeRunner and slots, during its steps: they take a random time, and may damage contents."""
+
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+
+Block = list[Any]
+
+
+class FakeCopies:
+    """A transfer reads and writes when it is over, so whatever is used too early or given away too soon has something else."""
+
+    block_bytes = 100
+
+    def __init__(
+        self, rng: random.Random, *, num_slots: int, num_staging: int = 4, max_blocks: int = 3, share_damaged: float = 0.0
+    ):
+        self.rng, self.num_slots, self.num_staging, self.max_blocks = rng, num_slots, num_staging, max_blocks
+        self.share_damaged = share_damaged
+        self.slots: list[tuple[Block, Block]] = [(["empty"], ["empty"])] * num_slots
+        """The content of each slot, and what was stored."""
+        self.staging: list[list[tuple[Block, Block]]] = [[]] * num_staging
+        self.threads: tuple[deque[CopyBlocks], ...] = (deque(), deque(), deque())
+        """Operations in order that wait for the end of a gather, of a transfer to the device, of a scatter."""
+        self.verdicts: dict[int, list[bool]] = {}
+        self.num_written = 0
+        self.is_stuck = False
+
+    def run(self, op: CopyBlocks, memory: list[Block]) -> None:
+        """Run the part that comes in the order of steps."""
+        assert op.staging not in {other.staging for thread in self.threads for other in thread}, "a staging buffer is in use"
+        if isinstance(op, GatherBlocks):
+            assert 0 < len(op.block_ids) == len(op.slots) <= self.max_blocks
+            self.staging[op.staging] = [(list(memory[block]), list(memory[block])) for block in op.block_ids]
+            self.threads[0].append(op)
+        elif isinstance(op, StageBlocks):
+            assert 0 < len(op.slots) <= self.max_blocks
+            self.threads[1].append(op)
+        elif isinstance(op, ScatterBlocks):
+            found = self.staging[op.staging]
+            self.verdicts[op.number] = [content == stored for content, stored in found]
+            for block, (content, stored) in zip(op.block_ids, found, strict=True):
+                if content == stored:
+                    memory[block] = list(content)
+            self.threads[2].append(op)
+
+    def finished(self) -> list[FinishedCopy]:
+        """See Copies."""
+        done: list[FinishedCopy] = []
+        for thread in () if self.is_stuck else self.threads:
+            while thread and self.rng.random() < 0.5:
+                done.append(self._end(thread.popleft()))
+        return done
+
+    def _end(self, op: CopyBlocks) -> FinishedCopy:
+        verdict: Sequence[bool] = ()
+        if isinstance(op, GatherBlocks):
+            for slot, (content, stored) in zip(op.slots, self.staging[op.staging], strict=True):
+                is_damaged = self.rng.random() < self.share_damaged
+                self.slots[slot] = (["damaged"] if is_damaged else content, stored)
+        elif isinstance(op, StageBlocks):
+            self.staging[op.staging] = [self.slots[slot] for slot in op.slots]
+        else:
+            verdict = self.verdicts.pop(op.number)
+            self.num_written += sum(verdict)
+        return FinishedCopy(op.number, verdict, 0.001)
+
+    def wait(self, seconds: float) -> None:
+        """Nothing happens meanwhile."""
+
+    def start_over(self, failed: Iterable[CopyBlocks] = ()) -> None:
+        """The copies under way end, and the buffers are lost. What was gathered with steps that failed is right in no way."""
+        for thread in self.threads:
+            while thread:
+                self._end(thread.popleft())
+        for op in failed:
+            for slot in op.slots if isinstance(op, GatherBlocks) else ():
+                self.slots[slot] = (["of a failed step"], ["of a failed step"])
+        self.staging = [[]] * self.num_staging
+
+
+class AlwaysWorth:
+    """Any load is worth its time."""
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """See Rates."""
+
+    def note_copy(self, num_blocks: int, seconds: float) -> None:
+        """See Rates."""
+
+    def is_worth_loading(self, num_blocks: int) -> bool:
+        return True

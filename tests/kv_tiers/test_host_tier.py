@@ -1,0 +1,218 @@
+"""The host tier alone: what is stored, found, loaded and dropped, and when."""
+
+from typing import Any
+
+import pytest
+
+from jaxllm.device_ops import FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.kv_tiers.contents import Contents
+from jaxllm.kv_tiers.host_tier import HostTier
+from jaxllm.kv_tiers.rates import Rates
+from jaxllm.scheduler_stats import SchedulerStats
+
+
+class Copies:
+    """Copies that are over when a test says so."""
+
+    num_staging, max_blocks, block_bytes = 4, 2, 1000
+
+    def __init__(self, num_slots: int):
+        self.num_slots = num_slots
+        self.over: list[FinishedCopy] = []
+
+    def finished(self) -> list[FinishedCopy]:
+        over, self.over = self.over, []
+        return over
+
+    def wait(self, seconds: float) -> None:
+        raise AssertionError("nothing waits")
+
+
+class Driven:
+    """A tier whose steps a test makes."""
+
+    def __init__(self, num_slots: int = 8, **options: Any):
+        self.copies = Copies(num_slots)
+        self.worth = Rates(16, 1000)
+        self.tier = HostTier(self.copies, self.worth, num_cold=0, **options)
+        self.step_id = 0
+
+    def step(self, done: int | None = None) -> Any:
+        """Begin a step, with all before done."""
+        self.step_id += 1
+        found = self.tier.begin_step(self.step_id, self.step_id - 1 if done is None else done)
+        self.tier.check_integrity()
+        return found
+
+    def end(self, *ops: Any, is_right: tuple[bool, ...] = (), error: Exception | None = None) -> None:
+        """The copies of operations are over."""
+        for op in ops:
+            verdict = is_right or (True,) * len(getattr(op, "block_ids", ()))
+            self.copies.over.append(FinishedCopy(op.number, verdict, 0.001, error))
+
+    def store(self, *names: bytes) -> list[Any]:
+        found = self.tier.store(range(10, 10 + len(names)), names)
+        self.tier.check_integrity()
+        return found
+
+    def stored(self, *names: bytes) -> "Driven":
+        """A tier that has these."""
+        for name in names:
+            self.step()
+            self.end(*self.store(name))
+        self.step()
+        self.step()
+        assert sorted(self.tier.match(names)) == sorted(names)
+        return self
+
+    @property
+    def stats(self) -> SchedulerStats:
+        stats = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0)
+        self.tier.add_stats(stats)
+        return stats
+
+
+def test_a_content_is_found_once_its_copy_is_over_and_its_step_is_done() -> None:
+    driven = Driven()
+    driven.step()
+    (gather,) = driven.store(b"a")
+    assert isinstance(gather, GatherBlocks) and gather.block_ids == [10] and driven.store(b"a") == []
+    driven.step()
+    assert not driven.tier.match([b"a"]), "it is not there yet"
+    driven.end(gather)
+    driven.step(done=0)
+    assert not driven.tier.match([b"a"]), "the step that it was read before may fail"
+    driven.step(done=1)
+    assert driven.tier.match([b"a", b"b"]) == [b"a"]
+    assert (driven.stats.num_used_host_slots, driven.stats.num_stored_blocks, driven.stats.stored_bytes) == (1, 1, 1000)
+
+
+def test_a_load_takes_a_stage_and_a_scatter_and_reports_each_block() -> None:
+    driven = Driven().stored(b"a", b"b", b"c")
+    load = driven.tier.load([5, 6, 7], [b"a", b"b", b"c"])
+    first, second = driven.step().ops
+    assert [type(op) for op in (first, second)] == [StageBlocks] * 2 and first.staging != second.staging
+    driven.end(second)
+    (scatter,) = driven.step().ops
+    assert isinstance(scatter, ScatterBlocks) and scatter.block_ids == [7] and scatter.staging == second.staging
+    driven.end(first, scatter)
+    (other,) = driven.step().ops
+    assert other.block_ids == [5, 6]
+    driven.end(other, is_right=(True, False))
+    assert driven.step().loaded == [(load, [True, False, True])]
+    assert driven.tier.match([b"a", b"b", b"c"]) == [b"a", b"c"], "what was damaged is dropped"
+    assert (driven.stats.num_loaded_blocks, driven.stats.num_damaged_blocks) == (2, 1)
+
+
+@pytest.mark.parametrize("when", ["before it is staged", "while it is staged", "before it is written", "while it is written"])
+def test_a_cancelled_load_gives_its_slots_and_buffers_back(when: str) -> None:
+    driven = Driven(num_slots=1).stored(b"a")
+    load = driven.tier.load([5], [b"a"])
+    ops: list[Any] = []
+    if when != "before it is staged":
+        ops = driven.step().ops
+        if when != "while it is staged":
+            driven.end(*ops)
+            ops = driven.step().ops if when == "while it is written" else []
+    driven.tier.cancel(load)
+    driven.tier.check_integrity()
+    driven.end(*ops)
+    step = driven.step()
+    assert not step.loaded and not step.ops
+    assert driven.store(b"b") and not driven.tier.match([b"a"]), "the only slot is free"
+
+
+def test_a_content_that_is_wrong_is_never_found_nor_loaded_right() -> None:
+    driven = Driven().stored(b"a")
+    gathers = driven.store(b"b")
+    load = driven.tier.load([5], [b"a"])
+    driven.tier.discard([b"a", b"b", b"unknown"])
+    stages = driven.step().ops
+    driven.end(*gathers, *stages)
+    driven.end(*driven.step().ops)
+    assert driven.step().loaded == [(load, [False])] and not driven.tier.match([b"a", b"b"])
+    assert driven.stats.num_used_host_slots == 0 and driven.stats.num_damaged_blocks == 0
+
+
+def test_stores_leave_buffers_to_loads_and_what_is_not_stored_is_counted() -> None:
+    driven = Driven()
+    driven.step()
+    gathers = driven.store(*(bytes([index]) for index in range(7)))
+    assert [len(op.slots) for op in gathers] == [2, 2] and driven.stats.num_skipped_stores == 3
+    assert driven.tier.store_ahead([9], [b"x"]) == [] and driven.stats.num_skipped_stores == 3, "it is offered again"
+
+
+def test_slots_that_copies_use_are_not_given_away() -> None:
+    driven = Driven(num_slots=2)
+    driven.step()
+    driven.end(*driven.store(b"a", b"b"))
+    assert driven.store(b"c") == [], "both are written"
+    driven.step(done=0)
+    assert driven.store(b"c") == [], "their step is not done"
+    driven.step()
+    driven.tier.load([5], [b"b"])
+    assert driven.store(b"c", b"d") and not driven.tier.match([b"a"]) and driven.tier.match([b"b"])
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_forgetting_drops_what_is_under_way(stored: bool) -> None:
+    driven = Driven().stored(b"a", b"b")
+    driven.tier.load([5, 6], [b"a", b"b"])
+    gathers = driven.store(b"c")
+    stages = driven.step().ops
+    driven.tier.forget(stored=stored)
+    driven.tier.check_integrity()
+    driven.end(*gathers, *stages, error=RuntimeError("buffers are lost") if not stored else None)
+    step = driven.step()
+    assert not step.loaded and not step.ops
+    assert list(driven.tier.match([b"a", b"b", b"c"])) == ([] if stored else [b"a", b"b"])
+    assert len(driven.store(b"d", b"e", b"f")) == 2
+
+
+def test_an_error_of_a_copy_is_raised() -> None:
+    driven = Driven()
+    driven.step()
+    driven.end(*driven.store(b"a"), error=RuntimeError("cudaMemcpy2DAsync failed"))
+    with pytest.raises(RuntimeError, match="cudaMemcpy2DAsync"):
+        driven.step()
+
+
+def test_few_blocks_are_computed() -> None:
+    driven = Driven(min_blocks=2).stored(b"a", b"b")
+    assert not driven.tier.match([b"a"]) and len(driven.tier.match([b"a", b"b"])) == 2
+
+
+def test_what_takes_longer_to_load_than_to_compute_is_computed() -> None:
+    rates = Rates(block_size=16, block_bytes=1 << 20)
+    assert rates.is_worth_loading(1), "nothing is known"
+    for _ in range(100):
+        rates.note_step(1000, 0.022)
+        rates.note_step(64, 1.0)  # says nothing of a token
+        rates.note_copy(32, 0.0012)
+    assert [rates.is_worth_loading(count) for count in (4, 20)] == [False, True]
+    for _ in range(100):
+        rates.note_copy(1, 0.001)
+    assert not rates.is_worth_loading(1000)
+
+
+def test_contents_that_were_used_outlive_new_ones_up_to_a_share() -> None:
+    contents = Contents(10)
+    for number in range(10):
+        content = contents.add(bytes([number]))
+        assert content is not None
+        content.is_ready = True
+        contents.release(content)
+    for number in range(9):
+        content = contents.get(bytes([number]))
+        assert content is not None
+        contents.use(content)
+        contents.release(content)
+    evicted = []
+    for number in range(20, 25):
+        before = {bytes([n]) for n in range(30) if contents.get(bytes([n]))}
+        content = contents.add(bytes([number]))
+        assert content is not None
+        contents.release(content)
+        evicted += [name[0] for name in before if contents.get(name) is None]
+        contents.check_integrity({})
+    assert evicted == [9, 0, 20, 21, 22], "0 was used, but longest ago of more than are protected"

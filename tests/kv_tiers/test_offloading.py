@@ -1,0 +1,283 @@
+"""Engines whose blocks leave for host memory and come back: the tokens are those of engines with room for all."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm.device_ops import GatherBlocks
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.fault_points import injected
+from jaxllm.errors import ConfigError
+from jaxllm.kv_tiers.host_tier import HostTier
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import EngineCoreRequest
+from jaxllm.request_options import RequestOptions
+from jaxllm.sampling_params import SamplingParams
+from tests.helpers import goldens, peft_files
+from tests.helpers.engines import make_core
+from tests.helpers.fake_copies import AlwaysWorth
+from tests.helpers.slow import slow_except
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+CASES: list[list[Any]] = [
+    ["qwen3", {}],
+    ["qwen3", {"kv_cache_dtype": "fp8"}],
+    ["gemma3", {"num_gpu_blocks_override": 40}],
+    ["gpt_oss", {"num_gpu_blocks_override": 40, "tensor_parallel_size": 2}],
+    ["deepseek_v3", {}],
+    ["deepseek_v3", {"tensor_parallel_size": 2}],
+    ["qwen2", {"tensor_parallel_size": 2, "async_scheduling": False}],
+    ["llama_gqa", {"speculative_config": NGRAM}],
+]
+NUM_BLOCKS = 20
+
+
+def make(name: str, **options: Any) -> EngineCore:
+    """An engine with few blocks and a tier that loads whatever it can."""
+    core = make_core(name, **{"kv_offloading_size": 0.02, "num_gpu_blocks_override": NUM_BLOCKS, **options})
+    tier_of(core)._worth, tier_of(core)._min_blocks = AlwaysWorth(), 1
+    return core
+
+
+def tier_of(core: EngineCore) -> HostTier:
+    """The tier of an engine."""
+    (tier,) = core.scheduler.cache_manager.loading._tiers
+    assert isinstance(tier, HostTier)
+    return tier
+
+
+def make_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of several blocks, some with a common beginning."""
+    rng = random.Random(seed)
+    begin = [rng.randrange(60) for _ in range(40)]
+    lengths = [rng.choice([20, 50, 64, 95]) for _ in range(count)]
+    return [(begin * (i % 3 == 0) + [rng.randrange(60) for _ in range(n)])[:95] for i, n in enumerate(lengths)]
+
+
+class Client:
+    """Sends the same prompts again and again."""
+
+    def __init__(self, core: EngineCore, prompts: Sequence[list[int]], **options: Any):
+        self.core, self.prompts, self.options = core, prompts, options
+        self.num_sent = 0
+        self.received: dict[str, list[int]] = {}
+        self.num_cached: dict[str, int] = {}
+        """Tokens of prompts that were found, on the devices or the host."""
+
+    def send(self, **options: Any) -> list[str]:
+        """Queue all prompts."""
+        ids = []
+        for prompt in self.prompts:
+            self.num_sent += 1
+            ids.append(f"r{self.num_sent}")
+            self.core.add_request(
+                EngineCoreRequest(
+                    request_id=ids[-1],
+                    prompt_token_ids=prompt,
+                    sampling_params=SamplingParams(temperature=0.0, max_tokens=8),
+                    eos_token_ids=(),
+                    arrival_time=float(self.num_sent),
+                    options=RequestOptions(**{**self.options, **options}),
+                )
+            )
+            self.received[ids[-1]] = []
+        return ids
+
+    def take(self, outputs: Sequence[EngineCoreOutput]) -> None:
+        for output in outputs:
+            self.received[output.request_id] += output.new_token_ids
+            self.num_cached[output.request_id] = output.num_cached_tokens
+
+    def run(self, **options: Any) -> list[list[int]]:
+        """The tokens of all prompts."""
+        ids = self.send(**options)
+        while self.core.has_unfinished_requests():
+            self.take(self.core.step())
+        self.core.scheduler.check_integrity()
+        return [self.received[name] for name in ids]
+
+
+def expected(name: str, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
+    """The tokens of an engine without a tier, with room for all."""
+    core = make_core(name, **{**options, "num_gpu_blocks_override": 200})
+    try:
+        return Client(core, prompts).run()
+    finally:
+        core.shutdown()
+
+
+@pytest.mark.parametrize("case", slow_except(CASES[:1], CASES), ids=str)
+def test_tokens_are_those_without_a_tier(case: list[Any]) -> None:
+    name, options = case
+    prompts = make_prompts(8)
+    wanted = expected(name, prompts, **options)
+    core = make(name, **options)
+    client = Client(core, prompts)
+    for _ in range(4):
+        assert client.run() == wanted
+    stats = core.stats()
+    assert stats.num_stored_blocks > NUM_BLOCKS and stats.num_loaded_blocks > NUM_BLOCKS and not stats.num_damaged_blocks
+    assert 16 * NUM_BLOCKS < stats.external_prefix_cache_hits < stats.external_prefix_cache_queries
+    assert stats.external_prefix_cache_hits <= stats.prefix_cache_hits + stats.resumed_prefix_cache_hits
+    core.check_integrity()
+    core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Any:
+    """An engine for several tests, the prompts and their tokens."""
+    prompts = make_prompts(6, seed=1)
+    wanted = expected("qwen3", prompts)
+    core = make("qwen3")
+    yield core, prompts, wanted
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_preempted_requests_load_their_blocks(shared: Any) -> None:
+    core, prompts, wanted = shared
+    client = Client(core, prompts)
+    client.run()
+    before = core.stats()
+    ids = client.send()
+    for _ in range(6):
+        client.take(core.step())
+    for request in list(core.scheduler.running):
+        core.hold_requests([request.request_id])
+        core.release_requests([request.request_id])
+    while core.has_unfinished_requests():
+        client.take(core.step())
+    assert [client.received[name] for name in ids] == wanted
+    assert core.stats().num_loaded_blocks > before.num_loaded_blocks
+
+
+@pytest.mark.slow
+def test_salts_are_kept_apart_in_host_memory(shared: Any) -> None:
+    core, prompts, wanted = shared
+    client = Client(core, prompts[1:3])  # without a common beginning
+    for salt, is_found in (("a", False), ("a", True), ("b", False), ("a", True)):
+        filler = Client(core, make_prompts(4, seed=9))
+        filler.run(cache_salt=f"filler {client.num_sent}")
+        assert client.run(cache_salt=salt) == wanted[1:3]
+        assert [count > 0 for count in list(client.num_cached.values())[-2:]] == [is_found] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["bits", "another block"])
+def test_damaged_contents_are_computed_again(shared: Any, damage: str) -> None:
+    core, prompts, wanted = shared
+    client = Client(core, prompts)
+    client.run()
+    words, before = core.runner.op_runner(GatherBlocks).arena.words, core.stats()
+    if damage == "bits":
+        words[::2] ^= np.random.default_rng(0).integers(0, 2**32, words[::2].shape, np.uint32)
+    else:
+        words[:] = np.roll(words, 1, axis=0)
+    for _ in range(3):
+        assert client.run() == wanted
+    assert core.stats().num_damaged_blocks > before.num_damaged_blocks
+
+
+@pytest.mark.slow
+def test_a_failed_step_loses_no_request_and_no_right_content(shared: Any) -> None:
+    core, prompts, wanted = shared
+    client = Client(core, prompts)
+    client.run()
+    ids = client.send()
+    for index in range(60):
+        if index in (2, 5, 9):
+            core.loop.start_over()
+        client.take(core.step())
+        core.scheduler.check_integrity()
+    while core.has_unfinished_requests():
+        client.take(core.step())
+    assert [client.received[name] for name in ids] == wanted
+    contents = tier_of(core).contents
+    ready = [content for content in contents._all() if content.is_ready]
+    assert len(ready) > NUM_BLOCKS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["op:2:oom", "op:5:oom", "copy:1:error", "copy:5:error"])
+def test_a_failed_copy_ends_no_request(fault: str) -> None:
+    prompts = make_prompts(6, seed=1)
+    core = make("qwen3")
+    client = Client(core, prompts)
+    wanted = client.run()
+    with injected(fault):
+        for _ in range(3):
+            assert client.run() == wanted
+    assert core.stats().num_retried_steps == 1 if fault.startswith("op") else core._failures._failure_times
+    tier_of(core).check_integrity()
+    core.check_integrity()
+    core.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2])
+def test_prefixes_outlive_sleep_if_the_weights_do(shared: Any, level: int) -> None:
+    core, prompts, wanted = shared
+    client = Client(core, prompts)
+    client.run()
+    num_used = core.stats().num_used_host_slots
+    assert num_used
+    core.sleep(level)
+    core.wake_up()
+    assert core.stats().num_used_host_slots == (num_used if level == 1 else 0)
+    loaded = core.stats().num_loaded_blocks
+    assert client.run() == wanted
+    assert level == 2 or core.stats().num_loaded_blocks > loaded
+
+
+@pytest.mark.slow
+def test_reset_drops_what_is_in_host_memory(shared: Any) -> None:
+    core, prompts, wanted = shared
+    client = Client(core, prompts)
+    client.run()
+    client.send()
+    for _ in range(3):
+        client.take(core.step())
+    assert core.reset_prefix_cache(reset_running_requests=True)
+    while core.has_unfinished_requests():
+        client.take(core.step())
+    assert core.reset_prefix_cache() and core.stats().num_used_host_slots == 0
+    assert client.run() == wanted
+
+
+@pytest.mark.slow
+def test_adapters_with_other_files_have_other_blocks(tmp_path: Any) -> None:
+    model = goldens.golden("llama_gqa").directory
+    paths = [peft_files.write(tmp_path / name, model, seed=seed) for seed, name in enumerate(("a", "b"))]
+    prompts = make_prompts(4, seed=2)
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
+    rounds: list[list[list[list[int]]]] = []
+    for core in (make_core("llama_gqa", **options, num_gpu_blocks_override=200), make("llama_gqa", **options)):
+        client = Client(core, prompts)
+        for name, path in zip("ab", paths, strict=True):
+            number = core.add_adapter(name, str(path))
+            while core.adapter_state(number).state == "loading":
+                pass
+        rounds.append([client.run(adapter=adapter) for adapter in ("a", "b", None, "a", "b", None)])
+        num_loaded = core.stats().num_loaded_blocks
+        core.shutdown()
+    assert rounds[0] == rounds[1] and rounds[0][0] != rounds[0][2] and num_loaded > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("qwen3_next", {}, "no prefix of it can be kept"),
+        ("qwen3", {"kv_offloading_size": 1e-6}, "less than a block"),
+        ("qwen3", {"kv_offloading_size": 900_000.0}, "of memory are free"),
+        ("qwen3", {"kv_offloading_size": -1.0}, "must be at least 0"),
+        ("qwen3", {"enable_prefix_caching": False}, "prefix caching, which is off"),
+        ("qwen3", {"pipeline_parallel_size": 2}, "each stage has blocks of its own layers"),
+        ("qwen3_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}, "data-parallel ranks"),
+    ],
+)
+def test_what_excludes_a_tier_is_said(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_core(name, **{"kv_offloading_size": 0.01, **options})

@@ -1,0 +1,54 @@
+"""Random loads with a host tier. The fake runner checks in each step that every position read holds the keys of the right tokens."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm.kv_tiers.host_tier import HostTier
+from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
+from tests.scheduler.test_random_schedules import CHOICES, run_load
+
+HOST_CHOICES: dict[str, list[Any]] = {
+    "num_slots": [1, 4, 15, 60],
+    "num_staging": [3, 4, 9],
+    "max_blocks": [1, 3, 8],
+    "share_damaged": [0.0, 0.0, 0.2],
+    "num_cold": [0, 3, 12],
+}
+NUM_EVENTS = 250
+OTHERS = {name: values for name, values in CHOICES.items() if name not in ("caching", "tiers")}
+OTHERS |= {"num_blocks": [0, 13, 16], "share_again": [0.5, 0.8]}
+
+
+def run(seed: int, chosen: dict[str, Any]) -> tuple[int, int]:
+    """The number of steps, and of blocks that came from the host."""
+    sizes = {name: chosen.pop(name) for name in HOST_CHOICES}
+    num_cold = sizes.pop("num_cold")
+    made: list[FakeCopies] = []
+
+    def make_tier(rng: random.Random) -> tuple[HostTier, FakeCopies]:
+        made.append(FakeCopies(rng, **sizes))
+        return HostTier(made[0], AlwaysWorth(), num_cold=num_cold), made[0]
+
+    return run_load(seed=seed, caching=True, make_tier=make_tier, num_events=NUM_EVENTS, **chosen), made[0].num_written
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32), **{name: st.sampled_from(values) for name, values in {**OTHERS, **HOST_CHOICES}.items()})
+def test_random_schedules(seed: int, **chosen: Any) -> None:
+    run(seed, chosen)
+
+
+@pytest.mark.slow
+def test_many_random_schedules() -> None:
+    rng = random.Random(1)
+    num_steps = num_written = 0
+    while num_steps < 100_000:
+        chosen = {name: rng.choice(values) for name, values in {**OTHERS, **HOST_CHOICES}.items()}
+        chosen["tiers"] = rng.choice([(), (), ({"capacity": 3},)])
+        more_steps, more_written = run(rng.randrange(2**32), chosen)
+        num_steps, num_written = num_steps + more_steps, num_written + more_written
+    assert num_written > num_steps // 50, "hardly anything is loaded"
