@@ -1,4 +1,4 @@
-"""Prompts with images give the same tokens however the scheduler cuts them into steps: on one device, split over devices, in ranks."""
+"""Prompts with images give the same tokens however the scheduler cuts them into steps."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,9 +13,8 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.media.payload import pack
 from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.runner import runner
-from tests.helpers import engines, peft_files, pictures, vision_checkpoint
-from tests.helpers.picture_requests import golden_requests, mixed_request
-from tests.helpers.slow import slow_except
+from tests.helpers import engines, peft_files, vision_checkpoint
+from tests.helpers.picture_requests import mixed_request
 
 PAD, START, END = 261, 259, 260
 """Ids of placeholders, and of what stands around them."""
@@ -79,31 +78,6 @@ def test_chunks_of_prompts_with_images_give_the_tokens_of_whole_prompts(make_cor
         assert answers(core, mixed()) == whole
         found = engines.run(core, mixed()[2:3])["again"]
         assert found.tokens == whole["again"] and found.num_cached_tokens == 16, "the cached prefix ends inside the image"
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    slow_except(
-        [("qwen3_vl", {})],
-        [
-            ("qwen3_vl", {}),
-            ("qwen3_vl", {"tensor_parallel_size": 2}),
-            *((name, {}) for name in pictures.NAMES if name != "qwen3_vl"),
-            ("qwen3_vl_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}),
-            *((name, {"mm_max_decode_step_patches": 100}) for name in pictures.NAMES),
-            ("qwen3_vl_moe", {"data_parallel_size": 2, "enable_expert_parallel": True, "mm_max_decode_step_patches": 100}),
-        ],
-    ),
-)
-def test_engines_say_what_transformers_says(make_core, tmp_path, name, options) -> None:
-    """In steps of at most 16 tokens. A single request leaves the other rank without requests."""
-    core = make_core(model=str(pictures.write(name, tmp_path / "model")), **options)
-    requests = golden_requests(name, core.model_config.vision, logprobs=0)
-    for together in (requests, requests[:1]):
-        found = engines.run(core, together)
-        for answer, result in zip(found.values(), pictures.golden(name).results, strict=False):
-            assert answer.tokens == result.tokens
-            np.testing.assert_allclose(answer.token_logprobs.logprobs[:, 0], result.logprobs, atol=2e-4)
 
 
 @pytest.mark.slow

@@ -56,13 +56,15 @@ def answers(core: EngineCore, directory: Path) -> list[list[int]]:
 
 
 def main() -> None:
-    """Print the answers; or, without adapters, generate until the engine dies, and print how. Lines begin with "> "."""
-    directory, more = Path(sys.argv[1]), json.loads(sys.argv[2])
+    """Print the answers, where there are adapters; with "on" or without adapters generate then until the engine dies, and print how.
+    Lines begin with "> "."""
+    directory, more, is_last = Path(sys.argv[1]), json.loads(sys.argv[2]), "on" not in sys.argv[3:]
     core = EngineCore(EngineConfig.from_options(**{**options(directory), **more}))
     if core.adapters is not None:
         print(">", json.dumps(answers(core, directory)), flush=True)
-        core.shutdown()
-        return
+        if is_last:
+            core.shutdown()
+            return
     try:
         for number in range(1_000_000):
             done = engines.run(core, [engines.request(str(number), PROMPTS[0], max_tokens=8)])

@@ -57,11 +57,11 @@ def follower(
 
 @contextlib.contextmanager
 def two_hosts(
-    scenario: ModuleType, directory: Path, *, num_devices: int = 2, **options: Any
+    scenario: ModuleType, directory: Path, *how: str, num_devices: int = 2, **options: Any
 ) -> "Iterator[list[subprocess.Popen[str]]]":
-    """num_devices: of each."""
+    """how: further arguments of the scenario. num_devices: of each."""
     more = {"nnodes": 2, "master_port": free_port(), **options}
-    arguments = ("-m", scenario.__name__, str(directory), json.dumps(more))
+    arguments = ("-m", scenario.__name__, str(directory), json.dumps(more), *how)
     processes = [
         start(*arguments, num_devices=num_devices, errors=directory / "host0"),
         follower(scenario, directory, more, num_devices=num_devices, errors=directory / "host1"),
@@ -91,15 +91,9 @@ def wanted(directory):
     core.shutdown()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2},
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-    ],
-    ids=["split layers and tokens", "stages of split layers"],
-)
-def test_two_hosts_compute_what_one_device_does_and_end_together(directory, wanted, layout):
+def test_two_hosts_compute_what_one_device_does_and_end_together(directory, wanted):
+    """They split layers and tokens. Stages that split layers: see below."""
+    layout = {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}
     with two_hosts(host_scenario, directory, **layout) as hosts:
         assert wanted[:6] == wanted[6:] and wanted[0] == TOKENS
         assert json.loads(line_of(hosts[0], directory / "host0")) == wanted
@@ -164,20 +158,31 @@ def test_ranks_on_two_hosts_compute_what_one_device_does(directory, of_one_devic
     [
         (0, host_scenario.NAME, {"tensor_parallel_size": 4}),
         (1, host_scenario.NAME, {"tensor_parallel_size": 4}),
-        (1, host_scenario.NAME, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background"}),
         (1, rank_scenario.NAME, {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
-    ids=["host 0 of one mesh", "host 1 of one mesh", "of two stages", "of two ranks of two"],
+    ids=["host 0 of one mesh", "host 1 of one mesh", "of two ranks of two"],
 )
 def test_a_host_that_dies_ends_all_requests_and_the_other_host(directory, killed, name, layout):
     model = goldens.golden(name)
     with two_hosts(host_scenario, directory, model=str(model.directory), enable_lora=False, **layout) as hosts:
-        assert json.loads(line_of(hosts[0], directory / "host0")) == model.results[0].tokens[:8]
-        hosts[killed].kill()
-        died, other = time.time(), hosts[1 - killed]
-        if killed == 1:
-            told = json.loads(line_of(other, directory / "host0"))
-            assert "host 1 (" in told["error"] and "is lost" in told["error"] and told["at"] - died < MOST_SECONDS
-        assert other.wait(MOST_SECONDS) == 1
+        check_death(hosts, killed, directory, model.results[0].tokens[:8])
+
+
+def test_two_stages_compute_what_one_device_does_and_a_host_that_dies_ends_both(directory, wanted):
+    layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background"}
+    with two_hosts(host_scenario, directory, "on", **layout) as hosts:
+        assert json.loads(line_of(hosts[0], directory / "host0")) == wanted
+        check_death(hosts, 1, directory, TOKENS)
+
+
+def check_death(hosts: "list[subprocess.Popen[str]]", killed: int, directory: Path, tokens: list[int]) -> None:
+    """Host 0 says these tokens and goes on; once one host is killed, the other tells so and ends."""
+    assert json.loads(line_of(hosts[0], directory / "host0")) == tokens
+    hosts[killed].kill()
+    died, other = time.time(), hosts[1 - killed]
+    if killed == 1:
+        told = json.loads(line_of(other, directory / "host0"))
+        assert "host 1 (" in told["error"] and "is lost" in told["error"] and told["at"] - died < MOST_SECONDS
+    assert other.wait(MOST_SECONDS) == 1
     errors = (directory / f"host{1 - killed}").read_text()
     assert f"host {killed}" in errors and "Traceback" not in errors and "stack trace" not in errors, errors

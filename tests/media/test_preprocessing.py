@@ -1,12 +1,15 @@
 """Patches are equal to what transformers' image processors compute, pixel by pixel."""
 
+import functools
 import json
 import random
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from jaxllm.media.payload import unpack
 from jaxllm.model_parts.vision import VisionFamily
@@ -17,22 +20,32 @@ GOLDEN = json.loads(GOLDENS.read_text())
 FAMILIES = tuple(VISIONS)
 
 
+@pytest.fixture(scope="module")
+def drawn() -> Callable[[int, int], Image.Image]:
+    """Draws the picture of a size, once for all families."""
+    return functools.cache(picture)
+
+
+@pytest.fixture(scope="module")
+def file(drawn) -> Callable[[int, int], bytes]:
+    return functools.cache(lambda width, height: encoded(drawn(width, height)))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_patches_are_those_of_the_goldens(tmp_path, family: VisionFamily) -> None:
+def test_patches_are_those_of_the_goldens(tmp_path, drawn, family: VisionFamily) -> None:
     prepare = processor(tmp_path, family)
     for width, height in sorted(SIZES, key=lambda size: size[0] * size[1])[:20]:
-        _, patches = unpack(prepare.process(media(picture(width, height))).payload)
+        _, patches = unpack(prepare.process(media(drawn(width, height))).payload)
         assert digest(patches) == GOLDEN[family][f"{width}x{height}"], (width, height)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_patches_are_those_that_transformers_computes(tmp_path, family: VisionFamily) -> None:
+def test_patches_are_those_that_transformers_computes(tmp_path, drawn, file, family: VisionFamily) -> None:
     prepare = processor(tmp_path, family)
     for width, height in SIZES:
-        image = picture(width, height)
-        expected = oracle(family, image)
-        processed = prepare.process(media(encoded(image)))
+        expected = oracle(family, drawn(width, height))
+        processed = prepare.process(media(file(width, height)))
         grid, patches = unpack(processed.payload)
         np.testing.assert_array_equal(patches, expected)
         assert digest(expected) == GOLDEN[family][f"{width}x{height}"]
