@@ -102,7 +102,9 @@ class Scheduler:
         """All unfinished requests by id."""
         self._deadlines = Deadlines()
         self._num_left_waiting = 0
-        """Requests that did not fit into the latest step, but for those that need something else than a place (`Fit.LATER`)."""
+        """Requests that did not fit into the latest step."""
+        self._num_deferred = 0
+        """Those of them that need something else than a place: `Fit.LATER`."""
         self._extend_hashes = block_hasher(block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
         self._num_watermark_blocks = int(options.watermark * num_blocks)
         self._in_flight: dict[int, list[Share]] = {}
@@ -127,8 +129,9 @@ class Scheduler:
         check_servable(request, self.cache_manager, self.max_model_len)
         if request.spec.items:
             check_items(request, self.chunk_rooms)
-        # Requests added since the latest step can still get a seat, if that step left no request waiting.
-        num_seats = 0 if min(self._num_left_waiting, len(self.waiting)) else self.max_num_seqs - len(self.running)
+        # Requests added since the latest step can still get a seat, if that step left no request waiting for one.
+        has_seats = self.num_left_waiting <= self._num_deferred
+        num_seats = self.max_num_seqs - len(self.running) if has_seats else 0
         try:
             check_room(request, self.waiting, self.requests.values(), self.options, num_seats)
         except OverloadedError as error:
@@ -308,11 +311,11 @@ class Scheduler:
         masked_wait = self.num_stages > 1 or (masked_wait and any(request.matcher is None for request in self.running))
         shares, budget = self._schedule_running(cap, most_drafts, masked_wait=masked_wait)
         new_requests: list[NewRequestData] = []
-        num_deferred = 0
+        self._num_deferred = 0
         # A step never both preempts and admits: the admitted request would be preempted next.
         if self.waiting and budget > 0 and self._totals.num_preemptions == num_preemptions:
-            new_requests, num_deferred = self._schedule_waiting(shares, cap, budget)
-        self._num_left_waiting = len(self.waiting) - num_deferred
+            new_requests = self._schedule_waiting(shares, cap, budget)
+        self._num_left_waiting = len(self.waiting)
         return self._commit(shares, new_requests, most_drafts)
 
     def _schedule_running(self, cap: int, most_drafts: int, *, masked_wait: bool) -> tuple[list[Share], int]:
@@ -428,16 +431,14 @@ class Scheduler:
         self._totals.num_preemptions += 1
         self._preempted_ids.append(request.request_id)
 
-    def _schedule_waiting(self, shares: list[Share], cap: int, budget: int) -> tuple[list[NewRequestData], int]:
-        """Admit waiting requests in order, up to the first that others may not overtake. Appends their shares to `shares`. Returns also how
-        many have to wait for something else than a place."""
+    def _schedule_waiting(self, shares: list[Share], cap: int, budget: int) -> list[NewRequestData]:
+        """Admit waiting requests in order, up to the first that others may not overtake. Appends their shares to `shares`."""
         manager, whole = self.cache_manager, self.options.scheduler_reserve_full_isl
         loading = manager.loading
         # Blocks that earlier admitted prompts have yet to allocate: they count as used.
         num_promised = sum(self._num_blocks_to_come(share) for share in shares) if whole else 0
         new_requests: list[NewRequestData] = []
         skipped: list[Request] = []
-        num_deferred = 0
         try:
             while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
                 request = self.waiting.peek()
@@ -447,7 +448,7 @@ class Scheduler:
                 if fit is Fit.IN_TURN:
                     break
                 if fit is Fit.LATER:
-                    num_deferred += 1
+                    self._num_deferred += 1
                     skipped.append(self.waiting.pop())
                     continue
                 if loading is not None:
@@ -504,7 +505,7 @@ class Scheduler:
             raise PlanError(request.request_id) from error
         for request in reversed(skipped):
             self.waiting.put_back(request)
-        return new_requests, num_deferred
+        return new_requests
 
     def _num_blocks_to_come(self, share: Share) -> int:
         """Number of blocks that the rest of a prompt will take after this step."""

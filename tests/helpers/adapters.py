@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.engine import loop
 from jaxllm.engine.op_queue import OpQueue
 from jaxllm.errors import AdapterError, JaxLLMError
 from jaxllm.lora.manager import LoRAManager
@@ -224,6 +225,8 @@ class AdapterEngine:
             self.tick()
             self._take(self.engine.collect())
         else:
+            if jobs := [job for job in self.adapters.jobs() if not job.done()]:
+                self.threads.wait(jobs, loop.MAX_WAIT_SECONDS)
             self.tick(0.001)
         self.check()
         return admitted
