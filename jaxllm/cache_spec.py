@@ -133,9 +133,7 @@ class RowState:
 
 @dataclass(frozen=True)
 class EncodedState(RowState):
-    """Keys [heads, positions, width] and values [heads, width, positions] that a layer has of what an encoder computed for each running
-    request. What a step sums over lies last in both: XLA on a GPU makes each product with a row a sum over the last dimension, and
-    would read values of the other order one by one.
+    """Keys and values that a layer has of what an encoder computed for each running request.
 
     Unlike other states, they are written before the request's first step, as a whole and anew when it is computed from its beginning
     again, and no step changes them.
@@ -157,7 +155,7 @@ def encoded_layer(config: ModelConfig, layer: int) -> int:
 def _encoded(layer: CrossAttentionLayer, config: ModelConfig) -> EncodedState:
     assert config.audio is not None and layer.cross is not None
     shape = (config.audio.num_positions, layer.cross.head_dim)
-    return EncodedState(tuple(StateArray(layer.cross.num_kv_heads, each, config.dtype) for each in (shape, shape[::-1])))
+    return EncodedState((StateArray(layer.cross.num_kv_heads, shape, config.dtype),) * 2)
 
 
 def row_bytes(config: ModelConfig) -> int:

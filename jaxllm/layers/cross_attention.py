@@ -43,27 +43,27 @@ class CrossAttention(nnx.Module):
         self.out = Linear("tkh,khd->td", (K, H, D), axes, dtype, modules=modules, bias=part.out_bias)
 
     def encoded(self, x_FD: Array) -> tuple[Array, Array]:
-        """Keys [K, F, H] and values [K, H, F] of the encoder's positions, which rows keep; of several devices, those of its heads."""
-        return self.k(x_FD).swapaxes(0, 1), self.v(x_FD).transpose(1, 2, 0)
+        """Keys and values [K, F, H] of the encoder's positions, which rows keep; of several devices, those of this one's heads."""
+        return self.k(x_FD).swapaxes(0, 1), self.v(x_FD).swapaxes(0, 1)
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
         assert step.states is not None, "the step has no states by row"
         kept = step.states.read(self.layer)
         assert kept is not None, "nothing is encoded"
-        k_NKFH, v_NKHF = kept
-        out_TKH = attend_to_rows(products(self.q, runs, step), k_NKFH, v_NKHF, step.states.rows, self.part.scale)
+        k_NKFH, v_NKFH = kept
+        out_TKH = attend_to_rows(products(self.q, runs, step), k_NKFH, v_NKFH, step.states.rows, self.part.scale)
         return products_by_run(self.out, out_TKH, runs, step)
 
 
-def attend_to_rows(q_TKH: Array, k_NKFH: Array, v_NKHF: Array, rows: StateRows, scale: float) -> Array:
+def attend_to_rows(q_TKH: Array, k_NKFH: Array, v_NKFH: Array, rows: StateRows, scale: float) -> Array:
     """Attention outputs [T, K, H] of queries to all keys of their row; of padding anything finite."""
 
     def attend(q_tKH: Array, row_t: Array) -> Array:
         options = {"precision": precision_of(q_tKH.dtype), "preferred_element_type": jnp.float32}
         scores_tKF = jnp.einsum("tkh,tkfh->tkf", q_tKH, k_NKFH[row_t], **options) * scale  # type: ignore[arg-type]
-        weight_tKF = jax.nn.softmax(scores_tKF).astype(v_NKHF.dtype)
-        out_tKH = jnp.einsum("tkf,tkhf->tkh", weight_tKF, v_NKHF[row_t], **options)  # type: ignore[arg-type]
+        weight_tKF = jax.nn.softmax(scores_tKF).astype(v_NKFH.dtype)
+        out_tKH = jnp.einsum("tkf,tkfh->tkh", weight_tKF, v_NKFH[row_t], **options)  # type: ignore[arg-type]
         return out_tKH.astype(q_tKH.dtype)
 
     if rows.query_start_R1 is None:

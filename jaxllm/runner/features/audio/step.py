@@ -41,6 +41,6 @@ class Hearing(StepFeature):
     def encode(self, params: Params, states: Caches, features_TM: jax.Array, row_1: jax.Array) -> Caches:
         """The states of all rows with those of one clip, in a row; beyond the last row nothing is written."""
         encoded_FD = self.encoded(params, features_TM)
-        found = [part for block in self.merge_model(params).blocks for part in block.cross.encoded(encoded_FD)]  # type: ignore[attr-defined]
+        found = [part_KFH for block in self.merge_model(params).blocks for part_KFH in block.cross.encoded(encoded_FD)]  # type: ignore[attr-defined]
         written = (state.at[row_1].set(part[None], mode="drop") for state, part in zip(states, found, strict=True))
         return tuple(written)
