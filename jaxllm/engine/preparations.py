@@ -23,7 +23,7 @@ class Preparation(AdmissionRoom, Protocol):
         """Process what is prepared. Called once a step. Returns the outputs of requests that failed."""
 
     def jobs(self) -> Sequence[Future[Any]]:
-        """What threads prepare now for requests that wait. Some may be done that `settle` has not processed."""
+        """Futures of the work of threads for requests that wait. Some may be done that `settle` has not processed."""
 
     def forget_slots(self) -> None:
         """Drop what the device had of it: its memory was released."""

@@ -96,11 +96,12 @@ class AudioEmbedder(AudioEncoder):
         return x
 
 
-def encoding_bytes(audio: Audio) -> int:
-    """Temporary bytes while the longest clip is encoded, an estimate: a head's scores and a layer's arrays, in float32, in which XLA
-    computes narrower types too on a CPU."""
-    scores = 2 * audio.num_positions**2
-    return 4 * (scores + audio.num_frames * (8 * audio.hidden_size + 2 * audio.mlp.width))
+def encoding_bytes(audio: Audio, dtype: str) -> int:
+    """Temporary bytes while the longest clip is encoded, an estimate: a layer's arrays, and scores of all heads in float32 and in the
+    model's type, or on a CPU of one head; XLA computes narrower types in float32 there."""
+    itemsize, scores = jnp.dtype(dtype).itemsize, audio.num_positions**2
+    of_layer = audio.num_frames * (8 * audio.hidden_size + 2 * audio.mlp.width)
+    return max((4 + itemsize) * audio.num_heads * scores + itemsize * of_layer, 4 * (2 * scores + of_layer))
 
 
 class Convolution(nnx.Module):
@@ -154,7 +155,7 @@ def attention_of(
     attention: the implementation of segment attention. What it gives behind num_real has no meaning.
     """
     if attention in PLAIN:
-        return partial(attend_by_head, num_real=num_real)
+        return partial(attend_plainly, num_real=num_real)
     segment_F = jnp.zeros(num_positions, jnp.int32)
     if num_real is not None:
         segment_F = jnp.where(jnp.arange(num_positions) < num_real, segment_F, -1)
@@ -162,8 +163,24 @@ def attention_of(
 
 
 @partial(jax.jit, static_argnames="scale")
+def attend_plainly(q_FNH: Array, k_FNH: Array, v_FNH: Array, *, num_real: Array | None, scale: float) -> Array:
+    """Plain JAX: all heads together, but on a CPU, where XLA computes products of many heads slowly."""
+    by_head, together = (partial(attend, num_real=num_real, scale=scale) for attend in (attend_by_head, attend_together))
+    return jax.lax.platform_dependent(q_FNH, k_FNH, v_FNH, cpu=by_head, default=together)
+
+
+def attend_together(q_FNH: Array, k_FNH: Array, v_FNH: Array, *, num_real: Array | None, scale: float) -> Array:
+    """All heads in one product."""
+    options = {"precision": precision_of(q_FNH.dtype), "preferred_element_type": jnp.float32}
+    scores_NQK = jnp.einsum("qnh,knh->nqk", q_FNH, k_FNH, **options) * scale  # type: ignore[arg-type]
+    if num_real is not None:
+        scores_NQK = jnp.where(jnp.arange(len(k_FNH)) < num_real, scores_NQK, -jnp.inf)
+    weight_NQK = jax.nn.softmax(scores_NQK).astype(v_FNH.dtype)
+    return jnp.einsum("nqk,knh->qnh", weight_NQK, v_FNH, **options).astype(q_FNH.dtype)  # type: ignore[arg-type]
+
+
 def attend_by_head(q_FNH: Array, k_FNH: Array, v_FNH: Array, *, num_real: Array | None, scale: float) -> Array:
-    """Plain JAX, one head after the other: XLA computes products of many heads slowly on a CPU."""
+    """One head after the other."""
     options = {"precision": precision_of(q_FNH.dtype), "preferred_element_type": jnp.float32}
 
     def attend(head: tuple[Array, ...]) -> Array:

@@ -104,7 +104,7 @@ class Scheduler:
         self._num_left_waiting = 0
         """Requests that did not fit into the latest step."""
         self._num_deferred = 0
-        """Those of them that need something else than a place: `Fit.LATER`."""
+        """Requests among them that need something else than a place: `Fit.LATER`."""
         self._extend_hashes = block_hasher(block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
         self._num_watermark_blocks = int(options.watermark * num_blocks)
         self._in_flight: dict[int, list[Share]] = {}

@@ -29,7 +29,7 @@ def golden(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
 
 def check(name: str, core: EngineCore) -> None:
-    """All prompts together, and one alone, beside which another rank is idle."""
+    """All prompts together, and one alone while another rank is idle."""
     requests = golden_requests(name, core.model_config.vision, logprobs=0)
     for together in (requests, requests[:1]):
         found = engines.run(core, together)

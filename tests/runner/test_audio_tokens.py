@@ -13,7 +13,7 @@ from flax import nnx
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.device_ops import EncodeItem
 from jaxllm.encoder_sizes import EncoderSizes
-from jaxllm.layers.audio import AudioEmbedder, encoding_bytes
+from jaxllm.layers.audio import AudioEmbedder, attend_by_head, attend_together, encoding_bytes
 from jaxllm.media.features import pack_part
 from jaxllm.model_parts import MLP, Audio, AudioTokens, MergerLinear
 from jaxllm.models.load_config import load_model_config
@@ -130,7 +130,20 @@ def test_encoding_takes_no_more_memory_than_is_planned(dtype: str) -> None:
 
     given = jax.ShapeDtypeStruct((3000, 128), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     found = jax.jit(encode).lower(state, *given).compile().memory_analysis()
-    assert 0 < found.temp_size_in_bytes + found.output_size_in_bytes <= encoding_bytes(audio)
+    assert 0 < found.temp_size_in_bytes + found.output_size_in_bytes <= encoding_bytes(audio, dtype)
+
+
+@pytest.mark.parametrize("num_real", [None, 5])
+def test_attention_of_all_heads_together_is_that_of_each(num_real: int | None) -> None:
+    """CPUs compute one head after the other, other devices all together."""
+    q_FNH, k_FNH, v_FNH = np.random.default_rng(0).normal(size=(3, 9, 4, 8)).astype(np.float32)
+    scores_NQK = np.einsum("qnh,knh->nqk", *map(np.float64, (q_FNH, k_FNH))) * 0.5
+    weight_NQK = np.exp(scores_NQK[..., :num_real])
+    weight_NQK /= weight_NQK.sum(-1, keepdims=True)
+    expected = np.einsum("nqk,knh->qnh", weight_NQK, v_FNH[:num_real])
+    for attend in (attend_together, attend_by_head):
+        found = attend(*map(jnp.asarray, (q_FNH, k_FNH, v_FNH)), num_real=num_real, scale=0.5)  # type: ignore[arg-type]
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_memory_is_planned_for_encoder_slab_and_the_longest_clip(tmp_path) -> None:
@@ -143,7 +156,7 @@ def test_memory_is_planned_for_encoder_slab_and_the_longest_clip(tmp_path) -> No
 
     audio, unprofiled = model_config.audio, planned(skip_mm_profiling=True)
     assert audio is not None
-    assert planned() - unprofiled == encoding_bytes(audio)
+    assert planned() - unprofiled == encoding_bytes(audio, "float32")
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(AudioEmbedder(audio, "float32"))))
     assert unprofiled == weights + (EncoderSizes.of_audio(audio).num_pages * 64 + 64) * 4 * 64
     assert audio_tokens.memory_bytes(EngineConfig(), replace(model_config, audio=None), None) == 0  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalL
     sizes = EncoderSizes.of_audio(audio)
     kept = sizes.num_pages * sizes.page_embeddings + config.scheduler.max_step_tokens
     num_bytes = encoder.num_bytes + kept * tokens.output_size * jnp.dtype(model_config.dtype).itemsize
-    return num_bytes if config.multimodal.skip_mm_profiling else num_bytes + encoding_bytes(audio)
+    return num_bytes if config.multimodal.skip_mm_profiling else num_bytes + encoding_bytes(audio, model_config.dtype)
 
 
 def make(parts: FeatureParts) -> StepFeature | None:

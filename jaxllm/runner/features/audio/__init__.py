@@ -20,7 +20,7 @@ def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalL
     encoder, audio = audio_weights(config.model, model_config), model_config.audio
     if encoder is None or audio is None or not model_config.attends_to_audio:
         return 0
-    return encoder.num_bytes + encoding_bytes(audio)
+    return encoder.num_bytes + encoding_bytes(audio, model_config.dtype)
 
 
 def make(parts: FeatureParts) -> StepFeature | None:
