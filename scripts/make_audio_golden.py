@@ -12,6 +12,7 @@ import copy
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,11 @@ def compute(arguments: dict[str, Any]) -> dict[str, Any] | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write tests/goldens/whisper/audio.json.")
     parser.add_argument("--output", type=Path, default=FOLDER / "whisper" / "audio.json")
-    path = parser.parse_args().output
+    write_first(compute, parser.parse_args().output)
+
+
+def write_first(compute: Callable[[dict[str, Any]], dict[str, Any] | None], path: Path) -> None:
+    """Write what `compute` finds for the first checkpoint, by the arguments of its random values, for which it finds something."""
     import torch
 
     torch.set_grad_enabled(False)
