@@ -155,7 +155,8 @@ def attention_of(
     attention: the implementation of segment attention. What it gives behind num_real has no meaning.
     """
     if attention in PLAIN:
-        return partial(attend_plainly, num_real=num_real)
+        # XLA computes products of many heads slowly on a CPU.
+        return partial(attend_by_head if jax.default_backend() == "cpu" else attend_together, num_real=num_real)
     segment_F = jnp.zeros(num_positions, jnp.int32)
     if num_real is not None:
         segment_F = jnp.where(jnp.arange(num_positions) < num_real, segment_F, -1)
@@ -163,14 +164,8 @@ def attention_of(
 
 
 @partial(jax.jit, static_argnames="scale")
-def attend_plainly(q_FNH: Array, k_FNH: Array, v_FNH: Array, *, num_real: Array | None, scale: float) -> Array:
-    """Plain JAX: all heads together, but on a CPU, where XLA computes products of many heads slowly."""
-    by_head, together = (partial(attend, num_real=num_real, scale=scale) for attend in (attend_by_head, attend_together))
-    return jax.lax.platform_dependent(q_FNH, k_FNH, v_FNH, cpu=by_head, default=together)
-
-
 def attend_together(q_FNH: Array, k_FNH: Array, v_FNH: Array, *, num_real: Array | None, scale: float) -> Array:
-    """All heads in one product."""
+    """Plain JAX: all heads in one product."""
     options = {"precision": precision_of(q_FNH.dtype), "preferred_element_type": jnp.float32}
     scores_NQK = jnp.einsum("qnh,knh->nqk", q_FNH, k_FNH, **options) * scale  # type: ignore[arg-type]
     if num_real is not None:
@@ -179,8 +174,9 @@ def attend_together(q_FNH: Array, k_FNH: Array, v_FNH: Array, *, num_real: Array
     return jnp.einsum("nqk,knh->qnh", weight_NQK, v_FNH, **options).astype(q_FNH.dtype)  # type: ignore[arg-type]
 
 
+@partial(jax.jit, static_argnames="scale")
 def attend_by_head(q_FNH: Array, k_FNH: Array, v_FNH: Array, *, num_real: Array | None, scale: float) -> Array:
-    """One head after the other."""
+    """Plain JAX: one head after the other."""
     options = {"precision": precision_of(q_FNH.dtype), "preferred_element_type": jnp.float32}
 
     def attend(head: tuple[Array, ...]) -> Array:
