@@ -167,13 +167,14 @@ def engine(model: Model, sizes: Sizes, *, tiny: bool) -> Iterator[Any]:
 
 
 class Copying:
-    """Copies among the upper half of an engine's blocks, which no request has, and what each block should have."""
+    """Copies among half of an engine's blocks, which are taken from its pool, and what each block should have."""
 
     def __init__(self, core: Any, seed: int = 0):
         self.core, self.rng = core, np.random.default_rng(seed)
         self.copier = core.runner.op_runner(GatherBlocks)
-        num_blocks = core.memory_plan.num_blocks
-        self.blocks = np.arange(num_blocks // 2, num_blocks)
+        pool = core.scheduler.cache_manager.pool
+        self.taken = pool.allocate(pool.num_free_blocks // 2)
+        self.blocks = np.array(sorted(block.block_id for block in self.taken))
         self.content = dict(zip(self.blocks.tolist(), self.blocks.tolist(), strict=True))
         """By block, that which had its content at first."""
         self.unknown: set[int] = set()
@@ -181,8 +182,8 @@ class Copying:
         num_copies, key = self.copier.format.num_copies, jax.random.key(seed)
         filled, self.at_first = [], []
         for cache, each in zip(core.runner.caches, jax.random.split(key, len(core.runner.caches)), strict=True):
-            filled.append(_fill(cache, each, len(self.blocks), num_copies))
-            self.at_first.append(jnp.copy(filled[-1][num_blocks // 2 :]))
+            filled.append(_fill(cache, each, self.blocks, num_copies))
+            self.at_first.append(filled[-1][self.blocks])
         core.runner.caches = tuple(filled)
         self._numbers = itertools.count(1)
         self.is_over: dict[int, FinishedCopy] = {}
@@ -232,22 +233,21 @@ class Copying:
 
     def wrong_blocks(self) -> int:
         """Blocks that do not have what they should."""
-        first = int(self.blocks[0])
-        wanted = jnp.array([self.content[block] - first for block in self.blocks.tolist()])
+        wanted = np.searchsorted(self.blocks, [self.content[block] for block in self.blocks.tolist()])
         wrong = np.zeros(len(self.blocks), bool)
         for cache, at_first in zip(self.core.runner.caches, self.at_first, strict=True):
-            wrong |= np.asarray(_differs(cache[first:], at_first[wanted]))
-        return sum(bool(wrong[block - first]) for block in self.blocks.tolist() if block not in self.unknown)
+            wrong |= np.asarray(_differs(cache[self.blocks], at_first[wanted]))
+        return sum(bool(differs) for block, differs in zip(self.blocks.tolist(), wrong, strict=True) if block not in self.unknown)
 
 
-def _fill(cache: jax.Array, key: jax.Array, count: int, num_copies: int) -> jax.Array:
-    """A cache with random bits in its last blocks, equal in copies of heads."""
+def _fill(cache: jax.Array, key: jax.Array, blocks: np.ndarray, num_copies: int) -> jax.Array:
+    """A cache with random bits in some blocks, equal in copies of heads."""
     bits = jnp.dtype(f"uint{8 * cache.dtype.itemsize}")
 
     def fill(cache: jax.Array, key: jax.Array) -> jax.Array:
         _, heads, *rest = cache.shape
-        new = jax.random.bits(key, (count, heads // num_copies, *rest), bits)
-        return cache.at[-count:].set(jax.lax.bitcast_convert_type(jnp.repeat(new, num_copies, axis=1), cache.dtype))
+        new = jax.random.bits(key, (len(blocks), heads // num_copies, *rest), bits)
+        return cache.at[blocks].set(jax.lax.bitcast_convert_type(jnp.repeat(new, num_copies, axis=1), cache.dtype))
 
     return jax.jit(fill, donate_argnums=0, out_shardings=cache.sharding)(cache, key)
 
@@ -305,6 +305,7 @@ def _copies(name: str, model: Model, *, tiny: bool) -> Iterator[Outcome]:
         yield Outcome(
             name, not wrong and moved > 0 and equal == len(alone), f"{detail}; {sizes.num_rounds} copies, a fifth damaged"
         )
+        core.scheduler.cache_manager.pool.free(copying.taken)
         end_all(llm.llm_engine)
 
 

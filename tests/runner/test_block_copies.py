@@ -285,7 +285,8 @@ def test_copies_of_cuda_reach_the_slots_and_come_back(monkeypatch: pytest.Monkey
     transfer.to_host(jax.device_put(rows, place), slots)
     np.testing.assert_array_equal(arena.words[slots], rows[::num_copies, :6].swapaxes(0, 1))
     assert not arena.words[[5, 6, 7, 8]].any() and fake.num_copies == 4 * num_parts
-    empty = jax.jit(lambda: jax.numpy.zeros(rows.shape, np.uint32), out_shardings=place)()
+    zeros = jax.jit(lambda: jax.numpy.zeros(rows.shape, np.uint32), out_shardings=place)
+    empty = jax.block_until_ready(zeros())  # raw copies do not wait for programs
     back = np.asarray(transfer.to_device(empty, [9, 3, 4]))
     np.testing.assert_array_equal(back[:, :3], rows[:, [4, 2, 3]])
     assert not back[:, 3:].any()
