@@ -1,6 +1,7 @@
 """The output of the engine core (`EngineCoreOutput`) and the output that a caller receives (`RequestOutput`)."""
 
 from dataclasses import dataclass, field, make_dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,6 +35,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """Steps that have verified drafts of the request so far, by the number of drafts that they accepted; None: none has."""
     num_draft_tokens: int = 0
     """Drafts that they verified."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """On the last output of a request whose blocks are kept for a decode engine: what that engine is to be sent with the prompt."""
 
 
 class Logprob(msgspec.Struct, gc=False):
@@ -98,9 +101,11 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One per prompt token; the first is None."""
     num_cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens that came from the prefix cache; if a prefill engine computed the prompt, from that one's."""
     num_cache_creation_tokens: int = 0
     """Prompt tokens that were computed, in full blocks that the prefix cache keeps."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """With the last answer of a request whose blocks are kept for a decode engine: what that engine is to be sent with the prompt."""
     metrics: RequestMetrics | None = field(default=None, repr=False)
 
 

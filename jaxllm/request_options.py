@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.kv_transfer import KVTransfer
 
 _MAX_SALT_LENGTH, _NOT_IN_SALT = 128, frozenset("@/\\\0")
 _MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
@@ -30,6 +31,8 @@ class RequestOptions:
     """Requests of one session go to one replica as long as it takes them at once."""
     client: str = ""
     """The client that sent it, as the scheduling policy "fair" distinguishes clients."""
+    kv_transfer: KVTransfer | None = None
+    """Where blocks of its prompt come from, and for whom they are kept; None: this engine computes and uses them alone."""
 
     def check(self) -> None:
         """Raise InvalidRequestError for a value that no engine takes."""

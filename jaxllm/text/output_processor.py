@@ -164,6 +164,7 @@ class _Live:
         """Whether they have arrived, even if they were sent on already."""
         self.num_cached_tokens: int | None = None
         self.num_cache_creation_tokens = 0
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.vectors = _NO_VECTORS
         """The result of a finished pooling request."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
@@ -227,6 +228,7 @@ class _Live:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens or 0,
             num_cache_creation_tokens=self.num_cache_creation_tokens,
+            kv_transfer_params=self.kv_transfer_params if self.is_finished else None,
             metrics=self.metrics,
         )
 
@@ -321,6 +323,8 @@ class OutputProcessor:
                         queue_seconds=output.queue_seconds,
                         prefill_seconds=output.prefill_seconds,
                     )
+            if output.kv_transfer_params is not None:
+                live.kv_transfer_params = output.kv_transfer_params
             if output.accepted_counts is not None and len(live.answers) == 1:
                 live.metrics.accepted_counts, live.metrics.num_draft_tokens = output.accepted_counts, output.num_draft_tokens
             if output.num_preemptions != answer.num_preemptions:
@@ -396,7 +400,7 @@ class OutputProcessor:
         if live.metrics.first_token_time is None:
             live.metrics.first_token_time = now
             live.metrics.queue_seconds, live.metrics.prefill_seconds = item.queue_seconds, item.prefill_seconds
-            live.num_cached_tokens = item.num_cached_tokens
+            live.num_cached_tokens = _num_cached_tokens(live.request.children[0], item)
             if (size := self._cached_block_tokens) is not None:
                 num_full = len(answer.prompt_token_ids) // size * size
                 live.num_cache_creation_tokens = max(0, num_full - item.num_cached_tokens)
@@ -425,3 +429,11 @@ class OutputProcessor:
             )
             if live.is_finished:
                 live.counted_by.all_answers_finished(max(len(each.token_ids) for each in live.answers))
+
+
+def _num_cached_tokens(request: EngineCoreRequest, first: EngineCoreOutput) -> int:
+    """Prompt tokens that were cached where the prompt was computed: here, or by the prefill engine."""
+    transfer = request.options.kv_transfer
+    if transfer is None or transfer.num_cached_tokens is None:
+        return first.num_cached_tokens
+    return min(transfer.num_cached_tokens, len(request.prompt_token_ids))

@@ -4,8 +4,10 @@ from typing import Any
 import pytest
 
 from jaxllm.config import EngineConfig
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.request import ErrorKind, FinishReason
+from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.input_processor import InputProcessor, ParentRequest
 from jaxllm.text.output_processor import OutputProcessor
@@ -279,3 +281,24 @@ def test_an_error_of_the_core_reaches_the_caller_with_its_kind(tokenizer: Tokeni
     (output,) = texts.say(request, [], FinishReason.ERROR, **fields)
     answer = output.outputs[0]
     assert (answer.finish_reason, answer.stop_reason, answer.error_kind) == ("error", "too late", ErrorKind.TIMEOUT)
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_transfer_parameters_come_with_the_last_output_of_the_request(tokenizer: Tokenizer, kind: RequestOutputKind) -> None:
+    texts, params = Texts(tokenizer), {"do_remote_prefill": True, "remote_port": 1}
+    request = texts.add(output_kind=kind, n=2)
+    outputs = texts.say(request, [70], FinishReason.LENGTH, kv_transfer_params=params)
+    assert all(output.kv_transfer_params is None for output in outputs)
+    (last,) = texts.say(request, [71], FinishReason.LENGTH, child=1)
+    assert last.finished and last.kv_transfer_params == params
+
+
+@pytest.mark.parametrize(("told", "expected"), [(None, 16), (0, 0), (2, 2), (99, 3)])
+def test_cached_tokens_are_those_that_the_prefill_engine_found(tokenizer: Tokenizer, told: int | None, expected: int) -> None:
+    texts = Texts(tokenizer)
+    request = texts.inputs.process(
+        "r", [1, 2, 3], SamplingParams(), options=RequestOptions(kv_transfer=KVTransfer(num_cached_tokens=told))
+    )
+    texts.processor.add(request)
+    (output,) = texts.say(request, [70], FinishReason.LENGTH, num_cached_tokens=16)
+    assert output.num_cached_tokens == expected
