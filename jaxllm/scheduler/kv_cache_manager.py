@@ -4,7 +4,7 @@ Layers form groups (`jaxllm.cache_spec`). A request has a block table for each g
 says which blocks have expired, and which a cached prefix must have. All groups take their blocks from one pool.
 """
 
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
@@ -156,10 +156,18 @@ class KVCacheManager:
         names = self._longest_prefix(request.block_hashes, lookups)
         if len(names) * self.block_size <= num_cached_tokens:
             return None
+        return [(self.pool.find(name), name) for name in self._names_in_groups(names)]
+
+    def names_of_prompt(self, request: Request) -> list[bytes]:
+        """The names, in all groups, that another engine needs to continue behind the full blocks of a prompt."""
+        return self._names_in_groups(request.block_hashes[: request.num_prompt_tokens // self.block_size])
+
+    def _names_in_groups(self, names: Sequence[bytes]) -> list[bytes]:
+        """The names of a prefix in all groups, but for blocks that have expired behind it. In the order of the sequence."""
         # Without these, `longest_prefix` would not find it: computation continues at the last of its tokens, or behind it.
         expired = [policy.num_expired(len(names) * self.block_size - 1, self.block_size) for policy in self.policies]
         return [
-            (self.pool.find(name + suffix), name + suffix)
+            name + suffix
             for index, name in enumerate(names)
             for num_expired, suffix in zip(expired, self._suffixes, strict=True)
             if index >= num_expired
@@ -235,6 +243,7 @@ class KVCacheManager:
         if table is None:
             self.pool.touch(shared)
             table = self._tables[request.request_id] = _BlockTable(groups)
+            self._keep(request, shared)
         new_blocks = self.pool.allocate(num_new * len(groups))
         for index, group in enumerate(groups):
             group.blocks += new_blocks[index * num_new : (index + 1) * num_new]
@@ -284,7 +293,13 @@ class KVCacheManager:
             for group, suffix in zip(table.groups, self._suffixes, strict=True):
                 if index >= group.num_expired:
                     self.pool.publish(group.blocks[index], request.block_hashes[index] + suffix)
+            self._keep(request, [group.blocks[index] for group in table.groups])
         table.num_published = max(table.num_published, num_full)
+
+    def _keep(self, request: Request, blocks: Iterable[KVCacheBlock]) -> None:
+        """Store blocks of a request that another engine continues."""
+        if self.loading is not None and request.is_kept_for_decode:
+            self.loading.keep([block.block_hash for block in blocks if block.block_hash is not None])
 
     def reset_prefix_cache(self) -> bool:
         """Discard all cached content. Does nothing and returns False while any request holds blocks."""

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block import KVCacheBlock
-from jaxllm.scheduler.cache_tier import CacheTier
+from jaxllm.scheduler.cache_tier import CacheTier, KeepingTier
 from jaxllm.scheduler_stats import SchedulerStats
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Loading:
 
     def __init__(self, manager: "KVCacheManager", tiers: Sequence[CacheTier]):
         self._manager, self._tiers = manager, tiers
+        self._keepers = [tier for tier in tiers if isinstance(tier, KeepingTier)]
         self._loads: dict[str, _Load] = {}
         """Loads by request, in the order of their beginning."""
         self._arriving: set[bytes] = set()
@@ -171,6 +172,28 @@ class Loading:
         copies = [copy for load in self._loads.values() for copy in load.copies]
         if copies:
             copies[0].tier.wait(min(seconds, max(0.0, min(copy.deadline for copy in copies) - time.monotonic())))
+        elif self.is_keeping:
+            self._keepers[0].wait(seconds)
+
+    # Contents for other engines
+
+    def keep(self, names: Sequence[bytes]) -> None:
+        """See KeepingTier."""
+        for tier in self._keepers:
+            tier.keep(names, self._manager.pool.find)
+
+    def hand_over(self, request: Request) -> dict[str, Any] | None:
+        """Keep the blocks of a prompt whose request has ended, in the first tier that does. See KeepingTier."""
+        block_size = self._manager.block_size
+        num_blocks = request.num_prompt_tokens // block_size
+        names = self._manager.names_of_prompt(request)
+        answers = (tier.hand_over(request, names, num_blocks, num_blocks * block_size) for tier in self._keepers)
+        return next((answer for answer in answers if answer is not None), None)
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether contents are still to be stored for other engines."""
+        return any(tier.is_keeping for tier in self._keepers)
 
     def discard(self, names: Sequence[bytes]) -> None:
         """Drop contents that were computed wrongly from all tiers."""

@@ -40,6 +40,8 @@ from jaxllm.scheduler.totals import Totals
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats
 
+_COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION)
+
 
 class Scheduler:
     """Schedules running requests first, then waiting ones, within a budget of tokens per step. Preempts when blocks run out."""
@@ -237,6 +239,8 @@ class Scheduler:
             self._end_load(request)
             self.waiting.remove(request)
         request.status = status
+        if request.is_kept_for_decode and self.cache_manager.loading is not None and status in _COMPLETED:
+            request.kv_transfer_params = self.cache_manager.loading.hand_over(request)
         self.waiting.note_end(request)
         self._release(request)
         self._totals.num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
@@ -258,8 +262,9 @@ class Scheduler:
         self._deadlines.prune(len(self.requests))
 
     def has_requests(self) -> bool:
-        """Whether any request runs or waits."""
-        return len(self.requests) > len(self.held)
+        """Whether any request runs or waits, or steps must store blocks of one that has ended."""
+        loading = self.cache_manager.loading
+        return len(self.requests) > len(self.held) or (loading is not None and loading.is_keeping)
 
     @property
     def finished_ids(self) -> list[str]:

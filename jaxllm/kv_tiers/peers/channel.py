@@ -10,7 +10,7 @@ from jaxllm.hosts.framing import Accepted, ClosedError, Incoming, Message, WireE
 
 
 class Channel:
-    """All waits are limited, and raise ClosedError when they are over, or the other end is gone."""
+    """All waits are limited. Methods raise ClosedError if the other end is gone, and another WireError if it took too long."""
 
     def __init__(self, stream: socket.socket, accepted: Accepted):
         self._socket, self._incoming = stream, Incoming(accepted)
@@ -42,7 +42,7 @@ class Channel:
             if content is not None:
                 self._socket.sendall(content)
         except OSError as error:
-            raise _closed(error) from error
+            raise _fault(error) from error
 
     def receive(self, seconds: float) -> Any:
         """The next message, which must be whole within so many seconds. Raises WireError."""
@@ -54,7 +54,7 @@ class Channel:
                 if message is not None:
                     return message
         except OSError as error:
-            raise _closed(error) from error
+            raise _fault(error) from error
 
     def receive_into(self, content: memoryview, seconds: float) -> None:
         """Bytes of a content, all within so many seconds."""
@@ -67,7 +67,7 @@ class Channel:
                     raise ClosedError("the connection was closed")
                 start += count
         except OSError as error:
-            raise _closed(error) from error
+            raise _fault(error) from error
 
     def send_descriptor(self, descriptor: int, seconds: float) -> None:
         """Send a descriptor of a file with a byte, to a process of the same host."""
@@ -75,7 +75,7 @@ class Channel:
             self._socket.settimeout(seconds)
             socket.send_fds(self._socket, [b"\0"], [descriptor])
         except OSError as error:
-            raise _closed(error) from error
+            raise _fault(error) from error
 
     def receive_descriptor(self, seconds: float) -> int:
         """The descriptor that comes with the next byte; the caller closes it. Raises WireError."""
@@ -83,7 +83,7 @@ class Channel:
             self._socket.settimeout(seconds)
             found, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
         except OSError as error:
-            raise _closed(error) from error
+            raise _fault(error) from error
         if not found or len(descriptors) != 1:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -99,9 +99,11 @@ class Channel:
     def _limit(self, deadline: float) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise ClosedError("nothing came in time")
+            raise WireError("it did not send in time")
         self._socket.settimeout(left)
 
 
-def _closed(error: OSError) -> ClosedError:
-    return ClosedError("it took too long" if isinstance(error, TimeoutError) else f"the connection is closed ({error})")
+def _fault(error: OSError) -> WireError:
+    if isinstance(error, TimeoutError):
+        return WireError("it did not send or receive in time")
+    return ClosedError(f"the connection is closed ({error})")

@@ -28,7 +28,7 @@ class Hello(Message, tag="hello"):
     protocol: int
     engine_id: str
     fingerprint: str
-    slot_bytes: int
+    block_bytes: int
     """Bytes of a block's content."""
     nonce: bytes
 

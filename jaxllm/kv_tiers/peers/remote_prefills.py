@@ -1,0 +1,128 @@
+"""Requests whose prompts prefill engines computed: each waits until this engine may fetch its blocks, or is sure that it cannot."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxllm.errors import InvalidRequestError, JaxLLMError
+from jaxllm.kv_tiers.peers.client import Target
+from jaxllm.kv_tiers.peers.identity import is_signed
+from jaxllm.kv_tiers.peers.peer_store import PeerStore
+from jaxllm.kv_transfer import PARAM, KVTransfer
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.request import ErrorKind, Request
+from jaxllm.scheduler.admission import Fit
+from jaxllm.scheduler.interface import AnyScheduler
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A request that is not admitted yet."""
+
+    request: Request
+    attaching: "Future[Sequence[bytes]]"
+    deadline: float
+    is_over: bool = False
+    """Whether `settle` has processed the end of its attempt."""
+
+
+class RemotePrefills:
+    """A Preparation of decode engines (see `jaxllm.engine.preparations`)."""
+
+    def __init__(self, store: PeerStore, token: bytes, timeout_seconds: float, policy: Literal["recompute", "fail"]):
+        self._store, self._token, self._timeout, self._fails = store, token, timeout_seconds, policy == "fail"
+        self._waiting: dict[str, _Waiting] = {}
+
+    def bind(self, request: Request) -> None:
+        """Raises InvalidRequestError for parameters that no prefill engine signed."""
+        transfer = request.options.kv_transfer
+        if transfer is not None and transfer.remote_engine_id is not None and not is_signed(self._token, transfer):
+            raise InvalidRequestError(
+                f"{PARAM} has {'a wrong' if transfer.signature else 'no'} jaxllm_signature, but this engine has a token (JAXLLM_KV_TOKEN); "
+                "pass on the parameters as a prefill engine with the same token answered them",
+                PARAM,
+            )
+
+    def admit(self, request: Request) -> None:
+        transfer = request.options.kv_transfer
+        if transfer is None or transfer.remote_engine_id is None:
+            return
+        request_id = request.request_id
+        attaching: Future[Sequence[bytes]]
+        try:
+            attaching = self._store.attach(request_id, _target(transfer), str(transfer.lease_id))
+        except JaxLLMError as error:
+            attaching = Future()
+            attaching.set_exception(error)
+        self._waiting[request_id] = _Waiting(request, attaching, time.monotonic() + self._timeout)
+
+    def fits(self, request: Request) -> Fit:
+        waiting = self._waiting.get(request.request_id)
+        if waiting is None:
+            return Fit.NOW
+        is_failing = self._fails and not request.loads_blocks
+        return Fit.NOW if waiting.is_over and not is_failing else Fit.LATER
+
+    def settle(self, scheduler: AnyScheduler) -> list[EngineCoreOutput]:
+        outputs: list[EngineCoreOutput] = []
+        for waiting in list(self._waiting.values()):
+            fault = self._end(waiting)
+            if fault is not None and self._fails:
+                request_id, text = (
+                    waiting.request.request_id,
+                    f"the blocks of its prompt did not come from a prefill engine: {fault}",
+                )
+                outputs += scheduler.fail_requests([request_id], ErrorKind.KV_TRANSFER, text)
+        return outputs
+
+    def _end(self, waiting: _Waiting) -> str | None:
+        """Process the end of an attempt, if it is over. Returns why it failed."""
+        request = waiting.request
+        if waiting.is_over:
+            return None if request.loads_blocks else "they were lost on the way, or damaged"
+        if not waiting.attaching.done():
+            if time.monotonic() < waiting.deadline:
+                return None
+            fault: str | None = f"no answer within {self._timeout:g} s (kv_pull_timeout)"
+            self._store.detach(request.request_id)
+        else:
+            fault = _fault_of(waiting.attaching)
+        waiting.is_over = True
+        return fault
+
+    def take(self, request: Request) -> None:
+        """Its blocks are loaded, or are computed here."""
+        if self._waiting.pop(request.request_id, None) is not None:
+            self._store.detach(request.request_id)
+
+    def release(self, request: Request) -> None:
+        if request.status.is_finished:
+            self.take(request)
+
+    def jobs(self) -> Sequence["Future[Any]"]:
+        return [waiting.attaching for waiting in self._waiting.values() if not waiting.is_over]
+
+    def forget_slots(self) -> None:
+        """The devices have nothing of it."""
+
+    def check_integrity(self) -> None:
+        assert not self._waiting, "requests wait for blocks that have ended"
+        self._store.check_integrity()
+
+    def shutdown(self) -> None:
+        """The tiers close the store."""
+
+
+def _target(transfer: KVTransfer) -> Target:
+    assert transfer.remote_engine_id is not None and transfer.host is not None and transfer.port is not None
+    return Target(transfer.remote_engine_id, transfer.host, transfer.port)
+
+
+def _fault_of(future: "Future[Any]") -> str | None:
+    try:
+        error = future.exception()
+    except CancelledError:
+        return "the prefill engine is lost"
+    return None if error is None else str(error) or type(error).__name__
