@@ -70,6 +70,8 @@ class PeerStore:
         self._closing: list[Peer] = []
         self._bad: dict[Target, tuple[float, str]] = {}
         self._leases: dict[tuple[Target, str], _Lease] = {}
+        self._faults: dict[str, str] = {}
+        """Why blocks of requests did not come."""
         self._finished: list[Transfer] = []
         self._stopping = threading.Event()
         self._timer: threading.Thread | None = None
@@ -94,10 +96,19 @@ class PeerStore:
     def detach(self, request_id: str) -> None:
         """A request needs no lease any more."""
         with self._lock:
+            self._faults.pop(request_id, None)
             for lease in list(self._leases.values()):
                 if request_id in lease.users:
                     lease.users.remove(request_id)
                     self._end_unused(lease)
+
+    def fault_of(self, request_id: str) -> str | None:
+        """Why blocks of a request did not come, or will not; None as long as all may."""
+        with self._lock:
+            return self._faults.get(request_id)
+
+    def _blame(self, lease: _Lease, text: str) -> None:
+        self._faults.update(dict.fromkeys(lease.users, text))
 
     def _note_attached(self, lease: _Lease, future: "Future[Sequence[bytes]]") -> None:
         with self._lock:
@@ -141,6 +152,7 @@ class PeerStore:
         if not self._forget(lease):
             return  # an earlier failure, or it is not needed
         self.failures[reason_of(error)] += 1
+        self._blame(lease, str(error) or type(error).__name__)
         if isinstance(error, RefusedError) and error.code == Code.LEASE:
             logger.warning("%s refuses: %s", target, error)
             return
@@ -152,6 +164,7 @@ class PeerStore:
 
     def _drop(self, peer: Peer) -> None:
         for other in [other for other in self._leases.values() if other.peer is peer]:
+            self._blame(other, "the prefill engine is lost")
             self._forget(other)
         if self._peers.get(peer.target, (None, 0.0))[0] is peer:
             del self._peers[peer.target]
@@ -227,6 +240,7 @@ class PeerStore:
                 if missing:
                     logger.warning("%s has %d blocks no more, which are computed here", lease.peer.target, len(missing))
                     self.failures["missing"] += 1
+                    self._blame(lease, "it has some of them no more")
                     lease.names = lease.names.difference(missing)
                 self._end_unused(lease)
             else:
@@ -250,7 +264,9 @@ class PeerStore:
     def discard(self, names: Sequence[bytes]) -> None:
         with self._lock:
             for lease in self._leases.values():
-                lease.names = lease.names.difference(names)
+                if not lease.names.isdisjoint(names):
+                    lease.names = lease.names.difference(names)
+                    self._blame(lease, "some of them came damaged")
 
     def reset(self, *, external: bool) -> None:
         """Leases were of other weights, as far as this engine knows."""
@@ -276,6 +292,7 @@ class PeerStore:
         """Raise AssertionError if a lease is used by nobody. Called without unfinished requests."""
         with self._lock:
             assert not any(lease.users for lease in self._leases.values()), "a lease is kept for a request that has ended"
+            assert not self._faults, "faults are kept of requests that have ended"
 
 
 def _error_of(future: "Future[Any]") -> BaseException | None:

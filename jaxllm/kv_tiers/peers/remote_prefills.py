@@ -26,6 +26,8 @@ class _Waiting:
     deadline: float
     is_over: bool = False
     """Whether `settle` has processed the end of its attempt."""
+    is_lost: bool = False
+    """Whether it failed."""
 
 
 class RemotePrefills:
@@ -62,7 +64,7 @@ class RemotePrefills:
         waiting = self._waiting.get(request.request_id)
         if waiting is None:
             return Fit.NOW
-        is_failing = self._fails and not request.loads_blocks
+        is_failing = self._fails and (waiting.is_lost or self._store.fault_of(request.request_id) is not None)
         return Fit.NOW if waiting.is_over and not is_failing else Fit.LATER
 
     def settle(self, scheduler: AnyScheduler) -> list[EngineCoreOutput]:
@@ -81,7 +83,7 @@ class RemotePrefills:
         """Process the end of an attempt, if it is over. Returns why it failed."""
         request = waiting.request
         if waiting.is_over:
-            return None if request.loads_blocks else "they were lost on the way, or damaged"
+            return self._store.fault_of(request.request_id)
         if not waiting.attaching.done():
             if time.monotonic() < waiting.deadline:
                 return None
@@ -89,7 +91,7 @@ class RemotePrefills:
             self._store.detach(request.request_id)
         else:
             fault = _fault_of(waiting.attaching)
-        waiting.is_over = True
+        waiting.is_over, waiting.is_lost = True, fault is not None
         return fault
 
     def take(self, request: Request) -> None:
