@@ -90,10 +90,14 @@ class Channel:
             raise WireError("no descriptor came")
         return descriptors[0]
 
-    def close(self) -> None:
-        """Close it, also under a thread that sends or receives."""
+    def interrupt(self) -> None:
+        """End the connection under a thread that uses it, which then closes it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close it. No other thread uses it."""
+        self.interrupt()
         self._socket.close()
 
     def _limit(self, deadline: float) -> None:

@@ -73,6 +73,13 @@ class Mapping:
                 self._memory = _map(channel, seconds)
             return self._memory
 
+    def close(self) -> None:
+        """Give it back. No connection is used any more."""
+        with self._lock:
+            if self._memory is not None:
+                self._memory.close()
+                self._memory = None
+
 
 class Connection:
     """A connection whose handshake is over. For one thread at a time. Methods raise WireError if the other end is gone or breaks the
@@ -166,8 +173,12 @@ class Connection:
             raise WireError(f"checksums of {len(sums)} bytes were sent, they must have {own.nbytes}")
         own[...] = np.frombuffer(sums, np.uint32).reshape(own.shape)
 
+    def interrupt(self) -> None:
+        """See Channel."""
+        self._channel.interrupt()
+
     def close(self) -> None:
-        """Close it, also under a thread that uses it."""
+        """Close it. No other thread uses it."""
         self._channel.close()
 
 

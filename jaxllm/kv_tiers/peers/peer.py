@@ -51,21 +51,24 @@ class Lane:
         try:
             return call(self._connection)
         except WireError:
-            self._connection.close()
-            self._connection = None
+            with self._lock:
+                self._connection.close()
+                self._connection = None
             raise
 
     def close(self) -> None:
         """Close the connection under the calls that use it; those that wait fail."""
         with self._lock:
             self._is_closed = True
-            if (connection := self._connection) is not None:
-                connection.close()
+            if self._connection is not None:
+                self._connection.interrupt()
         self._thread.abandon()
 
     def join(self) -> None:
         """Wait for the thread, once it was closed."""
         self._thread.shutdown()
+        if self._connection is not None:
+            self._connection.close()
 
 
 class Peer:
@@ -73,9 +76,9 @@ class Peer:
 
     def __init__(self, target: Target, connect: Callable[[Target, "Mapping | None"], Connection], block_bytes: int):
         self.target = target
-        mapping = Mapping()
+        self._mapping = Mapping()
         self._control = Lane(partial(connect, target, None), "kv-peer")
-        self._lanes = [Lane(partial(connect, target, mapping), f"kv-pull-{index}") for index in range(NUM_CONNECTIONS)]
+        self._lanes = [Lane(partial(connect, target, self._mapping), f"kv-pull-{index}") for index in range(NUM_CONNECTIONS)]
         self._next = 0
         self._batch_size = max(1, BATCH_BYTES // block_bytes)
 
@@ -109,6 +112,7 @@ class Peer:
         """Wait for all threads, once it was closed."""
         for lane in (self._control, *self._lanes):
             lane.join()
+        self._mapping.close()
 
 
 def _pull(connection: Connection, lease: str, names: Sequence[bytes], slots: Sequence[int]) -> list[bool]:

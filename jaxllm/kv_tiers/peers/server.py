@@ -44,7 +44,7 @@ MAX_STRANGERS = 64
 """Connections whose handshake is not over: for one more, the oldest is closed."""
 MAX_CONNECTIONS = 512
 """Those whose handshake is over: one more is closed."""
-_BACKLOG = 128
+_BACKLOG = 1024
 
 
 class ServedMemory(SlotMemory, Protocol):
@@ -109,7 +109,7 @@ class Server:
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
         for channel in channels:
-            channel.close()
+            channel.interrupt()
         self._leases.end_all()
         for thread in self._threads:
             thread.join()
@@ -146,7 +146,7 @@ class Server:
                 if len(self._strangers) >= MAX_STRANGERS:
                     oldest = next(iter(self._strangers))
                     del self._strangers[oldest]
-                    oldest.close()
+                    oldest.interrupt()
                 self._strangers[channel] = None
             self._start(lambda channel=channel: self._serve(channel), "kv-serve")  # type: ignore[misc]
 

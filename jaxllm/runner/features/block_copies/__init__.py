@@ -34,6 +34,8 @@ class BlockCopies(StepFeature):
     """Host memory for contents."""
     buffer_bytes: int
     """Memory on each device for all staging buffers."""
+    is_shared: bool = False
+    """See Arena."""
 
     def programs(self) -> Sequence[ProgramKind]:
         return [Gather(self.num_copies), Scatter(self.num_copies)]
@@ -41,7 +43,7 @@ class BlockCopies(StepFeature):
     def op_runner(self, device: Any) -> BlockCopier:
         format = BlockFormat.of(device.shapes.cache, tensor_size(device.shapes.mesh), self.num_copies)
         num_buffers = max(MIN_BUFFERS, min(MAX_BUFFERS, self.buffer_bytes // staging_bytes(format)))
-        return BlockCopier(device, format, self.arena_bytes, num_buffers)
+        return BlockCopier(device, format, self.arena_bytes, num_buffers, is_shared=self.is_shared)
 
 
 def _num_copies(layers: Sequence[Layer]) -> int:
@@ -77,4 +79,5 @@ def make(parts: FeatureParts) -> StepFeature | None:
         check_total(num_bytes, num_engines)
     drafter = parts.beside["drafter"]
     layers = (*parts.model_config.layers, *(() if drafter is None else drafter.layers))
-    return BlockCopies(_num_copies(layers), num_bytes // num_engines, _buffer_bytes(parts.config))
+    is_shared = parts.config.kv_transfer.is_prefill
+    return BlockCopies(_num_copies(layers), num_bytes // num_engines, _buffer_bytes(parts.config), is_shared)

@@ -32,10 +32,10 @@ class BlockCopier(OpRunner):
 
     ops = (GatherBlocks, StageBlocks, ScatterBlocks)
 
-    def __init__(self, runner: Any, format: BlockFormat, arena_bytes: int, num_staging: int):
+    def __init__(self, runner: Any, format: BlockFormat, arena_bytes: int, num_staging: int, *, is_shared: bool = False):
         """Raises ConfigError if there is too little host memory."""
         self._runner, self.format = runner, format
-        self.arena = Arena(arena_bytes, format)
+        self.arena = Arena(arena_bytes, format, is_shared=is_shared)
         self.sizes = batch_sizes(format)
         self.num_staging = num_staging
         self._staging: list[jax.Array] = []
