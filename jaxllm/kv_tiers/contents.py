@@ -43,11 +43,6 @@ class Contents:
         """The content of a name, ready or not."""
         return self._probation.get(name) or self._protected.get(name)
 
-    def is_ready(self, name: bytes) -> bool:
-        """Whether a content can be loaded."""
-        content = self.get(name)
-        return content is not None and content.is_ready
-
     def add(self, name: bytes) -> Content | None:
         """Give a new content a slot, with one use. None if copies use all slots."""
         assert self.get(name) is None, "a content has a slot already"
@@ -69,6 +64,9 @@ class Contents:
         """A copy will read a content."""
         assert content.is_listed and content.is_ready
         content.num_uses += 1
+
+    def protect(self, content: Content) -> None:
+        """A content was asked for: it is the last of the protected ones to make room."""
         (self._probation if content.name in self._probation else self._protected).pop(content.name)
         self._protected[content.name] = content
         if len(self._protected) > self._max_protected:

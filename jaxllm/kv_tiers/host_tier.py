@@ -12,8 +12,8 @@ from jaxllm.log import logger
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
-KEPT_FOR_LOADS = 2
-"""Staging buffers that stores leave to loads."""
+KEPT_FOR_LOADS = KEPT_FOR_STORES = 2
+"""Staging buffers that stores leave to loads, and loads to stores."""
 PATIENCE_SECONDS = 10.0
 """A load that takes longer counts as failed."""
 
@@ -45,7 +45,7 @@ class Worth(Protocol):
 
     def note_step(self, num_tokens: int, seconds: float) -> None: ...
     def note_copy(self, num_blocks: int, seconds: float) -> None: ...
-    def is_worth_loading(self, num_blocks: int) -> bool: ...
+    def is_worth_loading(self, num_blocks: int, num_tokens: int) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -97,9 +97,10 @@ class HostTier:
 
     patience_seconds = PATIENCE_SECONDS
 
-    def __init__(self, copies: Copies, worth: Worth, *, num_cold: int, min_blocks: int = 1):
-        """num_cold: see CacheTier. min_blocks: fewer are not loaded."""
-        self._copies, self._worth, self.num_cold, self._min_blocks = copies, worth, num_cold, min_blocks
+    def __init__(self, copies: Copies, worth: Worth, *, num_cold: int, min_tokens: int = 1):
+        """num_cold: see CacheTier. min_tokens: fewer are computed."""
+        self._copies, self._worth, self.num_cold, self._min_tokens = copies, worth, num_cold, min_tokens
+        self.load_blocks = max(1, copies.num_staging - KEPT_FOR_STORES) * copies.max_blocks
         self.contents = Contents(copies.num_slots)
         self._numbers = itertools.count(1)
         self._free_staging = list(range(copies.num_staging))
@@ -121,9 +122,13 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        found = [name for name in names if self.contents.is_ready(name)]
-        is_enough = len(found) >= self._min_blocks and self._worth.is_worth_loading(len(found))
-        return found if is_enough else ()
+        found = [content for name in names if (content := self.contents.get(name)) is not None and content.is_ready]
+        for content in found:
+            self.contents.protect(content)
+        return [content.name for content in found]
+
+    def is_worth_loading(self, names: Sequence[bytes], num_tokens: int) -> bool:
+        return num_tokens >= self._min_tokens and self._worth.is_worth_loading(len(names), num_tokens)
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         number, size = next(self._numbers), self._copies.max_blocks
@@ -175,6 +180,9 @@ class HostTier:
             ops.append(GatherBlocks(number, staging, blocks, [content.slot for content in contents]))
         return ops, len(new) - num_taken
 
+    def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
+        return [name for name in names if self.contents.get(name) is None]
+
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:
             if (content := self.contents.get(name)) is not None:
@@ -191,8 +199,10 @@ class HostTier:
         loaded = [(load.number, load.is_right) for load in self._loads.values() if not load.num_left]
         for number, _ in loaded:
             del self._loads[number]
-        ops = [*self._scatters(), *self._stages()]
-        return TierStep(ops, loaded)
+        return TierStep(self._scatters(), loaded)
+
+    def end_step(self) -> Sequence[AnyDeviceOp]:
+        return self._stages()
 
     def wait(self, seconds: float) -> None:
         self._copies.wait(seconds)

@@ -91,5 +91,5 @@ class AlwaysWorth:
     def note_copy(self, num_blocks: int, seconds: float) -> None:
         """See Rates."""
 
-    def is_worth_loading(self, num_blocks: int) -> bool:
+    def is_worth_loading(self, num_blocks: int, num_tokens: int) -> bool:
         return True

@@ -51,4 +51,4 @@ def test_many_random_schedules() -> None:
         chosen["tiers"] = rng.choice([(), (), ({"capacity": 3},)])
         more_steps, more_written = run(rng.randrange(2**32), chosen)
         num_steps, num_written = num_steps + more_steps, num_written + more_written
-    assert num_written > num_steps // 50, "hardly anything is loaded"
+    assert num_written > num_steps // 80, "hardly anything is loaded"
