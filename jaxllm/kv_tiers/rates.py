@@ -31,12 +31,12 @@ class Rates:
         self._blocks_of_copy = _average(self._blocks_of_copy, num_blocks)
         self._seconds_of_copy = _average(self._seconds_of_copy, seconds)
 
-    def is_worth_loading(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether to load so many blocks, rather than to compute so many tokens."""
+    def is_worth_loading(self, num_blocks: int, num_tokens: int, seconds: float = 0.0) -> bool:
+        """Whether to load so many blocks, rather than to compute so many tokens. seconds: until host memory has them."""
         if self._token_seconds is None:
             return True
         computing = num_tokens * self._token_seconds
-        loading = FIXED_SECONDS + num_blocks * self._seconds_of_copy / self._blocks_of_copy
+        loading = seconds + FIXED_SECONDS + num_blocks * self._seconds_of_copy / self._blocks_of_copy
         return loading <= MARGIN * computing
 
 

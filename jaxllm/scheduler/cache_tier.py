@@ -31,10 +31,11 @@ class CacheTier(Protocol):
     """So many blocks keep it busy: a load of more is begun a part at a time."""
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        """The contents among these that it can load now. What is asked for is likely to be loaded next."""
+        """The contents among these that it can load now."""
 
-    def is_worth_loading(self, names: Sequence[bytes], num_tokens: int) -> bool:
-        """Whether it takes less time to load these contents than to compute so many tokens."""
+    def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
+        """Those of these contents to load, so that so many tokens need not be computed: all, if that takes less time than to compute them;
+        else those that come faster, about which it is asked again, or none."""
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         """Begin to load contents into blocks with no other user until `begin_step` reports the load. Returns its number."""
@@ -73,5 +74,9 @@ class CacheTier(Protocol):
     def check_integrity(self) -> None:
         """Raise AssertionError if its state is inconsistent."""
 
-    def forget(self, *, stored: bool) -> None:
-        """Drop all loads, and the stores of steps that are not done. stored: drop all contents too, because they are of other weights."""
+    def forget(self, *, stored: bool, external: bool = False) -> None:
+        """Drop all loads, and the stores of steps that are not done. stored: drop all contents too, because they are of other weights;
+        external: also those that other engines share."""
+
+    def close(self) -> None:
+        """End its threads. Slots of host memory are given back afterwards."""

@@ -174,11 +174,14 @@ class Loading:
             num_more = num_tokens - num_cached_tokens
             if num_more <= 0:
                 break
-            parts = [(tier, [name for name in names if tier_of.get(name) is tier]) for tier in self._tiers]
-            unworthy = {tier for tier, part in parts if part and not tier.is_worth_loading(part, num_more)}
-            if not unworthy:
+            of_tiers = {name: tier_of[name] for name in names if name in tier_of}
+            chosen: dict[bytes, CacheTier] = {}
+            for tier in self._tiers:
+                if part := [name for name, owner in of_tiers.items() if owner is tier]:
+                    chosen |= dict.fromkeys(tier.choose(part, num_more), tier)
+            if len(chosen) == len(of_tiers):
                 return names
-            tier_of = {name: tier for name, tier in tier_of.items() if tier not in unworthy}
+            tier_of = chosen
         return []
 
     def _find(self, names: Sequence[bytes]) -> dict[bytes, CacheTier]:

@@ -79,8 +79,8 @@ class FakeTier:
         self.loads[self.num_loads] = _Load(block_ids, names, self.rng.randint(0, self.max_steps))
         return self.num_loads
 
-    def is_worth_loading(self, names: Sequence[bytes], num_tokens: int) -> bool:
-        return num_tokens >= self.min_tokens
+    def choose(self, names: Sequence[bytes], num_tokens: int) -> Sequence[bytes]:
+        return names if num_tokens >= self.min_tokens else ()
 
     def wants(self, names: Sequence[bytes]) -> set[bytes]:
         return set(names) - self.contents.keys() - self.stores.keys()
@@ -148,7 +148,10 @@ class FakeTier:
     def wait(self, seconds: float) -> None:
         self.num_waits += 1
 
-    def forget(self, *, stored: bool) -> None:
+    def close(self) -> None:
+        """See CacheTier."""
+
+    def forget(self, *, stored: bool, external: bool = False) -> None:
         self.stores.clear()
         self.loads.clear()
         if stored:
