@@ -13,8 +13,8 @@ from jaxllm.log import logger
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
-KEPT_FOR_LOADS = 2
-"""Staging buffers that stores leave to loads."""
+KEPT_FOR_LOADS = KEPT_FOR_STORES = 2
+"""Staging buffers that stores leave to loads, and loads to stores."""
 PATIENCE_SECONDS = 10.0
 """A load that takes longer counts as failed."""
 
@@ -31,9 +31,10 @@ class HostTier:
 
     patience_seconds = PATIENCE_SECONDS
 
-    def __init__(self, copies: Copies, worth: Worth, *, num_cold: int, min_blocks: int = 1, stores: Sequence[SlotStore] = ()):
-        """num_cold: see CacheTier. min_blocks: fewer are not loaded. stores: in the order in which they are asked."""
-        self._copies, self._worth, self.num_cold, self._min_blocks = copies, worth, num_cold, min_blocks
+    def __init__(self, copies: Copies, worth: Worth, *, num_cold: int, min_tokens: int = 1, stores: Sequence[SlotStore] = ()):
+        """num_cold: see CacheTier. min_tokens: fewer are computed. stores: in the order in which they are asked."""
+        self._copies, self._worth, self.num_cold, self._min_tokens = copies, worth, num_cold, min_tokens
+        self.load_blocks = max(1, copies.num_staging - KEPT_FOR_STORES) * copies.max_blocks
         self.contents = Contents(copies.num_slots)
         self._numbers = itertools.count(1)
         self._stores = Stores(stores, self.contents, self._numbers, copies.max_blocks)
@@ -56,15 +57,20 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
+        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        return [name for name in names if name in behind or self.contents.can_be_loaded(name)]
+
+    def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
+        if num_tokens < self._min_tokens:
+            return ()
         here = [name for name in names if self.contents.is_ready(name)]
         behind = self._stores.find([name for name in names if self.contents.get(name) is None])
-        both = [name for name in names if name in behind or self.contents.can_be_loaded(name)]
-        if len(both) > len(here) and self._is_enough(len(both), self._stores.seconds(behind)):
-            return both
-        return here if self._is_enough(len(here)) else ()
-
-    def _is_enough(self, num_blocks: int, seconds: float = 0.0) -> bool:
-        return num_blocks >= self._min_blocks and self._worth.is_worth_loading(num_blocks, seconds)
+        if self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
+            for content in map(self.contents.get, names):
+                if content is not None:  # what is stored until it is loaded must not take its place
+                    self.contents.protect(content)
+            return names
+        return here if len(here) < len(names) else ()
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         number, size = next(self._numbers), self._copies.max_blocks
@@ -122,6 +128,9 @@ class HostTier:
             ops.append(GatherBlocks(number, staging, blocks, [content.slot for content in contents]))
         return ops, len(new) - num_taken
 
+    def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
+        return [name for name in names if self.contents.get(name) is None]
+
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:
             if (content := self.contents.get(name)) is not None:
@@ -137,12 +146,14 @@ class HostTier:
         while self._stored and self._stored[0].step_id <= done_step_id:
             self._make_ready(self._stored.popleft().contents)
         self._stores.take_in()
-        ops = [*self._scatters(), *self._stages()]
         loaded = [(load.number, load.is_right) for load in self._loads.values() if not load.num_left]
         for number, _ in loaded:
             del self._loads[number]
         self._stores.write_ahead()
-        return TierStep(ops, loaded)
+        return TierStep(self._scatters(), loaded)
+
+    def end_step(self) -> Sequence[AnyDeviceOp]:
+        return self._stages()
 
     def wait(self, seconds: float) -> None:
         self._copies.wait(seconds)

@@ -15,8 +15,7 @@ _NEW_SHARE = 0.1
 class Rates:
     """Running averages."""
 
-    def __init__(self, block_size: int, block_bytes: int):
-        self._block_size = block_size
+    def __init__(self, block_bytes: int):
         self._blocks_of_copy, self._seconds_of_copy = 1.0, block_bytes / _BYTES_PER_SECOND
         self._token_seconds: float | None = None
         """None: no large step was seen."""
@@ -32,11 +31,11 @@ class Rates:
         self._blocks_of_copy = _average(self._blocks_of_copy, num_blocks)
         self._seconds_of_copy = _average(self._seconds_of_copy, seconds)
 
-    def is_worth_loading(self, num_blocks: int, seconds: float = 0.0) -> bool:
-        """Whether to load so many blocks, rather than to compute their tokens. seconds: until host memory has them."""
+    def is_worth_loading(self, num_blocks: int, num_tokens: int, seconds: float = 0.0) -> bool:
+        """Whether to load so many blocks, rather than to compute so many tokens. seconds: until host memory has them."""
         if self._token_seconds is None:
             return True
-        computing = num_blocks * self._block_size * self._token_seconds
+        computing = num_tokens * self._token_seconds
         loading = seconds + FIXED_SECONDS + num_blocks * self._seconds_of_copy / self._blocks_of_copy
         return loading <= MARGIN * computing
 

@@ -147,16 +147,12 @@ class KVCacheManager:
         names = (name + suffix for name in request.block_hashes for suffix in self._suffixes)
         return [name for name in names if not self.pool.is_cached(name)]
 
-    def blocks_of_prefix(
-        self, request: Request, others: Container[bytes], num_cached_tokens: int
-    ) -> list[tuple[KVCacheBlock | None, bytes]] | None:
-        """The blocks, with their names, of the longest prefix of which the pool has a part and `others` are the names of the rest, whose
-        block is None. In the order of the sequence. None if it is no longer than `num_cached_tokens`."""
+    def names_of_prefix(self, request: Request, others: Container[bytes]) -> tuple[list[bytes], int]:
+        """The names of the blocks of the longest prefix of which the pool has a part and `others` are the names of the rest. In the order
+        of the sequence, with the number of its tokens."""
         lookups = self._lookups_in(lambda name: self.pool.is_cached(name) or name in others)
         names = self._longest_prefix(request.block_hashes, lookups)
-        if len(names) * self.block_size <= num_cached_tokens:
-            return None
-        return [(self.pool.find(name), name) for name in self._names_in_groups(names)]
+        return self._names_in_groups(names), len(names) * self.block_size
 
     def names_of_prompt(self, request: Request) -> list[bytes]:
         """The names, in all groups, that another engine needs to continue behind the full blocks of a prompt."""

@@ -94,5 +94,5 @@ class AlwaysWorth:
     def note_copy(self, num_blocks: int, seconds: float) -> None:
         """See Rates."""
 
-    def is_worth_loading(self, num_blocks: int, seconds: float = 0.0) -> bool:
+    def is_worth_loading(self, num_blocks: int, num_tokens: int, seconds: float = 0.0) -> bool:
         return True

@@ -70,7 +70,9 @@ class Prefill:
         self.leases = Leases(num_slots, *(() if clock is None else (clock,)))
         served: Any = self.memory
         if not is_shared:
-            served = type("Served", (), {name: getattr(self.memory, name) for name in ("block_bytes", "sums", "view", "offset")})
+            served = type(
+                "Served", (), {name: getattr(self.memory, name) for name in ("block_bytes", "sums", "view", "offset")}
+            )
             served.descriptor = None
         self.server = Server(self.identity, self.leases, served)
         self.server.open("127.0.0.1", 0)

@@ -298,7 +298,9 @@ def test_a_port_that_is_taken_is_named() -> None:
 
     with prefill() as engine:
         other = server.Server(identity("other"), engine.leases, engine.memory)
-        with pytest.raises(ConfigError, match=f"kv_host is 127.0.0.1 and kv_port {engine.target.port}, where this engine cannot"):
+        with pytest.raises(
+            ConfigError, match=f"kv_host is 127.0.0.1 and kv_port {engine.target.port}, where this engine cannot"
+        ):
             other.open("127.0.0.1", engine.target.port)
         with pytest.raises(ConfigError, match="kv_host is 203.0.113.1"):
             other.open("203.0.113.1", 0)
