@@ -1,7 +1,7 @@
 """Registers the features that live in packages of their own. A package and its line here can be deleted together."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +124,10 @@ class LoadReader(Protocol):
 
 class KVTiers(Protocol):
     """The tiers of an engine's prefix cache, as `KV_TIERS` makes them."""
+
+    @property
+    def preparations(self) -> Sequence[Preparation]:
+        """What requests may wait for before blocks of them are loaded, once there are tiers."""
 
     def new_tiers(self, executor: "Executor", num_blocks: int) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks."""

@@ -6,7 +6,7 @@ import socket
 import time
 from typing import Any
 
-from jaxllm.hosts.framing import Accepted, ClosedError, Incoming, Message, WireError, frame
+from jaxllm.framing import Accepted, ClosedError, Incoming, Message, WireError, frame
 
 
 class Channel:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from jaxllm.errors import JaxLLMError
-from jaxllm.hosts.framing import WireError
+from jaxllm.framing import WireError
 from jaxllm.kv_tiers.peers import addresses, messages
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.identity import Identity

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import secrets
 
-from jaxllm.hosts.framing import Accepted, Message
+from jaxllm.framing import Accepted, Message
 
 PROTOCOL = 1
 """Version of these messages."""

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from jaxllm.hosts.framing import ClosedError, WireError
+from jaxllm.framing import ClosedError, WireError
 from jaxllm.kv_tiers.peers.client import Connection, Mapping, Target
 from jaxllm.worker_thread import WorkerThread
 

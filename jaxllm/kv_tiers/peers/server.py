@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxllm.errors import ConfigError
-from jaxllm.hosts.framing import WireError
+from jaxllm.framing import WireError
 from jaxllm.kv_tiers.peers import messages
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.identity import Identity

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm.hosts.framing import WireError, frame
+from jaxllm.framing import WireError, frame
 from jaxllm.kv_tiers.peers import messages, server
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.client import Connection, RefusedError
