@@ -62,6 +62,7 @@ class PrefillTier(HostTier):
         for lease in self._leases.take_ended():
             self._release(self._held.pop(lease))
         ops = self._store_wanted()
+        self._pending = [lease for lease in self._pending if lease in self._held]
         for lease in self._pending:
             self._hold_ready(lease)
         self._pending = [lease for lease in self._pending if lease.pending and not lease.is_over]
