@@ -125,8 +125,8 @@ class LoadReader(Protocol):
 class KVTiers(Protocol):
     """The tiers of an engine's prefix cache, as `KV_TIERS` makes them."""
 
-    def new_tiers(self, executor: "Executor", num_blocks: int) -> "tuple[CacheTier, ...]":
-        """Make the tiers of a scheduler whose pool has so many blocks."""
+    def new_tiers(self, executor: "Executor", num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
+        """Make the tiers of a scheduler whose pool has so many blocks. model_dir: where the weights are. Raises ConfigError."""
 
 
 class Items(Protocol):

@@ -1,11 +1,15 @@
 """Tiers of the prefix cache: where contents of blocks stay when the devices have no room for them. Does not import JAX."""
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import GatherBlocks
+from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.kv_tiers.rates import Rates
+from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.log import logger
 
 if TYPE_CHECKING:
@@ -23,10 +27,22 @@ class KVTiers:
     def __init__(self, config: EngineConfig):
         self._config = config
 
-    def new_tiers(self, executor: Any, num_blocks: int) -> "tuple[CacheTier, ...]":
-        """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`."""
+    def new_tiers(self, executor: Any, num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
+        """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`. model_dir: where the weights are. Raises
+        ConfigError."""
         copies, block_size = executor.op_runner(GatherBlocks), self._config.block_tokens
         num_cold = min(_STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
         logger.info("host memory: %d blocks of %.1f KiB", copies.num_slots, copies.block_bytes / 1024)
         rates = Rates(block_size, copies.block_bytes)
-        return (HostTier(copies, rates, num_cold=num_cold, min_blocks=-(-MIN_LOAD_TOKENS // block_size)),)
+        stores = self._stores(executor, copies, model_dir)
+        return (HostTier(copies, rates, num_cold=num_cold, min_blocks=-(-MIN_LOAD_TOKENS // block_size), stores=stores),)
+
+    def _stores(self, executor: Any, copies: Any, model_dir: Path) -> list[SlotStore]:
+        """What is behind host memory."""
+        if self._config.cache.kv_offloading_disk is None:
+            return []
+        from jaxllm.kv_tiers.disk import make
+
+        shapes, arrangement = executor.shapes, copies.format.arrangement
+        describe = partial(fingerprint.describe, self._config, shapes.model, shapes.cache, arrangement, model_dir)
+        return [make(self._config, copies, describe)]
