@@ -129,8 +129,8 @@ class KVTiers(Protocol):
     def preparations(self) -> Sequence[Preparation]:
         """What requests may wait for before blocks of them are loaded, once there are tiers."""
 
-    def new_tiers(self, executor: "Executor", num_blocks: int) -> "tuple[CacheTier, ...]":
-        """Make the tiers of a scheduler whose pool has so many blocks."""
+    def new_tiers(self, executor: "Executor", num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
+        """Make the tiers of a scheduler whose pool has so many blocks. model_dir: where the weights are. Raises ConfigError."""
 
 
 class Items(Protocol):

@@ -1,10 +1,13 @@
 """Tiers of the prefix cache: where contents of blocks stay when the devices have no room for them. Does not import JAX."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import GatherBlocks
+from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.kv_tiers.rates import Rates
 from jaxllm.kv_tiers.slot_store import SlotStore
@@ -28,18 +31,25 @@ class KVTiers:
         self.preparations: Sequence[RemotePrefills] = ()
         """What requests may wait for before blocks of them are loaded, once there are tiers."""
 
-    def new_tiers(self, executor: Any, num_blocks: int) -> "tuple[CacheTier, ...]":
-        """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`."""
+    def new_tiers(self, executor: Any, num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
+        """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`. model_dir: where the weights are. Raises
+        ConfigError."""
         copies, block_size = executor.op_runner(GatherBlocks), self._config.block_tokens
         num_cold = min(_STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
         logger.info("host memory: %d blocks of %.1f KiB", copies.num_slots, copies.block_bytes / 1024)
+        shapes, arrangement = executor.shapes, copies.format.arrangement
+        describe = partial(fingerprint.describe, self._config, shapes.model, shapes.cache, arrangement, model_dir)
         new_tier: Callable[..., HostTier] = HostTier
         stores: list[SlotStore] = []
         if self._config.kv_transfer.kv_role is not None:
             from jaxllm.kv_tiers.peers.role import Role
 
-            role = Role(self._config, copies, self._config.model.model)
+            role = Role(self._config, copies, describe())
             new_tier, self.preparations = role.new_tier, role.preparations
             stores += role.stores
+        if self._config.cache.kv_offloading_disk is not None:
+            from jaxllm.kv_tiers.disk import make
+
+            stores.append(make(self._config, copies, describe))
         rates = Rates(copies.block_bytes)
         return (new_tier(copies, rates, num_cold=num_cold, min_tokens=MIN_LOAD_TOKENS, stores=stores),)

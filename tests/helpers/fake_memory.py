@@ -52,7 +52,7 @@ class FakeMemory:
 
 
 def identity(engine_id: str = "decode", **options: Any) -> Identity:
-    return Identity(**{"engine_id": engine_id, "fingerprint": "one", "block_bytes": BLOCK_BYTES, **options})
+    return Identity(**{"engine_id": engine_id, "facts": {"model": "one"}, "block_bytes": BLOCK_BYTES, **options})
 
 
 def names_of(count: int) -> list[bytes]:

@@ -216,7 +216,7 @@ def _connect(target: Target, found: "Sequence[addresses.Address]", seconds: floa
 def _greet(channel: Channel, target: Target, own: Identity, seconds: float) -> None:
     """The handshake. Raises WireError or RefusedError."""
     nonce = messages.new_nonce()
-    channel.send(Hello(messages.PROTOCOL, target.engine_id, own.fingerprint, own.block_bytes, nonce), seconds)
+    channel.send(Hello(messages.PROTOCOL, target.engine_id, dict(own.facts), own.block_bytes, nonce), seconds)
     hello = _answer(channel, Hello, seconds)
     channel.send(Proof(messages.proof("decode", own.token, nonce, hello.nonce)), seconds)
     proof = _answer(channel, Proof, seconds)
@@ -226,7 +226,7 @@ def _greet(channel: Channel, target: Target, own: Identity, seconds: float) -> N
         )
     if hello.engine_id != target.engine_id:
         raise RefusedError(Code.ENGINE, f"it is engine {hello.engine_id}")
-    if (difference := own.difference(hello.fingerprint, hello.block_bytes)) is not None:
+    if (difference := own.difference(hello.facts, hello.block_bytes)) is not None:
         raise RefusedError(Code.DIFFERS, difference)
     channel.accept(messages.OF_PREFILL)
 

@@ -17,8 +17,6 @@ FIRST_BYTES = 16 << 10
 """The most that a message may have which comes before the other end has shown who it is."""
 MAX_BYTES = 8 << 20
 """The most that a later one may have: the names of a prompt of a million tokens take 3 MB."""
-MAX_ID = 128
-"""Characters of an id or a fingerprint, that fit a message several times over."""
 
 
 class Hello(Message, tag="hello"):
@@ -27,7 +25,8 @@ class Hello(Message, tag="hello"):
 
     protocol: int
     engine_id: str
-    fingerprint: str
+    facts: dict[str, str]
+    """See Identity."""
     block_bytes: int
     """Bytes of a block's content."""
     nonce: bytes

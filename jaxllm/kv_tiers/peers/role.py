@@ -1,13 +1,14 @@
 """What an engine with a role has in addition to a host tier."""
 
 import uuid
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.kv_tiers.copies import Worth
 from jaxllm.kv_tiers.host_tier import HostTier
-from jaxllm.kv_tiers.peers.identity import Identity
+from jaxllm.kv_tiers.peers.identity import Identity, facts_of
 from jaxllm.kv_tiers.peers.leases import SHARE, Leases
 from jaxllm.kv_tiers.peers.peer_store import PeerStore
 from jaxllm.kv_tiers.peers.prefill_tier import PrefillTier, answered
@@ -18,11 +19,11 @@ from jaxllm.kv_transfer_options import token
 
 
 class Role:
-    """The parts of one engine; copies: a `BlockCopier`, whose arena is open."""
+    """The parts of one engine. copies: a `BlockCopier`, whose arena is open. described: see `fingerprint.describe`."""
 
-    def __init__(self, config: EngineConfig, copies: Any, fingerprint: str):
+    def __init__(self, config: EngineConfig, copies: Any, described: Mapping[str, Any]):
         self._config = config
-        self._own = Identity(uuid.uuid4().hex, fingerprint, copies.arena.block_bytes, token())
+        self._own = Identity(uuid.uuid4().hex, facts_of(described), copies.arena.block_bytes, token())
         self.stores: tuple[SlotStore, ...] = ()
         self.preparations: tuple[RemotePrefills, ...] = ()
         options = config.kv_transfer

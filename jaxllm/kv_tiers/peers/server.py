@@ -174,7 +174,7 @@ class Server:
                 channel, Code.PROTOCOL, f"this engine speaks version {messages.PROTOCOL}, the decode engine {hello.protocol}"
             )
         nonce = messages.new_nonce()
-        channel.send(Hello(messages.PROTOCOL, own.engine_id, own.fingerprint, own.block_bytes, nonce), FIRST_SECONDS)
+        channel.send(Hello(messages.PROTOCOL, own.engine_id, dict(own.facts), own.block_bytes, nonce), FIRST_SECONDS)
         proof = channel.receive(FIRST_SECONDS)
         if not isinstance(proof, Proof):
             raise WireError("its second message is no Proof")
@@ -184,7 +184,7 @@ class Server:
             )
         if hello.engine_id != own.engine_id:
             return _refuse(channel, Code.ENGINE, f"this is engine {own.engine_id}, not {hello.engine_id}")
-        if (difference := own.difference(hello.fingerprint, hello.block_bytes)) is not None:
+        if (difference := own.difference(hello.facts, hello.block_bytes)) is not None:
             logger.error("a decode engine may not fetch blocks: %s", difference)
             return _refuse(channel, Code.DIFFERS, difference)
         if channel.is_local and channel.user_id not in (os.geteuid(), 0):

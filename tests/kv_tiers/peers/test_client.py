@@ -40,7 +40,7 @@ def welcome(channel: Channel, **options: Any) -> None:
     own = identity("prefill", **options)
     hello = channel.receive(5.0)
     nonce = b"m" * 16
-    channel.send(Hello(messages.PROTOCOL, own.engine_id, own.fingerprint, own.block_bytes, nonce), 5.0)
+    channel.send(Hello(messages.PROTOCOL, own.engine_id, dict(own.facts), own.block_bytes, nonce), 5.0)
     channel.receive(5.0)
     channel.accept(messages.OF_DECODE)
     channel.send(Proof(messages.proof("prefill", own.token, nonce, hello.nonce)), 5.0)
@@ -95,7 +95,7 @@ FIRSTS: dict[str, Script] = {
     "4 GiB": raw(struct.pack(">I", 2**32 - 1)),
     "closed": lambda channel: channel.close(),
     "silent": lambda channel: None,
-    "truncated": raw(bytes(frame(Hello(1, "prefill", "one", BLOCK_BYTES, b""), 1000))[:-1]),
+    "truncated": raw(bytes(frame(Hello(1, "prefill", {"model": "one"}, BLOCK_BYTES, b""), 1000))[:-1]),
     "one byte after the other": drip,
     "proof first": raw(bytes(frame(Proof(b""), 1000))),
     "later message": raw(bytes(frame(Attached("x", []), 1000))),
@@ -114,8 +114,8 @@ def test_what_is_no_prefill_engine_is_left(memory: FakeMemory, script: Script) -
     ("own", "text"),
     [
         ({"token": b"other"}, "has another token"),
-        ({"fingerprint": "two"}, r"the fingerprints differ \(one and two\)"),
-        ({"block_bytes": 1}, "a block has 1000 bytes at one engine and 1 at the other"),
+        ({"facts": {"model": "two", "dtype": "f"}}, "differ in model: one and two; dtype: none and f"),
+        ({"block_bytes": 1}, "they differ in bytes of a block: 1000 and 1"),
     ],
     ids=str,
 )
@@ -202,7 +202,7 @@ def test_a_dripping_prefill_engine_is_left(memory: FakeMemory) -> None:
 def maps(descriptor: Callable[[], int | None], num_bytes: int) -> Script:
     def script(channel: Channel) -> None:
         hello = channel.receive(5.0)
-        channel.send(Hello(messages.PROTOCOL, hello.engine_id, "one", BLOCK_BYTES, b"m"), 5.0)
+        channel.send(Hello(messages.PROTOCOL, hello.engine_id, {"model": "one"}, BLOCK_BYTES, b"m"), 5.0)
         channel.receive(5.0)
         channel.accept(messages.OF_DECODE)
         channel.send(Proof(messages.proof("prefill", b"", b"m", hello.nonce)), 5.0)
@@ -398,11 +398,11 @@ def test_an_engine_that_ends_takes_its_leases_along(memory: FakeMemory) -> None:
 
 
 def test_a_prefill_engine_that_differs_is_asked_once(memory: FakeMemory) -> None:
-    with prefill() as engine, stored(memory, fingerprint="two") as (store, woken):
-        with pytest.raises(RefusedError, match="fingerprints differ"):
+    with prefill() as engine, stored(memory, facts={"model": "two"}) as (store, woken):
+        with pytest.raises(RefusedError, match="differ in model"):
             store.attach("a", engine.target, "x").result(5.0)
         woken.until(lambda: store.fault_of("a") is not None)
-        with pytest.raises(RefusedError, match="fingerprints differ"):
+        with pytest.raises(RefusedError, match="differ in model"):
             store.attach("b", engine.target, "x")
         store.detach("a")
 

@@ -83,8 +83,8 @@ def test_a_lease_ends_after_its_connection(memory: FakeMemory) -> None:
     ("options", "text"),
     [
         ({"token": b"other"}, "different tokens"),
-        ({"fingerprint": "two"}, r"the fingerprints differ \(one and two\)"),
-        ({"block_bytes": 999}, "a block has 1000 bytes at one engine and 999 at the other"),
+        ({"facts": {"model": "two"}}, "they differ in model: one and two"),
+        ({"block_bytes": 999}, "they differ in bytes of a block: 1000 and 999"),
     ],
     ids=str,
 )
@@ -116,7 +116,7 @@ def is_closed(stream: socket.socket) -> bool:
     return True
 
 
-HELLO = Hello(messages.PROTOCOL, "", "one", BLOCK_BYTES, b"n" * 16)
+HELLO = Hello(messages.PROTOCOL, "", {"model": "one"}, BLOCK_BYTES, b"n" * 16)
 FIRSTS: dict[str, bytes] = {
     "garbage": b"GET / HTTP/1.1\r\n\r\n",
     "4 GiB": struct.pack(">I", 2**32 - 1),
@@ -126,7 +126,7 @@ FIRSTS: dict[str, bytes] = {
     "proof first": bytes(frame(Proof(b""), 1000)),
     "wrong types": struct.pack(">I", 9) + b"\x96\xa5hello\x01\x02",
     "nested": struct.pack(">I", 1001) + b"\x91" * 1001,
-    "other protocol": bytes(frame(Hello(messages.PROTOCOL + 1, "", "one", BLOCK_BYTES, b""), 1000)),
+    "other protocol": bytes(frame(Hello(messages.PROTOCOL + 1, "", {"model": "one"}, BLOCK_BYTES, b""), 1000)),
     "wrong proof": bytes(frame(HELLO, 1000)) + bytes(frame(Proof(b"x" * 32), 1000)),
     "hello twice": bytes(frame(HELLO, 1000)) * 2,
 }
@@ -167,7 +167,7 @@ def test_a_thousand_connections_keep_nobody_out(memory: FakeMemory) -> None:
 def greet(engine: Prefill) -> Channel:
     """A connection whose handshake is over."""
     channel = Channel(dial(engine), messages.FIRST_OF_PREFILL)
-    channel.send(Hello(messages.PROTOCOL, engine.identity.engine_id, "one", BLOCK_BYTES, b"n" * 16), 5.0)
+    channel.send(Hello(messages.PROTOCOL, engine.identity.engine_id, {"model": "one"}, BLOCK_BYTES, b"n" * 16), 5.0)
     hello = channel.receive(5.0)
     channel.send(Proof(messages.proof("decode", b"", b"n" * 16, hello.nonce)), 5.0)
     assert isinstance(channel.receive(5.0), Proof)
@@ -179,7 +179,7 @@ def test_a_proof_cannot_be_sent_back() -> None:
     """A stranger without the token learns nothing from the server that serves as its own proof."""
     with prefill(token=b"secret") as engine:
         channel = Channel(dial(engine), messages.FIRST_OF_PREFILL)
-        channel.send(Hello(messages.PROTOCOL, engine.identity.engine_id, "one", BLOCK_BYTES, b"n" * 16), 5.0)
+        channel.send(Hello(messages.PROTOCOL, engine.identity.engine_id, {"model": "one"}, BLOCK_BYTES, b"n" * 16), 5.0)
         hello = channel.receive(5.0)
         channel.send(Proof(messages.proof("prefill", b"secret", b"n" * 16, hello.nonce)), 5.0)
         refused = channel.receive(5.0)
