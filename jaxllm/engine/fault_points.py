@@ -48,6 +48,11 @@ PLACES = {
     "copy": Place("core", "jaxllm.device_ops", "end_copy", lambda op, wait: type(op).__name__),
     "kv.disk_read": Place("core", "jaxllm.kv_tiers.disk.block_file", "read_all", data=lambda descriptor, buffer: buffer),
     "kv.disk_write": Place("core", "jaxllm.kv_tiers.disk.block_file", "write_all", data=lambda descriptor, buffer: buffer),
+    "kv.hello": Place("core", "jaxllm.kv_tiers.peers.client", "_greet"),
+    "kv.pull": Place("core", "jaxllm.kv_tiers.peers.client", "Connection.pull"),
+    "kv.receive": Place(
+        "core", "jaxllm.kv_tiers.peers.channel", "Channel.receive_into", data=lambda self, content, *args: content
+    ),
     "mask": Place("core", "jaxllm.structured.matcher", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
     "allocate": Place(

@@ -35,7 +35,6 @@ class _Lease:
     peer: Peer
     attaching: "Future[Sequence[bytes]]"
     users: set[str]
-    names: frozenset[bytes] = frozenset()
     num_reads: int = 0
     """Pulls under way."""
 
@@ -70,6 +69,8 @@ class PeerStore:
         self._closing: list[Peer] = []
         self._bad: dict[Target, tuple[float, str]] = {}
         self._leases: dict[tuple[Target, str], _Lease] = {}
+        self._leases_of: dict[bytes, list[_Lease]] = {}
+        """The leases that have each content."""
         self._faults: dict[str, str] = {}
         """Why blocks of requests did not come."""
         self._finished: list[Transfer] = []
@@ -112,11 +113,12 @@ class PeerStore:
 
     def _note_attached(self, lease: _Lease, future: "Future[Sequence[bytes]]") -> None:
         with self._lock:
-            if (error := _error_of(future)) is None:
-                lease.names = frozenset(future.result())
-                self._end_unused(lease)
-            else:
+            if (error := _error_of(future)) is not None:
                 self._note_failure(lease, error)
+            elif (lease.peer.target, lease.number) in self._leases:
+                for name in future.result():
+                    self._leases_of.setdefault(name, []).append(lease)
+                self._end_unused(lease)
         self._wake()
 
     def _end_unused(self, lease: _Lease) -> None:
@@ -125,7 +127,24 @@ class PeerStore:
             lease.peer.end(lease.number).add_done_callback(_error_of)
 
     def _forget(self, lease: _Lease) -> bool:
-        return self._leases.pop((lease.peer.target, lease.number), None) is not None
+        """Find nothing in a lease any more. Returns whether it was known."""
+        if self._leases.pop((lease.peer.target, lease.number), None) is None:
+            return False
+        if lease.attaching.done() and _error_of(lease.attaching) is None:
+            self._remove(lease, lease.attaching.result())
+        return True
+
+    def _remove(self, lease: _Lease, names: Iterable[bytes]) -> bool:
+        """Find these contents in a lease no more. Returns whether any was found there."""
+        was_found = False
+        for name in names:
+            found = self._leases_of.get(name, [])
+            if lease in found:
+                was_found = True
+                found.remove(lease)
+                if not found:
+                    del self._leases_of[name]
+        return was_found
 
     def _peer(self, target: Target) -> Peer:
         """Raises RefusedError."""
@@ -197,9 +216,7 @@ class PeerStore:
 
     def find(self, names: Sequence[bytes]) -> Collection[bytes]:
         with self._lock:
-            if not self._leases:
-                return ()
-            return [name for name in names if any(name in lease.names for lease in self._leases.values())]
+            return [name for name in names if name in self._leases_of] if self._leases_of else ()
 
     def seconds(self, num_blocks: int) -> float:
         """No time: a router had the prompt computed elsewhere so that this engine does not."""
@@ -210,9 +227,8 @@ class PeerStore:
             read = _Read(number, names, [False] * len(names), 0)
             of_lease: dict[_Lease, list[int]] = {}
             for index, name in enumerate(names):
-                lease = next((lease for lease in self._leases.values() if name in lease.names), None)
-                if lease is not None:
-                    of_lease.setdefault(lease, []).append(index)
+                if leases := self._leases_of.get(name):
+                    of_lease.setdefault(leases[-1], []).append(index)
             pulls = []
             for lease, indices in of_lease.items():
                 batches = lease.peer.pull(
@@ -241,7 +257,7 @@ class PeerStore:
                     logger.warning("%s has %d blocks no more, which are computed here", lease.peer.target, len(missing))
                     self.failures["missing"] += 1
                     self._blame(lease, "it has some of them no more")
-                    lease.names = lease.names.difference(missing)
+                    self._remove(lease, missing)
                 self._end_unused(lease)
             else:
                 self._note_failure(lease, error)
@@ -264,15 +280,13 @@ class PeerStore:
     def discard(self, names: Sequence[bytes]) -> None:
         with self._lock:
             for lease in self._leases.values():
-                if not lease.names.isdisjoint(names):
-                    lease.names = lease.names.difference(names)
+                if self._remove(lease, names):
                     self._blame(lease, "some of them came damaged")
 
     def reset(self, *, external: bool) -> None:
         """Leases were of other weights, as far as this engine knows."""
         with self._lock:
-            for lease in self._leases.values():
-                lease.names = frozenset()
+            self._leases_of.clear()
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """See SlotStore."""
@@ -292,6 +306,10 @@ class PeerStore:
         """Raise AssertionError if a lease is used by nobody. Called without unfinished requests."""
         with self._lock:
             assert not any(lease.users for lease in self._leases.values()), "a lease is kept for a request that has ended"
+            known = set(self._leases.values())
+            assert all(lease in known for leases in self._leases_of.values() for lease in leases), (
+                "a lease is found that has ended"
+            )
             assert not self._faults, "faults are kept of requests that have ended"
 
 

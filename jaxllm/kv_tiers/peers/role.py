@@ -36,7 +36,15 @@ class Role:
         """See HostTier. A prefill engine listens from now on. Raises ConfigError if it cannot."""
         transfer = self._config.kv_transfer
         if not transfer.is_prefill:
-            return HostTier(copies, worth, **options)
+            tier = HostTier(copies, worth, **options)
+        else:
+            tier = self._serving_tier(copies, worth, **options)
+        if transfer.is_decode:  # the last block may come as late as the option allows
+            tier.patience_seconds = max(tier.patience_seconds, transfer.kv_pull_timeout)
+        return tier
+
+    def _serving_tier(self, copies: Any, worth: Worth, **options: Any) -> PrefillTier:
+        transfer = self._config.kv_transfer
         leases = Leases(int(SHARE * copies.num_slots))
         server = Server(self._own, leases, copies.arena)
         server.open(transfer.kv_host, transfer.kv_port)

@@ -1,6 +1,8 @@
 """A prompt computed in one engine and continued in another: the tokens are those of one engine."""
 
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from jaxllm.engine.core import EngineCore
+from jaxllm.engine.fault_points import injected
 from jaxllm.kv_tiers.peers import client
 from jaxllm.kv_tiers.peers.prefill_tier import PrefillTier
 from jaxllm.kv_transfer import KVTransfer, read_kv_transfer
@@ -266,3 +269,27 @@ def test_a_failed_step_of_the_prefill_engine(engines: Any) -> None:
     assert prefill.core.reset_prefix_cache(), "it drops what is kept too"
     other = prompt_of(90, 52)
     assert decode.decode(other, again)[0] == one.run(other)[0]
+
+
+@pytest.mark.parametrize("fault", ["kv.hello:1-:error", "kv.pull:1:error", "kv.receive:2:corrupt", "kv.pull:1:hang=0.2"])
+def test_injected_faults(engines: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "socket_name", lambda engine_id: "\0jaxllm-nowhere")
+    one, prefill, decode = engines
+    (store,) = decode.core._tiers[0]._stores._stores
+    for peer, _ in list(store._peers.values()):
+        store._drop(peer)
+    prompt = prompt_of(90, 71 + len(fault))
+    answer = prefill.prefill(prompt)
+    with injected(fault):
+        tokens, last = decode.decode(prompt, answer)
+    assert tokens == one.run(prompt)[0]
+    if "corrupt" not in fault:
+        assert last.num_cached_tokens == (80 if "hang" in fault else 0)
+    else:
+        assert decode.core.stats().num_damaged_blocks == 1
+    decode.core.check_integrity()
+
+
+def test_engines_without_a_role_import_no_peers() -> None:
+    code = "import sys, jaxllm.kv_tiers, jaxllm.engine.features; assert not [n for n in sys.modules if 'kv_tiers.peers' in n]"
+    subprocess.run([sys.executable, "-c", code], check=True)
