@@ -283,13 +283,28 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed() -> None:
     assert not rates.is_worth_loading(1000, 16000)
 
 
+@pytest.mark.parametrize("num_bad", [1, 8])
+def test_a_few_slow_copies_and_steps_change_nothing(num_bad: int) -> None:
+    """As the first of an engine, while programs compile."""
+    rates = Rates(block_bytes=1 << 20)
+    for _ in range(num_bad):
+        rates.note_copy(32, 1.0)
+        rates.note_step(1000, 0.022)
+    assert rates.is_worth_loading(20, 16 * 20) == (num_bad == 1), "what is slow so often is so"
+    for _ in range(3):
+        rates.note_copy(32, 0.0012)
+    for _ in range(num_bad):
+        rates.note_step(1000, 1.0)
+    assert [rates.is_worth_loading(count, 16 * count) for count in (4, 20)] == [False, True]
+
+
 def test_stores_tell_that_copies_are_fast_again() -> None:
     driven = Driven()
     driven.worth.note_step(1000, 0.5)
     for _ in range(100):
         driven.worth.note_copy(2, 1.0)
     assert not driven.worth.is_worth_loading(1, 16)
-    for number in range(100):
+    for number in range(10):
         driven.step()
         driven.end(*driven.store(b"%d" % number))
     assert driven.worth.is_worth_loading(1, 16)
