@@ -35,6 +35,10 @@ class Rates:
         """A copy of blocks, to the devices or from there, took so long."""
         self._block_seconds.append(seconds / num_blocks)
 
+    def step_seconds(self, num_tokens: int) -> float:
+        """About how long a step of so many tokens takes: too little for small ones; 0 while unknown."""
+        return num_tokens * _lower_quartile(self._token_seconds) if self._token_seconds else 0.0
+
     def is_worth_loading(self, num_blocks: int, num_tokens: int, seconds: float = 0.0) -> bool:
         """Whether to load so many blocks, rather than to compute so many tokens. seconds: until host memory has them."""
         if not self._token_seconds:

@@ -289,6 +289,11 @@ class Loading:
 
     # Stores
 
+    def wait_for_stores(self, num_tokens: int) -> None:
+        """See CacheTier."""
+        for tier in self._tiers:
+            tier.wait_for_stores(num_tokens)
+
     def discard(self, names: Sequence[bytes]) -> None:
         """Drop contents that were computed wrongly from all tiers."""
         for tier in self._tiers:
