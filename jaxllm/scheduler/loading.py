@@ -290,6 +290,11 @@ class Loading:
 
     # Stores
 
+    def wait_for_stores(self, num_tokens: int) -> None:
+        """See CacheTier."""
+        for tier in self._tiers:
+            tier.wait_for_stores(num_tokens)
+
     def keep(self, names: Sequence[bytes]) -> None:
         """See KeepingTier."""
         for tier in self._keepers:

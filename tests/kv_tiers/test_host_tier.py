@@ -152,6 +152,28 @@ def test_a_content_is_found_once_its_copy_is_over_and_its_step_is_done() -> None
     assert (driven.stats.num_used_host_slots, driven.stats.num_stored_blocks, driven.stats.stored_bytes) == (1, 1, 1000)
 
 
+def test_a_plan_waits_for_the_buffers_that_the_last_one_lacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven, waits = Driven(), list[float]()
+    driven.step()
+    gathers = driven.store(*(b"%d" % number for number in range(5)))
+    assert len(gathers) == 2 and driven.stats.num_skipped_stores == 1
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        driven.end(gathers.pop(0))
+
+    monkeypatch.setattr(driven.copies, "wait", wait)
+    driven.tier.wait_for_stores(1000)
+    assert not waits, "how long a step takes is not known"
+    driven.worth.note_step(1000, 2.0)
+    driven.tier.wait_for_stores(1000)
+    assert len(waits) == 2 and max(waits) <= 0.5
+    driven.step()
+    assert len(driven.store(b"5", b"6")) == 1
+    driven.tier.wait_for_stores(1000)
+    assert len(waits) == 2, "the last plan lacked none"
+
+
 def test_a_load_takes_a_stage_and_a_scatter_and_reports_each_block() -> None:
     driven = Driven().stored(b"a", b"b", b"c")
     load = driven.tier.load([5, 6, 7], [b"a", b"b", b"c"])
@@ -283,13 +305,28 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed() -> None:
     assert not rates.is_worth_loading(1000, 16000)
 
 
+@pytest.mark.parametrize("num_bad", [1, 8])
+def test_a_few_slow_copies_and_steps_change_nothing(num_bad: int) -> None:
+    """As the first of an engine, while programs compile."""
+    rates = Rates(block_bytes=1 << 20)
+    for _ in range(num_bad):
+        rates.note_copy(32, 1.0)
+        rates.note_step(1000, 0.022)
+    assert rates.is_worth_loading(20, 16 * 20) == (num_bad == 1), "what is slow so often is so"
+    for _ in range(3):
+        rates.note_copy(32, 0.0012)
+    for _ in range(num_bad):
+        rates.note_step(1000, 1.0)
+    assert [rates.is_worth_loading(count, 16 * count) for count in (4, 20)] == [False, True]
+
+
 def test_stores_tell_that_copies_are_fast_again() -> None:
     driven = Driven()
     driven.worth.note_step(1000, 0.5)
     for _ in range(100):
         driven.worth.note_copy(2, 1.0)
     assert not driven.worth.is_worth_loading(1, 16)
-    for number in range(100):
+    for number in range(10):
         driven.step()
         driven.end(*driven.store(b"%d" % number))
     assert driven.worth.is_worth_loading(1, 16)
@@ -380,7 +417,10 @@ def test_a_store_that_is_full_is_asked_again_and_loses_nothing_else() -> None:
     assert not store.under_way
     store.is_full = False
     driven.stored(b"5")
-    assert [names for _, names, _ in store.under_way.values()] == [[b"2"]]
+    assert [names for _, names, _ in store.under_way.values()] == [[b"2"]] and driven.stats.num_lost_blocks == 2
+    store.end(False)
+    driven.stored(b"6").stored(b"7")
+    assert driven.stats.num_lost_blocks >= 3, "a write that failed keeps nothing"
 
 
 @pytest.mark.parametrize("when", ["before", "while it is written", "while it is read"])
@@ -435,7 +475,23 @@ def test_what_takes_long_to_read_is_computed_and_the_rest_loaded() -> None:
     for _ in range(100):
         driven.worth.note_step(1000, 0.5)
     names = driven.tier.match([b"a", b"b"])
-    assert names == [b"a", b"b"] == driven.tier.choose(names, 32)
+    assert names == [b"a", b"b"]
     store.seconds_each = 1.0
-    assert driven.tier.choose(names, 32) == [b"a"] == driven.tier.choose([b"a"], 16)
-    assert not driven.tier.choose([b"b"], 16)
+    assert driven.tier.choose(names, 32) == [b"a"] == driven.tier.choose([b"a"], 16) and not store.under_way
+    store.seconds_each = 0.0
+    assert driven.tier.choose(names, 32) == names
+
+
+def test_what_is_chosen_is_read_ahead_as_far_as_there_is_room() -> None:
+    names = [b"%d" % number for number in range(9)]
+    store = Store(*names)
+    driven = Driven(num_slots=8, stores=[store])
+    assert driven.tier.choose(names, 1000) == names
+    assert [read for _, read, _ in store.under_way.values()] == [names[:2], names[2:4]], "half of the slots"
+    store.end()
+    store.end()
+    driven.step()
+    load = driven.tier.load(range(5), names[:5])
+    assert [read for _, read, _ in store.under_way.values()] == [names[4:5]]
+    store.end()
+    assert driven.run() == {load: [True] * 5}
