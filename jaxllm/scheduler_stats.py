@@ -138,6 +138,18 @@ class SchedulerStats:
     disk_read_seconds: float = 0.0
     """Time of reads, of which several run at once; the next of writes."""
     disk_write_seconds: float = 0.0
+    num_leasable_blocks: int = 0
+    """Blocks that a prefill engine keeps at most for decode engines; 0 for others."""
+    num_kv_leases: int = 0
+    """Prompts whose blocks it keeps."""
+    num_expired_kv_leases: int = 0
+    """Leases that no decode engine ended in time."""
+    num_refused_kv_leases: int = 0
+    """Prompts whose blocks were not kept, because too many were."""
+    pulled_bytes: int = 0
+    """Bytes of blocks that a decode engine fetched."""
+    pull_failures: tuple[int, ...] = ()
+    """Attempts to fetch blocks that failed, for each of PULL_FAILURES; empty for other engines."""
     awaited_programs: tuple[int, int] = (0, 0)
     """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""
     num_deferred: int = 0
@@ -148,6 +160,9 @@ _MOST = ("sleep_level", "num_speculative_tokens", "max_adapters", "disk_bytes", 
 """Fields whose total is the largest value, not the sum."""
 
 
+PULL_FAILURES = ("not_allowed", "unreachable", "refused", "differs", "lost", "missing", "damaged")
+"""Why blocks could not be fetched from a prefill engine: it lies outside of kv_peers, does not answer, refuses, has another model, ended
+meanwhile, has them no more; or they were not what was stored."""
 _LEAST = ("expert_balance",)
 """Fields whose total is the smallest value."""
 

@@ -4,7 +4,7 @@ import time
 
 from jaxllm.metrics.collect import Collected
 from jaxllm.observations import STEP_TOKENS, Observations
-from jaxllm.scheduler_stats import SchedulerStats
+from jaxllm.scheduler_stats import PULL_FAILURES, SchedulerStats
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By sleep level."""
@@ -51,6 +51,7 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     _add_images(found, load)
     _add_host_memory(found, load)
     _add_disk(found, load)
+    _add_peers(found, load)
     num_ready, num_awaited = load.awaited_programs
     awaited = "programs that the current step waits for, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
@@ -141,6 +142,20 @@ def _add_disk(found: Collected, load: SchedulerStats) -> None:
     _add_copies(found, "disk", written, read)
     found.counter("kv_offload_stores_skipped", load.num_lost_blocks, _SKIPPED, tier="disk")
     found.counter("kv_offload_bad_blocks", load.num_bad_files, _DAMAGED, tier="disk")
+
+
+def _add_peers(found: Collected, load: SchedulerStats) -> None:
+    """Blocks that are passed between engines, where the engine has a kv_role."""
+    if load.num_leasable_blocks:
+        found.gauge("kv_leases", load.num_kv_leases, "prompts whose blocks this engine keeps for decode engines")
+        found.counter("kv_lease_expired", load.num_expired_kv_leases, "prompts whose blocks were kept and not fetched in time")
+        refused = "prompts whose blocks were not kept for a decode engine, because half of host memory was kept already"
+        found.counter("kv_lease_refused", load.num_refused_kv_leases, refused)
+    if load.pull_failures:
+        found.counter("kv_pull_bytes", load.pulled_bytes, "bytes of blocks that were fetched from prefill engines")
+        failed = "failed attempts to fetch blocks from a prefill engine"
+        for reason, count in zip(PULL_FAILURES, load.pull_failures, strict=True):
+            found.counter("kv_pull_failures", count, failed, reason=reason)
 
 
 def _add_copies(found: Collected, tier: str, stored: tuple[int, float], loaded: tuple[int, float]) -> None:

@@ -68,6 +68,12 @@ class FakeStats:
     disk_written_bytes: int = 0
     disk_read_seconds: float = 0.0
     disk_write_seconds: float = 0.0
+    num_leasable_blocks: int = 0
+    num_kv_leases: int = 0
+    num_expired_kv_leases: int = 0
+    num_refused_kv_leases: int = 0
+    pulled_bytes: int = 0
+    pull_failures: tuple[int, ...] = ()
     num_retried_steps: int = 0
     num_lost_steps: int = 0
     num_not_finite: int = 0

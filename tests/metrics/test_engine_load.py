@@ -5,6 +5,7 @@ from jaxllm.metrics.engine_load import add_load
 from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Gauge, Histogram
 from jaxllm.observations import STEP_TOKENS, Observations
+from jaxllm.scheduler_stats import PULL_FAILURES
 from tests.helpers.fake_engine_core import FakeStats
 
 
@@ -88,6 +89,24 @@ def test_the_disk_is_described_where_blocks_are_kept_there() -> None:
     stats |= {"num_bad_files": 6, "disk_write_seconds": 0.5, "disk_read_seconds": 0.25}
     values = {"store_bytes": 3, "store_time": 0.5, "load_bytes": 4, "load_time": 0.25, "stores_skipped": 5, "bad_blocks": 6}
     assert offloaded(**stats) == {("disk_usage_perc", ""): 0.25, **{(name, "disk"): value for name, value in values.items()}}
+
+
+def test_blocks_between_engines_are_described_where_the_engine_has_a_role() -> None:
+    stats = {"num_leasable_blocks": 9, "num_kv_leases": 1, "num_expired_kv_leases": 2, "num_refused_kv_leases": 3}
+    stats |= {"pulled_bytes": 4, "pull_failures": tuple(range(len(PULL_FAILURES)))}
+    found = {
+        (metric.name.removeprefix("jaxllm:kv_"), metric.labels.get("reason", "")): metric.value
+        for metric in collected(**stats)
+        if metric.name.startswith(("jaxllm:kv_lease", "jaxllm:kv_pull"))
+    }
+    assert found == {
+        ("leases", ""): 1,
+        ("lease_expired", ""): 2,
+        ("lease_refused", ""): 3,
+        ("pull_bytes", ""): 4,
+        **{("pull_failures", reason): index for index, reason in enumerate(PULL_FAILURES)},
+    }
+    assert not [metric for metric in collected() if metric.name.startswith(("jaxllm:kv_lease", "jaxllm:kv_pull"))]
 
 
 def offloaded(**stats: Any) -> dict[tuple[str, str], float]:

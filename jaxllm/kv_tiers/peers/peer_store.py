@@ -17,7 +17,7 @@ from jaxllm.kv_tiers.peers.messages import Code
 from jaxllm.kv_tiers.peers.peer import Peer
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
 from jaxllm.log import logger
-from jaxllm.scheduler_stats import SchedulerStats
+from jaxllm.scheduler_stats import PULL_FAILURES, SchedulerStats
 
 RENEW_SECONDS = 5.0
 IDLE_SECONDS = 60.0
@@ -78,7 +78,7 @@ class PeerStore:
         self._timer: threading.Thread | None = None
         self.num_bytes = 0
         self.failures: Counter[str] = Counter()
-        """Failed attempts to attach a lease or to read, by reason."""
+        """Failed attempts to attach a lease or to read, by the names of PULL_FAILURES."""
 
     # Leases
 
@@ -281,6 +281,7 @@ class PeerStore:
         with self._lock:
             for lease in self._leases.values():
                 if self._remove(lease, names):
+                    self.failures["damaged"] += 1
                     self._blame(lease, "some of them came damaged")
 
     def reset(self, *, external: bool) -> None:
@@ -290,6 +291,8 @@ class PeerStore:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """See SlotStore."""
+        stats.pulled_bytes += self.num_bytes
+        stats.pull_failures = tuple(self.failures[reason] for reason in PULL_FAILURES)
 
     def close(self) -> None:
         self._stopping.set()
@@ -321,9 +324,9 @@ def _error_of(future: "Future[Any]") -> BaseException | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The label of a failure in metrics."""
+    """One of PULL_FAILURES."""
     if isinstance(error, RefusedError):
-        return error.code
+        return {Code.DIFFERS: "differs", Code.LEASE: "missing"}.get(error.code, "refused")
     if isinstance(error, NotAllowedError):
         return "not_allowed"
     return "unreachable" if isinstance(error, OSError) else "lost"

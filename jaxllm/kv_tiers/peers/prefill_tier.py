@@ -15,6 +15,7 @@ from jaxllm.kv_transfer import KVTransfer
 from jaxllm.request import Request
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_tier import TierStep
+from jaxllm.scheduler_stats import SchedulerStats
 
 
 class PrefillTier(HostTier):
@@ -81,6 +82,13 @@ class PrefillTier(HostTier):
             for lease in self._pending:
                 self._leases.note(lease, (), lost=set(lease.pending))
         self._pending.clear()
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        super().add_stats(stats)
+        stats.num_leasable_blocks += self._leases.max_blocks
+        stats.num_kv_leases += len(self._leases)
+        stats.num_expired_kv_leases += self._leases.num_expired
+        stats.num_refused_kv_leases += self._leases.num_refused
 
     def close(self) -> None:
         if self._server is not None:
