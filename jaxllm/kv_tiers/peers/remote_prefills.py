@@ -11,10 +11,13 @@ from jaxllm.kv_tiers.peers.client import Target
 from jaxllm.kv_tiers.peers.identity import is_signed
 from jaxllm.kv_tiers.peers.peer_store import PeerStore
 from jaxllm.kv_transfer import PARAM, KVTransfer
+from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request
 from jaxllm.scheduler.admission import Fit
 from jaxllm.scheduler.interface import AnyScheduler
+
+_FAILED = "the prefill engine that computed the prompt did not deliver its blocks; the engine's log has the reason"
 
 
 @dataclass(eq=False)
@@ -28,6 +31,8 @@ class _Waiting:
     """Whether `settle` has processed the end of its attempt."""
     is_lost: bool = False
     """Whether it failed."""
+    is_told: bool = False
+    """Whether the log has why."""
 
 
 class RemotePrefills:
@@ -70,13 +75,14 @@ class RemotePrefills:
     def settle(self, scheduler: AnyScheduler) -> list[EngineCoreOutput]:
         outputs: list[EngineCoreOutput] = []
         for waiting in list(self._waiting.values()):
-            fault = self._end(waiting)
-            if fault is not None and self._fails:
-                request_id, text = (
-                    waiting.request.request_id,
-                    f"the blocks of its prompt did not come from a prefill engine: {fault}",
-                )
-                outputs += scheduler.fail_requests([request_id], ErrorKind.KV_TRANSFER, text)
+            if (fault := self._end(waiting)) is None:
+                continue
+            request_id = waiting.request.request_id
+            if not waiting.is_told:
+                logger.info("request %s: blocks of its prompt do not come from the prefill engine: %s", request_id, fault)
+                waiting.is_told = True
+            if self._fails:
+                outputs += scheduler.fail_requests([request_id], ErrorKind.KV_TRANSFER, _FAILED)
         return outputs
 
     def _end(self, waiting: _Waiting) -> str | None:

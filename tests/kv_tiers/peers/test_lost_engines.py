@@ -105,7 +105,7 @@ def test_what_is_lost_is_computed_or_fails(one: Runner, policy: str, transport: 
                 assert tokens == wanted, name
             else:
                 assert last.finish_reason is FinishReason.ERROR and last.error_kind is ErrorKind.KV_TRANSFER, name
-                assert "the blocks of its prompt did not come from a prefill engine" in str(last.stop_reason)
+                assert "the prefill engine that computed the prompt did not deliver its blocks" in str(last.stop_reason)
                 assert decode.run(prompt)[0] == wanted
             decode.core.scheduler.check_integrity()
 
