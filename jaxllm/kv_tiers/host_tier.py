@@ -125,6 +125,9 @@ class HostTier:
         is_enough = len(found) >= self._min_blocks and self._worth.is_worth_loading(len(found))
         return found if is_enough else ()
 
+    def source(self, name: bytes) -> str:
+        return "host"
+
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         number, size = next(self._numbers), self._copies.max_blocks
         load = self._loads[number] = _Load(number, [False] * len(names), 0)

@@ -26,6 +26,8 @@ class _Copy:
     load_id: int
     blocks: list[KVCacheBlock]
     names: list[bytes]
+    sources: list[str]
+    """See CacheTier.source."""
     deadline: float
 
 
@@ -94,11 +96,13 @@ class Loading:
     def _end_copy(self, load: _Load, copy: _Copy, is_right: Iterable[bool]) -> None:
         load.copies.remove(copy)
         self._arriving.difference_update(copy.names)
-        for block, name, right in zip(copy.blocks, copy.names, is_right, strict=True):
+        request = load.request
+        for block, name, source, right in zip(copy.blocks, copy.names, copy.sources, is_right, strict=True):
             if right:
                 load.arrived.append((block, name))
+                request.num_loaded_blocks[source] = request.num_loaded_blocks.get(source, 0) + 1
             else:
-                load.request.loads_blocks = False
+                request.loads_blocks = False
 
     def begin(self, request: Request, num_cached_tokens: int, num_reserved_blocks: int) -> bool:
         """Begin to load blocks of a request behind a cached prefix, if tiers have them and there are free blocks for all of it. Returns
@@ -132,8 +136,9 @@ class Loading:
             part = [(block, name) for block, name in zip(new_blocks, names, strict=True) if tier_of[name] is tier]
             if part:
                 own_blocks, own_names = map(list, zip(*part, strict=True))
+                sources = [tier.source(name) for name in own_names]
                 load_id = tier.load([block.block_id for block in own_blocks], own_names)
-                load.copies.append(_Copy(tier, load_id, own_blocks, own_names, now + tier.patience_seconds))
+                load.copies.append(_Copy(tier, load_id, own_blocks, own_names, sources, now + tier.patience_seconds))
         if request.num_cached_before_load is None:
             request.num_cached_before_load = num_cached_tokens
         self._arriving.update(names)

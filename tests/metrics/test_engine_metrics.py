@@ -117,6 +117,27 @@ def test_series_that_gateways_add_up_are_always_there() -> None:
     assert values(metrics).items() >= {**dict.fromkeys(zero, 0), on_device: 5}.items()
 
 
+def test_loaded_tokens_are_counted_by_tier_and_add_up_to_the_cached_ones() -> None:
+    metrics = EngineMetrics("m", 100)
+    metrics.prefill_done(60, 40, 0.03, loaded_tokens={"host": 16, "peer": 8})
+    metrics.prefill_done(60, 10, None, loaded_tokens={"disk": 4, "own connector": 2})
+    found = [metric for metric in metrics.snapshot() if isinstance(metric, Counter)]
+
+    def by(name: str, *labels: str) -> dict[tuple[str | None, ...], float]:
+        own = [metric for metric in found if metric.name == f"jaxllm:{name}"]
+        return {tuple(metric.labels.get(label) for label in labels): metric.value for metric in own}
+
+    tiers = {"host": 16, "p2p": 8, "disk": 4, "external_unspecified": 2}
+    assert by("prompt_tokens_by_source", "source", "tier") == {
+        ("local_compute", None): 70,
+        ("local_cache_hit", None): 20,
+        **{("external_kv_transfer", tier): count for tier, count in tiers.items()},
+    }
+    cached = by("prompt_tokens_cached_by_source", "source")
+    assert cached == {("device",): 20, **{(tier,): count for tier, count in tiers.items()}}
+    assert sum(cached.values()) == metrics.prompt_tokens_cached
+
+
 def test_a_client_leaves_out_what_the_engine_counts_for_all() -> None:
     own = {metric.name for metric in busy_metrics().snapshot(of_engine=False)}
     shared = {metric.name for metric in busy_metrics().snapshot()} - own

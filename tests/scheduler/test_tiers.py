@@ -53,8 +53,10 @@ def test_evicted_blocks_come_back_and_are_not_computed_again() -> None:
     request = add(engine, "a2")
     engine.dispatch()
     assert request.status is RequestStatus.WAITING_FOR_BLOCKS
+    num_of_disk = sum(tier.source(name) == "disk" for name in request.block_hashes[:8])
     check_tokens(engine, request)
     assert (request.num_cached_tokens, tier.num_loaded) == (32, 8)
+    assert 0 < num_of_disk < 8 and request.loaded_tokens == {"host": 4 * (8 - num_of_disk), "disk": 4 * num_of_disk}
     assert engine.runner.num_computed_tokens - num_computed == 1 + 2
 
 
@@ -76,6 +78,7 @@ def test_requests_with_the_same_prefix_load_it_once() -> None:
     check_tokens(engine, *requests)
     assert (tier.num_loads, tier.num_loaded) == (1, 8)
     assert [request.num_cached_tokens for request in requests] == [32] * 3
+    assert [bool(request.loaded_tokens) for request in requests] == [True, False, False], "the others find it on the devices"
 
 
 @pytest.mark.parametrize("fault", ["all blocks", "some blocks", "late"])
@@ -88,6 +91,7 @@ def test_what_does_not_come_is_computed(fault: str) -> None:
     check_tokens(engine, request)
     assert tier.num_loads == 1 and not tier.loads and not request.loads_blocks
     assert request.num_cached_tokens == 0 if fault != "some blocks" else 0 <= request.num_cached_tokens < 32
+    assert sum((request.loaded_tokens or {}).values()) == request.num_cached_tokens
 
 
 @pytest.mark.parametrize("event", ["abort", "deadline", "hold", "start over", "reset", "need of blocks"])
