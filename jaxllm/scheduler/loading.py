@@ -208,6 +208,7 @@ class Loading:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Add the numbers of all tiers."""
+        stats.num_loading = sum(bool(load.copies) for load in self._loads.values())
         for tier in self._tiers:
             tier.add_stats(stats)
 
