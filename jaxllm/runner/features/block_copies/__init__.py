@@ -5,16 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, LatentAttention, Layer
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.topology import Topology
-from jaxllm.runner.features.block_copies.arena import check_total
+from jaxllm.runner.features.block_copies.arena import Arena, check_total, slot_bytes
 from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.programs import STAGING_BYTES, Gather, Scatter, staging_bytes
-from jaxllm.runner.memory import device_limit
+from jaxllm.runner.host_plan import HostPlan
+from jaxllm.runner.memory import MemoryPlan, device_limit
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.step_feature import FeatureParts, StepFeature
 
@@ -40,8 +42,12 @@ class BlockCopies(StepFeature):
 
     def op_runner(self, device: Any) -> BlockCopier:
         format = BlockFormat.of(device.shapes.cache, tensor_size(device.shapes.mesh), self.num_copies)
-        num_buffers = max(MIN_BUFFERS, min(MAX_BUFFERS, self.buffer_bytes // staging_bytes(format)))
-        return BlockCopier(device, format, self.arena_bytes, num_buffers)
+        return BlockCopier(device, format, self.arena_bytes, _num_buffers(format, self.buffer_bytes))
+
+
+def _num_buffers(format: BlockFormat, num_bytes: int) -> int:
+    """Staging buffers in so much memory of a device."""
+    return max(MIN_BUFFERS, min(MAX_BUFFERS, num_bytes // staging_bytes(format)))
 
 
 def _num_copies(layers: Sequence[Layer]) -> int:
@@ -59,7 +65,16 @@ def _num_copies(layers: Sequence[Layer]) -> int:
 def _buffer_bytes(config: EngineConfig) -> int:
     """Memory on each device for all staging buffers."""
     _, limit = device_limit(Topology.of(config.parallel).num_devices)
+    return _share_of(limit)
+
+
+def _share_of(limit: int) -> int:
     return max(MIN_BUFFERS * STAGING_BYTES, min(MAX_BUFFERS * STAGING_BYTES, int(_SHARE * limit)))
+
+
+def _engine_bytes(config: EngineConfig) -> int:
+    """Host memory of one engine."""
+    return int(config.cache.kv_offloading_size * 2**30) // config.parallel.num_replicas
 
 
 def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> int:
@@ -67,14 +82,29 @@ def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalL
     return _buffer_bytes(config) if config.cache.kv_offloading_size else 0
 
 
+def host_plan(config: EngineConfig, model_config: ModelConfig, plan: MemoryPlan) -> HostPlan | None:
+    """What fits in host memory beside devices with this plan."""
+    if not config.cache.kv_offloading_size:
+        return None
+    format = BlockFormat.of(plan.cache, Topology.of(config.parallel).tensor, _num_copies(model_config.layers))
+    num_bytes, fault = _engine_bytes(config), None
+    try:
+        Arena(num_bytes, format)
+    except ConfigError as error:
+        fault = error
+    num_blocks = num_bytes // slot_bytes(format)
+    num_tokens = num_blocks * plan.block_size // len(plan.cache.groups)
+    staging = _num_buffers(format, _share_of(plan.limit_bytes)) * staging_bytes(format)
+    return HostPlan(num_bytes, num_blocks, num_tokens, format.block_bytes, staging, fault)
+
+
 def make(parts: FeatureParts) -> StepFeature | None:
     """For engines that keep blocks in host memory."""
     size = parts.config.cache.kv_offloading_size
     if not size:
         return None
-    num_bytes, num_engines = int(size * 2**30), parts.config.parallel.num_replicas
-    if num_engines > 1:
-        check_total(num_bytes, num_engines)
+    if (num_engines := parts.config.parallel.num_replicas) > 1:
+        check_total(int(size * 2**30), num_engines)
     drafter = parts.beside["drafter"]
     layers = (*parts.model_config.layers, *(() if drafter is None else drafter.layers))
-    return BlockCopies(_num_copies(layers), num_bytes // num_engines, _buffer_bytes(parts.config))
+    return BlockCopies(_num_copies(layers), _engine_bytes(parts.config), _buffer_bytes(parts.config))
