@@ -123,7 +123,7 @@ def rows(metrics: Iterable[Metric]) -> list[str]:
 
 def _label(label: str, values: set[str]) -> str:
     """`reason` (a, b) where the values are fixed, else the name alone."""
-    return f"`{label}` ({', '.join(sorted(values))})" if len(values) > 1 else f"`{label}`"
+    return f"`{label}` ({', '.join(sorted(filter(None, values)))})" if len(values) > 1 else f"`{label}`"
 
 
 def page() -> str:

@@ -175,8 +175,8 @@ class EngineMetrics:
         cached_in = "cached prompt tokens by where they were kept when their request asked for them"
         computed = self.prompt_tokens - self.prompt_tokens_cached
         on_device = self.prompt_tokens_cached - sum(self.prompt_tokens_loaded.values())
-        found.counter("prompt_tokens_by_source", computed, by_source, source="local_compute")
-        found.counter("prompt_tokens_by_source", on_device, by_source, source="local_cache_hit")
+        found.counter("prompt_tokens_by_source", computed, by_source, source="local_compute", tier="")
+        found.counter("prompt_tokens_by_source", on_device, by_source, source="local_cache_hit", tier="")
         found.counter("prompt_tokens_cached_by_source", on_device, cached_in, source=DEVICE)
         for tier, count in self.prompt_tokens_loaded.items():
             found.counter("prompt_tokens_by_source", count, by_source, source="external_kv_transfer", tier=tier)

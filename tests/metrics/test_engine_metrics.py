@@ -129,8 +129,8 @@ def test_loaded_tokens_are_counted_by_tier_and_add_up_to_the_cached_ones() -> No
 
     tiers = {"host": 16, "p2p": 8, "disk": 4, "external_unspecified": 2}
     assert by("prompt_tokens_by_source", "source", "tier") == {
-        ("local_compute", None): 70,
-        ("local_cache_hit", None): 20,
+        ("local_compute", ""): 70,
+        ("local_cache_hit", ""): 20,
         **{("external_kv_transfer", tier): count for tier, count in tiers.items()},
     }
     cached = by("prompt_tokens_cached_by_source", "source")
