@@ -99,6 +99,21 @@ def test_the_cache_is_described_under_vllm_s_names() -> None:
     )
 
 
+def test_the_log_tells_of_host_memory_where_blocks_are_kept_there(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, now = EngineMetrics("m", 100), 0.0
+    log = StatLogger([metrics], interval_seconds=10, clock=lambda: now)
+    host = {"num_running": 1, "num_host_slots": 8, "num_used_host_slots": 4}
+    host |= {"external_prefix_cache_queries": 10, "external_prefix_cache_hits": 4}
+    told = []
+    with caplog.at_level(logging.INFO, "jaxllm"):
+        for more in ({"num_loading": 2}, {}):
+            metrics.load = FakeStats(**host, **more)
+            now += 10
+            log.tick()
+            told.append(caplog.messages[-1])
+    assert told[0].endswith(", host memory 50.0%, its hits 40.0%, loading 2") and told[1].endswith(", host memory 50.0%")
+
+
 def test_series_that_gateways_add_up_are_always_there() -> None:
     def values(metrics: EngineMetrics) -> dict[tuple[str, str], float]:
         return {
