@@ -16,14 +16,16 @@ from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.programs import STAGING_BYTES, Gather, Scatter, staging_bytes
 from jaxllm.runner.host_plan import HostPlan
-from jaxllm.runner.memory import MemoryPlan, device_limit
+from jaxllm.runner.memory import MemoryPlan, device_limit, whole_cache
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.step_feature import FeatureParts, StepFeature
 
 MIN_BUFFERS, MAX_BUFFERS = 4, 16
 """Fewest and most staging buffers."""
-_SHARE = 0.01
-"""Share of a device's memory, for more than the fewest."""
+_SHARE = 0.02
+"""Largest share of a device's memory, for more than the fewest."""
+_BUFFERS_BESIDE = 3
+"""Buffers in addition to those for the blocks of a step, for loads and for stores of blocks that leave unforeseen."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +64,27 @@ def _num_copies(layers: Sequence[Layer]) -> int:
     return copies.pop() if len(copies) == 1 else 1
 
 
-def _buffer_bytes(config: EngineConfig) -> int:
-    """Memory on each device for all staging buffers."""
-    _, limit = device_limit(Topology.of(config.parallel).num_devices)
-    return _share_of(limit)
+def _buffer_bytes(config: EngineConfig, model_config: ModelConfig, limit: int) -> int:
+    """Memory on each device for all staging buffers, where the engine may use `limit` bytes. Blocks are read between steps, and a step may
+    evict as many as it fills: with fewer buffers, some would be lost where nothing comes back from the prefix cache."""
+    cache, topology = whole_cache(config, model_config), Topology.of(config.parallel)
+    num_blocks = len(cache.groups) * -(-config.scheduler.max_step_tokens // cache.block_size)
+    of_step = num_blocks * cache.block_bytes // topology.tensor + _BUFFERS_BESIDE * STAGING_BYTES
+    return max(MIN_BUFFERS * STAGING_BYTES, min(of_step, MAX_BUFFERS * STAGING_BYTES, int(_SHARE * limit)))
 
 
-def _share_of(limit: int) -> int:
-    return max(MIN_BUFFERS * STAGING_BYTES, min(MAX_BUFFERS * STAGING_BYTES, int(_SHARE * limit)))
+def _limit(config: EngineConfig) -> int:
+    return device_limit(Topology.of(config.parallel).num_devices)[1]
 
 
 def _engine_bytes(config: EngineConfig) -> int:
     """Host memory of one engine."""
-    return int(config.cache.kv_offloading_size * 2**30) // config.parallel.num_replicas
+    return int((config.cache.kv_offloading_size or 0) * 2**30) // config.parallel.num_replicas
 
 
 def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> int:
     """Bytes on each device of the staging buffers."""
-    return _buffer_bytes(config) if config.cache.kv_offloading_size else 0
+    return _buffer_bytes(config, model_config, _limit(config)) if config.cache.kv_offloading_size else 0
 
 
 def host_plan(config: EngineConfig, model_config: ModelConfig, plan: MemoryPlan) -> HostPlan | None:
@@ -94,7 +99,7 @@ def host_plan(config: EngineConfig, model_config: ModelConfig, plan: MemoryPlan)
         fault = error
     num_blocks = num_bytes // slot_bytes(format)
     num_tokens = num_blocks * plan.block_size // len(plan.cache.groups)
-    staging = _num_buffers(format, _share_of(plan.limit_bytes)) * staging_bytes(format)
+    staging = _num_buffers(format, _buffer_bytes(config, model_config, plan.limit_bytes)) * staging_bytes(format)
     return HostPlan(num_bytes, num_blocks, num_tokens, format.block_bytes, staging, fault)
 
 
@@ -107,4 +112,5 @@ def make(parts: FeatureParts) -> StepFeature | None:
         check_total(int(size * 2**30), num_engines)
     drafter = parts.beside["drafter"]
     layers = (*parts.model_config.layers, *(() if drafter is None else drafter.layers))
-    return BlockCopies(_num_copies(layers), _engine_bytes(parts.config), _buffer_bytes(parts.config))
+    num_bytes = _buffer_bytes(parts.config, parts.model_config, _limit(parts.config))
+    return BlockCopies(_num_copies(layers), _engine_bytes(parts.config), num_bytes)
