@@ -5,6 +5,7 @@ import logging
 
 from starlette.types import Scope
 
+from jaxllm.errors import JaxLLMError
 from jaxllm.log import logger, safe
 from jaxllm.outputs import RequestMetrics
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
@@ -72,19 +73,22 @@ class RequestLog:
     def ended(self, request: ParentRequest, metrics: RequestMetrics | None, error: BaseException | None) -> None:
         """Log what became of a request: see AsyncLLM.request_ended."""
         num_tokens, request_id = len(request.prompt_token_ids), safe(request.request_id)
+        why = "" if error is None else ": the client disconnected"
+        if isinstance(error, JaxLLMError):
+            why = f": {type(error).__name__}"
         if metrics is None or metrics.num_cached_tokens is None:
-            why = "" if error is None else f": {type(error).__name__}"
             logger.info("%s: ended without a token%s", request_id, why, extra={"request_id": request_id})
             return
         loaded = metrics.loaded_tokens or {}
         computed, on_device = num_tokens - metrics.num_cached_tokens, metrics.num_cached_tokens - sum(loaded.values())
         sources = {"computed": computed, "device": on_device, **loaded}
         logger.info(
-            "%s: ended, %d prompt tokens (%s), %d output tokens",
+            "%s: ended, %d prompt tokens (%s), %d output tokens%s",
             request_id,
             num_tokens,
             ", ".join(f"{source} {count}" for source, count in sources.items()),
             metrics.num_generation_tokens,
+            why,
             extra={"request_id": request_id, "prompt_tokens_by_source": sources},
         )
 

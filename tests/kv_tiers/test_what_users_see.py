@@ -1,5 +1,7 @@
 """What a server tells of blocks that leave for host memory and come back."""
 
+import logging
+
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
@@ -12,9 +14,13 @@ from tests.server.conftest import options
 
 
 @pytest.mark.slow
-def test_replies_metrics_and_top_agree_on_where_prompts_came_from() -> None:
+def test_replies_metrics_and_top_agree_on_where_prompts_came_from(caplog: pytest.LogCaptureFixture) -> None:
     prompts = make_prompts(8)
-    core = make("qwen3")
+    with caplog.at_level(logging.INFO, "jaxllm"):
+        core = make("qwen3")
+    num_blocks = core.stats().num_host_slots
+    (fits,) = [line for line in caplog.messages if line.startswith("host memory: ")]
+    assert fits.startswith(f"host memory: {num_blocks} blocks of ") and fits.endswith(f" fit, {16 * num_blocks} tokens")
     given = options(enable_prompt_tokens_details=True)
     with AsyncLLM(core=core) as engine, Client(create_app(engine, given)) as client:
         empty = read_scrape(client.get("/metrics").text, 0.0)

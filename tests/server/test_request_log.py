@@ -33,8 +33,10 @@ def test_the_line_at_the_end_tells_where_the_prompt_came_from(caplog: pytest.Log
     log = RequestLog(options(enable_log_requests=True).logging)
     with caplog.at_level(logging.INFO, "jaxllm"):
         log.ended(request, RequestMetrics(0.0, num_cached_tokens=80, loaded_tokens={"host": 48, "disk": 16}), None)
+        log.ended(request, RequestMetrics(0.0, num_generation_tokens=3, num_cached_tokens=0), GeneratorExit())
         log.ended(request, None, EngineError("it broke"))
     assert caplog.messages == [
         "r: ended, 100 prompt tokens (computed 20, device 16, host 48, disk 16), 0 output tokens",
+        "r: ended, 100 prompt tokens (computed 100, device 0), 3 output tokens: the client disconnected",
         "r: ended without a token: EngineError",
     ]
