@@ -23,6 +23,9 @@ PATIENCE_SECONDS = 10.0
 """A load that takes longer counts as failed."""
 
 
+_SOURCE = "host"
+
+
 class Copies(Protocol):
     """Runs the operations, on the devices' side."""
 
@@ -134,8 +137,8 @@ class HostTier:
         is_enough = len(found) >= self._min_blocks and self._worth.is_worth_loading(len(found))
         return found if is_enough else ()
 
-    def source(self, name: bytes) -> str:
-        return "host"
+    def sources(self, names: Sequence[bytes]) -> Sequence[str]:
+        return [_SOURCE] * len(names)
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         number, size = next(self._numbers), self._copies.max_blocks

@@ -32,8 +32,8 @@ class CacheTier(Protocol):
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can load now. Contents that are not worth the time of a load are left out."""
 
-    def source(self, name: bytes) -> str:
-        """Where a content that `match` found is kept: "host", "disk", "peer". Metrics and replies count loaded tokens by it."""
+    def sources(self, names: Sequence[bytes]) -> Sequence[str]:
+        """Where each of these contents is kept that `match` found: "host", "disk", "peer". Loaded tokens are counted by it."""
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         """Begin to load contents into blocks with no other user until `begin_step` reports the load. Returns its number."""

@@ -26,8 +26,8 @@ class _Copy:
     load_id: int
     blocks: list[KVCacheBlock]
     names: list[bytes]
-    sources: list[str]
-    """See CacheTier.source."""
+    sources: Sequence[str]
+    """See CacheTier."""
     deadline: float
 
 
@@ -136,7 +136,7 @@ class Loading:
             part = [(block, name) for block, name in zip(new_blocks, names, strict=True) if tier_of[name] is tier]
             if part:
                 own_blocks, own_names = map(list, zip(*part, strict=True))
-                sources = [tier.source(name) for name in own_names]
+                sources = tier.sources(own_names)
                 load_id = tier.load([block.block_id for block in own_blocks], own_names)
                 load.copies.append(_Copy(tier, load_id, own_blocks, own_names, sources, now + tier.patience_seconds))
         if request.num_cached_before_load is None:

@@ -53,7 +53,7 @@ def test_evicted_blocks_come_back_and_are_not_computed_again() -> None:
     request = add(engine, "a2")
     engine.dispatch()
     assert request.status is RequestStatus.WAITING_FOR_BLOCKS
-    num_of_disk = sum(tier.source(name) == "disk" for name in request.block_hashes[:8])
+    num_of_disk = tier.sources(request.block_hashes[:8]).count("disk")
     check_tokens(engine, request)
     assert (request.num_cached_tokens, tier.num_loaded) == (32, 8)
     assert 0 < num_of_disk < 8 and request.loaded_tokens == {"host": 4 * (8 - num_of_disk), "disk": 4 * num_of_disk}
