@@ -30,5 +30,4 @@ class KVTiers:
         num_tokens = copies.num_slots * block_size // len(executor.shapes.cache.groups)
         fits = "host memory: %d blocks of %.1f KiB fit, %d tokens"
         logger.info(fits, copies.num_slots, copies.block_bytes / 1024, num_tokens)
-        rates = Rates(block_size, copies.block_bytes)
-        return (HostTier(copies, rates, num_cold=num_cold, min_blocks=-(-MIN_LOAD_TOKENS // block_size)),)
+        return (HostTier(copies, Rates(copies.block_bytes), num_cold=num_cold, min_tokens=MIN_LOAD_TOKENS),)

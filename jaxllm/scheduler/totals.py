@@ -29,11 +29,13 @@ class Totals:
     _external: list[int] = field(default_factory=lambda: [0, 0])
     """[queried, found] tokens of tiers."""
 
-    def note_loaded(self, request: Request, data: NewRequestData) -> None:
-        """Count the admission of a request that was looked up in tiers. The first one tells the request what they loaded."""
+    def note_loaded(self, request: Request, data: NewRequestData, block_size: int) -> None:
+        """Count the admission of a request that was looked up in tiers. The first one tells the request what they loaded for it: what they
+        loaded for others meanwhile counts as cached."""
         before, request.num_cached_before_load = request.num_cached_before_load, None
         blocks, request.num_loaded_blocks = request.num_loaded_blocks, {}
-        num_loaded = max(0, data.num_cached_tokens - before) if before is not None and blocks else 0
+        num_more = 0 if before is None else max(0, data.num_cached_tokens - before)
+        num_loaded = min(num_more, block_size * sum(blocks.values()))
         self._external[0] += request.num_tokens - data.num_cached_tokens + num_loaded
         self._external[1] += num_loaded
         if num_loaded and request.num_cached_tokens < 0:
