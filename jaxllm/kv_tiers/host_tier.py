@@ -88,7 +88,8 @@ class HostTier:
 
     def sources(self, names: Sequence[bytes]) -> Sequence[str]:
         behind = self._stores.find([name for name in names if self.contents.get(name) is None])
-        return [behind[name].name if name in behind else _SOURCE for name in names]
+        here = {name: content.read_from for name in names if (content := self.contents.get(name)) is not None}
+        return [behind[name].name if name in behind else here.get(name) or _SOURCE for name in names]
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         number, size = next(self._numbers), self._copies.max_blocks
@@ -108,6 +109,8 @@ class HostTier:
         for start in range(0, len(indices), size):
             part = indices[start : start + size]
             load.waiting.append(Part(load, part, [block_ids[i] for i in part], [found[names[i]] for i in part]))
+        for content in found.values():
+            content.read_from = None
         load.num_left = len(load.waiting)
         return number
 

@@ -494,6 +494,7 @@ def test_what_is_chosen_is_read_ahead_as_far_as_there_is_room() -> None:
     driven = Driven(num_slots=8, stores=[store])
     assert driven.tier.choose(names, 1000) == names
     assert [read for _, read, _ in store.under_way.values()] == [names[:2], names[2:4]], "half of the slots"
+    assert driven.tier.sources(names[:5]) == ["test"] * 5
     store.end()
     store.end()
     driven.step()
@@ -501,3 +502,4 @@ def test_what_is_chosen_is_read_ahead_as_far_as_there_is_room() -> None:
     assert [read for _, read, _ in store.under_way.values()] == [names[4:5]]
     store.end()
     assert driven.run() == {load: [True] * 5}
+    assert driven.tier.sources(names[:5]) == ["host"] * 5
