@@ -240,6 +240,10 @@ class Request:
     """Whether cache tiers may load blocks of it; not after a load that failed."""
     num_cached_before_load: int | None = None
     """Tokens that the pool had of it when its load began, until it is admitted; None: there was no load."""
+    num_loaded_blocks: dict[str, int] = field(default_factory=dict)
+    """Blocks that its loads have brought, by their source, until it is admitted."""
+    loaded_tokens: dict[str, int] | None = None
+    """The part of `num_cached_tokens` that tiers loaded, by source; None: there is none."""
     kv_transfer_params: dict[str, Any] | None = None
     """What a decode engine is to be sent with its prompt, whose blocks are kept, once it has ended."""
 

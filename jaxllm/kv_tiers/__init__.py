@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import GatherBlocks
 from jaxllm.kv_tiers import fingerprint
-from jaxllm.kv_tiers.host_tier import HostTier
+from jaxllm.kv_tiers.host_tier import STEPS_AHEAD, HostTier
 from jaxllm.kv_tiers.rates import Rates
 from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.log import logger
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 MIN_LOAD_TOKENS = 64
 """Fewer are computed."""
-_STEPS_AHEAD = 2
-"""Contents are stored when so many of the largest steps may evict them."""
 
 
 class KVTiers:
@@ -35,8 +33,10 @@ class KVTiers:
         """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`. model_dir: where the weights are. Raises
         ConfigError."""
         copies, block_size = executor.op_runner(GatherBlocks), self._config.block_tokens
-        num_cold = min(_STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
-        logger.info("host memory: %d blocks of %.1f KiB", copies.num_slots, copies.block_bytes / 1024)
+        num_cold = min(STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
+        num_tokens = copies.num_slots * block_size // len(executor.shapes.cache.groups)
+        fits = "host memory: %d blocks of %.1f KiB fit, %d tokens"
+        logger.info(fits, copies.num_slots, copies.block_bytes / 1024, num_tokens)
         shapes, arrangement = executor.shapes, copies.format.arrangement
         describe = partial(fingerprint.describe, self._config, shapes.model, shapes.cache, arrangement, model_dir)
         new_tier: Callable[..., HostTier] = HostTier

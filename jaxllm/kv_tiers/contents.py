@@ -25,6 +25,8 @@ class Content:
     """Whether it turned out to be computed wrongly, or damaged."""
     is_being_read: bool = False
     """Whether a store copies it to its slot."""
+    read_from: str | None = None
+    """The store that it was read from, until it is loaded for the first time."""
     was_offered: bool = False
     """Whether a store behind host memory took it, or has it already."""
 

@@ -50,7 +50,7 @@ class Stores:
             contents = []
             for name in found:
                 if (content := self._contents.add(name)) is not None:
-                    content.is_being_read = True
+                    content.is_being_read, content.read_from = True, store.name
                     contents.append(content)
             for part in _cut(contents, self._max_blocks):
                 number = next(self._numbers)

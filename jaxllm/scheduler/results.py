@@ -99,6 +99,7 @@ def take_in(
         if end is not None and request.kv_transfer_params is not None:
             output.kv_transfer_params = request.kv_transfer_params
         if is_first:
+            output.loaded_tokens = request.loaded_tokens
             output.queue_seconds = request.scheduled_at - request.queued_at
             output.prefill_seconds = time.monotonic() - request.scheduled_at
         outputs.append(output)

@@ -68,6 +68,17 @@ class FakeStats:
     disk_written_bytes: int = 0
     disk_read_seconds: float = 0.0
     disk_write_seconds: float = 0.0
+    num_skipped_for_slots: int = 0
+    store_byte_counts: tuple[int, ...] = ()
+    load_byte_counts: tuple[int, ...] = ()
+    store_second_counts: tuple[int, ...] = ()
+    load_second_counts: tuple[int, ...] = ()
+    host_block_counts: tuple[int, ...] = ()
+    num_allocated_host_slots: int = 0
+    num_written_host_slots: int = 0
+    num_read_host_slots: int = 0
+    host_block_bytes: int = 0
+    num_loading: int = 0
     num_leasable_blocks: int = 0
     num_kv_leases: int = 0
     num_expired_kv_leases: int = 0

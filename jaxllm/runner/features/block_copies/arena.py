@@ -32,7 +32,7 @@ class Arena:
         self.descriptor: int | None = None
         """Of the file that has all slots, if others may map it: of use for reading alone."""
         self.block_bytes = format.block_bytes
-        self.slot_bytes = -(-format.block_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.slot_bytes = slot_bytes(format)
         self.num_slots = num_bytes // self.slot_bytes
         if not self.num_slots:
             raise ConfigError(
@@ -98,6 +98,11 @@ class Arena:
 
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "kv-touch") as threads:
             list(threads.map(touch, range(0, self.num_bytes, _PIECE_BYTES)))
+
+
+def slot_bytes(format: BlockFormat) -> int:
+    """Bytes of a slot."""
+    return -(-format.block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def check_memory(num_bytes: int) -> None:
