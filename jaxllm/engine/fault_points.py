@@ -43,6 +43,7 @@ PLACES = {
     "adapter.stage": Place("core", "jaxllm.lora.manager", "LoRAManager._stage", lambda self, adapter, *args: adapter.name),
     "op": Place("core", "jaxllm.device_ops", "run_op", lambda op, run: type(op).__name__),
     "copy": Place("core", "jaxllm.device_ops", "end_copy", lambda op, wait: type(op).__name__),
+    "kv.event": Place("core", "jaxllm.kv_events.messages", "BatchEncoder.encode"),
     "mask": Place("core", "jaxllm.structured.matcher", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
     "allocate": Place(

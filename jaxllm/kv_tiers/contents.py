@@ -1,6 +1,7 @@
 """Which content each slot of a tier has, and which of them make room for others: a segmented LRU."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 PROTECTED_SHARE = 0.8
@@ -27,8 +28,9 @@ class Contents:
     """Contents by name. New ones are on probation; one that is used becomes protected, and is on probation again when there are too many of
     these. Those on probation make room first, and of each kind the one that was stored or used longest ago."""
 
-    def __init__(self, num_slots: int):
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, on_change: Callable[[bytes, bool], None] = lambda name, is_there: None):
+        """on_change: called with the name of each content that can be loaded from now on (True), or no longer."""
+        self.num_slots, self._on_change = num_slots, on_change
         self._free = list(range(num_slots - 1, -1, -1))
         self._probation: OrderedDict[bytes, Content] = OrderedDict()
         self._protected: OrderedDict[bytes, Content] = OrderedDict()
@@ -43,10 +45,20 @@ class Contents:
         """The content of a name, ready or not."""
         return self._probation.get(name) or self._protected.get(name)
 
+    def ready_names(self) -> set[bytes]:
+        """The contents that can be loaded."""
+        return {content.name for content in self._all() if content.is_ready}
+
     def is_ready(self, name: bytes) -> bool:
         """Whether a content can be loaded."""
         content = self.get(name)
         return content is not None and content.is_ready
+
+    def make_ready(self, content: Content) -> None:
+        """A content is complete, and right."""
+        content.is_ready = True
+        if content.is_listed:
+            self._on_change(content.name, True)
 
     def add(self, name: bytes) -> Content | None:
         """Give a new content a slot, with one use. None if copies use all slots."""
@@ -86,6 +98,8 @@ class Contents:
             content.is_listed = False
             (self._probation if content.name in self._probation else self._protected).pop(content.name)
             self._free_unused(content)
+            if content.is_ready:
+                self._on_change(content.name, False)
 
     def clear(self) -> None:
         """Find none of the contents any more."""

@@ -9,6 +9,7 @@ from typing import Protocol
 from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.kv_tiers.contents import Content, Contents
 from jaxllm.log import logger
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
@@ -100,7 +101,8 @@ class HostTier:
     def __init__(self, copies: Copies, worth: Worth, *, num_cold: int, min_blocks: int = 1):
         """num_cold: see CacheTier. min_blocks: fewer are not loaded."""
         self._copies, self._worth, self.num_cold, self._min_blocks = copies, worth, num_cold, min_blocks
-        self.contents = Contents(copies.num_slots)
+        self.contents = Contents(copies.num_slots, self._note_change)
+        self.listener: TierListener | None = None
         self._numbers = itertools.count(1)
         self._free_staging = list(range(copies.num_staging))
         self._gathering: dict[int, _Store] = {}
@@ -226,6 +228,10 @@ class HostTier:
         stats.store_seconds += self._store_seconds
         stats.load_seconds += self._load_seconds
 
+    def _note_change(self, name: bytes, is_there: bool) -> None:
+        if self.listener is not None:
+            self.listener("CPU", name, is_there)
+
     # Copies
 
     def _take_in(self, copy: FinishedCopy) -> None:
@@ -273,7 +279,7 @@ class HostTier:
 
     def _make_ready(self, contents: Iterable[Content]) -> None:
         for content in contents:
-            content.is_ready = True
+            self.contents.make_ready(content)
             self.contents.release(content)
 
     def _release(self, contents: Iterable[Content]) -> None:

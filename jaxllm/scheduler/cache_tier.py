@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxllm.device_ops import AnyDeviceOp
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import SchedulerStats
 
 
@@ -27,6 +28,8 @@ class CacheTier(Protocol):
     """A load that takes longer counts as failed."""
     num_cold: int
     """So many free blocks, those that are evicted next, are offered to `store_ahead`."""
+    listener: TierListener | None
+    """If set, is told which contents can be loaded from now on, and which no longer."""
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can load now. Contents that are not worth the time of a load are left out."""

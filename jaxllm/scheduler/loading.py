@@ -154,8 +154,7 @@ class Loading:
         for copy in load.copies:
             copy.tier.cancel(copy.load_id)
             self._arriving.difference_update(copy.names)
-        for block, name in load.arrived:
-            self._manager.pool.publish(block, name)
+        self._manager.publish_loaded(request, load.arrived)
         self._manager.pool.free(load.blocks[::-1])
         request.status = request.waiting_status
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.device_ops import DeviceOp
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
@@ -50,6 +51,7 @@ class FakeTier:
         self.num_cold = num_cold
         self.rng, self.max_steps, self.share_bad, self.capacity = rng, max_steps, share_bad, capacity
         self.patience_seconds = 1e9
+        self.listener: TierListener | None = None
         self.contents: dict[bytes, list[Any]] = {}
         self.stores: dict[bytes, tuple[int, list[Any]]] = {}
         """Contents by name that are right once a step is done."""
