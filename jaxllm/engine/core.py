@@ -64,7 +64,8 @@ class EngineCore:
 
     After construction `config` has no "auto" left. `model_config` describes the model, `max_model_len` is the longest request
     in tokens, `processor_arguments` lists the logits processors that requests may name, `kernels` reports each op's kernel.
-    kernel_policy: None for the platform's. replica: its number among engines with the same options. Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
+    kernel_policy: None for the platform's. replica: its number among engines of the same options. Raises ConfigError,
+    ModelLoadError, KernelCheckError or OutOfMemoryError.
     """
 
     def __init__(
