@@ -132,14 +132,6 @@ class CacheOptions:
         "GiB of host memory for blocks of the prefix cache that the devices have no room for, from where prompts load them again "
         "(docs/KV_OFFLOADING.md); default: none, as with 0",
     ] = None
-    kv_events_config: Annotated[
-        dict[str, Any] | None,
-        "tells routers which blocks the prefix cache has, by ZeroMQ: a JSON object with enable_kv_cache_events, endpoint and others "
-        "(docs/REPLICAS.md); default: none is told",
-    ] = None
-    kv_events_use_int_block_hashes: Annotated[
-        bool, "write hashes of blocks in these events as integers, their last 64 bits; off: all their bytes"
-    ] = True
     prefix_caching_hash_algo: Annotated[Literal["sha256", "sha256_cbor"], "hash of a block's tokens"] = "sha256"
     disable_hybrid_kv_cache_manager: Annotated[
         bool, "keep the keys and values of all tokens also in layers with a sliding window, which never read them again"
@@ -326,6 +318,14 @@ class ObserveOptions:
         "count the tokens of each expert of a mixture, for metrics and the log (docs/EXPERT_LOAD.md); default: where several devices have "
         "whole experts, so that the busiest is waited for",
     ] = None
+    kv_events_config: Annotated[
+        dict[str, Any] | None,
+        "tells routers which blocks the prefix cache has, by ZeroMQ: a JSON object with enable_kv_cache_events, endpoint and others "
+        "(docs/REPLICAS.md); default: none is told",
+    ] = None
+    kv_events_use_int_block_hashes: Annotated[
+        bool, "write hashes of blocks in these events as integers, their last 64 bits; off: all their bytes"
+    ] = True
     profiler_dir: Annotated[str | None, "directory for traces of JAX's profiler; without it `start_profile` is refused"] = None
 
 

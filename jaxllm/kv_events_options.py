@@ -67,13 +67,13 @@ class KVEventsConfig:
 
 
 def endpoint_of_rank(endpoint: str, rank: int) -> str:
-    """The endpoint of a data-parallel rank: the port plus the rank, unless the system chooses one (0); of inproc the name with it."""
+    """The endpoint of a data-parallel rank: the port plus the rank, unless the system chooses one; of inproc the name with it."""
     if rank == 0:
         return endpoint
     if endpoint.startswith("inproc://"):
         return f"{endpoint}_dp{rank}"
     address, _, port = endpoint.rpartition(":")
-    return f"{address}:{int(port) + rank if int(port) else 0}"
+    return f"{address}:{int(port) + rank}" if _port_of(endpoint) else endpoint
 
 
 def kv_events_faults(flat: Mapping[str, Any]) -> list[str]:
@@ -94,10 +94,10 @@ def kv_events_faults(flat: Mapping[str, Any]) -> list[str]:
         given = f"kv_events_config.{name} is {endpoint!r} and data_parallel_size {size}"
         if size > 1 and endpoint.startswith("ipc://"):
             faults.append(f"{given}, but each rank needs an address of its own, which adds its number to a port; use tcp://")
-        if (port := _port_of(endpoint)) is not None and port + size - 1 > _MAX_PORT:
+        if _port_of(endpoint) + size - 1 > _MAX_PORT:
             faults.append(f"{given}, but each rank adds its number to the port, at most {_MAX_PORT}; choose a lower one")
-    ports = [_port_of(endpoint) for endpoint in config.endpoints.values()]
-    if len(ports) == 2 and ports[0] and ports[1] and abs(ports[0] - ports[1]) < size:
+    ports = [port for endpoint in config.endpoints.values() if (port := _port_of(endpoint))]
+    if len(ports) == 2 and abs(ports[0] - ports[1]) < size:
         ranks = f", because each of {size} ranks adds its number" if size > 1 else ""
         faults.append(
             f"kv_events_config.endpoint and replay_endpoint have the ports {ports[0]} and {ports[1]}, must be at least {size} apart{ranks}"
@@ -105,16 +105,17 @@ def kv_events_faults(flat: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def _port_of(endpoint: str) -> int | None:
-    return int(endpoint.rpartition(":")[2]) if endpoint.startswith("tcp://") else None
+def _port_of(endpoint: str) -> int:
+    """The port of a tcp address; 0 if the system chooses one, and for other addresses."""
+    port = endpoint.rpartition(":")[2]
+    return int(port) if endpoint.startswith("tcp://") and port != "*" else 0
 
 
 def _endpoint_fault(endpoint: str) -> str | None:
     """Why an endpoint is wrong."""
     if not endpoint.startswith(_SCHEMES) or endpoint in _SCHEMES:
         return "must begin with tcp://, ipc:// or inproc:// and go on with an address, such as tcp://*:5557"
-    if endpoint.startswith("tcp://"):
-        found = re.fullmatch(r"tcp://(.+):(\d{1,5})", endpoint, re.ASCII)
-        if found is None or int(found[2]) > _MAX_PORT:
-            return f"must have an address and a port of at most {_MAX_PORT}, such as tcp://*:5557"
-    return None
+    is_whole = re.fullmatch(r"tcp://.+:(\d{1,5}|\*)|(ipc|inproc)://.+", endpoint, re.ASCII) is not None
+    if is_whole and _port_of(endpoint) <= _MAX_PORT:
+        return None
+    return f"must have an address and a port of at most {_MAX_PORT}, such as tcp://*:5557"

@@ -47,7 +47,7 @@ FLOORS = {
     "jaxllm.vision": 6,
     "jaxllm.audio": 6,
     "jaxllm.kv_tiers": 6,
-    "jaxllm.kv_events": 2,
+    "jaxllm.kv_events": 6,
     "jaxllm.hosts": 6,
     "jaxllm.llm": 7,
     "jaxllm.llm_engine": 7,

@@ -199,7 +199,7 @@ def open_hosts(config: EngineConfig, model_dir: Path) -> Hosts | None:
 
 def open_kv_events(config: EngineConfig, replica: int) -> KVEvents | None:
     """What publishes the events of the engine with this number, if any are asked for. Raises ConfigError if an address cannot be used."""
-    if not KVEventsConfig.of(config.cache.kv_events_config).publishes:
+    if not KVEventsConfig.of(config.observe.kv_events_config).publishes:
         return None
     module, name = _maker(KV_EVENTS, "kv_events_config is on, but this build publishes no events; leave it out")
     return getattr(module, name)(config, replica)  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ class KVEvents:
         self._ranks = range(num_ranks) if num_ranks > 1 else range(replica, replica + 1)
         self._publishers: list[Publisher] = []
         self._recorders: list[Recorder] = []
-        options = KVEventsConfig.of(config.cache.kv_events_config)
+        options = KVEventsConfig.of(config.observe.kv_events_config)
         try:
             for rank in self._ranks:
                 self._publishers.append(Publisher(options, rank))
@@ -45,7 +45,7 @@ class KVEvents:
             [_group(group, model) for group in cache.groups],
             block_size=block_size,
             rank=self._ranks[index],
-            int_hashes=config.cache.kv_events_use_int_block_hashes,
+            int_hashes=config.observe.kv_events_use_int_block_hashes,
         )
         publisher.start(encoder.encode)
         recorder = Recorder(publisher, block_size, has_tiers=bool(tiers))

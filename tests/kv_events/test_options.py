@@ -67,4 +67,5 @@ def test_wrong_values_are_named(options: dict[str, Any], message: str) -> None:
 def test_the_endpoint_of_a_rank() -> None:
     assert [endpoint_of_rank("tcp://*:5557", rank) for rank in (0, 3)] == ["tcp://*:5557", "tcp://*:5560"]
     assert endpoint_of_rank("tcp://[::1]:5557", 1) == "tcp://[::1]:5558" and endpoint_of_rank("tcp://*:0", 1) == "tcp://*:0"
+    assert endpoint_of_rank("tcp://127.0.0.1:*", 1) == "tcp://127.0.0.1:*"
     assert endpoint_of_rank("inproc://cache", 2) == "inproc://cache_dp2"

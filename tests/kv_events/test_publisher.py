@@ -22,9 +22,7 @@ WAIT_MS = 10_000
 @contextmanager
 def publisher(*, rank: int = 0, encode: Callable[[Batch], bytes] | None = None, **options: Any) -> Iterator[Publisher]:
     """A publisher at free ports, whose payloads are the times of batches."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVEventsConfig, "of", classmethod(lambda cls, raw: cls(**raw)))  # a port that the system chooses
-        config = KVEventsConfig.of({"endpoint": ANY, "replay_endpoint": ANY, "topic": "kv@pod@model", **options})
+    config = KVEventsConfig.of({"endpoint": ANY, "replay_endpoint": ANY, "topic": "kv@pod@model", **options})
     made = Publisher(config, rank)
     made.start(encode or (lambda batch: str(batch.time).encode()))
     try:
@@ -213,3 +211,19 @@ def test_what_is_queued_is_sent_before_the_end() -> None:
         made.close()
         assert [subscriber.recv_multipart()[2] for _ in range(100)][-1] == b"99.0"
         assert not made.put(batch(0)), "it is closed"
+
+
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            return False
+        return True
+
+
+@pytest.mark.skipif(not (socket.has_ipv6 and has_ipv6()), reason="this machine has no IPv6")
+@pytest.mark.parametrize("address", ["[::1]", "[::ffff:127.0.0.1]"])
+def test_one_address_is_listened_at_in_the_form_of_ipv6(address: str) -> None:
+    with publisher(endpoint=f"tcp://{address}:0") as made, peer(zmq.SUB, made.endpoint, ipv6=True) as subscriber:
+        seen_by(subscriber, made)

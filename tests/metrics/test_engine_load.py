@@ -70,6 +70,12 @@ def test_the_encoder_cache_is_described_where_the_model_sees_images() -> None:
     assert not [metric for metric in collected() if "jaxllm:mm_" in metric.name]
 
 
+def test_events_are_counted_where_they_are_published() -> None:
+    found = {metric.name: metric.value for metric in collected(num_kv_event_batches=3, num_dropped_kv_events=2)}
+    assert found["jaxllm:kv_event_batches"] == 3 and found["jaxllm:kv_events_dropped"] == 2
+    assert not [metric for metric in collected() if "kv_event" in metric.name]
+
+
 def test_host_memory_is_described_where_blocks_are_kept_there() -> None:
     stats = {"num_host_slots": 8, "num_used_host_slots": 2, "stored_bytes": 3, "loaded_bytes": 4, "num_skipped_stores": 5}
     stats |= {"num_damaged_blocks": 6, "store_seconds": 0.5, "load_seconds": 0.25}
