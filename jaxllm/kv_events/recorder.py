@@ -60,11 +60,11 @@ class Recorder:
         self._is_behind = True
 
     def note_tier(self, medium: TierMedium, name: bytes, is_there: bool) -> None:
-        """See TierListener."""
-        if is_there:
-            block, media = self._held.get(name) or (self._gone.get(name) or Block(name), ())
+        """See TierListener. What is known already is ignored."""
+        block, media = self._held.get(name) or (self._gone.get(name) or Block(name), ())
+        if is_there and medium not in media:
             self._add(block, media, medium)
-        else:
+        elif not is_there and medium in media:
             self._remove(name, medium)
 
     def publish(self) -> None:
@@ -87,7 +87,7 @@ class Recorder:
 
     def _add(self, block: Block, media: tuple[Medium, ...], medium: Medium) -> None:
         self._gone.pop(block.name, None)
-        self._held[block.name] = block, media if medium in media else (*media, medium)
+        self._held[block.name] = block, (*media, medium)
         self._changes.append(Change(block, medium, True))
 
     def _remove(self, name: bytes, medium: Medium) -> None:

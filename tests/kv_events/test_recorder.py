@@ -169,6 +169,10 @@ def test_what_arrives_in_a_tier_after_it_left_the_devices_has_its_tokens(monkeyp
     recorder.note_tier("STORAGE", b"\x07" * 32, True)
     recorder.publish()
     known, unknown = changes(sink)
+    recorder.note_tier("CPU", name, True)
+    recorder.note_tier("CPU", b"\x08" * 32, False)
+    recorder.publish()
+    assert not sink.batches, "nothing is new"
     assert known.block.token_ids == [1] * 4 and known.medium == "CPU"
     assert unknown.block.token_ids == () and unknown.medium == "STORAGE"
     recorder.note_tier("STORAGE", name, True)
