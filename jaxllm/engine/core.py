@@ -123,7 +123,7 @@ class EngineCore:
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         self.needed_programs = NeededPrograms(self.executor)
         self._items = tuple(features.items.values())
-        tiers = () if features.kv_tiers is None else features.kv_tiers.new_tiers(self.executor, plan.num_blocks)
+        self._tiers = () if features.kv_tiers is None else features.kv_tiers.new_tiers(self.executor, plan.num_blocks)
         new_scheduler = partial(
             Scheduler,
             self.config.scheduler,
@@ -134,12 +134,12 @@ class EngineCore:
             drafts=None if features.speculation is None else features.speculation.new_control(prepared.policy),
             num_stages=self.config.parallel.pipeline_parallel_size,
             block_size=plan.block_size,
-            tiers=tiers,
+            tiers=self._tiers,
         )
 
         def new_observer() -> CacheObserver | None:
             made = self._kv_events
-            return None if made is None else made.new_observer(self.config, self.model_config, plan.cache, tiers)
+            return None if made is None else made.new_observer(self.config, self.model_config, plan.cache, self._tiers)
 
         self.scheduler = make_scheduler(
             self.config.parallel, lambda: new_scheduler(rooms=self.new_rooms(), observer=new_observer())
@@ -473,6 +473,8 @@ class EngineCore:
         for preparation in self.preparations:
             preparation.shutdown()
         self._close_kv_events()
+        for tier in self._tiers:
+            tier.close()
         self.executor.close()
 
     def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> "Vocabulary":

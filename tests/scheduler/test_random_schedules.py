@@ -84,8 +84,10 @@ class _Routers:
             self.read()
         assert self.scheduler is not None
         assert self.subscriber.on("GPU") == set(self.scheduler.cache_manager.pool.cached_hashes())
-        contents = [tier.contents for tier in tiers if isinstance(tier, HostTier)]
-        assert self.subscriber.on("CPU") == {name for each in contents for name in each.ready_names()}
+        hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
+        assert self.subscriber.on("CPU") == {name for tier in hosts for name in tier.contents.ready_names()}
+        stores = [store for tier in hosts for store in tier._stores._stores if store.tells]
+        assert self.subscriber.on("STORAGE") == {name for store in stores for name in store.names}
 
     def read(self) -> None:
         self.subscriber.read(self._queue.pop(0))
