@@ -28,6 +28,8 @@ class _Copy:
     load_id: int
     blocks: list[KVCacheBlock]
     names: list[bytes]
+    sources: Sequence[str]
+    """See CacheTier."""
     deadline: float
 
 
@@ -127,12 +129,15 @@ class Loading:
         load.copies.remove(copy)
         load.deadline = self._seconds + self._patience_seconds
         self._arriving.difference_update(copy.names)
-        verdicts = list(is_right)
-        if not all(verdicts):
-            load.request.loads_blocks = False
-            load.stop()
-        pairs = zip(copy.blocks, copy.names, verdicts, strict=True)
-        self._manager.publish_loaded(load.request, [(block, name) for block, name, right in pairs if right])
+        request, arrived = load.request, list[tuple[KVCacheBlock, bytes]]()
+        for block, name, source, right in zip(copy.blocks, copy.names, copy.sources, is_right, strict=True):
+            if right:
+                arrived.append((block, name))
+                request.num_loaded_blocks[source] = request.num_loaded_blocks.get(source, 0) + 1
+            else:
+                request.loads_blocks = False
+                load.stop()
+        self._manager.publish_loaded(request, arrived)
 
     # Loads
 
@@ -241,8 +246,9 @@ class Loading:
             part = [name for name in names if tier_of[name] is tier]
             if part:
                 own = [blocks[name] for name in part]
+                sources = tier.sources(part)
                 load_id = tier.load([block.block_id for block in own], part)
-                load.copies.append(_Copy(tier, load_id, own, part, self._seconds + tier.patience_seconds))
+                load.copies.append(_Copy(tier, load_id, own, part, sources, self._seconds + tier.patience_seconds))
         load.held |= blocks
         self._arriving.update(names)
 
@@ -324,6 +330,7 @@ class Loading:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Add the numbers of all tiers."""
+        stats.num_loading = sum(bool(load.copies or load.left) for load in self._loads.values())
         for tier in self._tiers:
             tier.add_stats(stats)
 
