@@ -66,6 +66,11 @@ class KVEventsConfig:
         return {"endpoint": self.endpoint, **replay}
 
 
+def listens_at(endpoint: str) -> bool:
+    """Whether a publisher listens at an address, as vLLM's does: at all but those of one host."""
+    return "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://")
+
+
 def endpoint_of_rank(endpoint: str, rank: int) -> str:
     """The endpoint of a data-parallel rank: the port plus the rank, unless the system chooses one; of inproc the name with it."""
     if rank == 0:
@@ -96,7 +101,7 @@ def kv_events_faults(flat: Mapping[str, Any]) -> list[str]:
             faults.append(f"{given}, but each rank needs an address of its own, which adds its number to a port; use tcp://")
         if _port_of(endpoint) + size - 1 > _MAX_PORT:
             faults.append(f"{given}, but each rank adds its number to the port, at most {_MAX_PORT}; choose a lower one")
-    ports = [port for endpoint in config.endpoints.values() if (port := _port_of(endpoint))]
+    ports = [port for endpoint in config.endpoints.values() if (port := _port_of(endpoint)) and listens_at(config.endpoint)]
     if len(ports) == 2 and abs(ports[0] - ports[1]) < size:
         ranks = f", because each of {size} ranks adds its number" if size > 1 else ""
         faults.append(

@@ -11,7 +11,7 @@ import zmq
 
 from jaxllm.errors import ConfigError
 from jaxllm.kv_events.messages import Batch
-from jaxllm.kv_events_options import KVEventsConfig, endpoint_of_rank
+from jaxllm.kv_events_options import KVEventsConfig, endpoint_of_rank, listens_at
 from jaxllm.log import logger, warn_once
 
 END = (-1).to_bytes(8, "big", signed=True)
@@ -38,6 +38,8 @@ class Publisher:
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._next_number = 0
         self._has_lost = self._is_closing = False
+        self._skips = False
+        """Whether changes are not sent until a batch has everything, as those before them were lost."""
         self._thread: threading.Thread | None = None
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -47,7 +49,8 @@ class Publisher:
         self._replay: zmq.Socket[bytes] | None = None
         try:
             self._pub.set_hwm(config.hwm)
-            self.endpoint = _open(self._pub, "endpoint", endpoint_of_rank(config.endpoint, rank))
+            own = endpoint_of_rank(config.endpoint, rank)
+            self.endpoint = _open(self._pub, "endpoint", own, listens=listens_at(own))
             self.replay_endpoint = None
             if config.replay_endpoint is not None:
                 self._replay = context.socket(zmq.ROUTER)
@@ -123,6 +126,8 @@ class Publisher:
             self._close_sockets()
 
     def _send(self, batch: Batch, encode: Callable[[Batch], bytes]) -> None:
+        if self._skips and not batch.is_whole:
+            return
         try:
             payload = encode(batch)
             self._pub.send_multipart((self._topic, self._next_number.to_bytes(8, "big"), payload))
@@ -130,8 +135,9 @@ class Publisher:
             logger.exception("events about the prefix cache could not be sent; subscribers are told of everything again")
             if not self._is_closing:
                 time.sleep(_PAUSE_SECONDS)
-            self._has_lost = True
+            self._skips = self._has_lost = True
             return
+        self._skips = False
         self._kept.append((self._next_number, payload))
         self._next_number += 1
 
@@ -155,9 +161,8 @@ class Publisher:
                 socket.close(linger=int(1000 * _CLOSE_SECONDS))
 
 
-def _open(socket: "zmq.Socket[bytes]", key: str, endpoint: str, *, listens: bool = False) -> str:
-    """Bind, or connect if the address is that of one host and nobody must listen. Returns the address. Raises ConfigError."""
-    listens = listens or "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://")
+def _open(socket: "zmq.Socket[bytes]", key: str, endpoint: str, *, listens: bool) -> str:
+    """Bind or connect. Returns the address. Raises ConfigError."""
     if "::" in endpoint or "[" in endpoint:
         socket.ipv6 = True
     try:

@@ -64,6 +64,11 @@ def test_wrong_values_are_named(options: dict[str, Any], message: str) -> None:
         EngineConfig.from_options(**options)
 
 
+def test_a_port_elsewhere_is_not_that_of_the_replay() -> None:
+    events = {**ON, "endpoint": "tcp://collector:5557", "replay_endpoint": "tcp://*:5557"}
+    assert EngineConfig.from_options(kv_events_config=events).observe.kv_events_config == events
+
+
 def test_the_endpoint_of_a_rank() -> None:
     assert [endpoint_of_rank("tcp://*:5557", rank) for rank in (0, 3)] == ["tcp://*:5557", "tcp://*:5560"]
     assert endpoint_of_rank("tcp://[::1]:5557", 1) == "tcp://[::1]:5558" and endpoint_of_rank("tcp://*:0", 1) == "tcp://*:0"

@@ -152,12 +152,13 @@ def test_a_full_queue_takes_nothing() -> None:
         assert made.has_room()
 
 
-def test_a_batch_that_cannot_be_sent_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_cannot_be_sent_is_reported_and_followed_by_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.0)
-    with publisher(encode=lambda batch: 1 // int(batch.time) * b"x") as made:
-        made.put(batch(0))
-        made.put(batch(1))
+    with publisher(encode=lambda batch: str(1 / batch.time).encode()) as made:
+        for each in (batch(0), batch(1), batch(2)._replace(is_whole=True)):
+            assert made.put(each)
         wait_until(lambda: made._next_number == 1)
+        assert made._kept[0] == (0, b"0.5"), "changes after those that were lost are not sent"
         assert made.has_lost() and not made.has_lost()
 
 
