@@ -11,8 +11,8 @@ Medium = Literal["GPU", "CPU", "STORAGE"]
 BlockHash = int | bytes
 
 
-class Block(NamedTuple):
-    """A block's content."""
+class Block(msgspec.Struct, frozen=True, gc=False):
+    """A block's content. The garbage collector does not look at the many that there are: they refer to nothing that refers to them."""
 
     name: bytes
     """Its hash, and the suffix of its group."""
@@ -33,7 +33,7 @@ class Block(NamedTuple):
         return int.from_bytes(self.name[HASH_BYTES:], "little")
 
 
-class Change(NamedTuple):
+class Change(msgspec.Struct, frozen=True, gc=False):
     """A content came to a medium, or left it."""
 
     block: Block
@@ -141,8 +141,9 @@ def _runs(changes: Iterable[Change]) -> Iterable[tuple[Medium, bool, list[Block]
     runs: list[tuple[Medium, bool, list[Block]]] = []
     stored: dict[tuple[Medium, int], list[Block]] = {}
     """The latest run of each medium and group since the latest removal."""
-    for block, medium, is_stored in changes:
-        if not is_stored:
+    for change in changes:
+        block, medium = change.block, change.medium
+        if not change.is_stored:
             stored.clear()
             if not (runs and runs[-1][:2] == (medium, False) and runs[-1][2][0].group == block.group):
                 runs.append((medium, False, []))

@@ -19,6 +19,8 @@ END = (-1).to_bytes(8, "big", signed=True)
 _PAUSE_SECONDS = 1.0
 """After a batch that could not be sent."""
 _CLOSE_SECONDS = 2.0
+_REUSE_SECONDS = 1.0
+"""Time until an address must be free: a thread of ZeroMQ closes the sockets of an engine that has ended."""
 _MAX_REQUEST_BYTES = 1024
 """Who sends more is disconnected."""
 
@@ -165,12 +167,17 @@ def _open(socket: "zmq.Socket[bytes]", key: str, endpoint: str, *, listens: bool
     """Bind or connect. Returns the address. Raises ConfigError."""
     if "::" in endpoint or "[" in endpoint:
         socket.ipv6 = True
-    try:
-        (socket.bind if listens else socket.connect)(endpoint)
-    except zmq.ZMQError as error:
-        if error.errno == zmq.EADDRINUSE:
-            reason = "which another process uses, or another engine of this one; choose another, or end that process"
-        else:
-            reason = f"which cannot be {'listened at' if listens else 'connected to'} ({error.strerror}); choose another"
-        raise ConfigError(f"kv_events_config.{key} is {endpoint!r}, {reason}") from error
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    deadline = time.monotonic() + _REUSE_SECONDS
+    while True:
+        try:
+            (socket.bind if listens else socket.connect)(endpoint)
+            return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                reason = f"which cannot be {'listened at' if listens else 'connected to'} ({error.strerror}); choose another"
+            elif time.monotonic() < deadline:
+                time.sleep(_REUSE_SECONDS / 20)
+                continue
+            else:
+                reason = "which another process uses, or another engine of this one; choose another, or end that process"
+            raise ConfigError(f"kv_events_config.{key} is {endpoint!r}, {reason}") from error

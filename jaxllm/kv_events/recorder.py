@@ -1,6 +1,7 @@
 """Records which contents each medium has, and what changed since subscribers were last told."""
 
 import time
+from array import array
 from collections import OrderedDict
 from typing import Protocol
 
@@ -111,4 +112,4 @@ class Recorder:
             overlapping = (item for item in request.spec.items if item.position < end and item.end > start)
             keys += tuple((item.content_hash.hex(), item.position - start) for item in overlapping)
         parent = hashes[index - 1] if index else None
-        return Block(name, parent, request.token_ids[start:end], adapter, keys or None, options.session_id)
+        return Block(name, parent, array("I", request.token_ids[start:end]), adapter, keys or None, options.session_id)

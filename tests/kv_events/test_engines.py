@@ -109,7 +109,8 @@ def test_windows_adapters_and_salts(tmp_path: Path) -> None:
         assert b"a session" in everything and b"cayenne" not in everything
 
 
-def test_a_port_that_is_taken_ends_the_start_before_anything_is_loaded() -> None:
+def test_a_port_that_is_taken_ends_the_start_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "_REUSE_SECONDS", 0.01)
     with zmq.Context() as context, context.socket(zmq.PUB) as other:
         port = other.bind_to_random_port("tcp://*")
         events = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}"}

@@ -4,6 +4,7 @@ import struct
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from jaxllm.kv_events.messages import Batch, BatchEncoder, Block, Change, Group
 
@@ -92,15 +93,15 @@ def runs(*changes: tuple[Block, str, bool]) -> list[tuple[str, str, list[bytes]]
 
 def test_what_cannot_be_told_in_one_event_has_several() -> None:
     first, second = PLAIN
-    in_window = [block._replace(name=block.name + IN_WINDOW) for block in PLAIN]
+    in_window = [replace(block, name=block.name + IN_WINDOW) for block in PLAIN]
     interleaved = [(block, "GPU", True) for pair in zip(PLAIN, in_window, strict=True) for block in pair]
     assert runs(*interleaved) == [
         ("BlockStored", "GPU 0", [FIRST, SECOND]),
         ("BlockStored", "GPU 1", [FIRST, SECOND]),
     ]
     assert [event[2] for event in runs((second, "GPU", True), (first, "GPU", True))] == [[SECOND], [FIRST]]
-    assert len(runs((first, "GPU", True), (second._replace(session_id="s"), "GPU", True))) == 2
-    assert len(runs((first, "GPU", True), (second._replace(adapter=(1, "a")), "GPU", True))) == 2
+    assert len(runs((first, "GPU", True), (replace(second, session_id="s"), "GPU", True))) == 2
+    assert len(runs((first, "GPU", True), (replace(second, adapter=(1, "a")), "GPU", True))) == 2
     assert len(runs((first, "GPU", True), (second, "CPU", True))) == 2
     assert runs((first, "GPU", False), (second, "GPU", False), (in_window[0], "GPU", False)) == [
         ("BlockRemoved", "GPU 0", [FIRST, SECOND]),

@@ -162,7 +162,8 @@ def test_a_batch_that_cannot_be_sent_is_reported_and_followed_by_everything(monk
         assert made.has_lost() and not made.has_lost()
 
 
-def test_a_port_that_is_taken_is_an_error_and_leaves_no_socket_open() -> None:
+def test_a_port_that_is_taken_is_an_error_and_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REUSE_SECONDS", 0.01)
     with socket.socket() as other, socket.socket() as free:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -228,3 +229,14 @@ def has_ipv6() -> bool:
 def test_one_address_is_listened_at_in_the_form_of_ipv6(address: str) -> None:
     with publisher(endpoint=f"tcp://{address}:0") as made, peer(zmq.SUB, made.endpoint, ipv6=True) as subscriber:
         seen_by(subscriber, made)
+
+
+def test_an_engine_can_follow_another_at_once() -> None:
+    for _ in range(3):
+        with publisher(endpoint="tcp://127.0.0.1:*", replay_endpoint=None) as made:
+            port = int(made.endpoint.rpartition(":")[2])
+        again = {"endpoint": f"tcp://*:{port}", "replay_endpoint": None}
+        with publisher(**again):
+            pass
+        with publisher(**again) as made, peer(zmq.SUB, f"tcp://127.0.0.1:{port}") as subscriber:
+            seen_by(subscriber, made)

@@ -74,7 +74,7 @@ def test_full_blocks_are_reported_when_they_come_and_when_they_leave() -> None:
     compute(scheduler, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9], session_id="s", cache_salt="pepper")
     recorder.publish()
     first, second = changes(sink)
-    assert [first.block.token_ids, second.block.token_ids] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert [list(each.block.token_ids) for each in (first, second)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert first.block.parent is None and second.block.parent == first.block.name
     assert (first.medium, first.is_stored, first.block.session_id, first.block.adapter) == ("GPU", True, "s", None)
     assert first.block.extra_keys is second.block.extra_keys is None, "a salt is a secret"
@@ -173,7 +173,7 @@ def test_what_arrives_in_a_tier_after_it_left_the_devices_has_its_tokens(monkeyp
     recorder.note_tier("CPU", b"\x08" * 32, False)
     recorder.publish()
     assert not sink.batches, "nothing is new"
-    assert known.block.token_ids == [1] * 4 and known.medium == "CPU"
+    assert list(known.block.token_ids) == [1] * 4 and known.medium == "CPU"
     assert unknown.block.token_ids == () and unknown.medium == "STORAGE"
     recorder.note_tier("STORAGE", name, True)
     recorder.note_tier("CPU", name, False)
