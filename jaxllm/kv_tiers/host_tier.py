@@ -19,6 +19,8 @@ from jaxllm.scheduler_stats import SchedulerStats
 
 KEPT_FOR_LOADS = KEPT_FOR_STORES = 2
 """Staging buffers that stores leave to loads, and loads to stores."""
+STEPS_AHEAD = 2
+"""Contents are stored when so many of the largest steps may evict them."""
 WAIT_SHARE = 0.25
 """Largest part of a step's time that the plan of the next one waits for stores. The device computes meanwhile."""
 PATIENCE_SECONDS = 10.0
@@ -59,8 +61,6 @@ class HostTier:
         """Parts of loads whose blocks are written, by the number of the copy."""
         self._over: list[FinishedCopy] = []
         """Copies that are over and not processed. One that failed stays while its step is not done."""
-        self._is_short = False
-        """Whether the last plan's stores lacked staging buffers."""
         self._step_id = self._done_step_id = 0
         self._num_stored = self._num_loaded = self._num_damaged = 0
         self._stores_counted, self._loads_counted, self._lost = CopyCounts(), CopyCounts(), LostBlocks()
@@ -130,10 +130,7 @@ class HostTier:
         new = [(block, name) for block, name in zip(block_ids, names, strict=True) if self.contents.get(name) is None]
         ops: list[AnyDeviceOp] = []
         num_taken = 0
-        while num_taken < len(new):
-            if len(self._free_staging) <= KEPT_FOR_LOADS:
-                self._is_short = True
-                break
+        while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
             blocks, contents = [], []
             for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
                 if (content := self.contents.add(name)) is None:
@@ -162,7 +159,7 @@ class HostTier:
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
-        over, self._over, self._is_short = [*self._over, *self._copies.finished()], [], False
+        over, self._over = [*self._over, *self._copies.finished()], []
         for copy in over:
             self._take_in(copy)
         while self._stored and self._stored[0].step_id <= done_step_id:
@@ -178,7 +175,8 @@ class HostTier:
         return self._stages()
 
     def wait_for_stores(self, num_tokens: int) -> None:
-        if not self._is_short:
+        num_free = max(0, len(self._free_staging) - KEPT_FOR_LOADS) * self._copies.max_blocks
+        if num_free >= self.num_cold / STEPS_AHEAD:
             return
         deadline = time.monotonic() + WAIT_SHARE * self._worth.step_seconds(num_tokens)
         while self._gathering.keys() - {copy.number for copy in self._over} and (left := deadline - time.monotonic()) > 0:
@@ -203,7 +201,6 @@ class HostTier:
         for copies in (self._gathering, self._stored, self._loads, self._staging_parts, self._writing):
             copies.clear()
         self._over.clear()
-        self._is_short = False
         self.contents.end_uses(but=self._stores.uses())
         self._free_staging = list(range(self._copies.num_staging))
 

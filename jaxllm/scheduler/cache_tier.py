@@ -70,8 +70,8 @@ class CacheTier(Protocol):
         """The step is planned. Returns further operations, of the loads that began with it."""
 
     def wait_for_stores(self, num_tokens: int) -> None:
-        """A step of so many tokens is computed. If the one before lacked room to store all that was offered: return when its stores are
-        over, or after a part of the step's time."""
+        """A step of so many tokens is computed. If earlier stores leave too little room for what the next one may evict: return when they
+        are over, or after a part of the step's time."""
 
     def wait(self, seconds: float) -> None:
         """Return when the state of a load changed, or after this time. Called while nothing else can be done."""
