@@ -26,7 +26,8 @@ FEATURES = (
 """Modules here, in the order of `StepFeature.before`. Each has make(parts), which returns None for engines without the feature.
 
 A module may also have two functions of (config, model_config, model), for the layers of that model: `weights`, a part of the engine with
-weights of its own, or None; `memory_bytes`, what the feature takes of each device's memory in addition to the model.
+weights of its own, or None; `memory_bytes`, what the feature takes of each device's memory in addition to the model. And `check_machine` of
+(config), which raises ConfigError before a start if this machine lacks what the feature takes.
 """
 
 
@@ -48,6 +49,13 @@ def weights_of_features(config: EngineConfig, model_config: ModelConfig, model: 
 def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> int:
     """Bytes on each device that features take in addition to the model."""
     return sum(module.memory_bytes(config, model_config, model) for module in _modules() if hasattr(module, "memory_bytes"))
+
+
+def check_machine(config: EngineConfig) -> None:
+    """Raise ConfigError if this machine lacks what features take."""
+    for module in _modules():
+        if hasattr(module, "check_machine"):
+            module.check_machine(config)
 
 
 def _modules() -> list[ModuleType]:

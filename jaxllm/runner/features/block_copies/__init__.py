@@ -10,7 +10,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, LatentAttention, Layer
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.topology import Topology
-from jaxllm.runner.features.block_copies.arena import check_total
+from jaxllm.runner.features.block_copies.arena import check_memory, check_total
 from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.programs import STAGING_BYTES, Gather, Scatter, staging_bytes
@@ -73,14 +73,27 @@ def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalL
     return _buffer_bytes(config, model_config) if config.cache.kv_offloading_size else 0
 
 
+def _sizes(config: EngineConfig) -> tuple[int, int]:
+    """Bytes of host memory for all engines together, and their number."""
+    return int((config.cache.kv_offloading_size or 0) * 2**30), config.parallel.num_replicas
+
+
+def check_machine(config: EngineConfig) -> None:
+    """Raise ConfigError if there is too little host memory."""
+    num_bytes, num_engines = _sizes(config)
+    if not num_bytes:
+        return
+    if num_engines > 1:
+        check_total(num_bytes, num_engines)
+    check_memory(num_bytes // num_engines)
+
+
 def make(parts: FeatureParts) -> StepFeature | None:
     """For engines that keep blocks in host memory."""
     size = parts.config.cache.kv_offloading_size
     if not size:
         return None
-    num_bytes, num_engines = int(size * 2**30), parts.config.parallel.num_replicas
-    if num_engines > 1:
-        check_total(num_bytes, num_engines)
+    num_bytes, num_engines = _sizes(parts.config)
     drafter = parts.beside["drafter"]
     layers = (*parts.model_config.layers, *(() if drafter is None else drafter.layers))
     return BlockCopies(_num_copies(layers), num_bytes // num_engines, _buffer_bytes(parts.config, parts.model_config))
