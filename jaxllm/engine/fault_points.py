@@ -43,6 +43,12 @@ PLACES = {
     "adapter.stage": Place("core", "jaxllm.lora.manager", "LoRAManager._stage", lambda self, adapter, *args: adapter.name),
     "op": Place("core", "jaxllm.device_ops", "run_op", lambda op, run: type(op).__name__),
     "copy": Place("core", "jaxllm.device_ops", "end_copy", lambda op, wait: type(op).__name__),
+    "kv.match": Place("core", "jaxllm.kv_tiers.host_tier", "HostTier.match"),
+    "kv.gather": Place("core", "jaxllm.runner.features.block_copies.programs", "gather"),
+    "kv.copy_out": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._to_host"),
+    "kv.copy_in": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._to_device"),
+    "kv.scatter": Place("core", "jaxllm.runner.features.block_copies.programs", "scatter"),
+    "kv.verdict": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._verdict"),
     "mask": Place("core", "jaxllm.structured.matcher", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
     "allocate": Place(

@@ -30,8 +30,9 @@ class Content:
 
 
 class Contents:
-    """Contents by name. New ones are on probation; one that is used becomes protected, and is on probation again when there are too many of
-    these. Those on probation make room first, and of each kind the one that was stored or used longest ago."""
+    """Contents by name. New ones are on probation, unless they were used before. One that is used becomes protected, and is on probation
+    again when there are too many of these. Those on probation make room first, and of each kind the one that was stored or used longest
+    ago."""
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
@@ -59,13 +60,15 @@ class Contents:
         content = self.get(name)
         return content is not None and (content.is_ready or content.is_being_read)
 
-    def add(self, name: bytes) -> Content | None:
-        """Give a new content a slot, with one use. None if copies use all slots."""
+    def add(self, name: bytes, *, was_used: bool = False) -> Content | None:
+        """Give a new content a slot, with one use. None if copies use all slots. was_used: it is protected at once."""
         assert self.get(name) is None, "a content has a slot already"
         if not self._free and not self._evict():
             return None
         self.num_added += 1
         content = self._probation[name] = Content(name, self._free.pop(), num_uses=1)
+        if was_used:
+            self.protect(content)
         return content
 
     def _evict(self) -> bool:

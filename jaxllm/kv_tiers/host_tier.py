@@ -105,15 +105,17 @@ class HostTier:
             self._release(part.contents)
         self._free_staging += [part.staging for part in load.staged]
 
-    def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
-        ops, num_left = self._store(block_ids, names)
+    def store(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
+        ops, num_left = self._store(block_ids, names, used)
         self._num_skipped += num_left
         return ops
 
-    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
-        return self._store(block_ids, names)[0]
+    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
+        return self._store(block_ids, names, used)[0]
 
-    def _store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> tuple[list[AnyDeviceOp], int]:
+    def _store(
+        self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes]
+    ) -> tuple[list[AnyDeviceOp], int]:
         """The operations, and the number of contents for which there is no slot or staging buffer."""
         new = [(block, name) for block, name in zip(block_ids, names, strict=True) if self.contents.get(name) is None]
         ops: list[AnyDeviceOp] = []
@@ -124,7 +126,7 @@ class HostTier:
                 break
             blocks, contents = [], []
             for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
-                if (content := self.contents.add(name)) is None:
+                if (content := self.contents.add(name, was_used=name in used)) is None:
                     break
                 blocks.append(block)
                 contents.append(content)

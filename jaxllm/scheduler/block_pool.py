@@ -96,6 +96,7 @@ class BlockPool:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
+            block.num_hits += 1
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop one request's references. Blocks that become free are evicted in the order given.
@@ -140,6 +141,7 @@ class BlockPool:
             if self.events is not None:
                 self.events.changes[block.block_hash] = False
         block.block_hash = None
+        block.num_hits = 0
 
     def reset(self) -> bool:
         """Discard all cached content. Does nothing and returns False while any block is used."""
@@ -150,6 +152,7 @@ class BlockPool:
             self.events.clear()
         for block in self.blocks:
             block.block_hash = None
+            block.num_hits = 0
         return True
 
     def check_integrity(self) -> None:

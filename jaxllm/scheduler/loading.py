@@ -74,6 +74,8 @@ class Loading:
         """Operations of the step that is being planned."""
         self._leaving: dict[bytes, int] = {}
         """Contents that leave the pool in this step, with the blocks that have them until it runs."""
+        self._used: set[bytes] = set()
+        """Those of them that were found while they were in the pool."""
         self._num_allocated = 0
         """Blocks that were allocated when tiers were last offered cold ones."""
         self._num_cold = max(tier.num_cold for tier in tiers)
@@ -93,6 +95,7 @@ class Loading:
         self._step_at = now
         self._ops = []
         self._leaving.clear()
+        self._used.clear()
         copies = {(copy.tier, copy.load_id): (load, copy) for load in self._loads.values() for copy in load.copies}
         for tier in self._tiers:
             found = tier.begin_step(step_id, done_step_id)
@@ -116,8 +119,9 @@ class Loading:
         if self._leaving:
             ids, names = list(self._leaving.values()), list(self._leaving)
             for tier in self._tiers:
-                self._ops += tier.store(ids, names)
+                self._ops += tier.store(ids, names, self._used)
             self._leaving.clear()
+            self._used.clear()
         for tier in self._tiers:
             self._ops += tier.end_step()
         ops, self._ops = self._ops, []
@@ -306,6 +310,7 @@ class Loading:
 
     def _note_eviction(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._leaving.update((block.block_hash, block.block_id) for block in blocks if block.block_hash)
+        self._used.update(block.block_hash for block in blocks if block.block_hash and block.num_hits)
 
     def _store_ahead(self, num_more: int) -> None:
         """Offer tiers what is evicted soon, so that much is copied at a time, and little when blocks are needed. num_more: blocks that
@@ -315,7 +320,8 @@ class Loading:
         for tier in self._tiers:
             if blocks := pool.cold(tier.num_cold + num_more):
                 names = [block.block_hash for block in blocks if block.block_hash]
-                self._ops += tier.store_ahead([block.block_id for block in blocks], names)
+                used = {block.block_hash for block in blocks if block.block_hash and block.num_hits}
+                self._ops += tier.store_ahead([block.block_id for block in blocks], names, used)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
