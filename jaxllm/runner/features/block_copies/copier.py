@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm import device_ops
 from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.parallel.arrays import delete
@@ -94,7 +93,7 @@ class BlockCopier(OpRunner):
 
     def _finish(self, op: CopyBlocks, finish: Finish) -> None:
         try:
-            found = device_ops.end_copy(op, finish)
+            found = finish()
         except BaseException as error:  # whatever it is: the step loop waits for this copy
             found = FinishedCopy(op.number, error=error if isinstance(error, Exception) else RuntimeError(repr(error)))
         with self._changed:
