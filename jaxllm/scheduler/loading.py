@@ -213,6 +213,9 @@ class Loading:
     def _go_on(self, load: _Load, num_spare: int) -> None:
         """Take the next blocks of a load, at most `num_spare` free ones: those that the pool has by now, and those that a tier loads."""
         pool, most = self._manager.pool, self._load_blocks - len(self._arriving)
+        if not load.left or min(most, num_spare) <= 0:
+            load.deadline = self._seconds + self._patience_seconds
+            return
         wanted: list[bytes] = []
         position = 0
         while position < len(load.left) and len(wanted) < min(most, num_spare):
@@ -231,10 +234,9 @@ class Loading:
         # Only now: what was stored for it may have taken the place of what it wants.
         tier_of = self._find(taken)
         num_there = next((index for index, name in enumerate(taken) if name not in tier_of), len(taken))
-        is_idle = len(rest) == len(load.left) and min(most, num_spare) > 0
-        load.left = rest if num_there == len(taken) else []
-        if not is_idle:
+        if len(rest) < len(load.left):
             load.deadline = self._seconds + self._patience_seconds
+        load.left = rest if num_there == len(taken) else []
         self._load(load, taken[:num_there], tier_of)
 
     def _load(self, load: _Load, names: Sequence[bytes], tier_of: dict[bytes, CacheTier]) -> None:

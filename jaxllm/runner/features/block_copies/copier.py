@@ -156,7 +156,9 @@ class BlockCopier(OpRunner):
     def allocate(self) -> None:
         """See OpRunner. What is in the slots stays right."""
         if self._transfer is None:
-            assert self._opening is not None, "host memory was not asked for"
+            if self._opening is None:
+                self.begin()
+            assert self._opening is not None
             with self._runner.times.part("host memory"):
                 self._transfer = self._opening.result()
             self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-verdict")))
