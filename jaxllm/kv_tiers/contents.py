@@ -37,6 +37,8 @@ class Contents:
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
+        self._found: dict[bytes, Content] = {}
+        """All of them, which are in one of these two."""
         self._probation: OrderedDict[bytes, Content] = OrderedDict()
         self._protected: OrderedDict[bytes, Content] = OrderedDict()
         self._max_protected = int(PROTECTED_SHARE * num_slots)
@@ -44,11 +46,14 @@ class Contents:
         """Contents that got a slot, and contents that made room for others."""
 
     def __len__(self) -> int:
-        return len(self._probation) + len(self._protected)
+        return len(self._found)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._found
 
     def get(self, name: bytes) -> Content | None:
         """The content of a name, ready or not."""
-        return self._probation.get(name) or self._protected.get(name)
+        return self._found.get(name)
 
     def is_ready(self, name: bytes) -> bool:
         """Whether a content can be loaded at once."""
@@ -62,11 +67,11 @@ class Contents:
 
     def add(self, name: bytes, *, was_used: bool = False) -> Content | None:
         """Give a new content a slot, with one use. None if copies use all slots. was_used: it is protected at once."""
-        assert self.get(name) is None, "a content has a slot already"
+        assert name not in self, "a content has a slot already"
         if not self._free and not self._evict():
             return None
         self.num_added += 1
-        content = self._probation[name] = Content(name, self._free.pop(), num_uses=1)
+        content = self._found[name] = self._probation[name] = Content(name, self._free.pop(), num_uses=1)
         if was_used:
             self.protect(content)
         return content
@@ -116,6 +121,7 @@ class Contents:
         """Find a content no more."""
         if content.is_listed:
             content.is_listed = False
+            del self._found[content.name]
             (self._probation if content.name in self._probation else self._protected).pop(content.name)
             self._free_unused(content)
 
@@ -150,4 +156,7 @@ class Contents:
         assert all(content.num_uses == used.get(content, 0) for content in found), "uses differ from copies"
         assert all(content.is_listed and content.name == name for name, content in self._probation.items())
         assert all(content.is_listed and content.name == name for name, content in self._protected.items())
-        assert not self._probation.keys() & self._protected.keys() and len(self._protected) <= max(1, self._max_protected)
+        assert self._found == {**self._probation, **self._protected} and len(self._probation) + len(self._protected) == len(
+            self
+        )
+        assert len(self._protected) <= max(1, self._max_protected)

@@ -67,14 +67,14 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        behind = self._stores.find([name for name in names if name not in self.contents])
         return [name for name in names if name in behind or self.contents.can_be_loaded(name)]
 
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         if num_tokens < self._min_tokens:
             return ()
         here = [name for name in names if self.contents.is_ready(name)]
-        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        behind = self._stores.find([name for name in names if name not in self.contents])
         if self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
             for content in map(self.contents.get, names):
                 if content is not None:  # what is stored until it is loaded must not take its place
@@ -83,7 +83,7 @@ class HostTier:
         return here if len(here) < len(names) else ()
 
     def sources(self, names: Sequence[bytes]) -> Sequence[str]:
-        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        behind = self._stores.find([name for name in names if name not in self.contents])
         return [behind[name].name if name in behind else _SOURCE for name in names]
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
@@ -127,7 +127,7 @@ class HostTier:
         self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes]
     ) -> tuple[list[AnyDeviceOp], int]:
         """The operations, and the number of contents for which there is no slot or staging buffer."""
-        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if self.contents.get(name) is None]
+        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if name not in self.contents]
         ops: list[AnyDeviceOp] = []
         num_taken = 0
         while num_taken < len(new):
@@ -151,7 +151,7 @@ class HostTier:
         return ops, len(new) - num_taken
 
     def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
-        return [name for name in names if self.contents.get(name) is None]
+        return [name for name in names if name not in self.contents]
 
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:
