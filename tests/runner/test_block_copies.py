@@ -318,6 +318,14 @@ def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch
         cuda_copies(monkeypatch, 1)
 
 
+def test_memory_is_unlocked_where_a_stream_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeCuda] = []
+    monkeypatch.setattr(FakeCuda, "cudaStreamCreateWithFlags", lambda self, *args: made.append(self) or 2)
+    with pytest.raises(CudaError, match="cudaStreamCreateWithFlags failed"):
+        cuda_copies(monkeypatch, 1)
+    assert not made[0].locked
+
+
 def test_touching_reaches_every_page_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     _, arena, _, _ = cuda_copies(monkeypatch, 1)  # a slot is longer than its words
     arena.words[:] = 2**32 - 1

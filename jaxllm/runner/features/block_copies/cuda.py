@@ -57,11 +57,16 @@ class CudaTransfer:
                 f"kv_offloading_size is {arena.num_bytes / 2**30:.3g} GiB, and CUDA cannot lock so much memory ({error}); lower it, or "
                 "allow more (ulimit -l, docker's --ulimit memlock=-1)"
             ) from error
-        for ordinal in ordinals:
-            self._runtime.call("cudaSetDevice", ordinal)
-            for direction in ("out", "in"):
-                stream = self._streams[direction, ordinal] = ctypes.c_void_p()
-                self._runtime.call("cudaStreamCreateWithFlags", ctypes.byref(stream), _NON_BLOCKING)
+        try:
+            for ordinal in ordinals:
+                self._runtime.call("cudaSetDevice", ordinal)
+                for direction in ("out", "in"):
+                    stream = ctypes.c_void_p()
+                    self._runtime.call("cudaStreamCreateWithFlags", ctypes.byref(stream), _NON_BLOCKING)
+                    self._streams[direction, ordinal] = stream
+        except CudaError:
+            self.close()
+            raise
 
     def to_host(self, staging: jax.Array, slots: Sequence[int]) -> None:
         self._copy("out", staging, slots)
