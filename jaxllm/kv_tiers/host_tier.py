@@ -69,14 +69,14 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        behind = self._stores.find([name for name in names if name not in self.contents])
         return [name for name in names if name in behind or self.contents.can_be_loaded(name)]
 
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         if num_tokens < self._min_tokens:
             return ()
         here = [name for name in names if self.contents.is_ready(name)]
-        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        behind = self._stores.find([name for name in names if name not in self.contents])
         if self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
             for content in map(self.contents.get, names):
                 if content is not None:  # what is stored until it is loaded must not take its place
@@ -85,7 +85,7 @@ class HostTier:
         return here if len(here) < len(names) else ()
 
     def sources(self, names: Sequence[bytes]) -> Sequence[str]:
-        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        behind = self._stores.find([name for name in names if name not in self.contents])
         return [behind[name].name if name in behind else _SOURCE for name in names]
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
@@ -116,24 +116,26 @@ class HostTier:
             self._release(part.contents)
         self._free_staging += [part.staging for part in load.staged]
 
-    def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
-        ops, num_left = self._store(block_ids, names)
+    def store(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
+        ops, num_left = self._store(block_ids, names, used)
         if num_left:
             self._lost.note(num_left, for_slots=len(self._free_staging) > KEPT_FOR_LOADS)
         return ops
 
-    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
-        return self._store(block_ids, names)[0]
+    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
+        return self._store(block_ids, names, used)[0]
 
-    def _store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> tuple[list[AnyDeviceOp], int]:
+    def _store(
+        self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes]
+    ) -> tuple[list[AnyDeviceOp], int]:
         """The operations, and the number of contents for which there is no slot or staging buffer."""
-        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if self.contents.get(name) is None]
+        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if name not in self.contents]
         ops: list[AnyDeviceOp] = []
         num_taken = 0
         while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
             blocks, contents = [], []
             for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
-                if (content := self.contents.add(name)) is None:
+                if (content := self.contents.add(name, was_used=name in used)) is None:
                     break
                 blocks.append(block)
                 contents.append(content)
@@ -148,7 +150,7 @@ class HostTier:
         return ops, len(new) - num_taken
 
     def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
-        return [name for name in names if self.contents.get(name) is None]
+        return [name for name in names if name not in self.contents]
 
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:

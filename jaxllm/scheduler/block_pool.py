@@ -99,6 +99,7 @@ class BlockPool:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
+            block.num_hits += 1
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop one request's references. Blocks that become free are evicted in the order given.
@@ -146,6 +147,7 @@ class BlockPool:
             if self.observer is not None:
                 self.observer.removed(block.block_hash)
         block.block_hash = None
+        block.num_hits = 0
 
     def reset(self) -> bool:
         """Discard all cached content. Does nothing and returns False while any block is used."""
@@ -158,6 +160,7 @@ class BlockPool:
             self.observer.cleared()
         for block in self.blocks:
             block.block_hash = None
+            block.num_hits = 0
         return True
 
     def check_integrity(self) -> None:

@@ -359,6 +359,20 @@ def test_contents_that_were_used_outlive_new_ones_up_to_a_share() -> None:
     assert evicted == [9, 0, 20, 21, 22], "0 was used, but longest ago of more than are protected"
 
 
+def test_contents_that_were_used_on_the_devices_outlive_others() -> None:
+    driven = Driven(num_slots=3)
+    driven.step()
+    driven.end(*driven.tier.store([1, 2], [b"a", b"b"], {b"a"}))
+    driven.step()
+    driven.step()
+    driven.end(*driven.store(b"c"))
+    driven.step()
+    driven.end(*driven.store(b"d"))
+    driven.step()
+    driven.step()
+    assert driven.tier.match([b"a", b"b", b"c", b"d"]) == [b"a", b"c", b"d"]
+
+
 def test_what_a_store_has_is_read_first_and_what_it_cannot_read_is_missing_alone() -> None:
     store = Store(b"b", b"c", b"d")
     driven = Driven(stores=[store]).stored(b"a")
