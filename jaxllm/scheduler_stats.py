@@ -162,6 +162,10 @@ class SchedulerStats:
     """Bytes of a block there."""
     num_loading: int = 0
     """The part of `num_waiting` whose blocks are being loaded."""
+    num_kv_event_batches: int = 0
+    """Messages about the prefix cache that were published; 0 without kv_events_config (this and the next are set by the core)."""
+    num_dropped_kv_events: int = 0
+    """Changes of the prefix cache that were not published one by one, because messages were not sent as fast as steps made them."""
     num_leasable_blocks: int = 0
     """Blocks that a prefill engine keeps at most for decode engines; 0 for others."""
     num_kv_leases: int = 0

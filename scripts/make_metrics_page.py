@@ -104,6 +104,7 @@ def every_metric() -> list[Metric]:
         disk_bytes=1,
         num_leasable_blocks=1,
         pull_failures=(0,) * len(PULL_FAILURES),
+        num_kv_event_batches=1,
     )
     engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)
     engine.media_kinds = ("image", "video", "audio")

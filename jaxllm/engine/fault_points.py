@@ -45,7 +45,6 @@ PLACES = {
     "adapter.read": Place("core", "jaxllm.lora.manager", "LoRAManager._read", lambda self, adapter, packs: adapter.name),
     "adapter.stage": Place("core", "jaxllm.lora.manager", "LoRAManager._stage", lambda self, adapter, *args: adapter.name),
     "op": Place("core", "jaxllm.device_ops", "run_op", lambda op, run: type(op).__name__),
-    "copy": Place("core", "jaxllm.device_ops", "end_copy", lambda op, wait: type(op).__name__),
     "kv.disk_read": Place("core", "jaxllm.kv_tiers.disk.block_file", "read_all", data=lambda descriptor, buffer: buffer),
     "kv.disk_write": Place("core", "jaxllm.kv_tiers.disk.block_file", "write_all", data=lambda descriptor, buffer: buffer),
     "kv.hello": Place("core", "jaxllm.kv_tiers.peers.client", "_greet"),
@@ -53,6 +52,18 @@ PLACES = {
     "kv.receive": Place(
         "core", "jaxllm.kv_tiers.peers.channel", "Channel.receive_into", data=lambda self, content, *args: content
     ),
+    "kv.match": Place("core", "jaxllm.kv_tiers.host_tier", "HostTier.match"),
+    "kv.gather": Place("core", "jaxllm.runner.features.block_copies.programs", "gather"),
+    "kv.copy_out": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._to_host"),
+    "kv.copy_in": Place(
+        "core",
+        "jaxllm.runner.features.block_copies.copier",
+        "BlockCopier._to_device",
+        data=lambda self, op: self.arena.view(op.slots[0]),
+    ),
+    "kv.scatter": Place("core", "jaxllm.runner.features.block_copies.programs", "scatter"),
+    "kv.verdict": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._verdict"),
+    "kv.event": Place("core", "jaxllm.kv_events.messages", "BatchEncoder.encode"),
     "mask": Place("core", "jaxllm.structured.matcher", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
     "allocate": Place(

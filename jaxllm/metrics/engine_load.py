@@ -52,6 +52,7 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     _add_host_memory(found, load)
     _add_disk(found, load)
     _add_peers(found, load)
+    _add_kv_events(found, load)
     num_ready, num_awaited = load.awaited_programs
     awaited = "programs that the current step waits for, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
@@ -187,6 +188,17 @@ def _add_peers(found: Collected, load: SchedulerStats) -> None:
         failed = "failed attempts to fetch blocks from a prefill engine"
         for reason, count in zip(PULL_FAILURES, load.pull_failures, strict=True):
             found.counter("kv_pull_failures", count, failed, reason=reason)
+
+
+def _add_kv_events(found: Collected, load: SchedulerStats) -> None:
+    """Events about the prefix cache, where the engine has kv_events_config."""
+    if not load.num_kv_event_batches:
+        return
+    found.counter("kv_event_batches", load.num_kv_event_batches, "messages about the prefix cache that were published")
+    dropped = (
+        "changes of the prefix cache that were dropped as the queue was full; subscribers were then told of all blocks again"
+    )
+    found.counter("kv_events_dropped", load.num_dropped_kv_events, dropped)
 
 
 def _add_experts(found: Collected, load: SchedulerStats) -> None:

@@ -23,6 +23,7 @@ from jaxllm.kv_tiers.disk.pace import Pace
 from jaxllm.kv_tiers.disk.workers import Task, Workers
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
 from jaxllm.log import logger
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import SchedulerStats
 
 NUM_READERS, NUM_WRITERS = 4, 2
@@ -92,6 +93,7 @@ class DiskStore:
     """See SlotStore. One thread more reads the directory, makes room in it and removes files."""
 
     name, writes = "disk", True
+    listener: TierListener | None = None
 
     def __init__(
         self, root: Path, max_bytes: int, memory: SlotMemory, describe: Callable[[], dict[str, Any]], wake: Callable[[], None]

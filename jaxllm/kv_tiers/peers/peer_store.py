@@ -17,6 +17,7 @@ from jaxllm.kv_tiers.peers.messages import Code
 from jaxllm.kv_tiers.peers.peer import Peer
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
 from jaxllm.log import logger
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import PULL_FAILURES, SchedulerStats
 
 RENEW_SECONDS = 5.0
@@ -54,8 +55,9 @@ class _Read:
 class PeerStore:
     """See SlotStore. `attach` adds the contents of a lease, `detach` removes them."""
 
-    name = "peer"
-    writes = False
+    name, writes = "peer", False
+    listener: TierListener | None = None
+    """What other engines keep is not told."""
 
     def __init__(
         self, own: Identity, memory: SlotMemory, wake: Callable[[], None], peers: Sequence[str] | None, timeout_seconds: float

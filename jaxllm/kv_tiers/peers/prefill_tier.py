@@ -47,7 +47,7 @@ class PrefillTier(HostTier):
         if self._answer is None or not names or (lease := self._leases.open(names)) is None:
             return None
         self._held[lease] = []
-        self._wanted.update(dict.fromkeys(name for name in names if self.contents.get(name) is None))
+        self._wanted.update(dict.fromkeys(name for name in names if name not in self.contents))
         self._pending.append(lease)
         self._hold_ready(lease)
         return self._answer(request, lease, num_blocks, num_tokens)
@@ -99,9 +99,9 @@ class PrefillTier(HostTier):
         return super()._lasting_uses() + Counter(content for held in self._held.values() for content in held)
 
     def _store_wanted(self) -> list[AnyDeviceOp]:
-        blocks = {name: block for name in self._wanted if self.contents.get(name) is None and (block := self._find(name))}
-        ops, _ = self._store([block.block_id for block in blocks.values()], list(blocks))
-        self._wanted = {name: None for name in blocks if self.contents.get(name) is None}
+        blocks = {name: block for name in self._wanted if name not in self.contents and (block := self._find(name))}
+        ops, _ = self._store([block.block_id for block in blocks.values()], list(blocks), used=())
+        self._wanted = {name: None for name in blocks if name not in self.contents}
         return ops
 
     def _hold_ready(self, lease: Lease) -> None:
