@@ -28,7 +28,8 @@ class Arena:
     def __init__(self, num_bytes: int, format: BlockFormat):
         """Takes no memory yet. Raises ConfigError if there is not so much, or it has no slot."""
         self._format = format
-        self.slot_bytes = -(-format.block_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.block_bytes = format.block_bytes
+        self.slot_bytes = slot_bytes(format)
         self.num_slots = num_bytes // self.slot_bytes
         if not self.num_slots:
             raise ConfigError(
@@ -53,6 +54,11 @@ class Arena:
         """Give the memory back."""
         del self._bytes, self.words, self.sums
 
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a slot's content, which can be written. Valid until `close`."""
+        start = slot * self.slot_bytes
+        return memoryview(self._bytes[start : start + self.block_bytes])  # type: ignore[arg-type]
+
     @property
     def address(self) -> int:
         """Address of the first slot."""
@@ -70,6 +76,11 @@ class Arena:
 
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "kv-touch") as threads:
             list(threads.map(touch, range(0, self.num_bytes, _PIECE_BYTES)))
+
+
+def slot_bytes(format: BlockFormat) -> int:
+    """Bytes of a slot."""
+    return -(-format.block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def check_memory(num_bytes: int) -> None:
