@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.kv_tiers.contents import Content
+from jaxllm.kv_tiers.copies import Copies, Worth
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.kv_tiers.peers.identity import Identity, signature
 from jaxllm.kv_tiers.peers.leases import LEASE_SECONDS, Lease, Leases
@@ -17,25 +18,23 @@ from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
+Answer = Callable[[Request, Lease, int, int], dict[str, Any]]
+
 
 class PrefillTier(HostTier):
     """See KeepingTier. A lease holds its contents in their slots as soon as they are ready, until it ends."""
 
-    def __init__(self, *args: Any, leases: Leases, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._leases = leases
+    def __init__(self, copies: Copies, worth: Worth, leases: Leases, server: Server, answer: Answer, **options: Any):
+        """server: gives decode engines what is kept; the tier closes it. answer: makes what these engines are to be sent, see `answered`.
+        options: those of HostTier."""
+        super().__init__(copies, worth, **options)
+        self._leases, self._server, self._answer = leases, server, answer
         self._wanted: dict[bytes, None] = {}
         """Contents to store in the next plans."""
         self._find: Callable[[bytes], KVCacheBlock | None] = lambda name: None
         self._held: dict[Lease, list[Content]] = {}
         self._pending: list[Lease] = []
         """Leases with contents that are not ready."""
-        self._answer: Callable[[Request, Lease, int, int], dict[str, Any]] | None = None
-        self._server: Server | None = None
-
-    def serve(self, server: Server, answer: "Callable[[Request, Lease, int, int], dict[str, Any]]") -> None:
-        """Give decode engines what is kept. answer: makes what they are to be sent; see `answered`."""
-        self._server, self._answer = server, answer
 
     # See KeepingTier
 
@@ -44,7 +43,7 @@ class PrefillTier(HostTier):
         self._wanted.update(dict.fromkeys(names))
 
     def hand_over(self, request: Request, names: Sequence[bytes], num_blocks: int, num_tokens: int) -> dict[str, Any] | None:
-        if self._answer is None or not names or (lease := self._leases.open(names)) is None:
+        if not names or (lease := self._leases.open(names)) is None:
             return None
         self._held[lease] = []
         self._wanted.update(dict.fromkeys(name for name in names if name not in self.contents))
@@ -91,8 +90,7 @@ class PrefillTier(HostTier):
         stats.num_refused_kv_leases += self._leases.num_refused
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
         super().close()
 
     def _lasting_uses(self) -> Counter[Content]:

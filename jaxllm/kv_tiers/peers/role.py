@@ -48,7 +48,6 @@ class Role:
         leases = Leases(int(SHARE * copies.num_slots))
         server = Server(self._own, leases, copies.arena)
         server.open(transfer.kv_host, transfer.kv_port)
-        tier = PrefillTier(copies, worth, leases=leases, **options)
         size = self._config.parallel.tensor_parallel_size
-        tier.serve(server, partial(answered, own=self._own, host=transfer.kv_host, port=server.port, tensor_parallel=size))
-        return tier
+        answer = partial(answered, own=self._own, host=transfer.kv_host, port=server.port, tensor_parallel=size)
+        return PrefillTier(copies, worth, leases, server, answer, **options)

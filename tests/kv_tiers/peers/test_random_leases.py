@@ -25,8 +25,9 @@ class CheckedTier(PrefillTier):
 
     def __init__(self, rng: random.Random, copies: FakeCopies, **options: Any):
         self.clock = 0.0
-        super().__init__(copies, AlwaysWorth(), leases=Leases(max(1, copies.num_slots // 2), lambda: self.clock), **options)
-        self.serve(None, lambda request, lease, num_blocks, num_tokens: {"lease": lease})  # type: ignore[arg-type]
+        leases = Leases(max(1, copies.num_slots // 2), lambda: self.clock)
+        no_server: Any = None
+        super().__init__(copies, AlwaysWorth(), leases, no_server, lambda *args: {"lease": args[1]}, **options)
         self.rng, self.copies = rng, copies
         self.found: dict[Content, Any] = {}
         """What was in the slots of held contents when they became ready."""
