@@ -1,12 +1,16 @@
 """The decode engine's side of a connection, against prefill engines that break the protocol."""
 
+import gc
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -415,3 +419,49 @@ def test_requests_cannot_have_an_engine_connect_everywhere(memory: FakeMemory, m
         store.attach("a", Target("y", target.host, target.port), "x")
         with pytest.raises(RefusedError, match="connected to 2 prefill engines already"):
             store.attach("a", Target("z", target.host, target.port), "x")
+
+
+IN_A_PROCESS = """
+import sys, time
+from tests.helpers.fake_memory import Prefill
+engine = Prefill(is_shared=sys.argv[1] == "shared memory")
+lease = engine.lease(6)
+print(engine.target.engine_id, engine.target.port, lease.number, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "tcp"])
+def test_a_prefill_engine_in_another_process_that_is_killed(memory: FakeMemory, transport: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", IN_A_PROCESS, transport], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    engine_id, port, number = process.stdout.readline().split()
+    try:
+        with stored(memory) as (store, woken):
+            names = store.attach("a", Target(engine_id, "127.0.0.1", int(port)), number).result(5.0)
+            woken.until(lambda: len(store.find(names)) == 6)
+            assert read(store, woken, names[:3], [0, 1, 2]) == [True] * 3
+            expected = FakeMemory(3)
+            for slot in range(3):
+                expected.fill(slot, slot)
+                assert memory.content(slot) == expected.content(slot)
+            expected.close()
+            assert maps_another() == (transport == "shared memory")
+            process.kill()
+            process.wait()
+            assert read(store, woken, names[3:], [3, 4, 5]) == [False] * 3
+            assert not store.find(names) and store.fault_of("a") is not None
+            store.detach("a")
+            store.check_integrity()
+        gc.collect()
+        assert not maps_another(), "its memory is given back"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def maps_another() -> bool:
+    """Whether this process maps memory of another to read it."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return any("memfd:test" in line and " r--s " in line for line in lines)

@@ -43,6 +43,8 @@ class Runner:
     def __init__(self, core: EngineCore):
         self.core = core
         self.num_sent = 0
+        self.loaded_tokens: dict[str, dict[str, int] | None] = {}
+        """Where the tokens of prompts came from, by request."""
 
     def send(self, prompt: Sequence[int], params: SamplingParams, transfer: KVTransfer | None = None, **options: Any) -> str:
         self.num_sent += 1
@@ -66,6 +68,7 @@ class Runner:
             assert time.monotonic() < deadline
             for output in self.core.step():
                 tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                self.loaded_tokens.setdefault(output.request_id, output.loaded_tokens)
                 last[output.request_id] = output
             self.core.scheduler.check_integrity()
         return {request_id: (tokens[request_id], last[request_id]) for request_id in tokens}
@@ -140,6 +143,7 @@ def test_tokens_are_those_of_one_engine(engines: Any, transport: str, params: Sa
         tokens, last = decode.decode(prompt, answer, params)
         assert tokens == wanted
         assert last.num_cached_tokens == count // 16 * 16
+        assert decode.loaded_tokens[last.request_id] == {"peer": last.num_cached_tokens}
     wait_for(lambda: have_ended(prefill))
     assert prefill.prefill(prompt_of(10)) is None, "there is no full block"
     assert len(leases_of(prefill)) == 0, "the slots of leases that are over are free"
