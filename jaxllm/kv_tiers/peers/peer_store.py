@@ -34,8 +34,9 @@ class _Lease:
 
     number: str
     peer: Peer
-    attaching: "Future[Sequence[bytes]]"
-    users: set[str]
+    users: set[str] = field(default_factory=set)
+    attached: "Future[Sequence[bytes]]" = field(default_factory=Future)
+    """Once it is done, the contents can be found."""
     num_reads: int = 0
     """Pulls under way."""
 
@@ -90,11 +91,10 @@ class PeerStore:
             lease = self._leases.get((target, number))
             if lease is None:
                 peer = self._peer(target)
-                lease = self._leases[target, number] = _Lease(number, peer, peer.attach(number), set())
-                lease.users.add(request_id)
-                lease.attaching.add_done_callback(partial(self._note_attached, lease))
+                lease = self._leases[target, number] = _Lease(number, peer, {request_id})
+                peer.attach(number).add_done_callback(partial(self._note_attached, lease))
             lease.users.add(request_id)
-            return lease.attaching
+            return lease.attached
 
     def detach(self, request_id: str) -> None:
         """A request needs no lease any more."""
@@ -117,23 +117,27 @@ class PeerStore:
         with self._lock:
             if (error := _error_of(future)) is not None:
                 self._note_failure(lease, error)
-            elif (lease.peer.target, lease.number) in self._leases:
-                for name in future.result():
-                    self._leases_of.setdefault(name, []).append(lease)
+                lease.attached.set_exception(error)
+            else:
+                names = future.result()
+                if (lease.peer.target, lease.number) in self._leases:
+                    for name in names:
+                        self._leases_of.setdefault(name, []).append(lease)
+                lease.attached.set_result(names)
                 self._end_unused(lease)
         self._wake()
 
     def _end_unused(self, lease: _Lease) -> None:
         """End a lease at the prefill engine that no request and no read needs."""
-        if not lease.users and not lease.num_reads and lease.attaching.done() and self._forget(lease):
+        if not lease.users and not lease.num_reads and lease.attached.done() and self._forget(lease):
             lease.peer.end(lease.number).add_done_callback(_error_of)
 
     def _forget(self, lease: _Lease) -> bool:
         """Find nothing in a lease any more. Returns whether it was known."""
         if self._leases.pop((lease.peer.target, lease.number), None) is None:
             return False
-        if lease.attaching.done() and _error_of(lease.attaching) is None:
-            self._remove(lease, lease.attaching.result())
+        if lease.attached.done() and _error_of(lease.attached) is None:
+            self._remove(lease, lease.attached.result())
         return True
 
     def _remove(self, lease: _Lease, names: Iterable[bytes]) -> bool:

@@ -129,8 +129,7 @@ def _target(transfer: KVTransfer) -> Target:
 
 
 def _fault_of(future: "Future[Any]") -> str | None:
-    try:
-        error = future.exception()
-    except CancelledError:
+    error = future.exception()
+    if isinstance(error, CancelledError):
         return "the prefill engine is lost"
     return None if error is None else str(error) or type(error).__name__
