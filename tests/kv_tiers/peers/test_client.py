@@ -190,7 +190,7 @@ def test_a_dripping_prefill_engine_is_left(memory: FakeMemory) -> None:
         channel.receive(5.0)
         data = block(NAMES[0])
         channel._socket.sendall(data[:-900])
-        for _ in range(10):
+        for _ in range(40):
             channel._socket.sendall(b"\7")
             time.sleep(0.1)
 
@@ -199,7 +199,7 @@ def test_a_dripping_prefill_engine_is_left(memory: FakeMemory) -> None:
         connection = connect(target, memory)
         with pytest.raises(WireError, match="in time"):
             connection.pull("lease", NAMES, [0, 1, 2])
-        assert time.monotonic() - began < 0.9
+        assert time.monotonic() - began < 3.0
         connection.close()
 
 

@@ -27,8 +27,7 @@ def nothing_leaks() -> Iterator[None]:
     before = len(os.listdir("/proc/self/fd"))
     yield
     gc.collect()
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("kv-")]
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")])
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
