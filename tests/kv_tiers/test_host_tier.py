@@ -40,7 +40,7 @@ class Store:
     name, writes = "test", True
 
     def __init__(self, *names: bytes):
-        self.contents = set(names)
+        self.contents, self.listener = set(names), None
         self.under_way: dict[int, tuple[str, list[bytes], list[int]]] = {}
         self.over: list[Transfer] = []
         self.seconds_each, self.is_full, self.was_reset = 0.0, False, False
@@ -357,6 +357,20 @@ def test_contents_that_were_used_outlive_new_ones_up_to_a_share() -> None:
         evicted += [name[0] for name in before if contents.get(name) is None]
         contents.check_integrity({})
     assert evicted == [9, 0, 20, 21, 22], "0 was used, but longest ago of more than are protected"
+
+
+def test_contents_that_were_used_on_the_devices_outlive_others() -> None:
+    driven = Driven(num_slots=3)
+    driven.step()
+    driven.end(*driven.tier.store([1, 2], [b"a", b"b"], {b"a"}))
+    driven.step()
+    driven.step()
+    driven.end(*driven.store(b"c"))
+    driven.step()
+    driven.end(*driven.store(b"d"))
+    driven.step()
+    driven.step()
+    assert driven.tier.match([b"a", b"b", b"c", b"d"]) == [b"a", b"c", b"d"]
 
 
 def test_what_a_store_has_is_read_first_and_what_it_cannot_read_is_missing_alone() -> None:

@@ -5,7 +5,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from jaxllm.kv_tiers.disk.pace import Pace
 from jaxllm.kv_tiers.disk.workers import Task, Workers
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
 from jaxllm.log import logger
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import SchedulerStats
 
 NUM_READERS, NUM_WRITERS = 4, 2
@@ -34,6 +36,8 @@ SCAN_SECONDS, SCAN_SHARE = 10.0, 0.05
 """The directory is read so often, but for less than this share of a thread's time: other engines write to it."""
 QUEUED_BYTES = 256 << 20
 """Most bytes that wait to be written, or one transfer."""
+_TOLD_AT_ONCE = 1000
+"""Most changes that the listener is told in a step."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -108,6 +112,9 @@ class DiskStore:
         """The contents that files have, as far as is known."""
         self._changed: dict[bytes, bool] = {}
         """Files that were written or lost while the directory was read, and whether they are there."""
+        self._listener: TierListener | None = None
+        self._untold: deque[tuple[bytes, bool]] = deque()
+        """Names that have come or gone since the listener was told."""
         self._used_bytes = self._needed_bytes = 0
         """Of all files, and room that is missing for a write."""
         self._paused_until = self._told_until = 0.0
@@ -183,7 +190,26 @@ class DiskStore:
         self._writers.give_up()
         with self._lock:
             found, self._finished = self._finished, []
+        if self._listener is not None:
+            for _ in range(min(_TOLD_AT_ONCE, len(self._untold))):
+                self._listener("STORAGE", *self._untold.popleft())
         return found
+
+    @property
+    def listener(self) -> TierListener | None:
+        """See SlotStore."""
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: TierListener | None) -> None:
+        with self._lock:
+            self._listener = listener
+            self._untold.clear()
+            self._note(self._names, True)
+
+    def _note(self, names: Iterable[bytes], is_there: bool) -> None:
+        if self._listener is not None:
+            self._untold.extend((name, is_there) for name in names)
 
     def discard(self, names: Sequence[bytes]) -> None:
         with self._lock:
@@ -197,6 +223,7 @@ class DiskStore:
     def reset(self, *, external: bool) -> None:
         with self._lock:
             self._num_resets += 1
+            self._note(self._names, False)
             self._folder, self._names = None, set()
             self._is_opening, self._ends_epoch = False, self._ends_epoch or external
         if external:
@@ -251,6 +278,7 @@ class DiskStore:
             if error is None and task.folder is self._folder:
                 self._names.add(task.name)
                 self._changed[task.name] = True
+                self._note([task.name], True)
             if task.was_written:
                 self._num_written += 1
                 self._used_bytes += self.file_bytes
@@ -272,6 +300,7 @@ class DiskStore:
     def _lose(self, name: bytes) -> None:
         self._names.discard(name)
         self._changed[name] = False
+        self._note([name], False)
 
     def _pause(self, error: Exception) -> None:
         if time.monotonic() < self._paused_until:
@@ -342,6 +371,9 @@ class DiskStore:
             if num_resets == self._num_resets:
                 for name, is_there in self._changed.items():
                     (names.add if is_there else names.discard)(name)
+                if self._listener is not None:
+                    self._note(self._names - names, False)
+                    self._note(names - self._names, True)
                 self._names, self._folder = names, folder
             self._used_bytes, self._needed_bytes = usage.num_bytes, 0
         end = time.monotonic()
