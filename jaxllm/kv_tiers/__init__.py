@@ -23,7 +23,13 @@ class KVTiers:
     """The tiers that an engine's options ask for."""
 
     def __init__(self, config: EngineConfig):
+        """Raises ConfigError for a directory that cannot be used, before weights are loaded."""
         self._config = config
+        self._disk_root: Path | None = None
+        if config.cache.kv_offloading_disk is not None:
+            from jaxllm.kv_tiers.disk import open_root
+
+            self._disk_root = open_root(Path(config.cache.kv_offloading_disk))
 
     def new_tiers(self, executor: Any, num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`. model_dir: where the weights are. Raises
@@ -38,10 +44,10 @@ class KVTiers:
 
     def _stores(self, executor: Any, copies: Any, model_dir: Path) -> list[SlotStore]:
         """What is behind host memory."""
-        if self._config.cache.kv_offloading_disk is None:
+        if self._disk_root is None:
             return []
         from jaxllm.kv_tiers.disk import make
 
         shapes, arrangement = executor.shapes, copies.format.arrangement
         describe = partial(fingerprint.describe, self._config, shapes.model, shapes.cache, arrangement, model_dir)
-        return [make(self._config, copies, describe)]
+        return [make(self._config, self._disk_root, copies, describe)]
