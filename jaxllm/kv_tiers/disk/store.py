@@ -8,20 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxllm.errors import JaxLLMError
 from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.disk import janitor
-from jaxllm.kv_tiers.disk.block_file import FileFormat, copy
+from jaxllm.kv_tiers.disk.block_file import FileFormat
 from jaxllm.kv_tiers.disk.folder import BlockFolder, folder_of, next_epoch, prepare, read_epoch
 from jaxllm.kv_tiers.disk.pace import Pace
-from jaxllm.kv_tiers.disk.workers import Task, Workers
+from jaxllm.kv_tiers.disk.tasks import FileTask, ReadTask, UnderWay, WriteTask
+from jaxllm.kv_tiers.disk.workers import Workers
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
 from jaxllm.log import logger
 from jaxllm.scheduler.cache_observer import TierListener
@@ -39,57 +37,6 @@ QUEUED_BYTES = 256 << 20
 _TOLD_AT_ONCE = 1000
 """Most changes that the listener is told in a step."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(eq=False)
-class _UnderWay:
-    """A transfer under way."""
-
-    number: int
-    is_right: list[bool]
-    num_left: int
-    began: float = field(default_factory=time.monotonic)
-
-
-class _File(Task):
-    """One file of a transfer."""
-
-    def __init__(self, store: "DiskStore", folder: BlockFolder, transfer: _UnderWay, index: int, name: bytes, slot: int):
-        self.store, self.folder, self.transfer, self.index, self.name, self.slot = store, folder, transfer, index, name, slot
-
-    def prepare(self, buffer: memoryview) -> None:
-        """Nothing, to read."""
-
-    def complete(self) -> None:
-        """Nothing, when it was written."""
-
-
-class _Read(_File):
-    def run(self, buffer: memoryview) -> None:
-        self.found = self.folder.read(self.name, buffer)
-
-    def complete(self) -> None:
-        content, sums = self.found
-        memory = self.store.memory
-        copy(content, to=memory.view(self.slot))
-        memory.sums[self.slot] = np.frombuffer(sums, np.uint32).reshape(memory.sums[self.slot].shape)
-
-    def end(self, error: Exception | None, seconds: float) -> None:
-        self.store.end_read(self, error, seconds)
-
-
-class _Write(_File):
-    was_written = False
-
-    def prepare(self, buffer: memoryview) -> None:
-        memory = self.store.memory
-        self.folder.format.pack(buffer, self.name, memory.view(self.slot), memory.sums[self.slot].tobytes())
-
-    def run(self, buffer: memoryview) -> None:
-        self.was_written = self.folder.write(self.name, buffer)
-
-    def end(self, error: Exception | None, seconds: float) -> None:
-        self.store.end_write(self, error, seconds)
 
 
 class DiskStore:
@@ -151,7 +98,7 @@ class DiskStore:
         if folder is None:
             self._finished.append(Transfer(number, [False] * len(names), 0.0))
             return
-        self._begin(_Read, self._readers, folder, number, names, slots)
+        self._begin(ReadTask, self._readers, folder, number, names, slots)
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         if (folder := self._folder) is None:
@@ -164,21 +111,21 @@ class DiskStore:
                 self._needed_bytes = len(names) * self.file_bytes
                 self._calls.put(self._scan)
             return False
-        self._begin(_Write, self._writers, folder, number, names, slots)
+        self._begin(WriteTask, self._writers, folder, number, names, slots)
         return True
 
     def _begin(
         self,
-        kind: type[_File],
+        kind: type[FileTask],
         workers: Workers,
         folder: BlockFolder,
         number: int,
         names: Sequence[bytes],
         slots: Sequence[int],
     ) -> None:
-        transfer = _UnderWay(number, [False] * len(names), len(names))
+        transfer = UnderWay(number, [False] * len(names), len(names))
         with self._lock:
-            if kind is _Read:
+            if kind is ReadTask:
                 self._num_queued_reads += len(names)
             else:
                 self._num_queued_writes += len(names)
@@ -248,7 +195,7 @@ class DiskStore:
 
     # Ends of tasks, in their threads
 
-    def end_read(self, task: _File, error: Exception | None, seconds: float) -> None:
+    def end_read(self, task: FileTask, error: Exception | None, seconds: float) -> None:
         """A file was read, or not."""
         is_missing = isinstance(
             error, FileNotFoundError | CancelledError
@@ -270,7 +217,7 @@ class DiskStore:
                 self._calls.put(partial(task.folder.unlink, task.name))
         self._end(task, error is None)
 
-    def end_write(self, task: "_Write", error: Exception | None, seconds: float) -> None:
+    def end_write(self, task: WriteTask, error: Exception | None, seconds: float) -> None:
         """A file was written, or not, or was there."""
         with self._lock:
             self._num_queued_writes -= 1
@@ -286,7 +233,7 @@ class DiskStore:
             self._pause(error)
         self._end(task, error is None)
 
-    def _end(self, task: _File, is_right: bool) -> None:
+    def _end(self, task: FileTask, is_right: bool) -> None:
         transfer = task.transfer
         with self._lock:
             transfer.is_right[task.index] = is_right
