@@ -25,9 +25,15 @@ class KVTiers:
     """The tiers that an engine's options ask for."""
 
     def __init__(self, config: EngineConfig):
+        """Raises ConfigError for a directory that cannot be used, before weights are loaded."""
         self._config = config
         self.preparations: Sequence[RemotePrefills] = ()
         """What requests may wait for before blocks of them are loaded, once there are tiers."""
+        self._disk_root: Path | None = None
+        if config.cache.kv_offloading_disk is not None:
+            from jaxllm.kv_tiers.disk import open_root
+
+            self._disk_root = open_root(Path(config.cache.kv_offloading_disk))
 
     def new_tiers(self, executor: Any, num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`. model_dir: where the weights are. Raises
@@ -47,9 +53,9 @@ class KVTiers:
             role = Role(self._config, copies, describe())
             new_tier, self.preparations = role.new_tier, role.preparations
             stores += role.stores
-        if self._config.cache.kv_offloading_disk is not None:
+        if self._disk_root is not None:
             from jaxllm.kv_tiers.disk import make
 
-            stores.append(make(self._config, copies, describe))
+            stores.append(make(self._config, self._disk_root, copies, describe))
         rates = Rates(copies.block_bytes)
         return (new_tier(copies, rates, num_cold=num_cold, min_tokens=MIN_LOAD_TOKENS, stores=stores),)
