@@ -18,6 +18,7 @@ from jaxllm.eplb_options import eplb_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
 from jaxllm.kv_offloading_options import kv_offloading_faults
+from jaxllm.kv_transfer_options import KVTransferOptions, kv_transfer_faults
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
 from jaxllm.multimodal_options import MultiModalOptions, multimodal_faults
 from jaxllm.quantization_options import ONLINE, WIDENED, Quantization
@@ -326,6 +327,7 @@ class EngineConfig:
 
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
+    kv_transfer: KVTransferOptions = field(default_factory=KVTransferOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
     lora: LoRAOptions = field(default_factory=LoRAOptions)
@@ -344,7 +346,7 @@ class EngineConfig:
         flat = self.flat()
         faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
         faults += [*lora_faults(flat), *hosts_faults(flat), *context_faults(flat), *eplb_faults(flat), *_step_faults(flat)]
-        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat)]
+        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat), *kv_transfer_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self
@@ -366,6 +368,7 @@ class EngineConfig:
 _GROUPS: dict[str, Any] = {
     "model": ModelOptions,
     "cache": CacheOptions,
+    "kv_transfer": KVTransferOptions,
     "scheduler": SchedulerOptions,
     "speculative": SpeculativeOptions,
     "lora": LoRAOptions,
@@ -549,6 +552,8 @@ _RANGES: dict[str, Range] = {
     "num_gpu_blocks_override": at_least(2),
     "kv_cache_memory_bytes": at_least(1),
     "kv_offloading_size": (lambda v: 0 <= v < 1e6, "at least 0, and below a million GiB"),
+    "kv_port": (lambda v: 0 <= v <= 65535, "0 to 65535"),
+    "kv_pull_timeout": (lambda v: 0 < v <= 3600, "above 0 and at most 3600 seconds"),
     "max_num_seqs": at_least(1),
     "max_num_batched_tokens": at_least(1),
     "max_num_prefill_tokens": at_least(1),

@@ -9,6 +9,7 @@ from jaxllm.config import (
     CacheOptions,
     CompileOptions,
     EngineConfig,
+    KVTransferOptions,
     LoRAOptions,
     ModelOptions,
     MultiModalOptions,
@@ -28,6 +29,7 @@ from jaxllm.vllm_flags import SHORT_NAMES, TABLE, as_options
 class EngineArgs(
     ModelOptions,
     CacheOptions,
+    KVTransferOptions,
     SchedulerOptions,
     SpeculativeOptions,
     LoRAOptions,

@@ -13,6 +13,7 @@ LOG_LEVEL = "JAXLLM_LOG_LEVEL"  # debug, info, warning, error
 LOG_FORMAT = "JAXLLM_LOG_FORMAT"  # text, json
 API_KEY = "JAXLLM_API_KEY"  # the key of a server: what clients here send
 HOSTS_TOKEN = "JAXLLM_HOSTS_TOKEN"  # a secret that all hosts of one server must know
+KV_TOKEN = "JAXLLM_KV_TOKEN"  # a secret that prefill and decode engines share
 OPTION_PREFIX = "JAXLLM_OPT_"  # JAXLLM_OPT_MAX_NUM_SEQS=64 sets --max-num-seqs
 VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"  # as LOG_LEVEL, which wins; all others of vLLM: jaxllm/vllm_environment.py
 VLLM_CACHE_ROOT = "VLLM_CACHE_ROOT"  # its folder jaxllm is as CACHE_DIR, which wins

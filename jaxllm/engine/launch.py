@@ -19,7 +19,9 @@ from jaxllm.errors import ConfigError
 
 _PROJECT = Path(__file__).parents[2]
 _SECRET = re.compile(r"API_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|TOKEN|PRIVATE_KEY", re.IGNORECASE)
-_NEEDED = frozenset({"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "TOKENIZERS_PARALLELISM", env.HOSTS_TOKEN})
+_NEEDED = frozenset(
+    {"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "TOKENIZERS_PARALLELISM", env.HOSTS_TOKEN, env.KV_TOKEN}
+)
 """Variables whose names look secret but which are needed to fetch a model or to connect to other hosts, or are not secret."""
 
 _MAX_PARENT_CHARACTERS = 50

@@ -23,7 +23,7 @@ from jaxllm.parallel.topology import Topology
 
 _COPIED = ("JAX", "XLA", "NCCL", "GLOO", "HF_", "TF_", "LD_LIBRARY_PATH", "PYTHONPATH", "TOKENIZERS_", "UCX_")
 """Beginnings of the environment variables that actors get."""
-_NOT_COPIED = ("HF_TOKEN", env.HOSTS_TOKEN)  # an actor's environment can be read in Ray's dashboard
+_NOT_COPIED = ("HF_TOKEN", env.HOSTS_TOKEN, env.KV_TOKEN)  # an actor's environment can be read in Ray's dashboard
 _END_SECONDS = 15.0
 
 

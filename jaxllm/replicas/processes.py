@@ -99,6 +99,8 @@ class EngineProcesses:
         config = self._start.config
         if self._start.num_replicas > 1 and config.observe.profiler_dir is not None:
             config = config.replace(profiler_dir=str(Path(config.observe.profiler_dir) / f"replica-{engine.rank}"))
+        if (port := config.kv_transfer.kv_port) and config.kv_transfer.is_prefill and engine.rank:
+            config = config.replace(kv_port=port + engine.rank)
         start = msgspec.structs.replace(self._start, config=config, directory=str(engine.directory), replica=engine.rank)
         engine.process = start_engine(start, engine.environment)
         engine.starts.append(time.monotonic())
