@@ -83,6 +83,22 @@ def read_kv_transfer(params: Mapping[str, Any] | None) -> KVTransfer | None:
     return None if found == KVTransfer() else found
 
 
+def check_role(transfer: KVTransfer, role: str | None) -> None:
+    """Raise InvalidRequestError for a request that an engine of this `kv_role` does not serve."""
+    if transfer.keep_for_decode and role not in ("prefill", "both"):
+        asked, needed = "do_remote_decode", "prefill"
+    elif transfer.remote_engine_id is not None and role not in ("decode", "both"):
+        asked, needed = "do_remote_prefill", "decode"
+    else:
+        return
+    has = "no --kv-role" if role is None else f"--kv-role {role}"
+    raise InvalidRequestError(
+        f"{PARAM} has {asked}, but this server has {has}; start it with --kv-role {needed} or both, send the request to one that has "
+        f"it, or leave {PARAM} out",
+        PARAM,
+    )
+
+
 def _flag(params: Mapping[str, Any], name: str) -> bool:
     value = params.get(name)
     if value is not None and not isinstance(value, bool):

@@ -1,11 +1,11 @@
-"""Usage in a reply: tokens and, if requested, times."""
+"""Usage in a reply: tokens, if requested times, and what a decode engine is to be sent."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.acceptance import Acceptance
-from jaxllm.outputs import RequestMetrics
+from jaxllm.outputs import RequestMetrics, RequestOutput
 from jaxllm.text.input_processor import ParentRequest
 
 
@@ -49,6 +49,12 @@ def multimodal_tokens(request: ParentRequest) -> Mapping[str, int] | None:
     for item in request.children[0].items:
         found[item.kind] = found.get(item.kind, 0) + item.num_tokens
     return found or None
+
+
+def kv_transfer_of(output: RequestOutput | None) -> dict[str, Any]:
+    """The field `kv_transfer_params` of a reply, after its last output; empty if no blocks are kept for a decode engine."""
+    params = None if output is None else output.kv_transfer_params
+    return {} if params is None else {"kv_transfer_params": params}
 
 
 def per_request_metrics(metrics: RequestMetrics | None, num_tokens: int) -> dict[str, Any] | None:
