@@ -471,6 +471,9 @@ class _Reports:
     def take_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
         self._llm._deliver(self._processor.take(outputs))
 
+    def take_move(self, request_id: str, replica: int) -> None:
+        self._processor.moved(request_id, replica)
+
     def take_refusal(self, request_id: str, error: JaxLLMError) -> None:
         if (internal_id := self._processor.internal_id_of(request_id)) is not None:
             self._llm._end([internal_id], error)

@@ -133,6 +133,10 @@ class RequestProcessor:
         """`abort_request` by the engine's own ids."""
         return self._abort(self._outputs.abort(internal_ids, internal=True))
 
+    def moved(self, engine_id: str, replica: int) -> None:
+        """Another replica computes a request, by the engine's id of an answer, than it was added to."""
+        self._outputs.moved(engine_id, replica)
+
     def internal_id_of(self, engine_id: str) -> str | None:
         """The engine's own id of the request that one of the core's is an answer of. None if it has already ended."""
         return self._outputs.internal_id_of(engine_id)

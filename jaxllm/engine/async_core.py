@@ -32,6 +32,8 @@ class ReplicaInfo:
     """How long ago its loop last began a step or a call, or was known to wait for work."""
     detail: str = ""
     """Why it is stalled, or what else keeps it from its next step, such as a compilation."""
+    role: str = ""
+    """prefill or decode; empty: it does both."""
 
 
 class CoreListener(Protocol):
@@ -39,6 +41,9 @@ class CoreListener(Protocol):
 
     def take_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Outputs of a step."""
+
+    def take_move(self, request_id: str, replica: int) -> None:
+        """An unfinished request, of which nothing was reported yet, is computed by this replica from now on."""
 
     def take_refusal(self, request_id: str, error: JaxLLMError) -> None:
         """The core rejected a request, which it was sent by `Core.add_request`."""

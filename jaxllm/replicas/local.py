@@ -245,6 +245,9 @@ class LocalReplicas(PauseCalls):
         self._outputs.put(outputs)
         self._feed()
 
+    def take_move(self, request_id: str, replica: int) -> None:
+        pass  # nothing is counted by replica
+
     def take_refusal(self, request_id: str, error: JaxLLMError) -> None:
         self._fail([request_id], error)
         self._feed()

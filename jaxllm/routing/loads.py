@@ -30,9 +30,12 @@ class _Replica:
     usage: float = 0.0
     num_received: int = 0
     """Requests that the latest report covers."""
-    unreported: deque[tuple[int, str | None]] = field(default_factory=deque)
-    """Requests that no report covers: their tokens to compute, and their adapter."""
+    num_used_tokens: int = 0
+    """Tokens for which blocks are in use."""
+    unreported: deque[tuple[int, int, str | None]] = field(default_factory=deque)
+    """Requests that no report covers: their tokens to compute, those of their prompt, and their adapter."""
     num_unreported_tokens: int = 0
+    num_unreported_prompt_tokens: int = 0
     num_in_flight: int = 0
     """Requests of this API server that have not ended."""
     adapters: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -61,6 +64,8 @@ class Loads:
         """Requests that can still be admitted."""
         self.room = np.zeros(num_replicas)
         """Tokens for which blocks are left once all that is queued is computed."""
+        self.held = np.zeros(num_replicas)
+        """Tokens of the requests that are computed, and prompt tokens of those that are sent."""
         self.vllm_score = np.zeros(num_replicas)
         """The score by which vLLM 0.33 balances."""
 
@@ -72,11 +77,13 @@ class Loads:
         self.replicas[index] = _Replica()
         self._update(index)
 
-    def sent(self, index: int, num_tokens: int, adapter: str | None) -> None:
-        """A request with so many tokens to compute was sent to a replica."""
+    def sent(self, index: int, num_tokens: int, adapter: str | None, num_prompt_tokens: int | None = None) -> None:
+        """A request with so many tokens to compute was sent to a replica. num_prompt_tokens: all of its prompt; None: as many."""
         replica = self.replicas[index]
-        replica.unreported.append((num_tokens, adapter))
+        num_prompt_tokens = num_tokens if num_prompt_tokens is None else num_prompt_tokens
+        replica.unreported.append((num_tokens, num_prompt_tokens, adapter))
         replica.num_unreported_tokens += num_tokens
+        replica.num_unreported_prompt_tokens += num_prompt_tokens
         replica.num_in_flight += 1
         if adapter is not None:
             self._use(replica, [adapter])
@@ -92,15 +99,20 @@ class Loads:
         replica.num_running, replica.num_waiting = stats.num_running, stats.num_waiting
         replica.usage = stats.cache_usage
         replica.num_free_tokens = round(stats.num_cache_blocks * (1 - stats.cache_usage)) * self._block_size
+        replica.num_used_tokens = round(stats.num_cache_blocks * stats.cache_usage) * self._block_size
         replica.num_queued_tokens = stats.num_queued_tokens
         num_new = len(replica.unreported) if num_received is None else num_received - replica.num_received
         for _ in range(min(num_new, len(replica.unreported))):
-            replica.num_unreported_tokens -= replica.unreported.popleft()[0]
+            num_tokens, num_prompt_tokens, _ = replica.unreported.popleft()
+            replica.num_unreported_tokens -= num_tokens
+            replica.num_unreported_prompt_tokens -= num_prompt_tokens
             replica.num_received += 1
         if stats.max_adapters:
             self._max_adapters = stats.max_adapters
             replica.busy_adapters = {*stats.waiting_adapters, *stats.running_adapters}
-            self._use(replica, [*replica.busy_adapters, *(adapter for _, adapter in replica.unreported if adapter is not None)])
+            self._use(
+                replica, [*replica.busy_adapters, *(adapter for *_, adapter in replica.unreported if adapter is not None)]
+            )
         self._update(index)
 
     def adapter_tokens(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -129,5 +141,6 @@ class Loads:
         self.waiting[index] = replica.num_waiting + num_unreported
         self.seats[index] = self._max_num_seqs - num_requests - num_unreported
         self.room[index] = replica.num_free_tokens - num_tokens
+        self.held[index] = replica.num_used_tokens + self._num_api_servers * replica.num_unreported_prompt_tokens
         pressure = 6 * replica.num_waiting * max(0.0, replica.usage - 0.5)
         self.vllm_score[index] = max(self._num_api_servers * replica.num_in_flight, num_requests) + pressure

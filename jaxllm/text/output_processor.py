@@ -282,6 +282,12 @@ class OutputProcessor:
             if request.pooling_params is None:
                 live.counted_by.request_arrived(request.params)
 
+    def moved(self, engine_id: str, replica: int) -> None:
+        """Count a request from now on at another replica."""
+        live, _ = self._answers.get(engine_id, (None, None))
+        if live is not None and self._metrics:
+            live.counted_by = self._metrics[replica]
+
     def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedStep:
         """Process the outputs of a replica's step, except those of requests that have ended. An error in one answer ends only that
         answer."""
