@@ -87,7 +87,8 @@ class Bench:
     def start(self, *, tier: bool = True, **options: Any) -> LLM:
         """An engine, with host memory or without."""
         given = {"load_format": "dummy", "skip_tokenizer_init": True, "use_progress_bar": False, "dtype": "bfloat16"}
-        given |= {"max_model_len": self.sizes.max_model_len, "max_num_seqs": 256}
+        # Programs that are compiled meanwhile take Python's time from copies.
+        given |= {"max_model_len": self.sizes.max_model_len, "max_num_seqs": 64, "decode_buckets": [8, 64], "warmup": "all"}
         given |= {"kv_offloading_size": self.sizes.host_gib} if tier else {}
         return LLM(self.directory, **(given | (TINY_OPTIONS if self.args.tiny else {}) | options | dict(self.args.options)))
 
@@ -222,9 +223,9 @@ class Copies:
         self.core: Any = llm.llm_engine.core
         self.core.scheduler.cache_manager.loading = self.core.scheduler.cache_manager.pool.evicting = None
         self.copier = self.core.runner.op_runner(GatherBlocks)
-        self.size = min(self.copier.max_blocks, self.copier.num_slots // 2)
-        # The blocks that the pool gives away last.
-        self.blocks = list(range(self.core.memory_plan.num_blocks - self.size, self.core.memory_plan.num_blocks))
+        pool = self.core.scheduler.cache_manager.pool
+        self.size = min(self.copier.max_blocks, self.copier.num_slots // 2, pool.num_free_blocks // 2)
+        self.blocks = [block.block_id for block in pool.allocate(self.size)]
         self._number = 0
         self._under_way: set[int] = set()
         self._buffer = 0
@@ -291,7 +292,7 @@ class Copies:
                 ops.append(StageBlocks(number, of_buffer[number][0], slots))
             if ops:
                 self._dispatch(ops)
-            else:
+            elif num_done < count:
                 self.copier.wait(1.0)
         return num_done
 

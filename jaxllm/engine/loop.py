@@ -73,6 +73,8 @@ class StepLoop:
             self.note_work()
         while self._unsampled is None and len(self._in_flight) < self._depth() and self.scheduler.has_requests():
             self.working_on = None
+            if self._in_flight:
+                self.scheduler.wait_for_stores(self._in_flight[-1][0].num_tokens)
             self.working_on = plan = self.scheduler.schedule(masked_wait=self._mask_pace.is_apart)
             if plan.num_tokens == 0 and not plan.ops and not self.ops:
                 if not self._in_flight:

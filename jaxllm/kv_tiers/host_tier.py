@@ -1,6 +1,7 @@
 """A tier in the host's memory: plans carry the operations that copy between blocks and slots, and threads of the executor do the copies."""
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from jaxllm.scheduler_stats import SchedulerStats
 
 KEPT_FOR_LOADS = 2
 """Staging buffers that stores leave to loads."""
+WAIT_SHARE = 0.25
+"""Largest part of a step's time that the plan of the next one waits for stores. The device computes meanwhile."""
 PATIENCE_SECONDS = 10.0
 """A load that takes longer counts as failed."""
 
@@ -45,6 +48,7 @@ class Worth(Protocol):
 
     def note_step(self, num_tokens: int, seconds: float) -> None: ...
     def note_copy(self, num_blocks: int, seconds: float) -> None: ...
+    def step_seconds(self, num_tokens: int) -> float: ...
     def is_worth_loading(self, num_blocks: int) -> bool: ...
 
 
@@ -112,8 +116,10 @@ class HostTier:
         """Parts of loads, also of cancelled ones, that are copied to a staging buffer, by the number of the copy."""
         self._writing: dict[int, _Part] = {}
         """Parts of loads whose blocks are written, by the number of the copy."""
-        self._failed: list[FinishedCopy] = []
-        """Copies that failed with a plan whose step is not done."""
+        self._over: list[FinishedCopy] = []
+        """Copies that are over and not processed. One that failed stays while its step is not done."""
+        self._is_short = False
+        """Whether the last plan's stores lacked staging buffers."""
         self._step_id = self._done_step_id = 0
         self._num_stored = self._num_loaded = self._num_skipped = self._num_damaged = 0
         self._store_seconds = self._load_seconds = 0.0
@@ -160,7 +166,10 @@ class HostTier:
         new = [(block, name) for block, name in zip(block_ids, names, strict=True) if self.contents.get(name) is None]
         ops: list[AnyDeviceOp] = []
         num_taken = 0
-        while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
+        while num_taken < len(new):
+            if len(self._free_staging) <= KEPT_FOR_LOADS:
+                self._is_short = True
+                break
             blocks, contents = [], []
             for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
                 if (content := self.contents.add(name)) is None:
@@ -183,7 +192,7 @@ class HostTier:
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
-        over, self._failed = [*self._failed, *self._copies.finished()], []
+        over, self._over, self._is_short = [*self._over, *self._copies.finished()], [], False
         for copy in over:
             self._take_in(copy)
         while self._stored and self._stored[0].step_id <= done_step_id:
@@ -193,6 +202,14 @@ class HostTier:
             del self._loads[number]
         ops = [*self._scatters(), *self._stages()]
         return TierStep(ops, loaded)
+
+    def wait_for_stores(self, num_tokens: int) -> None:
+        if not self._is_short:
+            return
+        deadline = time.monotonic() + WAIT_SHARE * self._worth.step_seconds(num_tokens)
+        while self._gathering.keys() - {copy.number for copy in self._over} and (left := deadline - time.monotonic()) > 0:
+            self._copies.wait(left)
+            self._over += self._copies.finished()
 
     def wait(self, seconds: float) -> None:
         self._copies.wait(seconds)
@@ -210,7 +227,8 @@ class HostTier:
         # Operations may never have run. Before others do, the executor waits for copies and makes its buffers anew.
         for copies in (self._gathering, self._stored, self._loads, self._staging_parts, self._writing):
             copies.clear()
-        self._failed.clear()
+        self._over.clear()
+        self._is_short = False
         self.contents.end_uses()
         self._free_staging = list(range(self._copies.num_staging))
 
@@ -235,7 +253,7 @@ class HostTier:
             planned = self._gathering.get(number) or self._writing.get(number)
             if planned is not None and planned.step_id > self._done_step_id:
                 # An earlier step may be why. It says so itself, and with that which requests it had.
-                self._failed.append(copy)
+                self._over.append(copy)
             elif planned is not None or number in self._staging_parts:
                 raise copy.error
         elif (store := self._gathering.pop(number, None)) is not None:

@@ -32,6 +32,10 @@ class Rates:
         self._blocks_of_copy = _average(self._blocks_of_copy, num_blocks)
         self._seconds_of_copy = _average(self._seconds_of_copy, seconds)
 
+    def step_seconds(self, num_tokens: int) -> float:
+        """About how long a step of so many tokens takes: too little for small ones; 0 while unknown."""
+        return num_tokens * (self._token_seconds or 0.0)
+
     def is_worth_loading(self, num_blocks: int) -> bool:
         """Whether to load so many blocks, rather than to compute their tokens."""
         if self._token_seconds is None:

@@ -17,7 +17,8 @@ class TierStep(NamedTuple):
 
 
 class CacheTier(Protocol):
-    """A store of block contents by name (`block_hash`). The step loop's thread calls all methods, and none may wait, but for `wait`.
+    """A store of block contents by name (`block_hash`). The step loop's thread calls all methods, and none may wait, but for `wait` and
+    `wait_for_stores`.
 
     A tier touches blocks through ops alone. Devices run plans in order, so a block may have another owner as soon as no further op for
     it comes.
@@ -49,6 +50,10 @@ class CacheTier(Protocol):
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens."""
+
+    def wait_for_stores(self, num_tokens: int) -> None:
+        """A step of so many tokens is computed. If the one before lacked room to store all that was offered: return when its stores are
+        over, or after a part of the step's time."""
 
     def wait(self, seconds: float) -> None:
         """Return when the state of a load changed, or after this time. Called while nothing else can be done."""

@@ -172,6 +172,11 @@ class Loading:
         if copies:
             copies[0].tier.wait(min(seconds, max(0.0, min(copy.deadline for copy in copies) - time.monotonic())))
 
+    def wait_for_stores(self, num_tokens: int) -> None:
+        """See CacheTier."""
+        for tier in self._tiers:
+            tier.wait_for_stores(num_tokens)
+
     def discard(self, names: Sequence[bytes]) -> None:
         """Drop contents that were computed wrongly from all tiers."""
         for tier in self._tiers:

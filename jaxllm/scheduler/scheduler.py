@@ -639,6 +639,12 @@ class Scheduler:
         if self.cache_manager.loading is not None:
             self.cache_manager.loading.wait(seconds)
 
+    def wait_for_stores(self, num_tokens: int) -> None:
+        """Wait, for a part of the time of a step of so many tokens, until the next plan can store more, if the last one lacked room for
+        that. Call it while such a step is computed."""
+        if self.cache_manager.loading is not None:
+            self.cache_manager.loading.wait_for_stores(num_tokens)
+
     # Operations on the whole state
 
     @property

@@ -91,5 +91,8 @@ class AlwaysWorth:
     def note_copy(self, num_blocks: int, seconds: float) -> None:
         """See Rates."""
 
+    def step_seconds(self, num_tokens: int) -> float:
+        return 0.0
+
     def is_worth_loading(self, num_blocks: int) -> bool:
         return True

@@ -123,6 +123,9 @@ class FakeTier:
     def wait(self, seconds: float) -> None:
         self.num_waits += 1
 
+    def wait_for_stores(self, num_tokens: int) -> None:
+        """Nothing holds stores up."""
+
     def forget(self, *, stored: bool) -> None:
         self.stores.clear()
         self.loads.clear()

@@ -87,6 +87,28 @@ def test_a_content_is_found_once_its_copy_is_over_and_its_step_is_done() -> None
     assert (driven.stats.num_used_host_slots, driven.stats.num_stored_blocks, driven.stats.stored_bytes) == (1, 1, 1000)
 
 
+def test_a_plan_waits_for_the_buffers_that_the_last_one_lacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven, waits = Driven(), list[float]()
+    driven.step()
+    gathers = driven.store(*(b"%d" % number for number in range(5)))
+    assert len(gathers) == 2 and driven.stats.num_skipped_stores == 1
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        driven.end(gathers.pop(0))
+
+    monkeypatch.setattr(driven.copies, "wait", wait)
+    driven.tier.wait_for_stores(1000)
+    assert not waits, "how long a step takes is not known"
+    driven.worth.note_step(1000, 2.0)
+    driven.tier.wait_for_stores(1000)
+    assert len(waits) == 2 and max(waits) <= 0.5
+    driven.step()
+    assert len(driven.store(b"5", b"6")) == 1
+    driven.tier.wait_for_stores(1000)
+    assert len(waits) == 2, "the last plan lacked none"
+
+
 def test_a_load_takes_a_stage_and_a_scatter_and_reports_each_block() -> None:
     driven = Driven().stored(b"a", b"b", b"c")
     load = driven.tier.load([5, 6, 7], [b"a", b"b", b"c"])
