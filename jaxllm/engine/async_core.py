@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from jaxllm.core_interface import Core, SteppedCore
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, post
 from jaxllm.metrics.metric import Metric
@@ -42,8 +43,9 @@ class CoreListener(Protocol):
     def take_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Outputs of a step."""
 
-    def take_move(self, request_id: str, replica: int) -> None:
-        """An unfinished request, of which nothing was reported yet, is computed by this replica from now on."""
+    def take_move(self, request_id: str, replica: int, transfer: KVTransfer | None) -> None:
+        """An unfinished request, of which nothing was reported yet, is computed by this replica from now on. transfer: where blocks of its
+        prompt come from."""
 
     def take_refusal(self, request_id: str, error: JaxLLMError) -> None:
         """The core rejected a request, which it was sent by `Core.add_request`."""

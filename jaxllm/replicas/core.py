@@ -259,11 +259,6 @@ class Replicas:
         if self._listener is not None:
             self._listener.take_failure(error, ids)
 
-    def _note_replica(self, request_id: str, rank: int) -> None:
-        """An unfinished request is computed by another replica than it was added to."""
-        if self._listener is not None:
-            self._listener.take_move(request_id, rank)
-
     def _take_update(self, rank: int, message: Update) -> None:
         if self._states[rank] not in ("serving", "draining"):
             self._early_updates[rank].append(message)

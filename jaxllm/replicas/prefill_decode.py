@@ -52,8 +52,6 @@ class PrefillDecode(Replicas):
         """First legs, by their own id."""
         self._leg_of: dict[str, str] = {}
         """The first leg that a request waits for."""
-        self._num_cached: dict[str, int] = {}
-        """Prompt tokens of requests in their second leg that the prefill engine had in its prefix cache."""
         self._last_leg = ""
 
     async def ready(self) -> "PrefillDecode":
@@ -104,7 +102,6 @@ class PrefillDecode(Replicas):
         """End requests. A first leg ends with the last request that waits for it."""
         ended: list[str] = []
         for request_id in request_ids:
-            self._num_cached.pop(request_id, None)
             leg_id = self._leg_of.pop(request_id, None)
             if leg_id is None:
                 ended.append(request_id)
@@ -134,16 +131,14 @@ class PrefillDecode(Replicas):
             request_id = next(iter(leg.waiting))
             del self._leg_of[request_id]
             second = decode_leg(leg.waiting.pop(request_id), params)
-            transfer = second.options.kv_transfer
-            if transfer is not None and transfer.num_cached_tokens is not None:
-                self._num_cached[request_id] = transfer.num_cached_tokens
             try:
                 rank = self.routes.choose_decode(second, rank)
                 self._send_to(rank, second)
-                self._note_replica(request_id, rank)
             except JaxLLMError as error:
-                self._num_cached.pop(request_id, None)
                 self._refuse(request_id, error)
+                continue
+            if self._listener is not None:
+                self._listener.take_move(request_id, rank, second.options.kv_transfer)
         self._legs.pop(leg_id, None)
 
     def _end_waiting(self, leg_id: str, output: EngineCoreOutput) -> None:
@@ -158,14 +153,7 @@ class PrefillDecode(Replicas):
     # What engines report
 
     def _take_outputs(self, rank: int, message: Outputs) -> None:
-        ended = []
-        for output in message.outputs:
-            if output.request_id in self._legs and output.finish_reason is not None:
-                ended.append(output)
-            elif (num_cached := self._num_cached.get(output.request_id)) is not None:
-                output.num_cached_tokens = num_cached
-                if output.finish_reason is not None:
-                    del self._num_cached[output.request_id]
+        ended = [each for each in message.outputs if each.finish_reason is not None and each.request_id in self._legs]
         super()._take_outputs(rank, message)  # callers know no first legs
         for output in ended:
             if output.finish_reason is FinishReason.ABORT or output.error_kind in _ENDS_REQUEST:
@@ -177,7 +165,6 @@ class PrefillDecode(Replicas):
 
     def _take_refusal(self, rank: int, message: Refused) -> None:
         if message.request_id not in self._legs:
-            self._num_cached.pop(message.request_id, None)
             super()._take_refusal(rank, message)
             return
         self.balancer.ended(message.request_id)
@@ -187,8 +174,6 @@ class PrefillDecode(Replicas):
 
     def _fail(self, error: EngineError, ids: Collection[str]) -> None:
         legs = [request_id for request_id in ids if request_id in self._legs]
-        for request_id in ids:
-            self._num_cached.pop(request_id, None)
         super()._fail(error, [request_id for request_id in ids if request_id not in self._legs])
         if legs:
             logger.warning("prefill of %d prompts failed, decode engines compute them: %s", len(legs), error)

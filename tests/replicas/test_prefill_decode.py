@@ -73,7 +73,7 @@ class Listener:
         self.outputs: list[EngineCoreOutput] = []
         self.refusals: list[tuple[str, Exception]] = []
         self.failures: list[tuple[Exception, list[str]]] = []
-        self.moves: list[tuple[str, int]] = []
+        self.moves: list[tuple[str, int, KVTransfer | None]] = []
 
     def take_outputs(self, outputs: Any) -> None:
         self.outputs += [output for output in outputs if not output.request_id.endswith("-prefill")]
@@ -85,8 +85,8 @@ class Listener:
         if request_ids:
             self.failures.append((error, list(request_ids)))
 
-    def take_move(self, request_id: str, replica: int) -> None:
-        self.moves.append((request_id, replica))
+    def take_move(self, request_id: str, replica: int, transfer: KVTransfer | None) -> None:
+        self.moves.append((request_id, replica, transfer))
 
     def end(self) -> None:
         pass
@@ -187,12 +187,11 @@ def test_a_long_prompt_runs_in_two_legs() -> None:
         (second,) = fleet.clients[3].sent
         transfer = replace(request.options, kv_transfer=KVTransfer(**{**_fields(PULLED), "max_load_tokens": 64}))
         assert second == replace(request, options=transfer), "all else as the caller wants it, so the answer is one engine's"
-        assert fleet.listener.moves == [("a", 3)] and fleet.core.core.replica_of("a") == 3
+        assert fleet.listener.moves == [("a", 3, transfer.kv_transfer)] and fleet.core.core.replica_of("a") == 3
 
         fleet.end(3, "a", FinishReason.STOP, num_cached_tokens=96)
-        (output,) = fleet.listener.outputs
-        assert output.request_id == "a" and output.num_cached_tokens == 16, "those that the prefill engine had cached"
-        assert not fleet.core._num_cached and not fleet.core._legs and not fleet.core._leg_of
+        assert [output.request_id for output in fleet.listener.outputs] == ["a"]
+        assert not fleet.core._legs and not fleet.core._leg_of
         assert [fleet.core.balancer.num_requests(rank) for rank in range(4)] == [0] * 4
 
     with_fleet(test)
@@ -310,7 +309,7 @@ def test_a_refusal_of_one_second_leg_sends_none_of_the_other_answers() -> None:
             fleet.clients[rank].refuses = EngineError("full")
         fleet.end(0, "0_a-prefill", kv_transfer_params=TO_DECODE)
         assert refused == ["0_a"]
-        assert not fleet.core._legs and not fleet.core._leg_of and not fleet.core._num_cached
+        assert not fleet.core._legs and not fleet.core._leg_of
         assert [fleet.core.balancer.num_requests(rank) for rank in range(4)] == [0] * 4
 
     with_fleet(test)
@@ -351,7 +350,6 @@ def test_a_cancelled_request_is_aborted_at_the_engine_of_its_leg() -> None:
         decode = next(rank for rank in (2, 3) if fleet.ids(rank) == ["b"])
         fleet.core.abort(["b"])
         assert fleet.clients[decode].aborted == ["b"] and fleet.clients[rank].aborted in ([], ["a-prefill"])
-        assert not fleet.core._num_cached
 
     with_fleet(test)
 
@@ -377,7 +375,7 @@ def test_errors_of_the_second_leg_reach_the_caller() -> None:
         fleet.clients[other].refuses = EngineError("the engine process does not fetch its messages")
         with pytest.raises(StopIteration):
             second_leg_of("d")
-        assert fleet.listener.refusals[-1][0] == "d" and not fleet.core._num_cached.keys() & {"a", "b", "d"}
+        assert fleet.listener.refusals[-1][0] == "d"
 
     with_fleet(test)
 
