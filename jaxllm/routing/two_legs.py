@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from jaxllm.errors import EngineDeadError, InvalidRequestError
@@ -63,21 +62,19 @@ class TwoLegs:
 
     def choose_decode(self, request: EngineCoreRequest, rank: int | None = None) -> int:
         """The engine for a second leg: of the fewest tokens running. If the first leg left no blocks, as for a whole request."""
-        transfer = request.options.kv_transfer
-        is_prefilled = transfer is not None and transfer.remote_engine_id is not None
+        is_prefilled = request.options.kv_transfer is not None
         return self._balancer.choose(request, rank, among=self._decodes, is_prefilled=is_prefilled)
 
 
 def prefill_leg(request: EngineCoreRequest) -> EngineCoreRequest:
     """The first leg of a request: one token, without stop conditions and grammar. It belongs to no session: a prefix that a prefill engine
     has is found by its cache."""
-    asked = request.options.kv_transfer or KVTransfer()
     return replace(
         request,
         request_id=request.request_id + PREFILL_SUFFIX,
         sampling_params=_ONE_TOKEN.clone(),
         eos_token_ids=(),
-        options=replace(request.options, kv_transfer=msgspec.structs.replace(asked, keep_for_decode=True), session_id=None),
+        options=replace(request.options, kv_transfer=KVTransfer(keep_for_decode=True), session_id=None),
         grammar=None,
         thinking_budget=None,
     )
@@ -85,10 +82,7 @@ def prefill_leg(request: EngineCoreRequest) -> EngineCoreRequest:
 
 def decode_leg(request: EngineCoreRequest, params: Mapping[str, Any] | None) -> EngineCoreRequest:
     """The second leg of a request, whose first leg answered with these `kv_transfer_params`; None: the decode engine computes it all."""
-    found, asked = read_kv_transfer(params), request.options.kv_transfer
-    if found is not None and asked is not None:
-        limits = {"max_load_tokens": asked.max_load_tokens, "max_offload_tokens": asked.max_offload_tokens}
-        found = msgspec.structs.replace(found, **limits)
+    found = read_kv_transfer(params)
     return request if found is None else replace(request, options=replace(request.options, kv_transfer=found))
 
 

@@ -83,7 +83,7 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
     engine = context.engine
     encoded = await context.work.run(_encode_all(prompts, body, context))
     options = engine_options(body, queue_timeout_seconds=context.queue_timeout_seconds, adapter=adapter)
-    if options.kv_transfer is not None and options.kv_transfer.is_remote and len(prompts) > 1:
+    if options.kv_transfer is not None and len(prompts) > 1:
         raise bad_request(
             f"kv_transfer_params belong to one prompt, but prompt has {len(prompts)}; send a request for each",
             "kv_transfer_params",

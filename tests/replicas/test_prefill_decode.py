@@ -170,24 +170,24 @@ def events_of(request: EngineCoreRequest) -> CacheEvents:
 
 def test_a_long_prompt_runs_in_two_legs() -> None:
     async def test(fleet: Fleet) -> None:
-        request = request_of("a", options={"priority": 3, "session_id": "s", "kv_transfer": KVTransfer(max_load_tokens=64)})
+        request = request_of("a", options={"priority": 3, "session_id": "s"})
         fleet.core.add(request)
         (first,) = fleet.clients[0].sent
         assert first.request_id == "a-prefill" and first.prompt_token_ids is LONG
         params = first.sampling_params
         assert (params.max_tokens, params.temperature, params.logprobs) == (1, 0.0, None)
         assert not params.stop_token_ids and params.ignore_eos and first.eos_token_ids == () and first.grammar is None
-        kept = KVTransfer(keep_for_decode=True, max_load_tokens=64)
-        assert first.options == RequestOptions(priority=3, kv_transfer=kept)
+        assert first.options == RequestOptions(priority=3, kv_transfer=KVTransfer(keep_for_decode=True))
         assert fleet.core.core.replica_of("a") == 0
 
         fleet.load(2, cache_usage=0.5)
         fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)
         assert fleet.ids(2) == [] and fleet.ids(3) == ["a"] and not fleet.listener.outputs
         (second,) = fleet.clients[3].sent
-        transfer = replace(request.options, kv_transfer=KVTransfer(**{**_fields(PULLED), "max_load_tokens": 64}))
-        assert second == replace(request, options=transfer), "all else as the caller wants it, so the answer is one engine's"
-        assert fleet.listener.moves == [("a", 3, transfer.kv_transfer)] and fleet.core.core.replica_of("a") == 3
+        assert second == replace(request, options=replace(request.options, kv_transfer=PULLED)), (
+            "all else as the caller wants it, so the answer is one engine's"
+        )
+        assert fleet.listener.moves == [("a", 3, PULLED)] and fleet.core.core.replica_of("a") == 3
 
         fleet.end(3, "a", FinishReason.STOP, num_cached_tokens=96)
         assert [output.request_id for output in fleet.listener.outputs] == ["a"]
@@ -195,10 +195,6 @@ def test_a_long_prompt_runs_in_two_legs() -> None:
         assert [fleet.core.balancer.num_requests(rank) for rank in range(4)] == [0] * 4
 
     with_fleet(test)
-
-
-def _fields(transfer: KVTransfer) -> dict[str, Any]:
-    return {name: getattr(transfer, name) for name in transfer.__struct_fields__}
 
 
 def test_clients_of_such_a_server_name_no_engines() -> None:

@@ -190,7 +190,7 @@ def test_a_server_without_the_role_refuses_its_part_and_says_what_to_do(
         (decode, TO_PREFILL, "prefill"),
     ):
         assert f"start it with --kv-role {role} or both" in _refused(client, path, params)
-    for harmless in ({}, None, {"do_remote_decode": False, "do_remote_prefill": False}, {"max_load_tokens": 5}):
+    for harmless in ({}, None, {"do_remote_decode": False, "do_remote_prefill": False}, {"kv_load_tiers": ["x"]}):
         assert roleless.post(path, {**BODIES[path], "kv_transfer_params": harmless}).status_code == 200
 
 
@@ -205,7 +205,7 @@ def test_what_has_no_single_prompt_is_refused(prefill: Client, roleless: Client)
         refused = prefill.post(path, {**body, **kept})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "kv_transfer_params", refused.text
         assert text in refused.json()["error"]["message"]
-    limits = {"kv_transfer_params": {"max_offload_tokens": 9}}
+    limits = {"kv_transfer_params": {"do_remote_decode": False}}
     assert roleless.post("/v1/completions", {"prompt": ["hi", "one"], **limits}).status_code == 200
 
 
@@ -216,7 +216,7 @@ def test_every_answer_of_a_pulled_prompt_names_its_lease(decode: Client, decode_
 
 def test_rendered_requests_keep_the_parameters(roleless: Client) -> None:
     for path, body in (("/v1/completions/render", {"prompt": "hi"}), ("/v1/chat/completions/render", HI)):
-        rendered = roleless.post(path, {**body, "kv_transfer_params": {"max_load_tokens": 5}})
+        rendered = roleless.post(path, {**body, "kv_transfer_params": {"do_remote_decode": False}})
         assert rendered.status_code == 200, rendered.text
         found = rendered.json()
-        assert (found[0] if isinstance(found, list) else found)["kv_transfer_params"] == {"max_load_tokens": 5}
+        assert (found[0] if isinstance(found, list) else found)["kv_transfer_params"] == {"do_remote_decode": False}
