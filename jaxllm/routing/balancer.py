@@ -230,7 +230,10 @@ class Balancer:
         self._last = replica
         self._replica_of[request_id] = replica
         to_compute = num_tokens if cached is None else int(uncached[replica])  # type: ignore[index]
-        loads.sent(replica, min(to_compute, self._block_size) if is_prefilled else to_compute, adapter, num_tokens)
+        if is_prefilled:
+            loads.sent(replica, min(to_compute, self._block_size), adapter, to_compute)
+        else:
+            loads.sent(replica, to_compute, adapter)
         return replica
 
     def _of_session(self, session_id: str | None, uncached: "np.ndarray | int", allowed: np.ndarray) -> int | None:
@@ -277,8 +280,8 @@ class Balancer:
         return self._lowest(cost, is_free)
 
     def _least_held(self, num_tokens: int, allowed: np.ndarray) -> int:
-        """The replica that computes the fewest tokens of requests, for one whose prompt is computed: every token that a step's requests
-        have so far is read in each step. One where it would wait for a seat or for blocks is taken only if all are like that."""
+        """The replica whose requests have the fewest tokens, for one whose prompt is computed: each step reads all tokens of the requests
+        that it continues. One where it would wait for a seat or for blocks is taken only if all are like that."""
         loads = self.loads
         is_free = allowed & (loads.seats > 0) & (loads.room >= num_tokens)
         if not is_free.any():
