@@ -4,91 +4,22 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.kv_tiers.contents import Content, Contents
+from jaxllm.kv_tiers.copies import Copies, Load, Part, StoreCopy, Worth
+from jaxllm.kv_tiers.slot_store import SlotStore
+from jaxllm.kv_tiers.stores import Stores
 from jaxllm.log import logger
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
-KEPT_FOR_LOADS = 2
-"""Staging buffers that stores leave to loads."""
+KEPT_FOR_LOADS = KEPT_FOR_STORES = 2
+"""Staging buffers that stores leave to loads, and loads to stores."""
 WAIT_SHARE = 0.25
 """Largest part of a step's time that the plan of the next one waits for stores. The device computes meanwhile."""
 PATIENCE_SECONDS = 10.0
 """A load that takes longer counts as failed."""
-
-
-class Copies(Protocol):
-    """Runs the operations, on the devices' side."""
-
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def num_staging(self) -> int:
-        """Staging buffers."""
-
-    @property
-    def max_blocks(self) -> int:
-        """Most blocks of an operation."""
-
-    @property
-    def block_bytes(self) -> int: ...
-    def finished(self) -> list[FinishedCopy]:
-        """The copies that are over since the last call."""
-
-    def wait(self, seconds: float) -> None:
-        """Return when a copy is over that `finished` did not return, or after this time."""
-
-
-class Worth(Protocol):
-    """See `Rates`."""
-
-    def note_step(self, num_tokens: int, seconds: float) -> None: ...
-    def note_copy(self, num_blocks: int, seconds: float) -> None: ...
-    def step_seconds(self, num_tokens: int) -> float: ...
-    def is_worth_loading(self, num_blocks: int) -> bool: ...
-
-
-@dataclass(eq=False)
-class _Store:
-    """Contents that are being copied to their slots."""
-
-    contents: list[Content]
-    staging: int
-    step_id: int
-    """Once this step is done without error, what was read is right."""
-
-
-@dataclass(eq=False)
-class _Part:
-    """As much of a load as a staging buffer holds."""
-
-    load: "_Load"
-    start: int
-    """Index of its first block in the load."""
-    block_ids: list[int]
-    contents: list[Content]
-    staging: int = -1
-    step_id: int = 0
-    """That of the plan that writes its blocks."""
-
-
-@dataclass(eq=False)
-class _Load:
-    """A load that is under way."""
-
-    number: int
-    is_right: list[bool]
-    num_left: int
-    """Parts that are not over."""
-    is_cancelled: bool = False
-    waiting: list[_Part] = field(default_factory=list)
-    """Parts without a staging buffer."""
-    staged: list[_Part] = field(default_factory=list)
-    """Parts whose blocks the next plan writes."""
 
 
 class HostTier:
@@ -97,24 +28,28 @@ class HostTier:
     A store is a gather, by the next plan, and a copy behind it: its staging buffer is free when the copy is over, and its contents can be
     loaded when the step of that plan is done too. A load is, for each part, a copy to a staging buffer and a scatter by a later plan, whose
     verdict tells whether the blocks have what was stored. What is loaded stays in its slot, so it is not stored again.
+
+    Behind it there may be stores: they are offered what makes room next, and what they have is read into slots before it is staged.
     """
 
     patience_seconds = PATIENCE_SECONDS
 
-    def __init__(self, copies: Copies, worth: Worth, *, num_cold: int, min_blocks: int = 1):
-        """num_cold: see CacheTier. min_blocks: fewer are not loaded."""
-        self._copies, self._worth, self.num_cold, self._min_blocks = copies, worth, num_cold, min_blocks
+    def __init__(self, copies: Copies, worth: Worth, *, num_cold: int, min_tokens: int = 1, stores: Sequence[SlotStore] = ()):
+        """num_cold: see CacheTier. min_tokens: fewer are computed. stores: in the order in which they are asked."""
+        self._copies, self._worth, self.num_cold, self._min_tokens = copies, worth, num_cold, min_tokens
+        self.load_blocks = max(1, copies.num_staging - KEPT_FOR_STORES) * copies.max_blocks
         self.contents = Contents(copies.num_slots)
         self._numbers = itertools.count(1)
+        self._stores = Stores(stores, self.contents, self._numbers, copies.max_blocks)
         self._free_staging = list(range(copies.num_staging))
-        self._gathering: dict[int, _Store] = {}
+        self._gathering: dict[int, StoreCopy] = {}
         """Stores whose copy is under way, by its number."""
-        self._stored: deque[_Store] = deque()
+        self._stored: deque[StoreCopy] = deque()
         """Stores whose copy is over and whose step may not be done."""
-        self._loads: dict[int, _Load] = {}
-        self._staging_parts: dict[int, _Part] = {}
+        self._loads: dict[int, Load] = {}
+        self._staging_parts: dict[int, Part] = {}
         """Parts of loads, also of cancelled ones, that are copied to a staging buffer, by the number of the copy."""
-        self._writing: dict[int, _Part] = {}
+        self._writing: dict[int, Part] = {}
         """Parts of loads whose blocks are written, by the number of the copy."""
         self._over: list[FinishedCopy] = []
         """Copies that are over and not processed. One that failed stays while its step is not done."""
@@ -127,22 +62,39 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        found = [name for name in names if self.contents.is_ready(name)]
-        is_enough = len(found) >= self._min_blocks and self._worth.is_worth_loading(len(found))
-        return found if is_enough else ()
+        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        return [name for name in names if name in behind or self.contents.can_be_loaded(name)]
+
+    def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
+        if num_tokens < self._min_tokens:
+            return ()
+        here = [name for name in names if self.contents.is_ready(name)]
+        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        if self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
+            for content in map(self.contents.get, names):
+                if content is not None:  # what is stored until it is loaded must not take its place
+                    self.contents.protect(content)
+            return names
+        return here if len(here) < len(names) else ()
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         number, size = next(self._numbers), self._copies.max_blocks
-        load = self._loads[number] = _Load(number, [False] * len(names), 0)
-        contents = []
-        for name in names:
-            content = self.contents.get(name)
-            assert content is not None, "what is loaded was not matched"
+        load = self._loads[number] = Load(number, [False] * len(names), 0)
+        found = {name: content for name in names if (content := self.contents.get(name)) is not None}
+        for content in found.values():  # before others need slots
             self.contents.use(content)
-            contents.append(content)
-        for start in range(0, len(names), size):
-            part = slice(start, start + size)
-            load.waiting.append(_Part(load, start, list(block_ids[part]), contents[part]))
+        self._stores.read([name for name in names if name not in found])
+        for name in names:
+            if name not in found and (content := self.contents.get(name)) is not None:
+                self.contents.use(content)
+                found[name] = content
+        # What is here first. There may be no slot for all that is not.
+        indices = sorted(
+            (index for index, name in enumerate(names) if name in found), key=lambda i: found[names[i]].is_being_read
+        )
+        for start in range(0, len(indices), size):
+            part = indices[start : start + size]
+            load.waiting.append(Part(load, part, [block_ids[i] for i in part], [found[names[i]] for i in part]))
         load.num_left = len(load.waiting)
         return number
 
@@ -180,15 +132,19 @@ class HostTier:
                 break
             num_taken += len(contents)
             number, staging = next(self._numbers), self._free_staging.pop()
-            self._gathering[number] = _Store(contents, staging, self._step_id)
+            self._gathering[number] = StoreCopy(contents, staging, self._step_id)
             ops.append(GatherBlocks(number, staging, blocks, [content.slot for content in contents]))
         return ops, len(new) - num_taken
+
+    def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
+        return [name for name in names if self.contents.get(name) is None]
 
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:
             if (content := self.contents.get(name)) is not None:
                 content.is_wrong = True
                 self.contents.remove(content)
+        self._stores.discard(names)
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
@@ -197,11 +153,15 @@ class HostTier:
             self._take_in(copy)
         while self._stored and self._stored[0].step_id <= done_step_id:
             self._make_ready(self._stored.popleft().contents)
+        self._stores.take_in()
         loaded = [(load.number, load.is_right) for load in self._loads.values() if not load.num_left]
         for number, _ in loaded:
             del self._loads[number]
-        ops = [*self._scatters(), *self._stages()]
-        return TierStep(ops, loaded)
+        self._stores.write_ahead()
+        return TierStep(self._scatters(), loaded)
+
+    def end_step(self) -> Sequence[AnyDeviceOp]:
+        return self._stages()
 
     def wait_for_stores(self, num_tokens: int) -> None:
         if not self._is_short:
@@ -217,19 +177,20 @@ class HostTier:
     def note_step(self, num_tokens: int, seconds: float) -> None:
         self._worth.note_step(num_tokens, seconds)
 
-    def forget(self, *, stored: bool) -> None:
+    def forget(self, *, stored: bool, external: bool = False) -> None:
         if stored:
             # Copies under way end as they would, so their slots and buffers stay in use.
             for load_id in list(self._loads):
                 self.cancel(load_id)
             self.contents.clear()
+            self._stores.reset(external=external)
             return
-        # Operations may never have run. Before others do, the executor waits for copies and makes its buffers anew.
+        # Operations may never have run. Before others do, the executor waits for copies and makes its buffers anew. Stores go on.
         for copies in (self._gathering, self._stored, self._loads, self._staging_parts, self._writing):
             copies.clear()
         self._over.clear()
         self._is_short = False
-        self.contents.end_uses()
+        self.contents.end_uses(but=self._stores.uses())
         self._free_staging = list(range(self._copies.num_staging))
 
     def add_stats(self, stats: SchedulerStats) -> None:
@@ -243,6 +204,10 @@ class HostTier:
         stats.loaded_bytes += self._num_loaded * self._copies.block_bytes
         stats.store_seconds += self._store_seconds
         stats.load_seconds += self._load_seconds
+        self._stores.add_stats(stats)
+
+    def close(self) -> None:
+        self._stores.close()
 
     # Copies
 
@@ -275,7 +240,7 @@ class HostTier:
             self._free_staging.append(part.staging)
             self._end_part(part, copy.is_right)
 
-    def _end_part(self, part: _Part, is_right: Sequence[bool]) -> None:
+    def _end_part(self, part: Part, is_right: Sequence[bool]) -> None:
         """The blocks of a part are written, those whose content is right."""
         damaged = [content for content, right in zip(part.contents, is_right, strict=True) if not right]
         if damaged:
@@ -284,9 +249,10 @@ class HostTier:
             for content in damaged:
                 content.is_wrong = True
                 self.contents.remove(content)
+            self._stores.discard([content.name for content in damaged])
         self._num_loaded += len(is_right) - len(damaged)
-        end = part.start + len(part.contents)
-        part.load.is_right[part.start : end] = [not content.is_wrong for content in part.contents]
+        for index, content in zip(part.indices, part.contents, strict=True):
+            part.load.is_right[index] = not content.is_wrong
         part.load.num_left -= 1
 
     def _make_ready(self, contents: Iterable[Content]) -> None:
@@ -313,16 +279,19 @@ class HostTier:
         """Stage as many parts as there are buffers, those of the earliest loads first."""
         ops: list[AnyDeviceOp] = []
         for load in self._loads.values():
-            while load.waiting and self._free_staging:
-                part, number = load.waiting.pop(0), next(self._numbers)
-                part.staging = self._free_staging.pop()
+            while self._free_staging and (part := load.next_part()) is not None:
+                self._release(part.drop_missing())
+                if not part.contents:
+                    load.num_left -= 1
+                    continue
+                number, part.staging = next(self._numbers), self._free_staging.pop()
                 self._staging_parts[number] = part
                 ops.append(StageBlocks(number, part.staging, [each.slot for each in part.contents]))
         return ops
 
     def check_integrity(self) -> None:
         """Raise AssertionError if slots, buffers and copies disagree."""
-        used: dict[Content, int] = {}
+        used = self._stores.uses()
         stores = (*self._gathering.values(), *self._stored)
         parts = (*(part for load in self._loads.values() for part in load.waiting), *self._staging_parts.values())
         for contents in (*(store.contents for store in stores), *(part.contents for part in parts)):

@@ -25,12 +25,18 @@ class CacheTier(Protocol):
     """
 
     patience_seconds: float
-    """A load that takes longer counts as failed."""
+    """A load that takes longer counts as failed. Time in which no steps are planned does not count."""
     num_cold: int
-    """So many free blocks, those that are evicted next, are offered to `store_ahead`."""
+    """So many free blocks, those that are evicted next, are offered to `store_ahead`, and those that loads need."""
+    load_blocks: int
+    """So many blocks keep it busy: a load of more is begun a part at a time."""
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        """The contents among these that it can load now. Contents that are not worth the time of a load are left out."""
+        """The contents among these that it can load now."""
+
+    def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
+        """Those of these contents to load, so that so many tokens need not be computed: all, if that takes less time than to compute them;
+        else those that come faster, about which it is asked again, or none."""
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         """Begin to load contents into blocks with no other user until `begin_step` reports the load. Returns its number."""
@@ -45,11 +51,17 @@ class CacheTier(Protocol):
     def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
         """As `store`, for contents that may stay for a while. Those that are not stored now are offered again."""
 
+    def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
+        """The contents among these that it would store and has not, nor is it storing them: loads wait until it can."""
+
     def discard(self, names: Sequence[bytes]) -> None:
         """These contents were computed wrongly."""
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens."""
+
+    def end_step(self) -> Sequence[AnyDeviceOp]:
+        """The step is planned. Returns further operations, of the loads that began with it."""
 
     def wait_for_stores(self, num_tokens: int) -> None:
         """A step of so many tokens is computed. If the one before lacked room to store all that was offered: return when its stores are
@@ -67,5 +79,9 @@ class CacheTier(Protocol):
     def check_integrity(self) -> None:
         """Raise AssertionError if its state is inconsistent."""
 
-    def forget(self, *, stored: bool) -> None:
-        """Drop all loads, and the stores of steps that are not done. stored: drop all contents too, because they are of other weights."""
+    def forget(self, *, stored: bool, external: bool = False) -> None:
+        """Drop all loads, and the stores of steps that are not done. stored: drop all contents too, because they are of other weights;
+        external: also those that other engines share."""
+
+    def close(self) -> None:
+        """End its threads. Slots of host memory are given back afterwards."""

@@ -71,6 +71,9 @@ class FakeCopies:
     def wait(self, seconds: float) -> None:
         """Nothing happens meanwhile."""
 
+    def wake(self) -> None:
+        """Nothing waits."""
+
     def start_over(self, failed: Iterable[CopyBlocks] = ()) -> None:
         """The copies under way end, and the buffers are lost. What was gathered with steps that failed is right in no way."""
         for thread in self.threads:
@@ -94,5 +97,5 @@ class AlwaysWorth:
     def step_seconds(self, num_tokens: int) -> float:
         return 0.0
 
-    def is_worth_loading(self, num_blocks: int) -> bool:
+    def is_worth_loading(self, num_blocks: int, num_tokens: int, seconds: float = 0.0) -> bool:
         return True
