@@ -15,7 +15,7 @@ PORT = 14579
 
 @dataclass(frozen=True, kw_only=True)
 class KVTransferOptions:
-    """Prefill and decode in two engines"""
+    """Prefill and decode"""
 
     kv_role: Annotated[
         Role | None,
