@@ -123,7 +123,7 @@ class PreparedChat:
         usage, self.metrics, self.kv_transfer = self.usage, output.metrics, kv_transfer_of(output)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-        usage.cached_tokens, usage.created_cache_tokens = output.num_cached_tokens, output.num_cache_creation_tokens
+        usage.set_cached(output)
         deltas: list[ChatDelta] = []
         for answer in output.outputs:
             usage.completion_tokens += len(answer.token_ids)

@@ -27,5 +27,7 @@ class KVTiers:
         """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`."""
         copies, block_size = executor.op_runner(GatherBlocks), self._config.block_tokens
         num_cold = min(_STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
-        logger.info("host memory: %d blocks of %.1f KiB", copies.num_slots, copies.block_bytes / 1024)
+        num_tokens = copies.num_slots * block_size // len(executor.shapes.cache.groups)
+        fits = "host memory: %d blocks of %.1f KiB fit, %d tokens"
+        logger.info(fits, copies.num_slots, copies.block_bytes / 1024, num_tokens)
         return (HostTier(copies, Rates(copies.block_bytes), num_cold=num_cold, min_tokens=MIN_LOAD_TOKENS),)

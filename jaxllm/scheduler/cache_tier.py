@@ -38,6 +38,9 @@ class CacheTier(Protocol):
         """Those of these contents to load, so that so many tokens need not be computed: all, if that takes less time than to compute them;
         else those that come faster, about which it is asked again, or none."""
 
+    def sources(self, names: Sequence[bytes]) -> Sequence[str]:
+        """Where each of these contents is kept that `match` found: "host", "disk", "peer". Loaded tokens are counted by it."""
+
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         """Begin to load contents into blocks with no other user until `begin_step` reports the load. Returns its number."""
 

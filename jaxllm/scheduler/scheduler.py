@@ -553,7 +553,7 @@ class Scheduler:
         if self.cache_manager.reads_cache(request):
             self._totals.note_prefix(request, data)
             if self.cache_manager.loading is not None:
-                self._totals.note_loaded(request, data)
+                self._totals.note_loaded(request, data, self.cache_manager.block_size)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = data.num_cached_tokens
             request.scheduled_at = time.monotonic()

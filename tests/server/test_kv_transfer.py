@@ -9,7 +9,9 @@ import pytest
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.kv_transfer import KVTransfer
+from jaxllm.outputs import RequestMetrics, RequestOutput
 from server.app import create_app
+from server.usage import Usage
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import fake_core
 from tests.server.client import Client, events
@@ -220,3 +222,12 @@ def test_rendered_requests_keep_the_parameters(roleless: Client) -> None:
         assert rendered.status_code == 200, rendered.text
         found = rendered.json()
         assert (found[0] if isinstance(found, list) else found)["kv_transfer_params"] == {"do_remote_decode": False}
+
+
+def test_blocks_that_a_decode_engine_fetched_are_no_source_of_cached_tokens() -> None:
+    loaded = RequestMetrics(0.0, num_cached_tokens=48, loaded_tokens={"peer": 48})
+    output = RequestOutput("r", None, [1] * 50, [], True, num_cached_tokens=16, metrics=loaded)
+    for count in (Usage.set_cached, Usage.add_cached):
+        usage = Usage()
+        count(usage, output)
+        assert usage.as_dict()["prompt_tokens_details"] == {"cached_tokens": 16, "created_cache_tokens": 0}
