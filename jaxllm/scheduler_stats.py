@@ -146,6 +146,10 @@ class SchedulerStats:
     """Bytes of a block there."""
     num_loading: int = 0
     """The part of `num_waiting` whose blocks are being loaded."""
+    num_kv_event_batches: int = 0
+    """Messages about the prefix cache that were published; 0 without kv_events_config (this and the next are set by the core)."""
+    num_dropped_kv_events: int = 0
+    """Changes of the prefix cache that were not published one by one, because messages were not sent as fast as steps made them."""
     awaited_programs: tuple[int, int] = (0, 0)
     """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""
     num_deferred: int = 0

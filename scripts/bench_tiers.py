@@ -209,7 +209,9 @@ class Bench:
         sizes, speeds = self.sizes, {}
         for tier in (False, True):
             llm = self.start(tier=tier, num_gpu_blocks_override=sizes.num_blocks)
-            prompts = random_prompts([sizes.new_prompt] * 4 * sizes.conversations, llm.llm_engine.core.model_config.vocab_size, 7)
+            prompts = random_prompts(
+                [sizes.new_prompt] * 4 * sizes.conversations, llm.llm_engine.core.model_config.vocab_size, 7
+            )
             began = time.perf_counter()
             llm.generate(prompts, greedy(sizes.num_output), use_tqdm=False)  # type: ignore[arg-type]
             speeds[tier] = len(prompts) * (sizes.new_prompt + sizes.num_output) / (time.perf_counter() - began)

@@ -34,6 +34,8 @@ class Place:
     """Qualified: a class's method, or a function of the module."""
     request_id: Callable[..., str | None] = lambda *args, **kwargs: None
     """Returns the id of the request, or the name of the adapter, that a call with these arguments concerns, if any."""
+    corrupt: Callable[..., None] | None = None
+    """Changes a bit of what a call with these arguments reads, if it can."""
 
 
 PLACES = {
@@ -42,7 +44,18 @@ PLACES = {
     "adapter.read": Place("core", "jaxllm.lora.manager", "LoRAManager._read", lambda self, adapter, packs: adapter.name),
     "adapter.stage": Place("core", "jaxllm.lora.manager", "LoRAManager._stage", lambda self, adapter, *args: adapter.name),
     "op": Place("core", "jaxllm.device_ops", "run_op", lambda op, run: type(op).__name__),
-    "copy": Place("core", "jaxllm.device_ops", "end_copy", lambda op, wait: type(op).__name__),
+    "kv.match": Place("core", "jaxllm.kv_tiers.host_tier", "HostTier.match"),
+    "kv.gather": Place("core", "jaxllm.runner.features.block_copies.programs", "gather"),
+    "kv.copy_out": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._to_host"),
+    "kv.copy_in": Place(
+        "core",
+        "jaxllm.runner.features.block_copies.copier",
+        "BlockCopier._to_device",
+        corrupt=lambda self, op: _flip_bit(self.arena.view(op.slots[0])),
+    ),
+    "kv.scatter": Place("core", "jaxllm.runner.features.block_copies.programs", "scatter"),
+    "kv.verdict": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._verdict"),
+    "kv.event": Place("core", "jaxllm.kv_events.messages", "BatchEncoder.encode"),
     "mask": Place("core", "jaxllm.structured.matcher", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
     "allocate": Place(
@@ -102,11 +115,14 @@ class Fault:
         if place not in PLACES:
             raise ConfigError(f"{env.FAULT} names the place {place!r}, must be one of {', '.join(PLACES)}")
         kind, _, seconds = kind.partition("=")
-        if kind not in (*_KINDS, "hang", "hold", "exit"):
+        if kind not in (*_KINDS, "hang", "hold", "exit", "corrupt"):
             raise ConfigError(
                 f"{env.FAULT} names the kind {kind!r}, must be one of {', '.join(_KINDS)}, hang, hang=SECONDS, hold, "
-                "hold=SECONDS, exit"
+                "hold=SECONDS, exit, corrupt"
             )
+        if kind == "corrupt" and PLACES[place].corrupt is None:
+            able = ", ".join(name for name, found in PLACES.items() if found.corrupt)
+            raise ConfigError(f"{env.FAULT} has corrupt at {place}, which reads no stored bytes; use {able}")
         first, last, pattern = None, 0, ""
         try:
             if when.startswith("id="):
@@ -137,6 +153,10 @@ class Fault:
             os._exit(1)
         else:
             raise _KINDS[self.kind]()
+
+
+def _flip_bit(data: memoryview) -> None:
+    data[len(data) // 2] ^= 1
 
 
 def hold_interpreter(seconds: float) -> None:
@@ -195,7 +215,11 @@ def _wrap(place: Place, faults: list[Fault]) -> Callable[[], None]:
         number = next(numbers)
         request_id = place.request_id(*args, **kwargs)
         for fault in faults:
-            if fault.applies(number, request_id):
+            if not fault.applies(number, request_id):
+                continue
+            if fault.kind == "corrupt" and place.corrupt is not None:
+                place.corrupt(*args, **kwargs)
+            else:
                 fault.happen()
         return function(*args, **kwargs)
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import GatherBlocks
-from jaxllm.kv_tiers.host_tier import HostTier
+from jaxllm.kv_tiers.host_tier import STEPS_AHEAD, HostTier
 from jaxllm.kv_tiers.rates import Rates
 from jaxllm.log import logger
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 MIN_LOAD_TOKENS = 64
 """Fewer are computed."""
-_STEPS_AHEAD = 2
-"""Contents are stored when so many of the largest steps may evict them."""
 
 
 class KVTiers:
@@ -26,7 +24,7 @@ class KVTiers:
     def new_tiers(self, executor: Any, num_blocks: int) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`."""
         copies, block_size = executor.op_runner(GatherBlocks), self._config.block_tokens
-        num_cold = min(_STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
+        num_cold = min(STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
         num_tokens = copies.num_slots * block_size // len(executor.shapes.cache.groups)
         fits = "host memory: %d blocks of %.1f KiB fit, %d tokens"
         logger.info(fits, copies.num_slots, copies.block_bytes / 1024, num_tokens)

@@ -13,11 +13,14 @@ from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.kv_tiers.stores import Stores
 from jaxllm.log import logger
 from jaxllm.observations import COPY_BLOCKS, Observations
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
 KEPT_FOR_LOADS = KEPT_FOR_STORES = 2
 """Staging buffers that stores leave to loads, and loads to stores."""
+STEPS_AHEAD = 2
+"""Contents are stored when so many of the largest steps may evict them."""
 WAIT_SHARE = 0.25
 """Largest part of a step's time that the plan of the next one waits for stores. The device computes meanwhile."""
 PATIENCE_SECONDS = 10.0
@@ -42,7 +45,8 @@ class HostTier:
         """num_cold: see CacheTier. min_tokens: fewer are computed. stores: in the order in which they are asked."""
         self._copies, self._worth, self.num_cold, self._min_tokens = copies, worth, num_cold, min_tokens
         self.load_blocks = max(1, copies.num_staging - KEPT_FOR_STORES) * copies.max_blocks
-        self.contents = Contents(copies.num_slots)
+        self.contents = Contents(copies.num_slots, self._note_change)
+        self._listener: TierListener | None = None
         self._numbers = itertools.count(1)
         self._stores = Stores(stores, self.contents, self._numbers, copies.max_blocks)
         self._free_staging = list(range(copies.num_staging))
@@ -57,8 +61,6 @@ class HostTier:
         """Parts of loads whose blocks are written, by the number of the copy."""
         self._over: list[FinishedCopy] = []
         """Copies that are over and not processed. One that failed stays while its step is not done."""
-        self._is_short = False
-        """Whether the last plan's stores lacked staging buffers."""
         self._step_id = self._done_step_id = 0
         self._num_stored = self._num_loaded = self._num_damaged = 0
         self._stores_counted, self._loads_counted, self._lost = CopyCounts(), CopyCounts(), LostBlocks()
@@ -67,14 +69,14 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        behind = self._stores.find([name for name in names if name not in self.contents])
         return [name for name in names if name in behind or self.contents.can_be_loaded(name)]
 
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         if num_tokens < self._min_tokens:
             return ()
         here = [name for name in names if self.contents.is_ready(name)]
-        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        behind = self._stores.find([name for name in names if name not in self.contents])
         if self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
             for content in map(self.contents.get, names):
                 if content is not None:  # what is stored until it is loaded must not take its place
@@ -83,7 +85,7 @@ class HostTier:
         return here if len(here) < len(names) else ()
 
     def sources(self, names: Sequence[bytes]) -> Sequence[str]:
-        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        behind = self._stores.find([name for name in names if name not in self.contents])
         return [behind[name].name if name in behind else _SOURCE for name in names]
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
@@ -114,27 +116,26 @@ class HostTier:
             self._release(part.contents)
         self._free_staging += [part.staging for part in load.staged]
 
-    def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
-        ops, num_left = self._store(block_ids, names)
+    def store(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
+        ops, num_left = self._store(block_ids, names, used)
         if num_left:
             self._lost.note(num_left, for_slots=len(self._free_staging) > KEPT_FOR_LOADS)
         return ops
 
-    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
-        return self._store(block_ids, names)[0]
+    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
+        return self._store(block_ids, names, used)[0]
 
-    def _store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> tuple[list[AnyDeviceOp], int]:
+    def _store(
+        self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes]
+    ) -> tuple[list[AnyDeviceOp], int]:
         """The operations, and the number of contents for which there is no slot or staging buffer."""
-        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if self.contents.get(name) is None]
+        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if name not in self.contents]
         ops: list[AnyDeviceOp] = []
         num_taken = 0
-        while num_taken < len(new):
-            if len(self._free_staging) <= KEPT_FOR_LOADS:
-                self._is_short = True
-                break
+        while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
             blocks, contents = [], []
             for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
-                if (content := self.contents.add(name)) is None:
+                if (content := self.contents.add(name, was_used=name in used)) is None:
                     break
                 blocks.append(block)
                 contents.append(content)
@@ -149,7 +150,7 @@ class HostTier:
         return ops, len(new) - num_taken
 
     def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
-        return [name for name in names if self.contents.get(name) is None]
+        return [name for name in names if name not in self.contents]
 
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:
@@ -160,7 +161,7 @@ class HostTier:
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
-        over, self._over, self._is_short = [*self._over, *self._copies.finished()], [], False
+        over, self._over = [*self._over, *self._copies.finished()], []
         for copy in over:
             self._take_in(copy)
         while self._stored and self._stored[0].step_id <= done_step_id:
@@ -176,7 +177,8 @@ class HostTier:
         return self._stages()
 
     def wait_for_stores(self, num_tokens: int) -> None:
-        if not self._is_short:
+        num_free = max(0, len(self._free_staging) - KEPT_FOR_LOADS) * self._copies.max_blocks
+        if num_free >= self.num_cold / STEPS_AHEAD:
             return
         deadline = time.monotonic() + WAIT_SHARE * self._worth.step_seconds(num_tokens)
         while self._gathering.keys() - {copy.number for copy in self._over} and (left := deadline - time.monotonic()) > 0:
@@ -201,7 +203,6 @@ class HostTier:
         for copies in (self._gathering, self._stored, self._loads, self._staging_parts, self._writing):
             copies.clear()
         self._over.clear()
-        self._is_short = False
         self.contents.end_uses(but=self._stores.uses())
         self._free_staging = list(range(self._copies.num_staging))
 
@@ -226,6 +227,19 @@ class HostTier:
 
     def close(self) -> None:
         self._stores.close()
+
+    @property
+    def listener(self) -> TierListener | None:
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: TierListener | None) -> None:
+        self._listener = listener
+        self._stores.set_listener(listener)
+
+    def _note_change(self, name: bytes, is_there: bool) -> None:
+        if self._listener is not None:
+            self._listener("CPU", name, is_there)
 
     # Copies
 
@@ -275,7 +289,7 @@ class HostTier:
 
     def _make_ready(self, contents: Iterable[Content]) -> None:
         for content in contents:
-            content.is_ready = True
+            self.contents.make_ready(content)
             self.contents.release(content)
 
     def _release(self, contents: Iterable[Content]) -> None:

@@ -50,6 +50,7 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     _add_experts(found, load)
     _add_images(found, load)
     _add_host_memory(found, load)
+    _add_kv_events(found, load)
     num_ready, num_awaited = load.awaited_programs
     awaited = "programs that the current step waits for, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
@@ -152,6 +153,17 @@ def _add_host_memory(found: Collected, load: SchedulerStats) -> None:
     found.counter("kv_offload_stores_skipped", load.num_skipped_for_slots, skipped, reason="host_memory_in_use")
     damaged = "blocks that were not what was stored, and were computed again"
     found.counter("kv_offload_bad_blocks", load.num_damaged_blocks, damaged, tier="host")
+
+
+def _add_kv_events(found: Collected, load: SchedulerStats) -> None:
+    """Events about the prefix cache, where the engine has kv_events_config."""
+    if not load.num_kv_event_batches:
+        return
+    found.counter("kv_event_batches", load.num_kv_event_batches, "messages about the prefix cache that were published")
+    dropped = (
+        "changes of the prefix cache that were dropped as the queue was full; subscribers were then told of all blocks again"
+    )
+    found.counter("kv_events_dropped", load.num_dropped_kv_events, dropped)
 
 
 def _add_experts(found: Collected, load: SchedulerStats) -> None:

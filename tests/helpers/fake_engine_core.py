@@ -48,6 +48,8 @@ class FakeStats:
     num_used_item_pages: int = 0
     external_prefix_cache_queries: int = 0
     external_prefix_cache_hits: int = 0
+    num_kv_event_batches: int = 0
+    num_dropped_kv_events: int = 0
     num_host_slots: int = 0
     num_used_host_slots: int = 0
     num_stored_blocks: int = 0

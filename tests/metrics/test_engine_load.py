@@ -70,6 +70,13 @@ def test_the_encoder_cache_is_described_where_the_model_sees_images() -> None:
     assert not [metric for metric in collected() if "jaxllm:mm_" in metric.name]
 
 
+def test_events_are_counted_where_they_are_published() -> None:
+    stats = {"num_kv_event_batches": 3, "num_dropped_kv_events": 2}
+    found = {metric.name: metric.value for metric in collected(**stats) if "jaxllm:kv_event" in metric.name}
+    assert found == {"jaxllm:kv_event_batches": 3, "jaxllm:kv_events_dropped": 2}
+    assert not [metric for metric in collected() if "kv_event" in metric.name]
+
+
 def test_requests_that_wait_for_blocks_are_deferred_too() -> None:
     found = collected(num_waiting=5, num_deferred=1, num_loading=2, num_host_slots=8)
     named = {(metric.name.removeprefix("jaxllm:"), metric.labels.get("reason")): metric for metric in found}
