@@ -133,6 +133,15 @@ class CacheOptions:
         "GiB of host memory for blocks of the prefix cache that the devices have no room for, from where prompts load them again "
         "(docs/KV_OFFLOADING.md); default: none, as with 0",
     ] = None
+    kv_offloading_disk: Annotated[
+        str | None,
+        "directory for blocks that leave host memory (kv_offloading_size), from where this engine and others with the same model read them "
+        "again, also after a restart (docs/KV_OFFLOADING.md); only this user and root may write to it; default: none",
+    ] = None
+    kv_offloading_disk_size: Annotated[
+        float | None,
+        "GiB for all files in kv_offloading_disk, of all engines that use it: those not used for longest are removed",
+    ] = None
     prefix_caching_hash_algo: Annotated[Literal["sha256", "sha256_cbor"], "hash of a block's tokens"] = "sha256"
     disable_hybrid_kv_cache_manager: Annotated[
         bool, "keep the keys and values of all tokens also in layers with a sliding window, which never read them again"
@@ -561,6 +570,7 @@ _RANGES: dict[str, Range] = {
     "num_gpu_blocks_override": at_least(2),
     "kv_cache_memory_bytes": at_least(1),
     "kv_offloading_size": (lambda v: 0 <= v < 1e6, "at least 0, and below a million GiB"),
+    "kv_offloading_disk_size": (lambda v: 0 < v < 1e9, "above 0, and below a billion GiB"),
     "kv_port": (lambda v: 0 <= v <= 65535, "0 to 65535"),
     "kv_pull_timeout": (lambda v: 0 < v <= 3600, "above 0 and at most 3600 seconds"),
     "max_num_seqs": at_least(1),

@@ -4,7 +4,7 @@ import enum
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -75,6 +75,8 @@ class ErrorKind(enum.StrEnum):
     """The model computed NaN or infinity for it."""
     ADAPTER = "adapter"
     """Its adapter could not be loaded, or was removed."""
+    KV_TRANSFER = "kv_transfer"
+    """A prefill engine did not deliver the blocks of its prompt, and they are not computed instead (kv_load_failure_policy)."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,8 @@ class Request:
     """Blocks that its loads have brought, by their source, until it is admitted."""
     loaded_tokens: dict[str, int] | None = None
     """The part of `num_cached_tokens` that tiers loaded, by source; None: there is none."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What a decode engine is to be sent with its prompt, whose blocks are kept, once it has ended."""
 
     def __post_init__(self) -> None:
         spec, params = self.spec, self.spec.sampling_params
@@ -264,6 +268,11 @@ class Request:
             self.max_num_tokens = self.num_prompt_tokens + 1  # counts the vector as one token, which is never computed
         if self.extend_hashes is not None:
             self.extend_hashes(self)
+
+    @property
+    def is_kept_for_decode(self) -> bool:
+        """Whether another engine computes its answer with the blocks of this one."""
+        return self.options.kv_transfer is not None and self.options.kv_transfer.keep_for_decode
 
     @property
     def waiting_status(self) -> RequestStatus:

@@ -36,4 +36,7 @@ def failure(kind: str | None) -> ApiError:
     if kind == ErrorKind.NOT_FINITE:
         message = "the model computed NaN or infinity for this request: its weights are damaged, or too large for its dtype"
         return ApiError(500, message, code="not_finite", retry=False)
+    if kind == ErrorKind.KV_TRANSFER:
+        message = "the prefill engine did not deliver the blocks of this prompt; send it without kv_transfer_params to have it computed"
+        return ApiError(500, message, code="kv_transfer", retry=True)
     return ApiError(500, "the engine failed on this request", code="engine_error", retry=False)

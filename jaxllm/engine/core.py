@@ -123,7 +123,9 @@ class EngineCore:
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         self.needed_programs = NeededPrograms(self.executor)
         self._items = tuple(features.items.values())
-        self._tiers = () if features.kv_tiers is None else features.kv_tiers.new_tiers(self.executor, plan.num_blocks)
+        kv_tiers = features.kv_tiers
+        self._tiers = () if kv_tiers is None else kv_tiers.new_tiers(self.executor, plan.num_blocks, self.model_dir)
+        self._of_tiers: tuple[Preparation, ...] = () if kv_tiers is None else tuple(kv_tiers.preparations)
         new_scheduler = partial(
             Scheduler,
             self.config.scheduler,
@@ -194,7 +196,7 @@ class EngineCore:
     @property
     def preparations(self) -> tuple[Preparation, ...]:
         """Preparations that requests may wait for before they run."""
-        always = (self.grammars, self.needed_programs)
+        always: tuple[Preparation, ...] = (self.grammars, self.needed_programs, *self._of_tiers)
         return always if self.adapters is None else (*always, self.adapters)
 
     def wait_for_preparations(self, seconds: float) -> None:
@@ -270,9 +272,9 @@ class EngineCore:
             self._die(error)
             raise dead from error
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Discard all cached prefixes. Returns False if blocks are in use."""
-        was_reset = self.scheduler.reset_prefix_cache(reset_running_requests)
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
+        """See ControlCalls."""
+        was_reset = self.scheduler.reset_prefix_cache(reset_running_requests, reset_external)
         self._publish_kv_events()
         return was_reset
 

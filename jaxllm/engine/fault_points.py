@@ -4,6 +4,7 @@ Without faults nothing is wrapped, so there is no cost.
 """
 
 import ctypes
+import errno
 import fnmatch
 import functools
 import importlib
@@ -34,8 +35,8 @@ class Place:
     """Qualified: a class's method, or a function of the module."""
     request_id: Callable[..., str | None] = lambda *args, **kwargs: None
     """Returns the id of the request, or the name of the adapter, that a call with these arguments concerns, if any."""
-    corrupt: Callable[..., None] | None = None
-    """Changes a bit of what a call with these arguments reads, if it can."""
+    data: Callable[..., memoryview] | None = None
+    """Returns the bytes that a call with these arguments reads or writes, where the fault "corrupt" can be injected."""
 
 
 PLACES = {
@@ -44,6 +45,13 @@ PLACES = {
     "adapter.read": Place("core", "jaxllm.lora.manager", "LoRAManager._read", lambda self, adapter, packs: adapter.name),
     "adapter.stage": Place("core", "jaxllm.lora.manager", "LoRAManager._stage", lambda self, adapter, *args: adapter.name),
     "op": Place("core", "jaxllm.device_ops", "run_op", lambda op, run: type(op).__name__),
+    "kv.disk_read": Place("core", "jaxllm.kv_tiers.disk.block_file", "read_all", data=lambda descriptor, buffer: buffer),
+    "kv.disk_write": Place("core", "jaxllm.kv_tiers.disk.block_file", "write_all", data=lambda descriptor, buffer: buffer),
+    "kv.hello": Place("core", "jaxllm.kv_tiers.peers.client", "_greet"),
+    "kv.pull": Place("core", "jaxllm.kv_tiers.peers.client", "Connection.pull"),
+    "kv.receive": Place(
+        "core", "jaxllm.kv_tiers.peers.channel", "Channel.receive_into", data=lambda self, content, *args: content
+    ),
     "kv.match": Place("core", "jaxllm.kv_tiers.host_tier", "HostTier.match"),
     "kv.gather": Place("core", "jaxllm.runner.features.block_copies.programs", "gather"),
     "kv.copy_out": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._to_host"),
@@ -51,7 +59,7 @@ PLACES = {
         "core",
         "jaxllm.runner.features.block_copies.copier",
         "BlockCopier._to_device",
-        corrupt=lambda self, op: _flip_bit(self.arena.view(op.slots[0])),
+        data=lambda self, op: self.arena.view(op.slots[0]),
     ),
     "kv.scatter": Place("core", "jaxllm.runner.features.block_copies.programs", "scatter"),
     "kv.verdict": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._verdict"),
@@ -89,6 +97,8 @@ _KINDS: dict[str, Callable[[], Exception]] = {
     "error": lambda: RuntimeError("injected fault"),
     "oom": lambda: RuntimeError("RESOURCE_EXHAUSTED: injected fault"),
     "fatal": lambda: RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: injected fault"),
+    "eio": lambda: OSError(errno.EIO, "injected fault"),
+    "enospc": lambda: OSError(errno.ENOSPC, "injected fault"),
 }
 
 
@@ -120,9 +130,9 @@ class Fault:
                 f"{env.FAULT} names the kind {kind!r}, must be one of {', '.join(_KINDS)}, hang, hang=SECONDS, hold, "
                 "hold=SECONDS, exit, corrupt"
             )
-        if kind == "corrupt" and PLACES[place].corrupt is None:
-            able = ", ".join(name for name, found in PLACES.items() if found.corrupt)
-            raise ConfigError(f"{env.FAULT} has corrupt at {place}, which reads no stored bytes; use {able}")
+        if kind == "corrupt" and PLACES[place].data is None:
+            able = ", ".join(name for name, each in PLACES.items() if each.data is not None)
+            raise ConfigError(f"{env.FAULT} has {text!r}, but only data can be corrupt: that of {able}")
         first, last, pattern = None, 0, ""
         try:
             if when.startswith("id="):
@@ -153,10 +163,6 @@ class Fault:
             os._exit(1)
         else:
             raise _KINDS[self.kind]()
-
-
-def _flip_bit(data: memoryview) -> None:
-    data[len(data) // 2] ^= 1
 
 
 def hold_interpreter(seconds: float) -> None:
@@ -214,14 +220,23 @@ def _wrap(place: Place, faults: list[Fault]) -> Callable[[], None]:
     def failing(*args: Any, **kwargs: Any) -> Any:
         number = next(numbers)
         request_id = place.request_id(*args, **kwargs)
+        is_corrupt = False
         for fault in faults:
-            if not fault.applies(number, request_id):
-                continue
-            if fault.kind == "corrupt" and place.corrupt is not None:
-                place.corrupt(*args, **kwargs)
-            else:
-                fault.happen()
-        return function(*args, **kwargs)
+            if fault.applies(number, request_id):
+                if fault.kind == "corrupt":
+                    is_corrupt = True
+                else:
+                    fault.happen()
+        if not is_corrupt:
+            return function(*args, **kwargs)
+        assert place.data is not None
+        data = place.data(*args, **kwargs)
+        logger.warning("injected fault: corrupt at %s", place.function)
+        data[len(data) // 2] ^= 1  # what a call writes is wrong
+        try:
+            return function(*args, **kwargs)
+        finally:
+            data[len(data) // 2] ^= 1  # and what it reads; a caller's own data is right again
 
     setattr(owner, name, failing)
     return lambda: setattr(owner, name, function)

@@ -130,8 +130,12 @@ class LoadReader(Protocol):
 class KVTiers(Protocol):
     """The tiers of an engine's prefix cache, as `KV_TIERS` makes them."""
 
-    def new_tiers(self, executor: "Executor", num_blocks: int) -> "tuple[CacheTier, ...]":
-        """Make the tiers of a scheduler whose pool has so many blocks."""
+    @property
+    def preparations(self) -> Sequence[Preparation]:
+        """What requests may wait for before blocks of them are loaded, once there are tiers."""
+
+    def new_tiers(self, executor: "Executor", num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
+        """Make the tiers of a scheduler whose pool has so many blocks. model_dir: where the weights are. Raises ConfigError."""
 
 
 class KVEvents(Protocol):

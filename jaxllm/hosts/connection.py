@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from jaxllm.hosts.framing import BEAT_SECONDS, Accepted, Beat, ClosedError, Incoming, Message, frame
+from jaxllm.framing import BEAT_SECONDS, Accepted, Beat, ClosedError, Incoming, Message, frame
 
 _POLL_SECONDS = 0.25
 

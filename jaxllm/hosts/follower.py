@@ -17,9 +17,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.executor import Executor, PendingStep, TokenTaker
 from jaxllm.errors import ConfigError, JaxLLMError
+from jaxllm.framing import SILENCE_SECONDS, WireError
 from jaxllm.hosts import handshake, identity, process_group, wire
 from jaxllm.hosts.connection import Connection
-from jaxllm.hosts.framing import SILENCE_SECONDS, WireError
 from jaxllm.hosts.leader import NOTICE_SECONDS, START_SILENCE_SECONDS
 from jaxllm.hosts.relay import Relay
 from jaxllm.hosts.results import SentResults

@@ -18,8 +18,8 @@ import msgspec
 from jaxllm import env
 from jaxllm.config import ParallelOptions
 from jaxllm.errors import ConfigError
+from jaxllm.framing import Accepted, ClosedError, Message, WireError, decoded
 from jaxllm.hosts.connection import Connection
-from jaxllm.hosts.framing import Accepted, ClosedError, Message, WireError, decoded
 from jaxllm.log import logger
 
 PROTOCOL = 5

@@ -9,13 +9,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxllm import framing
 from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.executor import Executor
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
-from jaxllm.hosts import framing, identity, process_group, wire
+from jaxllm.framing import SILENCE_SECONDS, WireError
+from jaxllm.hosts import identity, process_group, wire
 from jaxllm.hosts.connection import Connection
-from jaxllm.hosts.framing import SILENCE_SECONDS, WireError
 from jaxllm.hosts.reception import POLL_SECONDS, Arrival, Reception, Started, free_port
 from jaxllm.hosts.results import ExpectedResults
 from jaxllm.hosts.wire import AllFacts, Begin, Done, End, Facts, Failed, Result

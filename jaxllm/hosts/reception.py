@@ -11,9 +11,9 @@ from typing import Protocol
 
 from jaxllm.config import ParallelOptions
 from jaxllm.errors import ConfigError
+from jaxllm.framing import WireError
 from jaxllm.hosts import handshake
 from jaxllm.hosts.connection import Connection
-from jaxllm.hosts.framing import WireError
 from jaxllm.hosts.handshake import Challenge, Hello, Refused, Welcome
 from jaxllm.hosts.identity import difference
 from jaxllm.log import logger

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.engine.messages import Fault
-from jaxllm.hosts.framing import Accepted, Beat
-from jaxllm.hosts.framing import Message as _Message
+from jaxllm.framing import Accepted, Beat
+from jaxllm.framing import Message as _Message
 from jaxllm.hosts_options import MAX_PLAN_BYTES
 from jaxllm.scheduler_output import SchedulerOutput
 

@@ -1,14 +1,20 @@
 """Tiers of the prefix cache: where contents of blocks stay when the devices have no room for them. Does not import JAX."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import GatherBlocks
+from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.host_tier import STEPS_AHEAD, HostTier
 from jaxllm.kv_tiers.rates import Rates
+from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.log import logger
 
 if TYPE_CHECKING:
+    from jaxllm.kv_tiers.peers.remote_prefills import RemotePrefills
     from jaxllm.scheduler.cache_tier import CacheTier
 
 MIN_LOAD_TOKENS = 64
@@ -20,12 +26,30 @@ class KVTiers:
 
     def __init__(self, config: EngineConfig):
         self._config = config
+        self.preparations: Sequence[RemotePrefills] = ()
+        """What requests may wait for before blocks of them are loaded, once there are tiers."""
 
-    def new_tiers(self, executor: Any, num_blocks: int) -> "tuple[CacheTier, ...]":
-        """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`."""
+    def new_tiers(self, executor: Any, num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
+        """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`. model_dir: where the weights are. Raises
+        ConfigError."""
         copies, block_size = executor.op_runner(GatherBlocks), self._config.block_tokens
         num_cold = min(STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
         num_tokens = copies.num_slots * block_size // len(executor.shapes.cache.groups)
         fits = "host memory: %d blocks of %.1f KiB fit, %d tokens"
         logger.info(fits, copies.num_slots, copies.block_bytes / 1024, num_tokens)
-        return (HostTier(copies, Rates(copies.block_bytes), num_cold=num_cold, min_tokens=MIN_LOAD_TOKENS),)
+        shapes, arrangement = executor.shapes, copies.format.arrangement
+        describe = partial(fingerprint.describe, self._config, shapes.model, shapes.cache, arrangement, model_dir)
+        new_tier: Callable[..., HostTier] = HostTier
+        stores: list[SlotStore] = []
+        if self._config.kv_transfer.kv_role is not None:
+            from jaxllm.kv_tiers.peers.role import Role
+
+            role = Role(self._config, copies, describe())
+            new_tier, self.preparations = role.new_tier, role.preparations
+            stores += role.stores
+        if self._config.cache.kv_offloading_disk is not None:
+            from jaxllm.kv_tiers.disk import make
+
+            stores.append(make(self._config, copies, describe))
+        rates = Rates(copies.block_bytes)
+        return (new_tier(copies, rates, num_cold=num_cold, min_tokens=MIN_LOAD_TOKENS, stores=stores),)

@@ -25,6 +25,8 @@ class Content:
     """Whether it turned out to be computed wrongly, or damaged."""
     is_being_read: bool = False
     """Whether a store copies it to its slot."""
+    read_from: str | None = None
+    """The store that it was read from, until it is loaded for the first time."""
     was_offered: bool = False
     """Whether a store behind host memory took it, or has it already."""
 
@@ -43,8 +45,8 @@ class Contents:
         self._probation: OrderedDict[bytes, Content] = OrderedDict()
         self._protected: OrderedDict[bytes, Content] = OrderedDict()
         self._max_protected = int(PROTECTED_SHARE * num_slots)
-        self.num_added = self.num_evicted = 0
-        """Contents that got a slot, and contents that made room for others."""
+        self.num_added = self.num_evicted = self.num_lost = 0
+        """Contents that got a slot, contents that made room for others, and those of them that no store took."""
 
     def __len__(self) -> int:
         return len(self._found)
@@ -93,6 +95,7 @@ class Contents:
             return False
         self.remove(unused)
         self.num_evicted += 1
+        self.num_lost += not unused.was_offered
         return True
 
     def _unused(self) -> Iterator[Content]:

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
 from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
@@ -23,6 +23,8 @@ STEPS_AHEAD = 2
 """Contents are stored when so many of the largest steps may evict them."""
 WAIT_SHARE = 0.25
 """Largest part of a step's time that the plan of the next one waits for stores. The device computes meanwhile."""
+READ_AHEAD_SHARE = 1 / 2
+"""Largest part of the slots for what a load will want of stores."""
 PATIENCE_SECONDS = 10.0
 """A load that takes longer counts as failed."""
 _SOURCE = "host"
@@ -78,6 +80,8 @@ class HostTier:
         here = [name for name in names if self.contents.is_ready(name)]
         behind = self._stores.find([name for name in names if name not in self.contents])
         if self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
+            # They are loaded a part at a time, but read at once: host memory has room for them before the blocks are free.
+            self._stores.read([name for name in names if name in behind][: int(READ_AHEAD_SHARE * self.contents.num_slots)])
             for content in map(self.contents.get, names):
                 if content is not None:  # what is stored until it is loaded must not take its place
                     self.contents.protect(content)
@@ -86,7 +90,8 @@ class HostTier:
 
     def sources(self, names: Sequence[bytes]) -> Sequence[str]:
         behind = self._stores.find([name for name in names if name not in self.contents])
-        return [behind[name].name if name in behind else _SOURCE for name in names]
+        here = {name: content.read_from for name in names if (content := self.contents.get(name)) is not None}
+        return [behind[name].name if name in behind else here.get(name) or _SOURCE for name in names]
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         number, size = next(self._numbers), self._copies.max_blocks
@@ -106,6 +111,8 @@ class HostTier:
         for start in range(0, len(indices), size):
             part = indices[start : start + size]
             load.waiting.append(Part(load, part, [block_ids[i] for i in part], [found[names[i]] for i in part]))
+        for content in found.values():
+            content.read_from = None
         load.num_left = len(load.waiting)
         return number
 
@@ -203,7 +210,8 @@ class HostTier:
         for copies in (self._gathering, self._stored, self._loads, self._staging_parts, self._writing):
             copies.clear()
         self._over.clear()
-        self.contents.end_uses(but=self._stores.uses())
+        self._is_short = False
+        self.contents.end_uses(but=self._lasting_uses())
         self._free_staging = list(range(self._copies.num_staging))
 
     def add_stats(self, stats: SchedulerStats) -> None:
@@ -321,17 +329,21 @@ class HostTier:
                 ops.append(StageBlocks(number, part.staging, [each.slot for each in part.contents]))
         return ops
 
+    def _lasting_uses(self) -> Counter[Content]:
+        """The uses of contents that go on when steps are forgotten."""
+        return self._stores.uses()
+
     def _parts_that_read(self) -> list[Part]:
         """The parts of loads whose slots copies read, or will."""
         return [*(part for load in self._loads.values() for part in load.waiting), *self._staging_parts.values()]
 
     def check_integrity(self) -> None:
         """Raise AssertionError if slots, buffers and copies disagree."""
-        used = self._stores.uses()
+        used = self._lasting_uses()
         stores = (*self._gathering.values(), *self._stored)
         for contents in (*(store.contents for store in stores), *(part.contents for part in self._parts_that_read())):
             for content in contents:
-                used[content] = used.get(content, 0) + 1
+                used[content] += 1
         self.contents.check_integrity(used)
         buffers = [store.staging for store in self._gathering.values()]
         buffers += [part.staging for of_loads in (self._staging_parts, self._writing) for part in of_loads.values()]

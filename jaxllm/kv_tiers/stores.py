@@ -56,7 +56,7 @@ class Stores:
             contents = []
             for name in found:
                 if (content := self._contents.add(name)) is not None:
-                    content.is_being_read = True
+                    content.is_being_read, content.read_from = True, store.name
                     contents.append(content)
             for part in _cut(contents, self._max_blocks):
                 number = next(self._numbers)
@@ -73,7 +73,8 @@ class Stores:
                     _, written = self._writes.pop(transfer.number)
                     self._has_room = True
                     store.discard([content.name for content in written if content.is_wrong])
-                    for content in written:
+                    for content, right in zip(written, transfer.is_right, strict=True):
+                        content.was_offered &= right
                         self._contents.release(content)
 
     def _end_read(self, contents: Iterable[Content], is_right: Sequence[bool]) -> None:
@@ -107,7 +108,7 @@ class Stores:
                     content.was_offered = True
                     self._contents.hold(content)
 
-    def uses(self) -> dict[Content, int]:
+    def uses(self) -> Counter[Content]:
         """How many transfers use each content."""
         written = (contents for _, contents in self._writes.values())
         return Counter(content for contents in (*self._reads.values(), *written) for content in contents)
@@ -124,6 +125,8 @@ class Stores:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Add the numbers of all stores."""
+        if any(store.writes for store in self._stores):
+            stats.num_lost_blocks += self._contents.num_lost
         for store in self._stores:
             store.add_stats(stats)
 

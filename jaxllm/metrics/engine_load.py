@@ -4,7 +4,7 @@ import time
 
 from jaxllm.metrics.collect import Collected
 from jaxllm.observations import COPY_BLOCKS, COPY_BYTES, COPY_SECONDS, STEP_TOKENS, Observations
-from jaxllm.scheduler_stats import SchedulerStats
+from jaxllm.scheduler_stats import PULL_FAILURES, SchedulerStats
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By sleep level."""
@@ -50,6 +50,8 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     _add_experts(found, load)
     _add_images(found, load)
     _add_host_memory(found, load)
+    _add_disk(found, load)
+    _add_peers(found, load)
     _add_kv_events(found, load)
     num_ready, num_awaited = load.awaited_programs
     awaited = "programs that the current step waits for, by whether they are ready"
@@ -113,6 +115,9 @@ def _add_images(found: Collected, load: SchedulerStats) -> None:
     )
 
 
+_DAMAGED = "blocks that were not what was stored, or could not be read, and were computed again"
+
+
 def _add_host_memory(found: Collected, load: SchedulerStats) -> None:
     """Blocks in host memory, where the engine has kv_offloading_size. Queries and hits of tokens are always there."""
     if not load.num_host_slots:
@@ -151,8 +156,38 @@ def _add_host_memory(found: Collected, load: SchedulerStats) -> None:
     num_behind = load.num_skipped_stores - load.num_skipped_for_slots
     found.counter("kv_offload_stores_skipped", num_behind, skipped, reason="copies_behind")
     found.counter("kv_offload_stores_skipped", load.num_skipped_for_slots, skipped, reason="host_memory_in_use")
-    damaged = "blocks that were not what was stored, and were computed again"
-    found.counter("kv_offload_bad_blocks", load.num_damaged_blocks, damaged, tier="host")
+    found.counter("kv_offload_bad_blocks", load.num_damaged_blocks, _DAMAGED, tier="host")
+
+
+def _add_disk(found: Collected, load: SchedulerStats) -> None:
+    """Blocks in files, where the engine has kv_offloading_disk."""
+    if not load.disk_bytes:
+        return
+    used = "fraction of --kv-offloading-disk-size in use, by all engines that share the directory"
+    found.gauge("kv_offload_disk_usage_perc", load.used_disk_bytes / load.disk_bytes, used)
+    found.counter("kv_offload_disk_store_bytes", load.disk_written_bytes, "bytes of blocks that were written to files")
+    found.counter(
+        "kv_offload_disk_store_time", load.disk_write_seconds, "seconds of these writes, of which several run at once"
+    )
+    found.counter("kv_offload_disk_load_bytes", load.disk_read_bytes, "bytes of blocks that were read from files")
+    found.counter("kv_offload_disk_load_time", load.disk_read_seconds, "seconds of these reads, of which several run at once")
+    lost = "blocks that left host memory and are in no file, because the disk was full, behind, or had failed"
+    found.counter("kv_offload_lost_blocks", load.num_lost_blocks, lost)
+    found.counter("kv_offload_bad_blocks", load.num_bad_files, _DAMAGED, tier="disk")
+
+
+def _add_peers(found: Collected, load: SchedulerStats) -> None:
+    """Blocks that are passed between engines, where the engine has a kv_role."""
+    if load.num_leasable_blocks:
+        found.gauge("kv_leases", load.num_kv_leases, "prompts whose blocks this engine keeps for decode engines")
+        found.counter("kv_lease_expired", load.num_expired_kv_leases, "prompts whose blocks were kept and not fetched in time")
+        refused = "prompts whose blocks were not kept for a decode engine, because half of host memory was kept already"
+        found.counter("kv_lease_refused", load.num_refused_kv_leases, refused)
+    if load.pull_failures:
+        found.counter("kv_pull_bytes", load.pulled_bytes, "bytes of blocks that were fetched from prefill engines")
+        failed = "failed attempts to fetch blocks from a prefill engine"
+        for reason, count in zip(PULL_FAILURES, load.pull_failures, strict=True):
+            found.counter("kv_pull_failures", count, failed, reason=reason)
 
 
 def _add_kv_events(found: Collected, load: SchedulerStats) -> None:

@@ -1,9 +1,11 @@
 """Storage for contents of blocks outside the block pool, e.g. in the host's memory, on disk or at a peer."""
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxllm.device_ops import AnyDeviceOp
+from jaxllm.request import Request
+from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import SchedulerStats
 
@@ -92,3 +94,21 @@ class CacheTier(Protocol):
 
     def close(self) -> None:
         """End its threads. Slots of host memory are given back afterwards."""
+
+
+@runtime_checkable
+class KeepingTier(CacheTier, Protocol):
+    """A tier that keeps contents for other engines, which compute the answers to prompts of this one."""
+
+    def keep(self, names: Iterable[bytes], find: Callable[[bytes], KVCacheBlock | None]) -> None:
+        """Store these contents soon: their blocks are full once the step that is being planned has run. `find` finds a block of a content
+        from the next step on, as long as there is one."""
+
+    def hand_over(self, request: Request, names: Sequence[bytes], num_blocks: int, num_tokens: int) -> dict[str, Any] | None:
+        """A request has ended, whose prompt has these contents: keep them until another engine has fetched them. Returns what that engine
+        is to be sent (`EngineCoreOutput.kv_transfer_params`); None if there are none, or too many are kept. num_blocks: of each group, with
+        so many tokens."""
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether contents are still to be stored for another engine, so that plans are needed even if there are no requests."""

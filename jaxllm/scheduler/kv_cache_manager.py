@@ -159,16 +159,22 @@ class KVCacheManager:
         of the sequence, with the number of its tokens."""
         lookups = self._lookups_in(lambda name: self.pool.is_cached(name) or name in others)
         names = self._longest_prefix(request.block_hashes, lookups)
-        num_tokens = len(names) * self.block_size
+        return self._names_in_groups(names), len(names) * self.block_size
+
+    def names_of_prompt(self, request: Request) -> list[bytes]:
+        """The names, in all groups, that another engine needs to continue behind the full blocks of a prompt."""
+        return self._names_in_groups(request.block_hashes[: request.num_prompt_tokens // self.block_size])
+
+    def _names_in_groups(self, names: Sequence[bytes]) -> list[bytes]:
+        """The names of a prefix in all groups, but for blocks that have expired behind it. In the order of the sequence."""
         # Without these, `longest_prefix` would not find it: computation continues at the last of its tokens, or behind it.
-        expired = [policy.num_expired(num_tokens - 1, self.block_size) for policy in self.policies]
-        found = [
+        expired = [policy.num_expired(len(names) * self.block_size - 1, self.block_size) for policy in self.policies]
+        return [
             name + suffix
             for index, name in enumerate(names)
             for num_expired, suffix in zip(expired, self._suffixes, strict=True)
             if index >= num_expired
         ]
-        return found, num_tokens
 
     def _longest_prefix(self, names: list[bytes], lookups: _Lookups) -> list[bytes]:
         """Cut the hashes of a request's blocks down to the longest prefix that is there."""
@@ -240,6 +246,7 @@ class KVCacheManager:
         if table is None:
             self.pool.touch(shared)
             table = self._tables[request.request_id] = _BlockTable(groups)
+            self._keep(request, shared)
         new_blocks = self.pool.allocate(num_new * len(groups))
         for index, group in enumerate(groups):
             group.blocks += new_blocks[index * num_new : (index + 1) * num_new]
@@ -292,6 +299,7 @@ class KVCacheManager:
                     name = request.block_hashes[index] + suffix
                     if self.pool.publish(group.blocks[index], name) and observer is not None:
                         observer.stored(name, request, index)
+            self._keep(request, [group.blocks[index] for group in table.groups])
         table.num_published = max(table.num_published, num_full)
 
     def publish_loaded(self, request: Request, loaded: Iterable[tuple[KVCacheBlock, bytes]]) -> None:
@@ -301,6 +309,11 @@ class KVCacheManager:
         for block, name in loaded:
             if self.pool.publish(block, name) and observer is not None:
                 observer.stored(name, request, index_of[name[:HASH_BYTES]])
+
+    def _keep(self, request: Request, blocks: Iterable[KVCacheBlock]) -> None:
+        """Store blocks of a request that another engine continues."""
+        if self.loading is not None and request.is_kept_for_decode:
+            self.loading.keep([block.block_hash for block in blocks if block.block_hash is not None])
 
     def reset_prefix_cache(self) -> bool:
         """Discard all cached content. Does nothing and returns False while any request holds blocks."""

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block import KVCacheBlock
-from jaxllm.scheduler.cache_tier import CacheTier
+from jaxllm.scheduler.cache_tier import CacheTier, KeepingTier
 from jaxllm.scheduler_stats import SchedulerStats
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Loading:
 
     def __init__(self, manager: "KVCacheManager", tiers: Sequence[CacheTier]):
         self._manager, self._tiers = manager, tiers
+        self._keepers = [tier for tier in tiers if isinstance(tier, KeepingTier)]
         self._loads: dict[str, _Load] = {}
         """Loads by request, in the order of their beginning."""
         self._arriving: set[bytes] = set()
@@ -296,8 +297,8 @@ class Loading:
         copies = [copy for load in self._loads.values() for copy in load.copies]
         if copies:
             copies[0].tier.wait(min(seconds, max(0.0, min(copy.deadline for copy in copies) - self._seconds)))
-        elif self._loads:
-            self._tiers[0].wait(seconds)  # for stores, which it waits for
+        elif self._loads or self.is_keeping:
+            self._tiers[0].wait(seconds)  # for stores
 
     # Stores
 
@@ -306,15 +307,33 @@ class Loading:
         for tier in self._tiers:
             tier.wait_for_stores(num_tokens)
 
+    def keep(self, names: Sequence[bytes]) -> None:
+        """See KeepingTier."""
+        for tier in self._keepers:
+            tier.keep(names, self._manager.pool.find)
+
+    def hand_over(self, request: Request) -> dict[str, Any] | None:
+        """Keep the blocks of a prompt whose request has ended, in the first tier that does. See KeepingTier."""
+        block_size = self._manager.block_size
+        num_blocks = request.num_prompt_tokens // block_size
+        names = self._manager.names_of_prompt(request)
+        answers = (tier.hand_over(request, names, num_blocks, num_blocks * block_size) for tier in self._keepers)
+        return next((answer for answer in answers if answer is not None), None)
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether contents are still to be stored for other engines."""
+        return any(tier.is_keeping for tier in self._keepers)
+
     def discard(self, names: Sequence[bytes]) -> None:
         """Drop contents that were computed wrongly from all tiers."""
         for tier in self._tiers:
             tier.discard(names)
 
-    def forget(self, *, stored: bool) -> None:
+    def forget(self, *, stored: bool, external: bool = False) -> None:
         """See CacheTier. No load is under way, or its requests start over."""
         for tier in self._tiers:
-            tier.forget(stored=stored)
+            tier.forget(stored=stored, external=external)
 
     def _note_eviction(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._leaving.update((block.block_hash, block.block_id) for block in blocks if block.block_hash)

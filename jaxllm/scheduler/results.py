@@ -96,6 +96,8 @@ def take_in(
         )
         if request.num_draft_tokens:
             output.accepted_counts, output.num_draft_tokens = tuple(request.accepted_counts), request.num_draft_tokens
+        if end is not None and request.kv_transfer_params is not None:
+            output.kv_transfer_params = request.kv_transfer_params
         if is_first:
             output.loaded_tokens = request.loaded_tokens
             output.queue_seconds = request.scheduled_at - request.queued_at

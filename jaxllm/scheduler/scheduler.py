@@ -42,6 +42,8 @@ from jaxllm.scheduler.totals import Totals
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats
 
+_COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION)
+
 
 class Scheduler:
     """Schedules running requests first, then waiting ones, within a budget of tokens per step. Preempts when blocks run out."""
@@ -242,6 +244,8 @@ class Scheduler:
             self._end_load(request)
             self.waiting.remove(request)
         request.status = status
+        if request.is_kept_for_decode and self.cache_manager.loading is not None and status in _COMPLETED:
+            request.kv_transfer_params = self.cache_manager.loading.hand_over(request)
         self.waiting.note_end(request)
         self._release(request)
         self._totals.num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
@@ -263,8 +267,9 @@ class Scheduler:
         self._deadlines.prune(len(self.requests))
 
     def has_requests(self) -> bool:
-        """Whether any request runs or waits."""
-        return len(self.requests) > len(self.held)
+        """Whether any request runs or waits, or steps must store blocks of one that has ended."""
+        loading = self.cache_manager.loading
+        return len(self.requests) > len(self.held) or (loading is not None and loading.is_keeping)
 
     @property
     def finished_ids(self) -> list[str]:
@@ -667,11 +672,11 @@ class Scheduler:
         pool = self.cache_manager.pool
         return pool.num_free_blocks != pool.num_usable_blocks
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         """Discard all cached content, e.g. after a change of weights. Returns False and changes nothing while blocks are used.
 
         With `reset_running_requests` it always succeeds: it first preempts all running requests; the tokens of steps in flight
-        are dropped and sampled again.
+        are dropped and sampled again. reset_external: see CacheTier.forget.
         """
         if reset_running_requests:
             while self.running:
@@ -684,15 +689,15 @@ class Scheduler:
                 request.num_output_placeholders = request.num_drafts_in_flight = 0
         was_reset = self.cache_manager.reset_prefix_cache()
         if was_reset:
-            self._forget(stored=True)
+            self._forget(stored=True, external=reset_external)
         return was_reset
 
-    def _forget(self, *, stored: bool) -> None:
-        """Drop what devices hold in addition to the blocks of requests. stored: also what tiers keep."""
+    def _forget(self, *, stored: bool, external: bool = False) -> None:
+        """Drop what devices hold in addition to the blocks of requests. stored, external: see CacheTier."""
         for room in self.chunk_rooms:
             room.forget()
         if self.cache_manager.loading is not None:
-            self.cache_manager.loading.forget(stored=stored)
+            self.cache_manager.loading.forget(stored=stored, external=external)
 
     # Updates of the prefix cache, for API servers that choose among several engines
 

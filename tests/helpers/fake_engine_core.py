@@ -60,6 +60,16 @@ class FakeStats:
     loaded_bytes: int = 0
     store_seconds: float = 0.0
     load_seconds: float = 0.0
+    disk_bytes: int = 0
+    used_disk_bytes: int = 0
+    num_disk_reads: int = 0
+    num_disk_writes: int = 0
+    num_lost_blocks: int = 0
+    num_bad_files: int = 0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_read_seconds: float = 0.0
+    disk_write_seconds: float = 0.0
     num_skipped_for_slots: int = 0
     store_byte_counts: tuple[int, ...] = ()
     load_byte_counts: tuple[int, ...] = ()
@@ -71,6 +81,12 @@ class FakeStats:
     num_read_host_slots: int = 0
     host_block_bytes: int = 0
     num_loading: int = 0
+    num_leasable_blocks: int = 0
+    num_kv_leases: int = 0
+    num_expired_kv_leases: int = 0
+    num_refused_kv_leases: int = 0
+    pulled_bytes: int = 0
+    pull_failures: tuple[int, ...] = ()
     num_retried_steps: int = 0
     num_lost_steps: int = 0
     num_not_finite: int = 0
@@ -287,7 +303,7 @@ class FakeEngineCore(FakeAdapters):
         """The logprobs of new tokens; a test may put its own in place."""
         return fake_logprobs(new_token_ids, count, self.model_config.vocab_size)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         return reset_running_requests or not self.running
 
     @property

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import zmq
 
-from jaxllm import env, gpus
+from jaxllm import env, framing, gpus
 from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.sockets import ENGINE_SOCKET, socket_address
 from jaxllm.errors import ConfigError, EngineDeadError
-from jaxllm.hosts import framing, handshake, reception
+from jaxllm.framing import ClosedError
+from jaxllm.hosts import handshake, reception
 from jaxllm.hosts.connection import Connection
-from jaxllm.hosts.framing import ClosedError
 from jaxllm.llm import LLM
 from jaxllm.replicas import devices
 from jaxllm.replicas.hosts import link as links

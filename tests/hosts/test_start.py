@@ -14,18 +14,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxllm import env
+from jaxllm import env, framing
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import EncodeItem, UseItem
 from jaxllm.engine import messages
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.launch import environment_without_secrets
 from jaxllm.errors import ConfigError, EngineDeadError, ModelLoadError
-from jaxllm.hosts import framing, handshake, identity, process_group, reception, wire, with_ray
+from jaxllm.framing import WireError
+from jaxllm.hosts import handshake, identity, process_group, reception, wire, with_ray
 from jaxllm.hosts.connection import Connection
 from jaxllm.hosts.executor import message_of
 from jaxllm.hosts.follower import Member
-from jaxllm.hosts.framing import WireError
 from jaxllm.hosts.leader import Leader
 from jaxllm.parallel import across_hosts
 from jaxllm.ranks_plan import RanksPlan

@@ -125,7 +125,7 @@ def test_bits_that_change_in_host_memory_change_no_token(wanted: list[list[int]]
 
 
 def test_a_bit_changes_only_where_stored_bytes_are_read() -> None:
-    with pytest.raises(ConfigError, match="use kv.copy_in"):
+    with pytest.raises(ConfigError, match="only data can be corrupt: that of .*kv.copy_in"):
         Fault.parse("kv.copy_out:1:corrupt")
 
 

@@ -437,7 +437,10 @@ def test_a_store_that_is_full_is_asked_again_and_loses_nothing_else() -> None:
     assert not store.under_way
     store.is_full = False
     driven.stored(b"5")
-    assert [names for _, names, _ in store.under_way.values()] == [[b"2"]]
+    assert [names for _, names, _ in store.under_way.values()] == [[b"2"]] and driven.stats.num_lost_blocks == 2
+    store.end(False)
+    driven.stored(b"6").stored(b"7")
+    assert driven.stats.num_lost_blocks >= 3, "a write that failed keeps nothing"
 
 
 @pytest.mark.parametrize("when", ["before", "while it is written", "while it is read"])
@@ -492,7 +495,25 @@ def test_what_takes_long_to_read_is_computed_and_the_rest_loaded() -> None:
     for _ in range(100):
         driven.worth.note_step(1000, 0.5)
     names = driven.tier.match([b"a", b"b"])
-    assert names == [b"a", b"b"] == driven.tier.choose(names, 32)
+    assert names == [b"a", b"b"]
     store.seconds_each = 1.0
-    assert driven.tier.choose(names, 32) == [b"a"] == driven.tier.choose([b"a"], 16)
-    assert not driven.tier.choose([b"b"], 16)
+    assert driven.tier.choose(names, 32) == [b"a"] == driven.tier.choose([b"a"], 16) and not store.under_way
+    store.seconds_each = 0.0
+    assert driven.tier.choose(names, 32) == names
+
+
+def test_what_is_chosen_is_read_ahead_as_far_as_there_is_room() -> None:
+    names = [b"%d" % number for number in range(9)]
+    store = Store(*names)
+    driven = Driven(num_slots=8, stores=[store])
+    assert driven.tier.choose(names, 1000) == names
+    assert [read for _, read, _ in store.under_way.values()] == [names[:2], names[2:4]], "half of the slots"
+    assert driven.tier.sources(names[:5]) == ["test"] * 5
+    store.end()
+    store.end()
+    driven.step()
+    load = driven.tier.load(range(5), names[:5])
+    assert [read for _, read, _ in store.under_way.values()] == [names[4:5]]
+    store.end()
+    assert driven.run() == {load: [True] * 5}
+    assert driven.tier.sources(names[:5]) == ["host"] * 5

@@ -3,6 +3,7 @@ from jaxllm.metrics.engine_load import add_load
 from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Counter, Gauge, Histogram
 from jaxllm.observations import COPY_SECONDS, STEP_TOKENS, Observations
+from jaxllm.scheduler_stats import PULL_FAILURES
 from tests.helpers.fake_engine_core import FakeStats
 
 
@@ -119,6 +120,39 @@ def test_host_memory_is_described_where_blocks_are_kept_there() -> None:
     (info,) = [metric for metric in found if metric.name.endswith("config_info")]
     assert info.labels.items() >= {"cpu_num_chunks": "8", "blocks_per_chunk": "1", "kv_bytes_per_chunk": "100"}.items()
     assert not [metric for metric in collected() if "_offload_" in metric.name or metric.name.endswith("_loading")]
+
+
+def test_the_disk_is_described_where_blocks_are_kept_there() -> None:
+    stats = {"disk_bytes": 8, "used_disk_bytes": 2, "disk_written_bytes": 3, "disk_read_bytes": 4, "num_lost_blocks": 5}
+    stats |= {"num_bad_files": 6, "disk_write_seconds": 0.5, "disk_read_seconds": 0.25}
+    found = [metric for metric in collected(**stats) if "_offload_" in metric.name]
+    assert {(metric.name.removeprefix("jaxllm:kv_offload_"), metric.labels.get("tier")): metric.value for metric in found} == {
+        ("disk_usage_perc", None): 0.25,
+        ("disk_store_bytes", None): 3,
+        ("disk_store_time", None): 0.5,
+        ("disk_load_bytes", None): 4,
+        ("disk_load_time", None): 0.25,
+        ("lost_blocks", None): 5,
+        ("bad_blocks", "disk"): 6,
+    }
+
+
+def test_blocks_between_engines_are_described_where_the_engine_has_a_role() -> None:
+    stats = {"num_leasable_blocks": 9, "num_kv_leases": 1, "num_expired_kv_leases": 2, "num_refused_kv_leases": 3}
+    stats |= {"pulled_bytes": 4, "pull_failures": tuple(range(len(PULL_FAILURES)))}
+    found = {
+        (metric.name.removeprefix("jaxllm:kv_"), metric.labels.get("reason", "")): metric.value
+        for metric in collected(**stats)
+        if metric.name.startswith(("jaxllm:kv_lease", "jaxllm:kv_pull"))
+    }
+    assert found == {
+        ("leases", ""): 1,
+        ("lease_expired", ""): 2,
+        ("lease_refused", ""): 3,
+        ("pull_bytes", ""): 4,
+        **{("pull_failures", reason): index for index, reason in enumerate(PULL_FAILURES)},
+    }
+    assert not [metric for metric in collected() if metric.name.startswith(("jaxllm:kv_lease", "jaxllm:kv_pull"))]
 
 
 def test_drafts_are_counted_where_the_engine_speculates() -> None:

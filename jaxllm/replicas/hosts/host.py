@@ -14,8 +14,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.launch import socket_directory
 from jaxllm.engine.messages import EngineStart
 from jaxllm.errors import EngineDeadError
+from jaxllm.framing import WireError
 from jaxllm.hosts import handshake
-from jaxllm.hosts.framing import WireError
 from jaxllm.log import logger
 from jaxllm.replicas.devices import environments, ranks_here
 from jaxllm.replicas.hosts import wire

@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any
 
+from jaxllm.framing import BEAT_SECONDS, SILENCE_SECONDS, Accepted, Beat, ClosedError, Incoming, Message, frame
 from jaxllm.hosts.connection import Connection
-from jaxllm.hosts.framing import BEAT_SECONDS, SILENCE_SECONDS, Accepted, Beat, ClosedError, Incoming, Message, frame
 
 
 class Link:

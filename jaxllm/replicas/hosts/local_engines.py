@@ -12,7 +12,7 @@ from jaxllm.engine.messages import Bye, Fault
 from jaxllm.engine.messages import Hello as ClientHello
 from jaxllm.engine.messages import Refused as RequestRefused
 from jaxllm.engine.sockets import ENGINE_SOCKET, MAX_QUEUED_MESSAGES, is_client_name, socket_address
-from jaxllm.hosts.framing import WireError
+from jaxllm.framing import WireError
 from jaxllm.replicas.hosts.inbox import Inbox
 from jaxllm.replicas.hosts.link import Link
 from jaxllm.replicas.hosts.wire import End, Ended, Frame, Greet, Leave

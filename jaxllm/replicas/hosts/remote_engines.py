@@ -19,7 +19,7 @@ from jaxllm.engine.messages import Dead, MessageError
 from jaxllm.engine.messages import Hello as ClientHello
 from jaxllm.engine.sockets import ENGINE_SOCKET, Outbox, is_client_name
 from jaxllm.errors import ConfigError, EngineDeadError
-from jaxllm.hosts.framing import WireError
+from jaxllm.framing import WireError
 from jaxllm.hosts.reception import POLL_SECONDS, Arrival, Reception, Started
 from jaxllm.log import logger
 from jaxllm.replicas.devices import ranks_here

@@ -4,8 +4,8 @@ Host 0 sends `Greet`, `Leave`, `Frame`, `Beat` and `End`, the other `Frame`, `En
 """
 
 from jaxllm.engine import messages
-from jaxllm.hosts.framing import Accepted, Beat
-from jaxllm.hosts.framing import Message as _Message
+from jaxllm.framing import Accepted, Beat
+from jaxllm.framing import Message as _Message
 
 MAX_MESSAGE_BYTES = messages.MAX_MESSAGE_BYTES + 1024
 """A Frame with the longest message between an API server and an engine process."""

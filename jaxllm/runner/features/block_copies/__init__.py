@@ -38,13 +38,16 @@ class BlockCopies(StepFeature):
     """Host memory for contents."""
     buffer_bytes: int
     """Memory on each device for all staging buffers."""
+    is_shared: bool = False
+    """See Arena."""
 
     def programs(self) -> Sequence[ProgramKind]:
         return [Gather(self.num_copies), Scatter(self.num_copies)]
 
     def op_runner(self, device: Any) -> BlockCopier:
         format = BlockFormat.of(device.shapes.cache, tensor_size(device.shapes.mesh), self.num_copies)
-        return BlockCopier(device, format, self.arena_bytes, _num_buffers(format, self.buffer_bytes))
+        num_buffers = _num_buffers(format, self.buffer_bytes)
+        return BlockCopier(device, format, self.arena_bytes, num_buffers, is_shared=self.is_shared)
 
 
 def _num_buffers(format: BlockFormat, num_bytes: int) -> int:
@@ -120,4 +123,4 @@ def make(parts: FeatureParts) -> StepFeature | None:
     drafter = parts.beside["drafter"]
     layers = (*parts.model_config.layers, *(() if drafter is None else drafter.layers))
     num_bytes = _buffer_bytes(parts.config, parts.model_config, _limit(parts.config))
-    return BlockCopies(_num_copies(layers), _engine_bytes(parts.config), num_bytes)
+    return BlockCopies(_num_copies(layers), _engine_bytes(parts.config), num_bytes, parts.config.kv_transfer.is_prefill)

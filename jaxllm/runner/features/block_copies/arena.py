@@ -1,6 +1,7 @@
 """Host memory for contents of blocks."""
 
 import contextlib
+import fcntl
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +27,11 @@ _CONTROL_GROUPS = (
 class Arena:
     """Slots for contents, each a whole number of pages: the parts of a block one after the other. Beside them the checksums of each."""
 
-    def __init__(self, num_bytes: int, format: BlockFormat):
-        """Takes no memory yet. Raises ConfigError if it has no slot."""
-        self._format = format
+    def __init__(self, num_bytes: int, format: BlockFormat, *, is_shared: bool = False):
+        """Takes no memory yet. is_shared: other processes may map it. Raises ConfigError if it has no slot."""
+        self._format, self._is_shared = format, is_shared
+        self.descriptor: int | None = None
+        """Of the file that has all slots, if others may map it: of use for reading alone."""
         self.block_bytes = format.block_bytes
         self.slot_bytes = slot_bytes(format)
         self.num_slots = num_bytes // self.slot_bytes
@@ -42,7 +45,7 @@ class Arena:
         """Take the memory. Raises ConfigError."""
         format = self._format
         try:
-            memory = _private_memory(self.num_bytes)
+            memory = self._shared_memory() if self._is_shared else _private_memory(self.num_bytes)
         except OSError as error:
             raise ConfigError(f"kv_offloading_size is {self.num_bytes / 2**30:.3g} GiB: {error.strerror}; lower it") from error
         self._bytes = np.frombuffer(memory, np.uint8)
@@ -51,18 +54,37 @@ class Arena:
         """uint32 [slots, parts, words]"""
         self.sums = np.zeros((self.num_slots, format.num_parts, format.num_sums), np.uint32)
 
+    def _shared_memory(self) -> mmap.mmap:
+        """Memory of a file without a name, whose size never changes. Raises OSError."""
+        descriptor = os.memfd_create("jaxllm-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, self.num_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            memory = _advised(mmap.mmap(descriptor, self.num_bytes))
+            self.descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+            return memory
+        finally:
+            os.close(descriptor)
+
     def stop(self) -> None:
         """Have `touch` return soon."""
         self._is_closing = True
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, once no other process maps it."""
         del self._bytes, self.words, self.sums
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot's content, which can be written. Valid until `close`."""
-        start = slot * self.slot_bytes
+        start = self.offset(slot)
         return memoryview(self._bytes[start : start + self.block_bytes])  # type: ignore[arg-type]
+
+    def offset(self, slot: int) -> int:
+        """Where a slot begins."""
+        return slot * self.slot_bytes
 
     @property
     def address(self) -> int:
@@ -93,7 +115,10 @@ def _private_memory(num_bytes: int) -> mmap.mmap:
     """Memory of this process alone. In huge pages where the system has them, which are touched and locked in a fraction of the time;
     systems give them to memory that processes share only if told to. A forked process does not get it: its copies on write would take pages
     away from under the devices' copies."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _advised(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _advised(memory: mmap.mmap) -> mmap.mmap:
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with contextlib.suppress(AttributeError, OSError):  # a system without it
             memory.madvise(getattr(mmap, name))

@@ -34,10 +34,10 @@ class BlockCopier(OpRunner):
 
     ops = (GatherBlocks, StageBlocks, ScatterBlocks)
 
-    def __init__(self, runner: Any, format: BlockFormat, arena_bytes: int, num_staging: int):
+    def __init__(self, runner: Any, format: BlockFormat, arena_bytes: int, num_staging: int, *, is_shared: bool = False):
         """Takes no memory. Raises ConfigError if a block does not fit into the arena."""
         self._runner, self.format = runner, format
-        self.arena = Arena(arena_bytes, format)
+        self.arena = Arena(arena_bytes, format, is_shared=is_shared)
         self.sizes = batch_sizes(format)
         self.num_staging = num_staging
         self._staging: list[jax.Array] = []

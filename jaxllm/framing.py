@@ -1,4 +1,4 @@
-"""Framing of all messages between hosts: msgpack, never pickles, each after its length. Does not import JAX."""
+"""Framing of all messages between hosts and engines: msgpack, never pickles, each after its length. Does not import JAX."""
 
 import struct
 from dataclasses import dataclass

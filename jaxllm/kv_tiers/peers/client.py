@@ -1,0 +1,259 @@
+"""A connection of a decode engine to a prefill engine."""
+
+import fcntl
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from jaxllm.errors import JaxLLMError
+from jaxllm.framing import WireError
+from jaxllm.kv_tiers.peers import addresses, messages
+from jaxllm.kv_tiers.peers.channel import Channel
+from jaxllm.kv_tiers.peers.identity import Identity
+from jaxllm.kv_tiers.peers.messages import (
+    Attach,
+    Attached,
+    Block,
+    Code,
+    Done,
+    Hello,
+    Map,
+    Mapped,
+    Missing,
+    Proof,
+    Pull,
+    Refused,
+    Renew,
+    Slot,
+)
+from jaxllm.kv_tiers.peers.server import socket_name
+from jaxllm.kv_tiers.slot_store import SlotMemory
+
+T = TypeVar("T")
+
+
+class RefusedError(JaxLLMError):
+    """The prefill engine refuses; `code` is a `Code`."""
+
+    def __init__(self, code: str, text: str):
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a prefill engine is."""
+
+    engine_id: str
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"prefill engine {self.engine_id} at {self.host}, port {self.port}"
+
+
+class Mapping:
+    """The memory of a prefill engine on this host, for all connections to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._memory: mmap.mmap | None = None
+
+    def open(self, channel: Channel, seconds: float) -> mmap.mmap:
+        """Map it, if no other connection has. Raises WireError."""
+        with self._lock:
+            if self._memory is None:
+                self._memory = _map(channel, seconds)
+            return self._memory
+
+    def close(self) -> None:
+        """Give it back. No connection is used any more."""
+        with self._lock:
+            if self._memory is not None:
+                self._memory.close()
+                self._memory = None
+
+
+class Connection:
+    """A connection whose handshake is over. For one thread at a time. Methods raise WireError if the other end is gone or breaks the
+    protocol, and RefusedError; after the first the connection is of no use."""
+
+    def __init__(self, channel: Channel, memory: SlotMemory, seconds: float):
+        self._channel, self._memory, self._seconds = channel, memory, seconds
+        self._shared: mmap.mmap | None = None
+
+    @classmethod
+    def to(
+        cls,
+        target: Target,
+        own: Identity,
+        memory: SlotMemory,
+        peers: Sequence[str] | None,
+        seconds: float,
+        mapping: Mapping | None = None,
+    ) -> "Connection":
+        """Connect. seconds: longest wait for each answer. mapping: for contents, if the engine is on this host. Raises also OSError and
+        `addresses.NotAllowedError`."""
+        found = addresses.allowed(target.host, target.port, peers)
+        channel = _connect(target, found, seconds)
+        try:
+            _greet(channel, target, own, seconds)
+            connection = cls(channel, memory, seconds)
+            if channel.is_local and mapping is not None:
+                connection._shared = mapping.open(channel, seconds)
+            return connection
+        except BaseException:
+            channel.close()
+            raise
+
+    def attach(self, lease: str) -> Sequence[bytes]:
+        """The names of the contents that are kept under a lease, which this connection keeps alive from now on."""
+        self._channel.send(Attach(lease), self._seconds)
+        answer = self._channel.receive(self._seconds)
+        if isinstance(answer, Refused):
+            raise RefusedError(answer.code, answer.text)
+        if not isinstance(answer, Attached) or answer.lease != lease:
+            raise WireError("the answer to Attach is another one")
+        return answer.names
+
+    def renew(self, leases: Sequence[str]) -> None:
+        """Leases are still needed."""
+        self._channel.send(Renew(list(leases)), self._seconds)
+
+    def end(self, lease: str) -> None:
+        """A lease is no longer needed."""
+        self._channel.send(Done(lease), self._seconds)
+
+    def pull(self, lease: str, names: Sequence[bytes], slots: Sequence[int]) -> list[bool]:
+        """Fetch contents into slots. Returns which came."""
+        slot_of = dict(zip(names, slots, strict=True))
+        came: set[bytes] = set()
+        self._channel.send(Pull(lease, list(names)), self._seconds)
+        while slot_of:
+            match self._channel.receive(self._seconds):
+                case Missing(missing):
+                    for name in missing:
+                        _take(slot_of, name)
+                case Block(name, length, sums):
+                    slot = _take(slot_of, name)
+                    if length != self._memory.block_bytes:
+                        raise WireError(f"a block of {length} bytes was sent, it must have {self._memory.block_bytes}")
+                    self._channel.receive_into(self._memory.view(slot), self._seconds)
+                    self._set_sums(slot, sums)
+                    came.add(name)
+                case Slot(name, offset, sums):
+                    slot = _take(slot_of, name)
+                    self._copy(slot, offset)
+                    self._set_sums(slot, sums)
+                    came.add(name)
+                case Refused(code, text):
+                    raise RefusedError(code, text)
+                case other:
+                    raise WireError(f"the answer to Pull is a {type(other).__name__}")
+        return [name in came for name in names]
+
+    def _copy(self, slot: int, offset: int) -> None:
+        size, shared = self._memory.block_bytes, self._shared
+        if shared is None or not 0 <= offset <= len(shared) - size:
+            raise WireError("a slot lies outside of the memory that is shared")
+        # NumPy lets other threads run meanwhile.
+        source = np.frombuffer(shared, np.uint8, size, offset)
+        np.copyto(np.frombuffer(self._memory.view(slot), np.uint8), source)
+
+    def _set_sums(self, slot: int, sums: bytes) -> None:
+        own = self._memory.sums[slot]
+        if len(sums) != own.nbytes:
+            raise WireError(f"checksums of {len(sums)} bytes were sent, they must have {own.nbytes}")
+        own[...] = np.frombuffer(sums, np.uint32).reshape(own.shape)
+
+    def interrupt(self) -> None:
+        """See Channel."""
+        self._channel.interrupt()
+
+    def close(self) -> None:
+        """Close it. No other thread uses it."""
+        self._channel.close()
+
+
+def _take(slot_of: dict[bytes, int], name: bytes) -> int:
+    if name not in slot_of:
+        raise WireError("a content was sent that was not asked for, or twice")
+    return slot_of.pop(name)
+
+
+def _connect(target: Target, found: "Sequence[addresses.Address]", seconds: float) -> Channel:
+    """Connect to a process of this host, or else to the first address that answers. Raises OSError."""
+    local = socket.socket(socket.AF_UNIX)
+    try:
+        local.settimeout(seconds)
+        local.connect(socket_name(target.engine_id))
+        channel = Channel(local, messages.FIRST_OF_PREFILL)
+        if channel.user_id in (os.geteuid(), 0):
+            return channel
+    except OSError:
+        pass  # it is on another host, or in another container
+    local.close()
+    deadline, error = time.monotonic() + seconds, OSError("no address is known")
+    for family, address in found:
+        stream = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            stream.settimeout(max(0.01, deadline - time.monotonic()))
+            stream.connect(address)
+            return Channel(stream, messages.FIRST_OF_PREFILL)
+        except OSError as new:
+            stream.close()
+            error = new
+    raise error
+
+
+def _greet(channel: Channel, target: Target, own: Identity, seconds: float) -> None:
+    """The handshake. Raises WireError or RefusedError."""
+    nonce = messages.new_nonce()
+    channel.send(Hello(messages.PROTOCOL, target.engine_id, dict(own.facts), own.block_bytes, nonce), seconds)
+    hello = _answer(channel, Hello, seconds)
+    channel.send(Proof(messages.proof("decode", own.token, nonce, hello.nonce)), seconds)
+    proof = _answer(channel, Proof, seconds)
+    if not messages.is_proven(proof.hmac, "prefill", own.token, hello.nonce, nonce):
+        raise RefusedError(
+            Code.TOKEN, "the prefill engine has another token; set the same JAXLLM_KV_TOKEN for both, or for neither"
+        )
+    if hello.engine_id != target.engine_id:
+        raise RefusedError(Code.ENGINE, f"it is engine {hello.engine_id}")
+    if (difference := own.difference(hello.facts, hello.block_bytes)) is not None:
+        raise RefusedError(Code.DIFFERS, difference)
+    channel.accept(messages.OF_PREFILL)
+
+
+def _answer(channel: Channel, kind: type[T], seconds: float) -> T:
+    answer = channel.receive(seconds)
+    if isinstance(answer, Refused):
+        raise RefusedError(answer.code, answer.text)
+    if not isinstance(answer, kind):
+        raise WireError(f"it sent a {type(answer).__name__} in place of a {kind.__name__}")
+    return answer
+
+
+def _map(channel: Channel, seconds: float) -> mmap.mmap:
+    """The memory of an engine on this host, to be read. Raises WireError."""
+    channel.send(Map(), seconds)
+    answer = channel.receive(seconds)
+    if not isinstance(answer, Mapped):
+        raise WireError("the answer to Map is another one")
+    descriptor = channel.receive_descriptor(seconds)
+    try:
+        # A file that could shrink would end this process when it reads what is no longer there.
+        is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        if not is_sealed or not 0 < answer.num_bytes <= os.fstat(descriptor).st_size:
+            raise WireError("the memory that it shares may be shorter than it says")
+        return mmap.mmap(descriptor, answer.num_bytes, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise WireError(f"the memory that it shares cannot be mapped ({error})") from error
+    finally:
+        os.close(descriptor)

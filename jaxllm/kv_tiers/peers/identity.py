@@ -1,0 +1,62 @@
+"""What two engines show each other before one fetches blocks of the other, and the signature of what a prefill engine answers."""
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from jaxllm.kv_transfer import KVTransfer
+
+_SHORT, _MOST_NAMED = 80, 3
+"""Characters of a value that is shown as it is, and differences that an error names."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One engine."""
+
+    engine_id: str
+    facts: Mapping[str, str]
+    """What bytes of contents depend on, by names for error messages: equal for engines with the same bytes for the same tokens."""
+    block_bytes: int
+    """Bytes of a block's content."""
+    token: bytes = b""
+    """The secret of all engines that pass blocks to each other."""
+
+    def difference(self, facts: Mapping[str, str], block_bytes: int) -> str | None:
+        """What keeps another engine from using this one's blocks, with the values of both; None if nothing does."""
+        own, other = (
+            {**each, "bytes of a block": str(size)} for each, size in ((self.facts, self.block_bytes), (facts, block_bytes))
+        )
+        names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+        if not names:
+            return None
+        found = "; ".join(f"{name}: {own.get(name, 'none')} and {other.get(name, 'none')}" for name in names[:_MOST_NAMED])
+        return f"the engines cannot use each other's blocks: they differ in {found}"
+
+
+def facts_of(described: Mapping[str, Any]) -> dict[str, str]:
+    """What `fingerprint.describe` found, in short: long values as a digest."""
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in described.items()}
+    return {
+        name: text if len(text) <= _SHORT else f"digest {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        for name, text in texts.items()
+    }
+
+
+def signature(token: bytes, transfer: KVTransfer) -> str:
+    """Shows that an engine with the token answered these parameters, so that clients cannot send an engine elsewhere."""
+    signed = [
+        transfer.remote_engine_id, transfer.lease_id, transfer.host, transfer.port,
+        transfer.num_blocks, transfer.num_tokens, transfer.num_cached_tokens,
+    ]  # fmt: skip
+    return hmac.new(token, b"transfer\0" + msgspec.msgpack.encode(signed), hashlib.sha256).hexdigest()
+
+
+def is_signed(token: bytes, transfer: KVTransfer) -> bool:
+    """Whether the parameters have the signature that they need: none without a token."""
+    return not token or hmac.compare_digest((transfer.signature or "").encode(), signature(token, transfer).encode())

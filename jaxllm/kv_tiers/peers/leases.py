@@ -1,0 +1,173 @@
+"""Leases of a prefill engine: which contents it keeps for requests that another engine decodes, and for how long."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from jaxllm.errors import JaxLLMError
+
+LEASE_SECONDS = 30.0
+"""A lease that is not renewed for so long ends."""
+CLOSED_SECONDS = 10.0
+"""A lease ends so long after the last connection that used it was closed."""
+SHARE = 0.5
+"""Largest part of the slots that leases keep."""
+
+
+class NoLeaseError(JaxLLMError):
+    """There is no such lease, or not any more."""
+
+
+@dataclass(eq=False)
+class Lease:
+    """Contents that are kept together."""
+
+    number: str
+    """Cannot be guessed: who has it may fetch the contents."""
+    names: Sequence[bytes]
+    expires_at: float
+    pending: set[bytes]
+    """Names whose contents are not stored yet."""
+    slots: dict[bytes, int] = field(default_factory=dict)
+    """Where the others are; what has no slot is lost."""
+    connections: set[object] = field(default_factory=set)
+    num_readers: int = 0
+    is_over: bool = False
+
+
+class Leases:
+    """All leases. The step loop's thread opens them and stores their contents, those of the server use and end them.
+
+    The contents of a lease stay in their slots until `take_ended` returned it, which it does not while a thread reads them.
+    """
+
+    def __init__(self, max_blocks: int, clock: Callable[[], float] = time.monotonic):
+        self.max_blocks, self._clock = max_blocks, clock
+        self._leases: dict[str, Lease] = {}
+        self._changed = threading.Condition()
+        self.num_opened = self.num_refused = self.num_expired = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    # The step loop's thread
+
+    def open(self, names: Sequence[bytes]) -> Lease | None:
+        """A lease for contents that are about to be stored. None if too many are kept already."""
+        with self._changed:
+            kept = {name for lease in self._leases.values() for name in lease.names}
+            if len(kept.union(names)) > self.max_blocks:
+                self.num_refused += 1
+                return None
+            lease = Lease(secrets.token_hex(16), names, self._clock() + LEASE_SECONDS, set(names))
+            self._leases[lease.number] = lease
+            self.num_opened += 1
+            return lease
+
+    def pending(self) -> list[Lease]:
+        """Leases with contents that are not stored yet."""
+        with self._changed:
+            return [lease for lease in self._leases.values() if lease.pending and not lease.is_over]
+
+    def note(self, lease: Lease, stored: Iterable[tuple[bytes, int]], lost: Collection[bytes] = ()) -> None:
+        """Contents of a lease are in these slots, or will never be."""
+        with self._changed:
+            lease.slots.update(stored)
+            lease.pending.difference_update(lease.slots, lost)
+            self._changed.notify_all()
+
+    def lose(self, names: Collection[bytes]) -> None:
+        """These contents are wrong, or their slots are given away."""
+        with self._changed:
+            for lease in self._leases.values():
+                lease.pending.difference_update(names)
+                for name in lease.slots.keys() & names:
+                    del lease.slots[name]
+            self._changed.notify_all()
+
+    def take_ended(self) -> list[Lease]:
+        """The leases that are over, which exist no longer: their slots are free for others."""
+        with self._changed:
+            now = self._clock()
+            for lease in self._leases.values():
+                if not lease.is_over and now >= lease.expires_at:
+                    lease.is_over = True
+                    self.num_expired += 1
+            ended = [lease for lease in self._leases.values() if lease.is_over and not lease.num_readers]
+            for lease in ended:
+                del self._leases[lease.number]
+            return ended
+
+    def end_all(self) -> None:
+        """End all leases."""
+        with self._changed:
+            for lease in self._leases.values():
+                lease.is_over = True
+            self._changed.notify_all()
+
+    # The server's threads
+
+    def attach(self, number: str, connection: object) -> Sequence[bytes]:
+        """Use a lease on a connection. Returns the names of its contents. Raises NoLeaseError."""
+        with self._changed:
+            lease = self._find(number)
+            lease.connections.add(connection)
+            lease.expires_at = self._clock() + LEASE_SECONDS
+            return lease.names
+
+    def renew(self, numbers: Iterable[str], connection: object) -> None:
+        """Leases are still needed; unknown ones are ignored."""
+        with self._changed:
+            for number in numbers:
+                lease = self._leases.get(number)
+                if lease is not None and not self._is_over(lease):
+                    lease.connections.add(connection)
+                    lease.expires_at = self._clock() + LEASE_SECONDS
+
+    def end(self, number: str) -> None:
+        """A lease is no longer needed; unknown ones are ignored."""
+        with self._changed:
+            if (lease := self._leases.get(number)) is not None:
+                lease.is_over = True
+                self._changed.notify_all()
+
+    def leave(self, connection: object) -> None:
+        """A connection was closed."""
+        with self._changed:
+            for lease in self._leases.values():
+                if connection in lease.connections:
+                    lease.connections.remove(connection)
+                    if not lease.connections:
+                        lease.expires_at = min(lease.expires_at, self._clock() + CLOSED_SECONDS)
+
+    @contextmanager
+    def reading(self, number: str) -> Iterator[Callable[[bytes, float], int | None]]:
+        """Read contents of a lease within this context: gives a function from a name to its slot, which waits so many seconds for a
+        content that is not stored yet, and returns None if there is none. Raises NoLeaseError."""
+        with self._changed:
+            lease = self._find(number)
+            lease.num_readers += 1
+            lease.expires_at = max(lease.expires_at, self._clock() + LEASE_SECONDS)
+
+        def slot_of(name: bytes, seconds: float) -> int | None:
+            with self._changed:
+                self._changed.wait_for(lambda: name not in lease.pending or self._is_over(lease), seconds)
+                return None if self._is_over(lease) else lease.slots.get(name)
+
+        try:
+            yield slot_of
+        finally:
+            with self._changed:
+                lease.num_readers -= 1
+
+    def _find(self, number: str) -> Lease:
+        lease = self._leases.get(number)
+        if lease is None or self._is_over(lease):
+            raise NoLeaseError("there is no such lease, or it has ended")
+        return lease
+
+    def _is_over(self, lease: Lease) -> bool:
+        return lease.is_over or self._clock() >= lease.expires_at

@@ -1,0 +1,140 @@
+"""Messages between a decode engine and a prefill engine, whose blocks it fetches.
+
+The decode engine connects and begins with `Hello`; both answer each other's with `Proof`. Then it sends `Attach`, `Pull`, `Renew`, `Done`
+and `Map`, of which only `Renew` and `Done` are not answered. Nothing is encrypted. If both have a token, each proves that it knows it,
+without sending it.
+"""
+
+import hashlib
+import hmac
+import secrets
+
+from jaxllm.framing import Accepted, Message
+
+PROTOCOL = 1
+"""Version of these messages."""
+FIRST_BYTES = 16 << 10
+"""The most that a message may have which comes before the other end has shown who it is."""
+MAX_BYTES = 8 << 20
+"""The most that a later one may have: the names of a prompt of a million tokens take 3 MB."""
+
+
+class Hello(Message, tag="hello"):
+    """The first message of both ends. nonce: goes into the proof of the other end. The decode engine names the prefill engine that it
+    wants in `engine_id`, because another may have its port by now."""
+
+    protocol: int
+    engine_id: str
+    facts: dict[str, str]
+    """See Identity."""
+    block_bytes: int
+    """Bytes of a block's content."""
+    nonce: bytes
+
+
+class Proof(Message, tag="proof"):
+    """Shows that this end knows the token."""
+
+    hmac: bytes
+
+
+class Refused(Message, tag="refused"):
+    """The answer to what cannot be done. code: `Code`, for programs."""
+
+    code: str
+    text: str
+
+
+class Attach(Message, tag="attach"):
+    """Use a lease, which lives as long as this connection and is renewed."""
+
+    lease: str
+
+
+class Attached(Message, tag="attached"):
+    """The names of the contents that are kept under a lease."""
+
+    lease: str
+    names: list[bytes]
+
+
+class Pull(Message, tag="pull"):
+    """Fetch contents. Each name is answered once, in any order: by `Block`, `Slot` or `Missing`."""
+
+    lease: str
+    names: list[bytes]
+
+
+class Block(Message, tag="block"):
+    """A content, whose bytes follow this message."""
+
+    name: bytes
+    length: int
+    sums: bytes
+    """Its checksums, as the device computed them."""
+
+
+class Slot(Message, tag="slot"):
+    """A content in the memory that `Map` gave."""
+
+    name: bytes
+    offset: int
+    sums: bytes
+
+
+class Missing(Message, tag="missing"):
+    """These contents are not kept, or not any more."""
+
+    names: list[bytes]
+
+
+class Map(Message, tag="map"):
+    """Share the memory with the contents, on the same host. `Mapped` answers."""
+
+
+class Mapped(Message, tag="mapped"):
+    """The memory, whose descriptor follows this message with one byte."""
+
+    num_bytes: int
+
+
+class Renew(Message, tag="renew"):
+    """These leases are still needed."""
+
+    leases: list[str]
+
+
+class Done(Message, tag="done"):
+    """A lease is no longer needed."""
+
+    lease: str
+
+
+class Code:
+    """Reasons of `Refused`."""
+
+    PROTOCOL = "protocol"
+    ENGINE = "engine"
+    TOKEN = "token"
+    DIFFERS = "differs"
+    LEASE = "lease"
+
+
+FIRST_OF_DECODE = Accepted(Hello | Proof, FIRST_BYTES)
+FIRST_OF_PREFILL = Accepted(Hello | Proof | Refused, FIRST_BYTES)
+OF_DECODE = Accepted(Attach | Pull | Map | Renew | Done, MAX_BYTES)
+OF_PREFILL = Accepted(Attached | Block | Slot | Missing | Mapped | Refused, MAX_BYTES)
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(16)
+
+
+def proof(of: str, token: bytes, own_nonce: bytes, other_nonce: bytes) -> bytes:
+    """The proof of an end with this role that it knows the token; the role keeps it from being sent back to its sender."""
+    return hmac.new(token, b"\0".join((of.encode(), own_nonce, other_nonce)), hashlib.sha256).digest()
+
+
+def is_proven(found: bytes, of: str, token: bytes, own_nonce: bytes, other_nonce: bytes) -> bool:
+    """Whether an end with this role, and these nonces as it sees them, knows this end's token: none is one too."""
+    return hmac.compare_digest(found, proof(of, token, own_nonce, other_nonce))

@@ -1,0 +1,119 @@
+"""A prefill engine as a decode engine sees it: several connections, each with a thread."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from jaxllm.framing import ClosedError, WireError
+from jaxllm.kv_tiers.peers.client import Connection, Mapping, Target
+from jaxllm.worker_thread import WorkerThread
+
+T = TypeVar("T")
+NUM_CONNECTIONS = 4
+"""Connections for contents."""
+BATCH_BYTES = 16 << 20
+"""Contents of one Pull."""
+
+
+class Lane:
+    """A thread with a connection, which is made when it is needed."""
+
+    def __init__(self, connect: Callable[[], Connection], name: str):
+        self._connect = connect
+        self._thread = WorkerThread(name)
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._is_closed = False
+
+    def submit(self, call: Callable[[Connection], T]) -> "Future[T]":
+        """Make a call with the connection, after all earlier ones."""
+        return self._thread.submit(partial(self._run, call))
+
+    def _run(self, call: Callable[[Connection], T]) -> T:
+        is_old = self._connection is not None
+        try:
+            return self._use(call)
+        except ClosedError:
+            if not is_old:
+                raise
+        return self._use(call)  # the other end closes what was idle
+
+    def _use(self, call: Callable[[Connection], T]) -> T:
+        if self._connection is None:
+            connection = self._connect()
+            with self._lock:
+                if self._is_closed:
+                    connection.close()
+                    raise ClosedError("this engine ends")
+                self._connection = connection
+        try:
+            return call(self._connection)
+        except WireError:
+            with self._lock:
+                self._connection.close()
+                self._connection = None
+            raise
+
+    def close(self) -> None:
+        """Close the connection under the calls that use it; those that wait fail."""
+        with self._lock:
+            self._is_closed = True
+            if self._connection is not None:
+                self._connection.interrupt()
+        self._thread.abandon()
+
+    def join(self) -> None:
+        """Wait for the thread, once it was closed."""
+        self._thread.shutdown()
+        if self._connection is not None:
+            self._connection.close()
+
+
+class Peer:
+    """A prefill engine. Calls return at once; the errors of their futures are those of `Connection`."""
+
+    def __init__(self, target: Target, connect: Callable[[Target, "Mapping | None"], Connection], block_bytes: int):
+        self.target = target
+        self._mapping = Mapping()
+        self._control = Lane(partial(connect, target, None), "kv-peer")
+        self._lanes = [Lane(partial(connect, target, self._mapping), f"kv-pull-{index}") for index in range(NUM_CONNECTIONS)]
+        self._next = 0
+        self._batch_size = max(1, BATCH_BYTES // block_bytes)
+
+    def attach(self, lease: str) -> "Future[Sequence[bytes]]":
+        """See Connection, as for the next two."""
+        return self._control.submit(lambda connection: connection.attach(lease))
+
+    def renew(self, leases: Sequence[str]) -> "Future[None]":
+        return self._control.submit(lambda connection: connection.renew(leases))
+
+    def end(self, lease: str) -> "Future[None]":
+        return self._control.submit(lambda connection: connection.end(lease))
+
+    def pull(self, lease: str, names: Sequence[bytes], slots: Sequence[int]) -> "list[tuple[int, Future[list[bool]]]]":
+        """Fetch contents in batches. Returns the future of each, with the index of its first content."""
+        size = min(self._batch_size, -(-len(names) // NUM_CONNECTIONS))
+        batches = []
+        for start in range(0, len(names), size):
+            part = slice(start, start + size)
+            pull = partial(_pull, lease=lease, names=list(names[part]), slots=list(slots[part]))
+            batches.append((start, self._lanes[self._next].submit(pull)))
+            self._next = (self._next + 1) % NUM_CONNECTIONS
+        return batches
+
+    def close(self) -> None:
+        """Close all connections. Returns at once."""
+        for lane in (self._control, *self._lanes):
+            lane.close()
+
+    def join(self) -> None:
+        """Wait for all threads, once it was closed."""
+        for lane in (self._control, *self._lanes):
+            lane.join()
+        self._mapping.close()
+
+
+def _pull(connection: Connection, lease: str, names: Sequence[bytes], slots: Sequence[int]) -> list[bool]:
+    return connection.pull(lease, names, slots)

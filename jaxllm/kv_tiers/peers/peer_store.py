@@ -1,0 +1,338 @@
+"""The contents that prefill engines keep for requests of this engine, as a store behind host memory."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from jaxllm.kv_tiers.peers import client
+from jaxllm.kv_tiers.peers.addresses import NotAllowedError
+from jaxllm.kv_tiers.peers.client import Connection, Mapping, RefusedError, Target
+from jaxllm.kv_tiers.peers.identity import Identity
+from jaxllm.kv_tiers.peers.messages import Code
+from jaxllm.kv_tiers.peers.peer import Peer
+from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
+from jaxllm.log import logger
+from jaxllm.scheduler.cache_observer import TierListener
+from jaxllm.scheduler_stats import PULL_FAILURES, SchedulerStats
+
+RENEW_SECONDS = 5.0
+IDLE_SECONDS = 60.0
+"""Connections to a prefill engine are closed that no request needed for so long."""
+BAD_SECONDS = 60.0
+"""A prefill engine that differs from this one is not asked again for so long."""
+MAX_PEERS = 64
+
+
+@dataclass(eq=False)
+class _Lease:
+    """A lease at a prefill engine that requests of this engine use."""
+
+    number: str
+    peer: Peer
+    users: set[str] = field(default_factory=set)
+    attached: "Future[Sequence[bytes]]" = field(default_factory=Future)
+    """Once it is done, the contents can be found."""
+    num_reads: int = 0
+    """Pulls under way."""
+
+
+@dataclass(eq=False)
+class _Read:
+    """A read that is under way."""
+
+    number: int
+    names: Sequence[bytes]
+    is_right: list[bool]
+    num_left: int
+    """Batches that are not over."""
+    began: float = field(default_factory=time.monotonic)
+
+
+class PeerStore:
+    """See SlotStore. `attach` adds the contents of a lease, `detach` removes them."""
+
+    name, writes = "peer", False
+    listener: TierListener | None = None
+    """What other engines keep is not told."""
+
+    def __init__(
+        self, own: Identity, memory: SlotMemory, wake: Callable[[], None], peers: Sequence[str] | None, timeout_seconds: float
+    ):
+        """peers: the option kv_peers. timeout_seconds: longest wait for any answer."""
+        self._own, self._memory, self._wake, self._timeout = own, memory, wake, timeout_seconds
+        self._connect_to = partial(client.Connection.to, own=own, memory=memory, peers=peers, seconds=timeout_seconds)
+        self._lock = threading.RLock()
+        self._peers: dict[Target, tuple[Peer, float]] = {}
+        """With the time of the latest use."""
+        self._closing: list[Peer] = []
+        self._bad: dict[Target, tuple[float, str]] = {}
+        self._leases: dict[tuple[Target, str], _Lease] = {}
+        self._leases_of: dict[bytes, list[_Lease]] = {}
+        """The leases that have each content."""
+        self._faults: dict[str, str] = {}
+        """Why blocks of requests did not come."""
+        self._finished: list[Transfer] = []
+        self._stopping = threading.Event()
+        self._timer: threading.Thread | None = None
+        self.num_bytes = 0
+        self.failures: Counter[str] = Counter()
+        """Failed attempts to attach a lease or to read, by the names of PULL_FAILURES."""
+
+    # Leases
+
+    def attach(self, request_id: str, target: Target, number: str) -> "Future[Sequence[bytes]]":
+        """Use a lease for a request. The future has the names of its contents, or the error."""
+        with self._lock:
+            lease = self._leases.get((target, number))
+            if lease is None:
+                peer = self._peer(target)
+                lease = self._leases[target, number] = _Lease(number, peer, {request_id})
+                peer.attach(number).add_done_callback(partial(self._note_attached, lease))
+            lease.users.add(request_id)
+            return lease.attached
+
+    def detach(self, request_id: str) -> None:
+        """A request needs no lease any more."""
+        with self._lock:
+            self._faults.pop(request_id, None)
+            for lease in list(self._leases.values()):
+                if request_id in lease.users:
+                    lease.users.remove(request_id)
+                    self._end_unused(lease)
+
+    def fault_of(self, request_id: str) -> str | None:
+        """Why blocks of a request did not come, or will not; None as long as all may."""
+        with self._lock:
+            return self._faults.get(request_id)
+
+    def _blame(self, lease: _Lease, text: str) -> None:
+        self._faults.update(dict.fromkeys(lease.users, text))
+
+    def _note_attached(self, lease: _Lease, future: "Future[Sequence[bytes]]") -> None:
+        with self._lock:
+            if (error := _error_of(future)) is not None:
+                self._note_failure(lease, error)
+                lease.attached.set_exception(error)
+            else:
+                names = future.result()
+                if (lease.peer.target, lease.number) in self._leases:
+                    for name in names:
+                        self._leases_of.setdefault(name, []).append(lease)
+                lease.attached.set_result(names)
+                self._end_unused(lease)
+        self._wake()
+
+    def _end_unused(self, lease: _Lease) -> None:
+        """End a lease at the prefill engine that no request and no read needs."""
+        if not lease.users and not lease.num_reads and lease.attached.done() and self._forget(lease):
+            lease.peer.end(lease.number).add_done_callback(_error_of)
+
+    def _forget(self, lease: _Lease) -> bool:
+        """Find nothing in a lease any more. Returns whether it was known."""
+        if self._leases.pop((lease.peer.target, lease.number), None) is None:
+            return False
+        if lease.attached.done() and _error_of(lease.attached) is None:
+            self._remove(lease, lease.attached.result())
+        return True
+
+    def _remove(self, lease: _Lease, names: Iterable[bytes]) -> bool:
+        """Find these contents in a lease no more. Returns whether any was found there."""
+        was_found = False
+        for name in names:
+            found = self._leases_of.get(name, [])
+            if lease in found:
+                was_found = True
+                found.remove(lease)
+                if not found:
+                    del self._leases_of[name]
+        return was_found
+
+    def _peer(self, target: Target) -> Peer:
+        """Raises RefusedError."""
+        until, text = self._bad.get(target, (0.0, ""))
+        if time.monotonic() < until:
+            raise RefusedError(Code.DIFFERS, text)
+        self._bad.pop(target, None)
+        found = self._peers.get(target)
+        if found is None and len(self._peers) >= MAX_PEERS:
+            raise RefusedError("peers", f"this engine is connected to {MAX_PEERS} prefill engines already")
+        peer = Peer(target, self._connect, self._memory.block_bytes) if found is None else found[0]
+        self._peers[target] = peer, time.monotonic()
+        if self._timer is None:
+            self._timer = threading.Thread(target=self._run_timer, name="kv-renew", daemon=True)
+            self._timer.start()
+        return peer
+
+    def _connect(self, target: Target, mapping: Mapping | None) -> Connection:
+        return self._connect_to(target, mapping=mapping)
+
+    def _note_failure(self, lease: _Lease, error: BaseException) -> None:
+        """A lease is of no use. Unless its engine refused it alone, the engine's other leases are not either."""
+        target = lease.peer.target
+        if not self._forget(lease):
+            return  # an earlier failure, or it is not needed
+        self.failures[reason_of(error)] += 1
+        self._blame(lease, str(error) or type(error).__name__)
+        if isinstance(error, RefusedError) and error.code == Code.LEASE:
+            logger.warning("%s refuses: %s", target, error)
+            return
+        level = logger.error if isinstance(error, RefusedError) else logger.warning
+        level("%s: %s", target, error or type(error).__name__)
+        if isinstance(error, RefusedError) and error.code == Code.DIFFERS:
+            self._bad[target] = time.monotonic() + BAD_SECONDS, str(error)
+        self._drop(lease.peer)
+
+    def _drop(self, peer: Peer) -> None:
+        for other in [other for other in self._leases.values() if other.peer is peer]:
+            self._blame(other, "the prefill engine is lost")
+            self._forget(other)
+        if self._peers.get(peer.target, (None, 0.0))[0] is peer:
+            del self._peers[peer.target]
+            peer.close()
+            self._closing.append(peer)
+
+    def _run_timer(self) -> None:
+        """Renew leases, and close connections that are not needed."""
+        while not self._stopping.wait(RENEW_SECONDS):
+            with self._lock:
+                now = time.monotonic()
+                for target, (peer, used_at) in list(self._peers.items()):
+                    leases = [lease for lease in self._leases.values() if lease.peer is peer]
+                    if leases:
+                        self._peers[target] = peer, now
+                        renewing = peer.renew([lease.number for lease in leases])
+                        renewing.add_done_callback(partial(self._note_renewed, leases[0]))
+                    elif now - used_at > IDLE_SECONDS:
+                        self._drop(peer)
+                closing, self._closing = self._closing, []
+            for peer in closing:
+                peer.join()
+
+    def _note_renewed(self, lease: _Lease, future: "Future[None]") -> None:
+        if (error := _error_of(future)) is not None:
+            with self._lock:
+                self._note_failure(lease, error)
+
+    # See SlotStore
+
+    def find(self, names: Sequence[bytes]) -> Collection[bytes]:
+        with self._lock:
+            return [name for name in names if name in self._leases_of] if self._leases_of else ()
+
+    def seconds(self, num_blocks: int) -> float:
+        """No time: a router had the prompt computed elsewhere so that this engine does not."""
+        return 0.0
+
+    def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
+        with self._lock:
+            read = _Read(number, names, [False] * len(names), 0)
+            of_lease: dict[_Lease, list[int]] = {}
+            for index, name in enumerate(names):
+                if leases := self._leases_of.get(name):
+                    of_lease.setdefault(leases[-1], []).append(index)
+            pulls = []
+            for lease, indices in of_lease.items():
+                batches = lease.peer.pull(
+                    lease.number, [names[index] for index in indices], [slots[index] for index in indices]
+                )
+                ends = [start for start, _ in batches[1:]] + [len(indices)]
+                pulls += [(lease, indices[start:end], future) for (start, future), end in zip(batches, ends, strict=True)]
+                lease.num_reads += len(batches)
+            read.num_left = len(pulls)
+            if not pulls:
+                self._finish(read)
+        for lease, part, future in pulls:
+            future.add_done_callback(partial(self._note_pulled, read, lease, part))
+
+    def _note_pulled(self, read: _Read, lease: _Lease, indices: Iterable[int], future: "Future[list[bool]]") -> None:
+        with self._lock:
+            lease.num_reads -= 1
+            if (error := _error_of(future)) is None:
+                missing = []
+                for index, came in zip(indices, future.result(), strict=True):
+                    read.is_right[index] = came
+                    self.num_bytes += came * self._memory.block_bytes
+                    if not came:
+                        missing.append(read.names[index])
+                if missing:
+                    logger.warning("%s has %d blocks no more, which are computed here", lease.peer.target, len(missing))
+                    self.failures["missing"] += 1
+                    self._blame(lease, "it has some of them no more")
+                    self._remove(lease, missing)
+                self._end_unused(lease)
+            else:
+                self._note_failure(lease, error)
+            read.num_left -= 1
+            if not read.num_left:
+                self._finish(read)
+
+    def _finish(self, read: _Read) -> None:
+        self._finished.append(Transfer(read.number, read.is_right, time.monotonic() - read.began))
+        self._wake()
+
+    def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
+        return False
+
+    def finished(self) -> list[Transfer]:
+        with self._lock:
+            found, self._finished = self._finished, []
+            return found
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        with self._lock:
+            for lease in self._leases.values():
+                if self._remove(lease, names):
+                    self.failures["damaged"] += 1
+                    self._blame(lease, "some of them came damaged")
+
+    def reset(self, *, external: bool) -> None:
+        """Leases were of other weights, as far as this engine knows."""
+        with self._lock:
+            self._leases_of.clear()
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """See SlotStore."""
+        stats.pulled_bytes += self.num_bytes
+        stats.pull_failures = tuple(self.failures[reason] for reason in PULL_FAILURES)
+
+    def close(self) -> None:
+        self._stopping.set()
+        with self._lock:
+            for peer, _ in list(self._peers.values()):
+                self._drop(peer)
+            closing, self._closing = self._closing, []
+        for peer in closing:
+            peer.join()
+        if self._timer is not None:
+            self._timer.join()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a lease is used by nobody. Called without unfinished requests."""
+        with self._lock:
+            assert not any(lease.users for lease in self._leases.values()), "a lease is kept for a request that has ended"
+            known = set(self._leases.values())
+            assert all(lease in known for leases in self._leases_of.values() for lease in leases), (
+                "a lease is found that has ended"
+            )
+            assert not self._faults, "faults are kept of requests that have ended"
+
+
+def _error_of(future: "Future[Any]") -> BaseException | None:
+    try:
+        return future.exception()
+    except CancelledError as error:
+        return error
+
+
+def reason_of(error: BaseException) -> str:
+    """One of PULL_FAILURES."""
+    if isinstance(error, RefusedError):
+        return {Code.DIFFERS: "differs", Code.LEASE: "missing"}.get(error.code, "refused")
+    if isinstance(error, NotAllowedError):
+        return "not_allowed"
+    return "unreachable" if isinstance(error, OSError) else "lost"

@@ -1,0 +1,53 @@
+"""What an engine with a role has in addition to a host tier."""
+
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.kv_tiers.copies import Worth
+from jaxllm.kv_tiers.host_tier import HostTier
+from jaxllm.kv_tiers.peers.identity import Identity, facts_of
+from jaxllm.kv_tiers.peers.leases import SHARE, Leases
+from jaxllm.kv_tiers.peers.peer_store import PeerStore
+from jaxllm.kv_tiers.peers.prefill_tier import PrefillTier, answered
+from jaxllm.kv_tiers.peers.remote_prefills import RemotePrefills
+from jaxllm.kv_tiers.peers.server import Server
+from jaxllm.kv_tiers.slot_store import SlotStore
+from jaxllm.kv_transfer_options import token
+
+
+class Role:
+    """The parts of one engine. copies: a `BlockCopier`, whose arena is open. described: see `fingerprint.describe`."""
+
+    def __init__(self, config: EngineConfig, copies: Any, described: Mapping[str, Any]):
+        self._config = config
+        self._own = Identity(uuid.uuid4().hex, facts_of(described), copies.arena.block_bytes, token())
+        self.stores: tuple[SlotStore, ...] = ()
+        self.preparations: tuple[RemotePrefills, ...] = ()
+        options = config.kv_transfer
+        if options.is_decode:
+            store = PeerStore(self._own, copies.arena, copies.wake, options.kv_peers, options.kv_pull_timeout)
+            prefills = RemotePrefills(store, self._own.token, options.kv_pull_timeout, options.kv_load_failure_policy)
+            self.stores, self.preparations = (store,), (prefills,)
+
+    def new_tier(self, copies: Any, worth: Worth, **options: Any) -> HostTier:
+        """See HostTier. A prefill engine listens from now on. Raises ConfigError if it cannot."""
+        transfer = self._config.kv_transfer
+        if not transfer.is_prefill:
+            tier = HostTier(copies, worth, **options)
+        else:
+            tier = self._serving_tier(copies, worth, **options)
+        if transfer.is_decode:  # the last block may come as late as the option allows
+            tier.patience_seconds = max(tier.patience_seconds, transfer.kv_pull_timeout)
+        return tier
+
+    def _serving_tier(self, copies: Any, worth: Worth, **options: Any) -> PrefillTier:
+        transfer = self._config.kv_transfer
+        leases = Leases(int(SHARE * copies.num_slots))
+        server = Server(self._own, leases, copies.arena)
+        server.open(transfer.kv_host, transfer.kv_port)
+        size = self._config.parallel.tensor_parallel_size
+        answer = partial(answered, own=self._own, host=transfer.kv_host, port=server.port, tensor_parallel=size)
+        return PrefillTier(copies, worth, leases, server, answer, **options)

@@ -1,0 +1,207 @@
+"""Decode engines whose prefill engine is lost, damages contents or is silent; and pairs of engines of other kinds."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from jaxllm import env
+from jaxllm.errors import InvalidRequestError
+from jaxllm.kv_tiers.peers import client, peer_store
+from jaxllm.kv_tiers.peers.server import Server
+from jaxllm.kv_transfer import read_kv_transfer
+from jaxllm.request import ErrorKind, FinishReason
+from tests.helpers.engines import make_core
+from tests.helpers.slow import slow_except
+from tests.kv_tiers.peers.test_two_engines import DECODE, GREEDY, NUM_BLOCKS, PREFILL, SEEDED, Runner, make, prompt_of, wait_for
+
+
+@contextmanager
+def pair(name: str = "qwen3", prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> Iterator[Any]:
+    """A prefill and a decode engine, of which nothing is left afterwards."""
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    engines = Runner(make(name, **{**PREFILL, **(prefill or {})})), Runner(make(name, **{**DECODE, **(decode or {})}))
+    try:
+        yield engines
+        for each in engines:
+            each.core.check_integrity()
+    finally:
+        for each in engines:
+            each.core.shutdown()
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name in ("kv-listen", "kv-serve", "kv-renew", "kv-peer")
+    ]
+    del engines, each
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Runner]:
+    core = make_core("qwen3", num_gpu_blocks_override=NUM_BLOCKS)
+    yield Runner(core)
+    core.shutdown()
+
+
+def server_of(runner: Runner) -> Server:
+    (tier,) = runner.core._tiers
+    return tier._server
+
+
+def break_off(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> None:
+    """The prefill engine ends in the middle of a pull."""
+    send = Server._send_contents
+
+    def broken(self: Server, channel: Any, number: str, names: Any) -> None:
+        send(self, channel, number, names[:1])
+        channel.interrupt()
+
+    monkeypatch.setattr(Server, "_send_contents", broken)
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> None:
+    """Bits flip on the way."""
+    words = runner.core._tiers[0]._copies.arena.words
+    words[:, 0, 5] ^= 1 << 7
+
+
+def silence(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> None:
+    monkeypatch.setattr(Server, "_answer", lambda *args: time.sleep(0.5))
+
+
+FAULTS = {
+    "it ended before": lambda monkeypatch, runner: server_of(runner).close(),
+    "it ends meanwhile": break_off,
+    "it is silent": silence,
+    "damaged contents": damage,
+    "a lease that has ended": lambda monkeypatch, runner: runner.core._tiers[0]._leases.end_all(),
+}
+
+
+@pytest.mark.parametrize("transport", slow_except(["shared memory"], ["shared memory", "tcp"]))
+@pytest.mark.parametrize("policy", slow_except(["recompute"], ["recompute", "fail"]))
+def test_what_is_lost_is_computed_or_fails(one: Runner, policy: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if transport == "tcp":
+        monkeypatch.setattr(client, "socket_name", lambda engine_id: "\0jaxllm-nowhere")
+    options = {"kv_load_failure_policy": policy, "kv_pull_timeout": 0.3}
+    with pair(decode=options) as (prefill, decode):
+        for seed, (name, fault) in enumerate(reversed(FAULTS.items())):
+            prompt = prompt_of(90, seed)
+            wanted, _ = one.run(prompt)
+            answer = prefill.prefill(prompt)
+            while prefill.core.has_unfinished_requests():
+                prefill.core.step()
+            with monkeypatch.context() as broken:
+                fault(broken, prefill)
+                tokens, last = decode.decode(prompt, answer)
+                time.sleep(0.6 if name == "it is silent" else 0.0)
+            if policy == "recompute":
+                assert tokens == wanted, name
+            else:
+                assert last.finish_reason is FinishReason.ERROR and last.error_kind is ErrorKind.KV_TRANSFER, name
+                assert "the prefill engine that computed the prompt did not deliver its blocks" in str(last.stop_reason)
+                assert decode.run(prompt)[0] == wanted
+            decode.core.scheduler.check_integrity()
+
+
+@pytest.mark.slow
+def test_engines_with_tokens(one: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.KV_TOKEN, "secret")
+    with pair() as (prefill, decode):
+        prompt = prompt_of(90, 1)
+        answer = prefill.prefill(prompt)
+        for change in ({"remote_host": "127.0.0.2"}, {"remote_port": 5}, {"jaxllm_signature": None}, {"remote_num_tokens": 1}):
+            with pytest.raises(InvalidRequestError, match="jaxllm_signature"):
+                decode.decode(prompt, {**answer, **change})
+        tokens, last = decode.decode(prompt, answer)
+        assert tokens == one.run(prompt)[0] and last.num_cached_tokens == 80
+
+
+@pytest.mark.slow
+def test_an_engine_with_another_token_or_model_is_not_asked_again(one: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair(decode={"dtype": "bfloat16"}) as (prefill, decode):
+        answers = [prefill.prefill(prompt_of(90, seed)) for seed in (1, 2)]
+        connect = client.Connection.to
+        calls = []
+        (store,) = decode.core._tiers[0]._stores._stores
+        store._connect_to = lambda *args, **kwargs: (
+            calls.append(args) or connect(*args, own=store._own, memory=store._memory, peers=None, seconds=1.0, **kwargs)
+        )
+        for seed, answer in zip((1, 2), answers, strict=True):
+            _, last = decode.decode(prompt_of(90, seed), answer)
+            assert last.num_cached_tokens == 0
+        assert len(calls) == 1 and sum(store.failures.values()) == 1
+
+
+CASES: list[list[Any]] = [
+    ["qwen3", {}, {"tensor_parallel_size": 2}],
+    ["qwen3", {"tensor_parallel_size": 2}, {}],
+    ["qwen3", {"async_scheduling": False}, {"async_scheduling": False}],
+    ["qwen3", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}],
+    ["qwen3", {"max_num_batched_tokens": 32, "token_buckets": (32,)}, {}],
+    ["gemma3", {}, {}],
+    ["deepseek_v3", {"tensor_parallel_size": 2}, {}],
+]
+
+
+@pytest.mark.parametrize("case", slow_except([], CASES), ids=str)
+def test_tokens_are_those_of_one_engine(case: list[Any]) -> None:
+    name, prefill_options, decode_options = case
+    shared = {key: value for key, value in decode_options.items() if key == "kv_cache_dtype"}
+    one = Runner(make_core(name, num_gpu_blocks_override=NUM_BLOCKS, **shared))
+    with pair(name, prefill_options, decode_options) as (prefill, decode):
+        for seed, params in enumerate((GREEDY, SEEDED, GREEDY)):
+            prompt = prompt_of(90 + seed, seed)
+            answer = prefill.prefill(prompt, params)
+            tokens, last = decode.decode(prompt, answer, params)
+            assert tokens == one.run(prompt, params)[0]
+            assert last.num_cached_tokens == 80
+    one.core.shutdown()
+
+
+@pytest.mark.slow
+def test_sleep_of_a_prefill_engine_ends_what_is_being_stored(one: Runner) -> None:
+    with pair() as (prefill, decode):
+        prompt = prompt_of(90, 3)
+        answer = prefill.prefill(prompt)
+        prefill.core.sleep(1)
+        assert not prefill.core.has_unfinished_requests()
+        assert decode.decode(prompt, answer)[0] == one.run(prompt)[0]
+        prefill.core.wake_up()
+        again = prompt_of(90, 4)
+        assert decode.decode(again, prefill.prefill(again))[1].num_cached_tokens == 80
+
+
+@pytest.mark.slow
+def test_idle_connections_are_closed(one: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_store, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(peer_store, "IDLE_SECONDS", 0.2)
+    with pair() as (prefill, decode):
+        prompt = prompt_of(90, 5)
+        assert decode.decode(prompt, prefill.prefill(prompt))[1].num_cached_tokens == 80
+        wait_for(lambda: server_of(prefill).num_connections == 0)
+        again = prompt_of(90, 6)
+        assert decode.decode(again, prefill.prefill(again))[1].num_cached_tokens == 80
+
+
+@pytest.mark.slow
+def test_a_waiting_request_renews_its_lease(one: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_store, "RENEW_SECONDS", 0.05)
+    with pair(decode={"max_num_seqs": 1, "decode_buckets": (1,)}) as (prefill, decode):
+        prompt = prompt_of(90, 7)
+        answer = prefill.prefill(prompt)
+        decode.send(prompt_of(20, 8), GREEDY)
+        decode.core.step()
+        decode.send(prompt, GREEDY, read_kv_transfer(answer))
+        (lease,) = prefill.core._tiers[0]._leases._leases.values()
+        wait_for(lambda: bool(lease.connections))
+        before = lease.expires_at
+        wait_for(lambda: lease.expires_at > before)
+        found = decode.finish()
+        assert found["r2"][0] == one.run(prompt)[0] and found["r2"][1].num_cached_tokens == 80
