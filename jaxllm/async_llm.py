@@ -16,6 +16,7 @@ from jaxllm.engine.async_core import AsyncCore, ReplicaInfo, ReplicaState, Threa
 from jaxllm.engine_args import FromOptions
 from jaxllm.errors import EngineDeadError, EngineError, EngineStalledError, JaxLLMError, ReplicaLostError
 from jaxllm.hub import short_name
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.llm_engine import make_core
 from jaxllm.lora_calls import AsyncLoraCalls, loras_in_a_loop
 from jaxllm.lora_request import LoRARequest
@@ -470,6 +471,9 @@ class _Reports:
 
     def take_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
         self._llm._deliver(self._processor.take(outputs))
+
+    def take_move(self, request_id: str, replica: int, transfer: KVTransfer | None) -> None:
+        self._processor.moved(request_id, replica, transfer)
 
     def take_refusal(self, request_id: str, error: JaxLLMError) -> None:
         if (internal_id := self._processor.internal_id_of(request_id)) is not None:

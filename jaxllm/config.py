@@ -364,8 +364,7 @@ class EngineConfig:
         flat = self.flat()
         faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
         faults += [*lora_faults(flat), *hosts_faults(flat), *context_faults(flat), *eplb_faults(flat), *_step_faults(flat)]
-        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat), *kv_transfer_faults(flat)]
-        faults += kv_events_faults(flat)
+        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat), *kv_transfer_faults(flat), *kv_events_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self

@@ -20,6 +20,8 @@ MAX_NAME = 256
 """Characters of an id, a host or a signature."""
 _MAX_NUMBER = 2**63 - 1
 _NAME = re.compile(r"[!-~]+")
+_UNSUPPORTED = ("max_load_tokens", "max_offload_tokens")
+"""Limits that vLLM has, and this engine does not keep."""
 _WAY_OUT = f"pass on the {PARAM} of the prefill engine's answer as they are, or leave {PARAM} out"
 
 
@@ -43,15 +45,6 @@ class KVTransfer(msgspec.Struct, frozen=True, omit_defaults=True):
     """remote_prefill_cached_tokens: tokens of the prompt that the prefill engine found in its prefix cache, for the usage."""
     signature: str | None = None
     """jaxllm_signature: by the prefill engine, of the other fields with do_remote_prefill."""
-    max_load_tokens: int | None = None
-    """At most so many tokens of the prompt are loaded from cache tiers; None: all that pays."""
-    max_offload_tokens: int | None = None
-    """At most so many tokens of the request are kept in cache tiers; None: all."""
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether another engine computes the prompt, or the answer."""
-        return self.keep_for_decode or self.remote_engine_id is not None
 
 
 def read_kv_transfer(params: Mapping[str, Any] | None) -> KVTransfer | None:
@@ -67,20 +60,38 @@ def read_kv_transfer(params: Mapping[str, Any] | None) -> KVTransfer | None:
             "second for the one that computes the answer",
             PARAM,
         )
-    fields: dict[str, Any] = {name: _number(params, name) for name in ("max_load_tokens", "max_offload_tokens")}
-    if pull:
-        fields |= {
-            "remote_engine_id": _name(params, "remote_engine_id"),
-            "lease_id": _name(params, "remote_request_id"),
-            "host": _name(params, "remote_host"),
-            "port": _port(params),
-            "num_blocks": _num_blocks(params),
-            "num_tokens": _number(params, "remote_num_tokens"),
-            "num_cached_tokens": _number(params, "remote_prefill_cached_tokens"),
-            "signature": None if params.get("jaxllm_signature") is None else _name(params, "jaxllm_signature"),
-        }
-    found = KVTransfer(keep_for_decode=keep, **fields)
-    return None if found == KVTransfer() else found
+    for name in _UNSUPPORTED:
+        if params.get(name) is not None:
+            text = f"{PARAM}.{name} is not supported: what is kept and loaded follows from what it costs; leave it out"
+            raise InvalidRequestError(text, PARAM)
+    if not pull:
+        return KVTransfer(keep_for_decode=True) if keep else None
+    return KVTransfer(
+        remote_engine_id=_name(params, "remote_engine_id"),
+        lease_id=_name(params, "remote_request_id"),
+        host=_name(params, "remote_host"),
+        port=_port(params),
+        num_blocks=_num_blocks(params),
+        num_tokens=_number(params, "remote_num_tokens"),
+        num_cached_tokens=_number(params, "remote_prefill_cached_tokens"),
+        signature=None if params.get("jaxllm_signature") is None else _name(params, "jaxllm_signature"),
+    )
+
+
+def check_role(transfer: KVTransfer, role: str | None) -> None:
+    """Raise InvalidRequestError for a request that an engine of this `kv_role` does not serve."""
+    if transfer.keep_for_decode and role not in ("prefill", "both"):
+        asked, needed = "do_remote_decode", "prefill"
+    elif transfer.remote_engine_id is not None and role not in ("decode", "both"):
+        asked, needed = "do_remote_prefill", "decode"
+    else:
+        return
+    has = "no --kv-role" if role is None else f"--kv-role {role}"
+    raise InvalidRequestError(
+        f"{PARAM} has {asked}, but this server has {has}; start it with --kv-role {needed} or both, send the request to one that has "
+        f"it, or leave {PARAM} out",
+        PARAM,
+    )
 
 
 def _flag(params: Mapping[str, Any], name: str) -> bool:

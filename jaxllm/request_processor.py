@@ -12,6 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.core_interface import Core
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.hub import short_name
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.media import load_processor
 from jaxllm.metrics.engine_metrics import EngineMetrics, cache_labels
 from jaxllm.metrics.merge import merged
@@ -132,6 +133,11 @@ class RequestProcessor:
     def abort_internal(self, internal_ids: Iterable[str]) -> list[tuple[str, RequestOutput]]:
         """`abort_request` by the engine's own ids."""
         return self._abort(self._outputs.abort(internal_ids, internal=True))
+
+    def moved(self, engine_id: str, replica: int, transfer: KVTransfer | None) -> None:
+        """Another replica computes a request, by the engine's id of an answer, than it was added to. transfer: where blocks of its prompt
+        come from."""
+        self._outputs.moved(engine_id, replica, transfer)
 
     def internal_id_of(self, engine_id: str) -> str | None:
         """The engine's own id of the request that one of the core's is an answer of. None if it has already ended."""

@@ -25,6 +25,7 @@ from jaxllm.engine.process_core import ProcessCore
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.log import logger
 from jaxllm.replicas.core import Replicas
+from jaxllm.replicas.prefill_decode import PrefillDecode
 from jaxllm.request_processor import load_texts
 from server.browser_access import BrowserAccess
 from server.gate import Gate
@@ -93,13 +94,15 @@ class ApiServer:
         pids, parallel = [pid for _, pid in self._start.engines], self._start.config.parallel
         if len(pids) == 1:
             return ProcessCore(self._connect(0, pids[0]))
-        return Replicas(
-            self._connect,
-            pids,
-            policy=parallel.data_parallel_routing,
-            num_api_servers=self._options.network.api_server_count,
-            retries=self._options.processes.retry_on_engine_death,
-        )
+        settings: dict[str, Any] = {
+            "policy": parallel.data_parallel_routing,
+            "num_api_servers": self._options.network.api_server_count,
+            "retries": self._options.processes.retry_on_engine_death,
+        }
+        if (num_prefill := self._options.processes.prefill) is None:
+            return Replicas(self._connect, pids, **settings)
+        threshold = self._options.processes.prefill_threshold
+        return PrefillDecode(self._connect, pids, num_prefill=num_prefill, threshold=threshold, **settings)
 
     def _connect(self, rank: int, pid: int | None) -> EngineClient:
         directory, _ = self._start.engines[rank]

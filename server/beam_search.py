@@ -42,6 +42,7 @@ _ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     **{name: where.neutral for name, where in IN_REQUESTS.items()},
     "stream": (False,),
     "vllm_xargs": ({},),
+    "kv_transfer_params": ({},),
 }
 """Values that clients send by default."""
 _WHY: Mapping[str, str] = {

@@ -100,7 +100,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     except ValueError as error:
         reason = str(error)
         param = _field_at(raw, reason) if reason.startswith("recursion limit") else None
-        raise bad_request(f"the body is not valid JSON: {_short_reason(reason)}", param, "invalid_json") from None
+        what = f"{param} is" if param else "the body is not valid JSON:"
+        raise bad_request(f"{what} {_short_reason(reason)}", param, "invalid_json") from None
     if not isinstance(body, dict):
         raise bad_request(f"the body is {_noun(body)}, must be a JSON object")
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or len(raw) >= LARGE_BYTES or _HUGE_EXPONENT.search(raw):

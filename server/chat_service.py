@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxllm.async_llm import AsyncLLM
@@ -29,7 +29,7 @@ from server.options import ChatOptions, LimitOptions
 from server.prompts import check_length, truncated
 from server.speech import AnswerReader, Speech
 from server.template_process import MAX_PROCESSES, TemplateProcesses
-from server.usage import Usage, multimodal_tokens
+from server.usage import Usage, kv_transfer_of, multimodal_tokens
 from server.work import WorkPool, in_one_piece
 
 __all__ = ["ChatDelta", "ChatService", "Conversation", "PreparedChat", "ToolCallDelta"]
@@ -110,6 +110,8 @@ class PreparedChat:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Set by the first output."""
     metrics: RequestMetrics | None = None
+    kv_transfer: Mapping[str, Any] = field(default_factory=dict)
+    """The field `kv_transfer_params` of the reply, set by the last output; empty: the reply has none."""
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -118,7 +120,7 @@ class PreparedChat:
 
     def deltas_of(self, output: RequestOutput, end_of: Callable[[CompletionOutput], str | None] = end_of) -> list[ChatDelta]:
         """Take in an output of the engine. `end_of`: the finish reason of an answer; raises ApiError for failures."""
-        usage, self.metrics = self.usage, output.metrics
+        usage, self.metrics, self.kv_transfer = self.usage, output.metrics, kv_transfer_of(output)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         usage.set_cached(output)

@@ -249,6 +249,15 @@ class ProcessOptions:
     keep_alive_on_engine_death: Annotated[
         bool, "go on after the engine's death and answer 503, instead of ending with an exit code for who supervises"
     ] = False
+    prefill: Annotated[
+        int | None,
+        "engine processes that compute long prompts for those of --decode (docs/PREFILL_DECODE.md), each on GPUs of its own; needs "
+        "kv_offloading_size; default: every engine does both",
+    ] = None
+    decode: Annotated[int | None, "engine processes that compute answers, with --prefill"] = None
+    prefill_threshold: Annotated[
+        int, "with --prefill: a prompt of which a decode engine must compute fewer tokens is computed there alone"
+    ] = 1024
     headless: Annotated[bool, "serve no HTTP: what hosts above 0 do anyway, with --nnodes and --node-rank"] = False
 
 
@@ -296,6 +305,7 @@ class ServerOptions:
         if found.network.ssl_certfile is None:
             wanting = [name for name in _NEED_CERTIFICATE if flat[name] is not None and flat[name] != int(ssl.CERT_NONE)]
             faults += [f"{name} needs ssl_certfile beside it" for name in wanting]
+        faults += _role_faults(found.processes)
         if found.access.metrics_require_key and not found.access.api_key:
             faults.append("metrics_require_key needs api_key beside it")
         if faults:
@@ -310,6 +320,18 @@ class ServerOptions:
 def server_flags() -> list[Flag]:
     """Every option of the server as the command line, the YAML file and the environment see it."""
     return flags(*_GROUPS.values())
+
+
+def _role_faults(options: ProcessOptions) -> list[str]:
+    """Describe contradictions of the options of prefill and decode engines."""
+    if (options.prefill is None) != (options.decode is None):
+        given, wanting = ("prefill", "decode") if options.decode is None else ("decode", "prefill")
+        return [f"{given} is {getattr(options, given)} without {wanting}: give both, or neither for engines that do both"]
+    if options.prefill is None and options.prefill_threshold != ProcessOptions.prefill_threshold:
+        return [
+            f"prefill_threshold is {options.prefill_threshold} without prefill and decode engines; give prefill and decode too"
+        ]
+    return []
 
 
 def _flattened(values: list[str]) -> list[str]:
@@ -338,6 +360,9 @@ _RANGES: dict[str, Range] = {
     "max_connections": at_least(1),
     "api_server_count": at_least(1),
     "shutdown_timeout": at_least(0),
+    "prefill": at_least(1),
+    "decode": at_least(1),
+    "prefill_threshold": at_least(0),
     "stall_timeout": at_least(0),
     "step_timeout": at_least(0),
     "compile_timeout": _ABOVE_ZERO,

@@ -41,6 +41,7 @@ from server.api_server import LAST_WORDS_SECONDS, READY, ApiServerStart
 from server.grpc.start import check_grpc
 from server.listening import check_tls, listen
 from server.options import ServerOptions
+from server.roles import Roles
 
 LAST_ERRORS_SECONDS = 1.0
 """Seconds that API servers continue after the engine's death, to send every client an error."""
@@ -93,7 +94,9 @@ class Supervisor:
         on_ready: Callable[[Serving], None] = lambda serving: None,
         core_factory: str | None = None,
     ):
-        self._config, self._options = config, options
+        self._roles = Roles.of(options.processes)
+        self._config = config if self._roles is None else self._roles.applied_to(config)
+        self._options = options
         self._log_level = log_level
         self._progress = progress
         self._on_ready = on_ready
@@ -121,7 +124,9 @@ class Supervisor:
         started = start_others(self._config, drain_seconds=drain_seconds, **self._of_engines())
         if started is not None:
             self._config = started.config
-        environment_of_each = environments(self._config.parallel)
+        environment_of_each = environments(self._config.parallel, str(self._roles or ""))
+        if self._roles is not None:
+            environment_of_each = self._roles.with_secret(environment_of_each)
         sockets = listen(self._options.network)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -148,7 +153,10 @@ class Supervisor:
     def _engine_processes(self, environments: Mapping[int, Mapping[str, str]]) -> EngineProcesses:
         num_replicas = self._config.parallel.num_replicas
         start = EngineStart(of_one_host(self._config), "", num_replicas=num_replicas, **self._of_engines())
-        return EngineProcesses(start, self._directory, environments, self._stopping, client_index=self._num_api_servers)
+        own = {} if self._roles is None else self._roles.options_of_each()
+        return EngineProcesses(
+            start, self._directory, environments, self._stopping, client_index=self._num_api_servers, own_options=own
+        )
 
     def _of_engines(self) -> dict[str, Any]:
         return {**_fields_of_engines(self._options, self._log_level), "core_factory": self._core_factory}

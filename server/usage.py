@@ -1,4 +1,4 @@
-"""Usage in a reply: tokens and, if requested, times."""
+"""Usage in a reply: tokens, if requested times, and what a decode engine is to be sent."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -49,18 +49,25 @@ class Usage:
     def set_cached(self, output: RequestOutput) -> None:
         """Take the cached tokens of the only prompt."""
         self.cached_tokens, self.created_cache_tokens = output.num_cached_tokens, output.num_cache_creation_tokens
-        self.loaded_tokens = None if output.metrics is None else output.metrics.loaded_tokens
+        self.loaded_tokens = _loaded_tokens(output)
 
     def add_cached(self, output: RequestOutput) -> None:
         """Add the cached tokens of a prompt."""
         self.cached_tokens = (self.cached_tokens or 0) + output.num_cached_tokens
         self.created_cache_tokens += output.num_cache_creation_tokens
-        if output.metrics is not None and output.metrics.loaded_tokens:
-            self.loaded_tokens = Counter(self.loaded_tokens or {}) + Counter(output.metrics.loaded_tokens)
+        if (loaded := _loaded_tokens(output)) is not None:
+            self.loaded_tokens = Counter(self.loaded_tokens or {}) + Counter(loaded)
 
     def _by_source(self) -> dict[str, int]:
         loaded = dict(self.loaded_tokens or {})
         return {"device": (self.cached_tokens or 0) - sum(loaded.values()), **loaded}
+
+
+def _loaded_tokens(output: RequestOutput) -> Mapping[str, int] | None:
+    """The part of a prompt's cached tokens that was loaded. None where a prefill engine had the cached tokens: what the decode engine
+    loaded was computed for this request."""
+    metrics = output.metrics
+    return metrics.loaded_tokens if metrics is not None and metrics.num_cached_tokens == output.num_cached_tokens else None
 
 
 def multimodal_tokens(request: ParentRequest) -> Mapping[str, int] | None:
@@ -69,6 +76,12 @@ def multimodal_tokens(request: ParentRequest) -> Mapping[str, int] | None:
     for item in request.children[0].items:
         found[item.kind] = found.get(item.kind, 0) + item.num_tokens
     return found or None
+
+
+def kv_transfer_of(output: RequestOutput | None) -> dict[str, Any]:
+    """The field `kv_transfer_params` of a reply, after its last output; empty if no blocks are kept for a decode engine."""
+    params = None if output is None else output.kv_transfer_params
+    return {} if params is None else {"kv_transfer_params": params}
 
 
 def per_request_metrics(metrics: RequestMetrics | None, num_tokens: int) -> dict[str, Any] | None:

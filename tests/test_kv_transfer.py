@@ -56,21 +56,14 @@ def test_both_legs_are_read() -> None:
     assert read_kv_transfer(TO_PREFILL) == KVTransfer(keep_for_decode=True)
     assert read_kv_transfer(TO_DECODE) == PULLED
     assert read_kv_transfer({**TO_DECODE, "remote_block_ids": [4, 5]}) == msgspec.structs.replace(PULLED, num_blocks=2)
-    limits = KVTransfer(max_load_tokens=0, max_offload_tokens=7)
-    assert read_kv_transfer({"max_load_tokens": 0, "max_offload_tokens": 7}) == limits
-    assert [each.is_remote for each in (PULLED, KVTransfer(keep_for_decode=True), limits)] == [True, True, False]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"do_remote_decode": True, "do_remote_prefill": True}, "both do_remote_decode and do_remote_prefill"),
     ({"do_remote_decode": 1}, "kv_transfer_params.do_remote_decode is 1, must be true or false"),
     ({"do_remote_prefill": "true"}, "kv_transfer_params.do_remote_prefill is 'true'"),
-    ({"max_load_tokens": -1}, "kv_transfer_params.max_load_tokens is -1, must be 0 to 9223372036854775807"),
-    ({"max_load_tokens": 2**63}, "max_load_tokens is 9223372036854775808"),
-    ({"max_offload_tokens": 10**80}, "max_offload_tokens is 10000.*…, must be"),
-    ({"max_offload_tokens": 1.5}, "max_offload_tokens is 1.5, must be an integer"),
-    ({"max_offload_tokens": True}, "max_offload_tokens is True"),
-    ({"max_offload_tokens": "3"}, "max_offload_tokens is '3'"),
+    ({"max_load_tokens": 0}, "kv_transfer_params.max_load_tokens is not supported.*leave it out"),
+    ({"max_offload_tokens": 10**80}, "kv_transfer_params.max_offload_tokens is not supported"),
     ({"do_remote_prefill": True}, "remote_engine_id is missing"),
     ({**TO_DECODE, "remote_request_id": ["a"]}, "remote_request_id is a list"),
     ({**TO_DECODE, "remote_engine_id": ""}, "remote_engine_id has 0 characters"),
@@ -84,7 +77,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**TO_DECODE, "remote_block_ids": 7}, "remote_block_ids is 7"),
     ({**TO_DECODE, "remote_block_ids": [[1, -1]]}, "remote_block_ids has other entries"),
     ({**TO_DECODE, "remote_block_ids": [1, "2"]}, "remote_block_ids has other entries"),
-    ({**TO_DECODE, "remote_num_tokens": -5}, "remote_num_tokens is -5"),
+    ({**TO_DECODE, "remote_num_tokens": -5}, "remote_num_tokens is -5, must be 0 to 9223372036854775807"),
+    ({**TO_DECODE, "remote_num_tokens": 2**63}, "remote_num_tokens is 9223372036854775808"),
+    ({**TO_DECODE, "remote_num_tokens": 10**80}, "remote_num_tokens is 10000.*…, must be"),
+    ({**TO_DECODE, "remote_num_tokens": True}, "remote_num_tokens is True, must be an integer"),
+    ({**TO_DECODE, "remote_num_tokens": "3"}, "remote_num_tokens is '3'"),
+    ({**TO_DECODE, "remote_port": 2**63}, "remote_port is 9223372036854775808"),
     ({**TO_DECODE, "remote_prefill_cached_tokens": 2.5}, "remote_prefill_cached_tokens is 2.5"),
     ({**TO_DECODE, "jaxllm_signature": 4}, "jaxllm_signature is 4, must be a text"),
     ({"unknown": "x" * MAX_BYTES}, f"longer than {MAX_BYTES} bytes"),

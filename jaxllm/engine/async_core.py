@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from jaxllm.core_interface import Core, SteppedCore
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, post
 from jaxllm.metrics.metric import Metric
@@ -32,6 +33,8 @@ class ReplicaInfo:
     """How long ago its loop last began a step or a call, or was known to wait for work."""
     detail: str = ""
     """Why it is stalled, or what else keeps it from its next step, such as a compilation."""
+    role: str = ""
+    """prefill or decode; empty: it does both."""
 
 
 class CoreListener(Protocol):
@@ -39,6 +42,10 @@ class CoreListener(Protocol):
 
     def take_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Outputs of a step."""
+
+    def take_move(self, request_id: str, replica: int, transfer: KVTransfer | None) -> None:
+        """An unfinished request, of which nothing was reported yet, is computed by this replica from now on. transfer: where blocks of its
+        prompt come from."""
 
     def take_refusal(self, request_id: str, error: JaxLLMError) -> None:
         """The core rejected a request, which it was sent by `Core.add_request`."""

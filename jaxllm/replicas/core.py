@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -181,15 +181,25 @@ class Replicas:
         """Send a request to the replica that the balancer chooses."""
         rank = self.balancer.choose(request, self._wanted_rank(request))
         self._last_prompt, self._last_rank = request.prompt_token_ids, rank
-        adapter = request.options.adapter
-        if adapter is not None and adapter not in self._known_adapters:
-            self._known_adapters.add(adapter)
-            self._spawn(self._note_adapters())
+        self._send_to(rank, request)
+
+    def _send_to(self, rank: int, request: EngineCoreRequest) -> None:
+        """Send a request to the replica that was chosen for it."""
+        self._note_adapter(request.options.adapter)
         try:
             self.clients[rank].add(request)
         except BaseException:
             self.balancer.ended(request.request_id)
             raise
+
+    def _note_adapter(self, adapter: str | None) -> None:
+        if adapter is not None and adapter not in self._known_adapters:
+            self._known_adapters.add(adapter)
+            self._spawn(self._note_adapters())
+
+    def replica_of(self, request_id: str) -> int | None:
+        """The replica that computes an unfinished request."""
+        return self.balancer.replica_of(request_id)
 
     def _wanted_rank(self, request: EngineCoreRequest) -> int | None:
         """The replica that the caller names, or for another answer to the latest prompt, which is in no cache yet, that of the first."""
@@ -230,8 +240,11 @@ class Replicas:
     def _take_refusal(self, rank: int, message: Refused) -> None:
         self.balancer.ended(message.request_id)
         self._let_go(rank)
+        self._refuse(message.request_id, messages.error_of(message.fault))
+
+    def _refuse(self, request_id: str, error: JaxLLMError) -> None:
         if self._listener is not None:
-            self._listener.take_refusal(message.request_id, messages.error_of(message.fault))
+            self._listener.take_refusal(request_id, error)
 
     def _take_failure(self, rank: int, message: Failed) -> None:
         """A step of a replica failed: its requests have ended, and it goes on."""
@@ -239,8 +252,12 @@ class Replicas:
         for request_id in ids:
             self.balancer.ended(request_id)
         self._let_go(rank)
+        self._fail(EngineError(message.message), ids)
+
+    def _fail(self, error: EngineError, ids: Collection[str]) -> None:
+        """Requests have ended with an error."""
         if self._listener is not None:
-            self._listener.take_failure(EngineError(message.message), ids)
+            self._listener.take_failure(error, ids)
 
     def _take_update(self, rank: int, message: Update) -> None:
         if self._states[rank] not in ("serving", "draining"):
@@ -282,10 +299,9 @@ class Replicas:
         lost = self.balancer.set_down(rank)
         level = logging.ERROR if lost or was != "draining" else logging.INFO
         logger.log(level, "replica %d has ended with %d requests: %s", rank, len(lost), error)
-        if self._listener is not None:
-            text = f"the engine's replica {rank}, which computed the request, has ended; send it again"
-            may_retry = self._retries or was == "draining"  # the requests are not to blame for that
-            self._listener.take_failure(ReplicaLostError(text, may_retry=may_retry), lost)
+        text = f"the engine's replica {rank}, which computed the request, has ended; send it again"
+        may_retry = self._retries or was == "draining"  # the requests are not to blame for that
+        self._fail(ReplicaLostError(text, may_retry=may_retry), lost)
         self._replace_client(rank)
         self._choose_exchange()
         self._spawn(self._join(rank))
@@ -452,7 +468,7 @@ class ReplicatedCore:
         return max(client.sleep_level for client in self._replicas.clients)
 
     def replica_of(self, request_id: str) -> int:
-        return self._replicas.balancer.replica_of(request_id) or 0
+        return self._replicas.replica_of(request_id) or 0
 
     def stats(self) -> SchedulerStats:
         return total([stats for stats, _ in self.loads()])

@@ -18,9 +18,10 @@ def ranks_here(parallel: ParallelOptions) -> range:
     return range(parallel.node_rank * share, (parallel.node_rank + 1) * share)
 
 
-def environments(parallel: ParallelOptions) -> list[dict[str, str]]:
+def environments(parallel: ParallelOptions, given: str = "") -> list[dict[str, str]]:
     """Environment variables by which each process of a replica on this host sees its devices alone: on GPUs the next ones of those that
-    this process may use; on a CPU nothing. Raises ConfigError if there are too few."""
+    this process may use; on a CPU nothing. given: what says how many replicas there are, for errors; empty: data_parallel_size. Raises
+    ConfigError if there are too few."""
     num_replicas, num_each = len(ranks_here(parallel)), Topology.of(parallel).num_devices
     if num_replicas == 1 or os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return [{}] * num_replicas
@@ -28,10 +29,10 @@ def environments(parallel: ParallelOptions) -> list[dict[str, str]]:
     if not names:
         return [{}] * num_replicas
     if len(names) < num_replicas * num_each:
-        where = " on each host" if parallel.nnodes > 1 else ""
+        given = given or f"data_parallel_size {num_replicas}{' on each host' if parallel.nnodes > 1 else ''}"
         raise ConfigError(
-            f"data_parallel_size {num_replicas}{where} with {num_each} GPU{'s' * (num_each > 1)} each needs {num_replicas * num_each} "
-            f"GPUs, this machine has {len(names)}{_hint(len(names))}; choose at most {len(names) // num_each or 'fewer devices for each'}"
+            f"{given} with {num_each} GPU{'s' * (num_each > 1)} each needs {num_replicas * num_each} GPUs, this machine has "
+            f"{len(names)}{_hint(len(names))}; choose at most {len(names) // num_each or 'fewer devices for each'}"
         )
     return [{VISIBLE: ",".join(names[rank * num_each : (rank + 1) * num_each])} for rank in range(num_replicas)]
 

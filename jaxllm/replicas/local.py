@@ -17,6 +17,7 @@ from jaxllm.engine.client import EngineClient, show_loading
 from jaxllm.engine.launch import socket_directory, start_engine
 from jaxllm.engine.messages import EngineStart
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import SILENT, Progress
@@ -244,6 +245,9 @@ class LocalReplicas(PauseCalls):
         self._forget(output.request_id for output in outputs if output.finish_reason is not None)
         self._outputs.put(outputs)
         self._feed()
+
+    def take_move(self, request_id: str, replica: int, transfer: KVTransfer | None) -> None:
+        pass  # nothing is counted by replica
 
     def take_refusal(self, request_id: str, error: JaxLLMError) -> None:
         self._fail([request_id], error)

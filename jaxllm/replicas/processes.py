@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -64,7 +66,7 @@ class EngineProcesses:
 
     `start`: their parameters, of which `directory`, `replica` and the profiler's directory are filled in for each. `environments`: what
     each has in its environment, by its rank among all replicas. `stopping`: set when none is to be started again. `client_index`: the
-    number of their clients here, after those of the API servers.
+    number of their clients here, after those of the API servers. `own_options`: flat options of one replica over those of all, by its rank.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class EngineProcesses:
         stopping: asyncio.Event,
         *,
         client_index: int,
+        own_options: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ):
         self._start, self._stopping, self._client_index = start, stopping, client_index
+        self._own_options = own_options
         self.each = [EngineProcess(rank, directory / str(rank), given) for rank, given in environments.items()]
 
     def start_all(self) -> None:
@@ -97,6 +101,8 @@ class EngineProcesses:
     def start(self, engine: EngineProcess) -> None:
         """Start its process. Wait for its end with `ended`."""
         config = self._start.config
+        if own := self._own_options.get(engine.rank):
+            config = config.replace(**own)
         if self._start.num_replicas > 1 and config.observe.profiler_dir is not None:
             config = config.replace(profiler_dir=str(Path(config.observe.profiler_dir) / f"replica-{engine.rank}"))
         if (port := config.kv_transfer.kv_port) and config.kv_transfer.is_prefill and engine.rank:

@@ -105,16 +105,41 @@ class Balancer:
 
     # Requests
 
-    def choose(self, request: EngineCoreRequest, rank: int | None = None) -> int:
+    def choose(
+        self,
+        request: EngineCoreRequest,
+        rank: int | None = None,
+        *,
+        among: np.ndarray | None = None,
+        is_prefilled: bool = False,
+    ) -> int:
         """Choose the replica for a request and count the request as sent there, until `ended`. rank: the replica, if it is chosen already.
+        among: bool [replicas], those that it may go to; None: all. is_prefilled: its prompt is computed already, elsewhere.
 
         A request of a session goes where the one before it went, unless it would wait there for a seat or for blocks.
 
         Raises InvalidRequestError for a rank that does not exist, EngineDeadError if it is down or all are.
         """
         cached = self._cached_tokens(request) if self._reads_caches else None
+        num_tokens, options = len(request.prompt_token_ids), request.options
+        return self._choose(
+            request.request_id, num_tokens, cached, options.adapter, rank, options.session_id, among, is_prefilled=is_prefilled
+        )
+
+    def fewest_uncached(self, request: EngineCoreRequest, among: np.ndarray) -> int:
+        """Prompt tokens that the replica computes, of those it may go to, that has most of the prompt in its prefix cache."""
         num_tokens = len(request.prompt_token_ids)
-        return self._choose(request.request_id, num_tokens, cached, request.options.adapter, rank, request.options.session_id)
+        cached = self._cached_tokens(request) if self._reads_caches else None
+        found = 0 if cached is None else int(np.where(self._taking(among), cached, 0).max())
+        return num_tokens - min(found, num_tokens - 1)
+
+    def takes_requests(self, among: np.ndarray) -> bool:
+        """Whether any of these replicas takes requests."""
+        return bool(self._taking(among).any())
+
+    def _taking(self, among: np.ndarray | None) -> np.ndarray:
+        takes = self.loads.is_up & ~self._draining
+        return takes if among is None else takes & among
 
     def choose_by_keys(self, request_id: str, num_tokens: int, keys: Iterable[int], rank: int | None = None) -> int:
         """Choose for a prompt of `num_tokens` tokens whose blocks have these keys."""
@@ -177,9 +202,12 @@ class Balancer:
         adapter: str | None,
         rank: int | None,
         session_id: str | None = None,
+        among: np.ndarray | None = None,
+        *,
+        is_prefilled: bool = False,
     ) -> int:
         loads = self.loads
-        takes = loads.is_up & ~self._draining
+        takes = self._taking(among)
         allowed = takes & ~self._stalled
         allowed = allowed if allowed.any() else takes
         uncached = num_tokens if cached is None else num_tokens - np.minimum(cached, num_tokens - 1)
@@ -189,6 +217,8 @@ class Balancer:
             raise EngineDeadError("no replica of the engine takes requests")
         elif (own := self._of_session(session_id, uncached, allowed)) is not None:
             replica = own
+        elif self.policy == "cache_aware" and is_prefilled:
+            replica = self._least_held(num_tokens, allowed)
         elif self.policy == "cache_aware":
             replica = self._best(uncached, adapter, allowed)
         elif self.policy == "least_loaded":
@@ -199,7 +229,11 @@ class Balancer:
             self._remember(session_id, replica)
         self._last = replica
         self._replica_of[request_id] = replica
-        loads.sent(replica, num_tokens if cached is None else int(uncached[replica]), adapter)  # type: ignore[index]
+        to_compute = num_tokens if cached is None else int(uncached[replica])  # type: ignore[index]
+        if is_prefilled:
+            loads.sent(replica, min(to_compute, self._block_size), adapter, to_compute)
+        else:
+            loads.sent(replica, to_compute, adapter)
         return replica
 
     def _of_session(self, session_id: str | None, uncached: "np.ndarray | int", allowed: np.ndarray) -> int | None:
@@ -244,6 +278,15 @@ class Balancer:
         if not is_free.any():
             return self._lowest(cost + QUEUE_TOKENS * loads.waiting, allowed)
         return self._lowest(cost, is_free)
+
+    def _least_held(self, num_tokens: int, allowed: np.ndarray) -> int:
+        """The replica whose requests have the fewest tokens, for one whose prompt is computed: each step reads all tokens of the requests
+        that it continues. One where it would wait for a seat or for blocks is taken only if all are like that."""
+        loads = self.loads
+        is_free = allowed & (loads.seats > 0) & (loads.room >= num_tokens)
+        if not is_free.any():
+            return self._lowest(loads.held + QUEUE_TOKENS * loads.waiting, allowed)
+        return self._lowest(loads.held, is_free)
 
     def _lowest(self, cost: np.ndarray, allowed: np.ndarray) -> int:
         """The allowed replica of the lowest cost; among equals the next in turn."""

@@ -30,9 +30,12 @@ class _Replica:
     usage: float = 0.0
     num_received: int = 0
     """Requests that the latest report covers."""
-    unreported: deque[tuple[int, str | None]] = field(default_factory=deque)
-    """Requests that no report covers: their tokens to compute, and their adapter."""
+    num_used_tokens: int = 0
+    """Tokens for which blocks are in use."""
+    unreported: deque[tuple[int, int, str | None]] = field(default_factory=deque)
+    """Requests that no report covers: their tokens to compute, those that take new blocks, and their adapter."""
     num_unreported_tokens: int = 0
+    num_unreported_held_tokens: int = 0
     num_in_flight: int = 0
     """Requests of this API server that have not ended."""
     adapters: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -61,6 +64,8 @@ class Loads:
         """Requests that can still be admitted."""
         self.room = np.zeros(num_replicas)
         """Tokens for which blocks are left once all that is queued is computed."""
+        self.held = np.zeros(num_replicas)
+        """Tokens for which blocks are in use, or will be for what was sent."""
         self.vllm_score = np.zeros(num_replicas)
         """The score by which vLLM 0.33 balances."""
 
@@ -72,11 +77,13 @@ class Loads:
         self.replicas[index] = _Replica()
         self._update(index)
 
-    def sent(self, index: int, num_tokens: int, adapter: str | None) -> None:
-        """A request with so many tokens to compute was sent to a replica."""
+    def sent(self, index: int, num_tokens: int, adapter: str | None, num_held: int | None = None) -> None:
+        """A request with so many tokens to compute was sent to a replica. num_held: those that take new blocks; None: as many."""
         replica = self.replicas[index]
-        replica.unreported.append((num_tokens, adapter))
+        num_held = num_tokens if num_held is None else num_held
+        replica.unreported.append((num_tokens, num_held, adapter))
         replica.num_unreported_tokens += num_tokens
+        replica.num_unreported_held_tokens += num_held
         replica.num_in_flight += 1
         if adapter is not None:
             self._use(replica, [adapter])
@@ -92,15 +99,20 @@ class Loads:
         replica.num_running, replica.num_waiting = stats.num_running, stats.num_waiting
         replica.usage = stats.cache_usage
         replica.num_free_tokens = round(stats.num_cache_blocks * (1 - stats.cache_usage)) * self._block_size
+        replica.num_used_tokens = round(stats.num_cache_blocks * stats.cache_usage) * self._block_size
         replica.num_queued_tokens = stats.num_queued_tokens
         num_new = len(replica.unreported) if num_received is None else num_received - replica.num_received
         for _ in range(min(num_new, len(replica.unreported))):
-            replica.num_unreported_tokens -= replica.unreported.popleft()[0]
+            num_tokens, num_held, _ = replica.unreported.popleft()
+            replica.num_unreported_tokens -= num_tokens
+            replica.num_unreported_held_tokens -= num_held
             replica.num_received += 1
         if stats.max_adapters:
             self._max_adapters = stats.max_adapters
             replica.busy_adapters = {*stats.waiting_adapters, *stats.running_adapters}
-            self._use(replica, [*replica.busy_adapters, *(adapter for _, adapter in replica.unreported if adapter is not None)])
+            self._use(
+                replica, [*replica.busy_adapters, *(adapter for *_, adapter in replica.unreported if adapter is not None)]
+            )
         self._update(index)
 
     def adapter_tokens(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -128,6 +140,8 @@ class Loads:
         self.work[index] = num_tokens + ROW_TOKENS * (num_requests + num_unreported)
         self.waiting[index] = replica.num_waiting + num_unreported
         self.seats[index] = self._max_num_seqs - num_requests - num_unreported
-        self.room[index] = replica.num_free_tokens - num_tokens
+        num_held = self._num_api_servers * replica.num_unreported_held_tokens
+        self.room[index] = replica.num_free_tokens - replica.num_queued_tokens - num_held
+        self.held[index] = replica.num_used_tokens + num_held
         pressure = 6 * replica.num_waiting * max(0.0, replica.usage - 0.5)
         self.vllm_score[index] = max(self._num_api_servers * replica.num_in_flight, num_requests) + pressure

@@ -14,6 +14,7 @@ import msgspec
 from jaxllm import clock
 from jaxllm.config import EngineConfig, unknown_name
 from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.kv_transfer import check_role
 from jaxllm.log import info_once
 from jaxllm.media import ProcessedMedia
 from jaxllm.pooling_params import PoolingParams
@@ -115,6 +116,7 @@ class InputProcessor:
         self._max_logprobs = config.model.max_logprobs
         self._num_replicas = config.parallel.data_parallel_size
         self._policy = config.scheduler.scheduling_policy
+        self._kv_role = config.kv_transfer.kv_role
         self.generation_config = generation_config or GenerationConfig()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         first = () if tokenizer_eos is None else (tokenizer_eos,)
@@ -187,6 +189,9 @@ class InputProcessor:
         if params.structured_outputs is not None and grammar is None:
             grammar = self.grammar_of(params.structured_outputs)
         thinking_budget = self._thinking_budget(params, token_ids)
+        of_others = options
+        if options.kv_transfer is not None and options.kv_transfer.keep_for_decode:
+            of_others = replace(options, kv_transfer=None)  # one lease for the prompt that all answers share
         children = [
             EngineCoreRequest(
                 request_id=internal_id if params.n == 1 else f"{index}_{internal_id}",
@@ -195,7 +200,7 @@ class InputProcessor:
                 sampling_params=self._child_params(params, index),
                 eos_token_ids=self.eos_token_ids,
                 arrival_time=arrival_time,
-                options=options,
+                options=options if index == 0 else of_others,
                 grammar=grammar,
                 thinking_budget=thinking_budget,
             )
@@ -210,6 +215,8 @@ class InputProcessor:
         if rank is not None and (type(rank) is not int or not 0 <= rank < num_replicas):
             most = f"0 to {num_replicas - 1}" if num_replicas > 1 else "0, as there is one engine"
             raise InvalidRequestError(f"data_parallel_rank is {rank!r}, must be {most}", "data_parallel_rank")
+        if options.kv_transfer is not None:
+            check_role(options.kv_transfer, self._kv_role)
         if options.priority != 0 and self._policy != "priority":
             info_once(
                 f"priority of requests has no effect under the scheduling policy {self._policy} (--scheduling-policy priority "

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm import clock
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.log import logger
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.outputs import (
@@ -164,6 +165,7 @@ class _Live:
         """Whether they have arrived, even if they were sent on already."""
         self.num_cached_tokens: int | None = None
         self.num_cache_creation_tokens = 0
+        self.transfer = request.children[0].options.kv_transfer
         self.kv_transfer_params: dict[str, Any] | None = None
         self.vectors = _NO_VECTORS
         """The result of a finished pooling request."""
@@ -174,6 +176,12 @@ class _Live:
     @property
     def is_finished(self) -> bool:
         return self.num_unfinished == 0
+
+    def cached_tokens_of(self, first: EngineCoreOutput) -> int:
+        """Prompt tokens that were cached where the prompt was computed: in the engine of its first output, or in a prefill engine."""
+        if self.transfer is None or self.transfer.num_cached_tokens is None:
+            return first.num_cached_tokens
+        return min(self.transfer.num_cached_tokens, len(self.request.prompt_token_ids))
 
     def take_prompt_logprobs(self, output: EngineCoreOutput) -> None:
         tokenizer = self.answers[0].tokenizer
@@ -281,6 +289,13 @@ class OutputProcessor:
             live.counted_by = self._metrics[replica]
             if request.pooling_params is None:
                 live.counted_by.request_arrived(request.params)
+
+    def moved(self, engine_id: str, replica: int, transfer: KVTransfer | None) -> None:
+        """Count a request from now on at another replica. transfer: where blocks of its prompt come from."""
+        live, _ = self._answers.get(engine_id, (None, None))
+        if live is not None:
+            live.transfer = transfer
+            live.counted_by = self._metrics[replica] if self._metrics else None
 
     def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedStep:
         """Process the outputs of a replica's step, except those of requests that have ended. An error in one answer ends only that
@@ -402,7 +417,7 @@ class OutputProcessor:
         if live.metrics.first_token_time is None:
             live.metrics.first_token_time = now
             live.metrics.queue_seconds, live.metrics.prefill_seconds = item.queue_seconds, item.prefill_seconds
-            live.num_cached_tokens = _num_cached_tokens(live.request.children[0], item)
+            live.num_cached_tokens = live.cached_tokens_of(item)
             live.metrics.num_cached_tokens, live.metrics.loaded_tokens = item.num_cached_tokens, item.loaded_tokens
             if (size := self._cached_block_tokens) is not None:
                 num_full = len(answer.prompt_token_ids) // size * size
@@ -433,11 +448,3 @@ class OutputProcessor:
             )
             if live.is_finished:
                 live.counted_by.all_answers_finished(max(len(each.token_ids) for each in live.answers))
-
-
-def _num_cached_tokens(request: EngineCoreRequest, first: EngineCoreOutput) -> int:
-    """Prompt tokens that were cached where the prompt was computed: here, or by the prefill engine."""
-    transfer = request.options.kv_transfer
-    if transfer is None or transfer.num_cached_tokens is None:
-        return first.num_cached_tokens
-    return min(transfer.num_cached_tokens, len(request.prompt_token_ids))

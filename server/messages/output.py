@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 Event = dict[str, Any]
@@ -48,12 +49,14 @@ class MessageWriter:
         self._pieces.append(fragment)
         return [self._delta({"type": "input_json_delta", "partial_json": fragment})]
 
-    def finish(self, *, stop_reason: str, stop_sequence: str | None, usage: dict[str, Any]) -> list[Event]:
-        """End the message."""
-        events = self._close()
-        self.message.update(stop_reason=stop_reason, stop_sequence=stop_sequence, usage=usage)
+    def finish(
+        self, *, stop_reason: str, stop_sequence: str | None, usage: dict[str, Any], extra: Mapping[str, Any] | None = None
+    ) -> list[Event]:
+        """End the message; `extra`: fields that are not Anthropic's."""
+        events, extra = self._close(), extra or {}
         end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
-        return [*events, {"type": "message_delta", "delta": end, "usage": usage}, {"type": "message_stop"}]
+        self.message.update(**end, usage=usage, **extra)
+        return [*events, {"type": "message_delta", "delta": end, "usage": usage, **extra}, {"type": "message_stop"}]
 
     def _open(self, block: dict[str, Any]) -> list[Event]:
         if self._block is not None and self._block["type"] == block["type"]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema
 
+from jaxllm.kv_transfer import read_kv_transfer
 from jaxllm.request_options import OPTION_NAMES, RequestOptions
 from jaxllm.sampling_params import FIELDS, IN_REQUESTS, MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 from server.errors import bad_request
@@ -28,6 +29,8 @@ ImageSettings = Annotated[dict[str, Any], Field(max_length=MAX_LABELS)]
 """mm_processor_kwargs: how images are prepared, by the names of the model's family."""
 ShortText = Annotated[str, Field(max_length=512)]
 """Labels that clients put on requests; the server ignores them."""
+TransferParams = Annotated[dict[str, Any], Field(max_length=MAX_LABELS)]
+"""kv_transfer_params: of which engine the prompt's blocks come, and for which they are kept. Values are checked by `read_kv_transfer`."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:@-]+$")]
 
@@ -65,7 +68,7 @@ UNSUPPORTED = {
     "adapter_id": "model",
     "lora_request": "model",
 }
-NO_EFFECT = {"kv_transfer_params": "this server moves no KV cache"}
+NO_EFFECT = {"kv_transfer_params": "such requests leave no KV cache"}
 NO_VERBOSITY = "ask for it in the system message"
 _NOTHING: tuple[Any, ...] = (False, "", [], {})
 _NOTHING_IN: Mapping[str, Any] = {"function_call": "none"}
@@ -197,8 +200,9 @@ class SessionFields(EngineFields):
 
 
 def engine_options(body: RequestModel, **others: Any) -> RequestOptions:
-    """The options that a body has, and others."""
-    return RequestOptions(**{name: getattr(body, name) for name in OPTION_NAMES if name in type(body).model_fields}, **others)
+    """The options that a body has, and others. Raises InvalidRequestError."""
+    own = {name: getattr(body, name) for name in OPTION_NAMES if name in type(body).model_fields}
+    return RequestOptions(**own, kv_transfer=read_kv_transfer(getattr(body, "kv_transfer_params", None)), **others)
 
 
 _Sampling = create_model("_Sampling", __base__=SessionFields, **{name: _body_field(name) for name in IN_REQUESTS})
@@ -211,6 +215,7 @@ class SamplingFields(_Sampling):  # type: ignore[misc, valid-type]
     """None or empty: the served model."""
     response_format: ResponseFormat | None = None
     vllm_xargs: ProcessorArguments | None = None
+    kv_transfer_params: TransferParams | None = None
 
     use_beam_search: bool = False
     length_penalty: float | None = None

@@ -12,6 +12,7 @@ from server.protocol.common import RequestModel, SessionFields
 NAMES = (
     *(name for name, where in IN_REQUESTS.items() if where.passed_on),
     "vllm_xargs",
+    "kv_transfer_params",
     "truncate_prompt_tokens",
     "truncation_side",
     "chat_template",

@@ -20,7 +20,9 @@ class PoolingFields(EngineFields):
         **RequestModel.REFUSED,
         "padding": "nothing: prompts are never padded",
         "score_template": "the model's own texts, written into the request",
+        "kv_transfer_params": "one engine for vectors: prefill and decode engines share requests that generate",
     }
+    NO_EFFECT: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
     truncate_prompt_tokens: int | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from server.protocol.chat import MAX_TOOLS, NamedToolChoice, Tool
-from server.protocol.common import Items, RequestModel, SessionFields, StreamOptions
+from server.protocol.common import Items, RequestModel, SessionFields, StreamOptions, TransferParams
 
 TokenId = Annotated[int, Field(ge=0)]
 RenderedId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9._:@/+=-]+$")]
@@ -37,6 +37,7 @@ class GenerateRequest(SessionFields):
 
     request_id: RenderedId | None = None
     token_ids: Annotated[Items[TokenId], Field(min_length=1)]
+    kv_transfer_params: TransferParams | None = None
     sampling_params: dict[str, Any]
     """Fields of SamplingParams."""
     model: str | None = None

@@ -79,6 +79,7 @@ class Run:
                     events += self.writer.arguments(call.index, call.arguments)
             if delta.finish_reason is not None:
                 cut = "max_output_tokens" if delta.finish_reason == "length" else None
+                self.response.update(self.chat.kv_transfer)
                 events += self.writer.finish(usage=self._usage(), incomplete_reason=cut, logprobs=self.waiting_logprobs)
         return events
 

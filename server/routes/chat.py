@@ -239,7 +239,7 @@ class ChatReply:
         }
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = chat.prompt_token_ids
-        return {**reply, **self._times()}
+        return {**reply, **self._times(), **chat.kv_transfer}
 
     def _times(self) -> dict[str, Any]:
         chat, found = self._chat, {}
@@ -313,7 +313,8 @@ class ChatReply:
                     first = b""
                     for delta in deltas:
                         usage = self._usage() if chunks.continuous_usage else None
-                        parts += self._chunks(delta, chunks, usage)
+                        extra = self._chat.kv_transfer if delta is deltas[-1] else {}
+                        parts += self._chunks(delta, chunks, usage, extra)
                     if parts:
                         yield b"".join(parts)
         yield chunks.end(self._usage(), self._times())
@@ -327,7 +328,10 @@ class ChatReply:
             yield chunks.chunk(choice, usage, extra)
             extra = {}
 
-    def _chunks(self, delta: ChatDelta, chunks: ChunkWriter, usage: Mapping[str, Any] | None) -> list[bytes]:
+    def _chunks(
+        self, delta: ChatDelta, chunks: ChunkWriter, usage: Mapping[str, Any] | None, extra: Mapping[str, Any]
+    ) -> list[bytes]:
+        """The chunks of a delta; `extra` is added to that with the finish reason."""
         is_plain = not (delta.logprobs or delta.reasoning or delta.tool_calls or self._body.return_token_ids or usage)
         parts = []
         if is_plain:
@@ -343,7 +347,7 @@ class ChatReply:
                 "finish_reason": self._finish_reason(delta),
                 "stop_reason": delta.stop_reason,
             }
-            parts.append(chunks.chunk(end, usage))
+            parts.append(chunks.chunk(end, usage, extra))
         return parts
 
     def choice_of(self, delta: ChatDelta) -> dict[str, Any]:

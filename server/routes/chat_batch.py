@@ -28,6 +28,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "use_beam_search": (False,),
     "tools": (None, []),
+    "kv_transfer_params": (None, {}),
 }
 _OF_CHOICE = ("prompt_logprobs", "prompt_token_ids", "timings", "metrics")
 """The parts of a reply that concern its one conversation."""

@@ -39,7 +39,7 @@ from server.protocol.common import engine_options
 from server.protocol.completions import CompletionRequest
 from server.sampling import check_copies, check_xargs, constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
-from server.usage import Usage, per_request_metrics, timings
+from server.usage import Usage, kv_transfer_of, per_request_metrics, timings
 from server.work import Work, in_one_piece
 
 router = APIRouter(tags=["OpenAI"])
@@ -83,6 +83,11 @@ async def prepare(body: CompletionRequest, context: ServerContext, request_id: s
     engine = context.engine
     encoded = await context.work.run(_encode_all(prompts, body, context))
     options = engine_options(body, queue_timeout_seconds=context.queue_timeout_seconds, adapter=adapter)
+    if options.kv_transfer is not None and len(prompts) > 1:
+        raise bad_request(
+            f"kv_transfer_params belong to one prompt, but prompt has {len(prompts)}; send a request for each",
+            "kv_transfer_params",
+        )
     requests = []
     for number, (text, ids) in enumerate(encoded):
         prompt: Any = {"prompt_token_ids": ids} if text is None else {"prompt_token_ids": ids, "prompt": text}
@@ -237,7 +242,7 @@ class CompletionReply:
             "usage": self._usage(),
             "system_fingerprint": self._context.fingerprint,
         }
-        return {**reply, **self._times()}
+        return {**reply, **self._times(), **kv_transfer_of(outputs[0])}
 
     def _times(self) -> dict[str, Any]:
         num_tokens, found = self._usage_so_far.completion_tokens, {}
@@ -337,7 +342,8 @@ class CompletionReply:
                     usage = self._usage() if chunks.continuous_usage else None
                     parts = []
                     for answer in output.outputs:
-                        parts += self._chunks(place, output, answer, chunks, offsets, usage)
+                        extra = kv_transfer_of(output) if answer is output.outputs[-1] else {}
+                        parts += self._chunks(place, output, answer, chunks, offsets, usage, extra)
                     if parts:
                         yield b"".join(parts)
         yield chunks.end(self._usage(), self._times())
@@ -350,6 +356,7 @@ class CompletionReply:
         chunks: ChunkWriter,
         offsets: dict[int, int],
         usage: Mapping[str, Any] | None,
+        extra: Mapping[str, Any],
     ) -> list[bytes]:
         index = place * self._work.n + answer.index
         is_first = index not in offsets
@@ -378,7 +385,7 @@ class CompletionReply:
             choice["token_ids"] = ids
             if is_first:
                 choice["prompt_token_ids"] = output.prompt_token_ids
-        return [chunks.chunk(choice, usage)] if text or ids or reason else []
+        return [chunks.chunk(choice, usage, extra)] if text or ids or reason else []
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield the outputs of all prompts as they come, each with its prompt index."""

@@ -35,6 +35,7 @@ async def health(request: Request) -> Response:
 def _described(replica: ReplicaInfo) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rank": replica.rank,
+        **({"role": replica.role} if replica.role else {}),
         "state": replica.state,
         "running": replica.stats.num_running,
         "waiting": replica.stats.num_waiting,

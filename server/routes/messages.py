@@ -160,7 +160,9 @@ class MessageReply:
             if delta.finish_reason is not None:
                 filled = self._chat.usage.completion_tokens < self._body.max_tokens
                 reason, sequence = stop_reason_of(delta.finish_reason, delta.stop_reason, filled_context=filled)
-                events += self._writer.finish(stop_reason=reason, stop_sequence=sequence, usage=self._usage())
+                events += self._writer.finish(
+                    stop_reason=reason, stop_sequence=sequence, usage=self._usage(), extra=self._chat.kv_transfer
+                )
         return events
 
     def _usage(self) -> dict[str, Any]:

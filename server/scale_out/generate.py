@@ -23,7 +23,7 @@ from server.protocol.scale_out import GenerateRequest, ParseContext
 from server.scale_out.derender import NO_REQUEST, TokenAnswer, derendered_chat
 from server.scale_out.sampling import params_of
 from server.sse import DONE, event
-from server.usage import Usage, per_request_metrics
+from server.usage import Usage, kv_transfer_of, per_request_metrics
 
 _json = msgspec.json.encode
 
@@ -109,6 +109,7 @@ class GenerateReply:
         )
         self._usage = Usage(prompt_tokens=len(request.prompt_token_ids))
         self._metrics: RequestMetrics | None = None
+        self._kv_transfer: dict[str, Any] = {}
 
     async def whole(self) -> dict[str, Any]:
         """The reply as one object."""
@@ -128,7 +129,7 @@ class GenerateReply:
             "prompt_logprobs": None if last.prompt_logprobs is None else self._logprobs.prompt(last.prompt_logprobs),
             "prompt_token_ids": self._request.prompt_token_ids if self._body.return_token_ids else None,
         }
-        return {**reply, **self._times()}
+        return {**reply, **self._times(), **self._kv_transfer}
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The reply as events."""
@@ -141,7 +142,9 @@ class GenerateReply:
                 async for output in outputs:
                     self._count(output)
                     for answer in output.outputs:
-                        chunk = {**self._head, "choices": [self._choice(answer)], **first}
+                        is_last = output.finished and answer is output.outputs[-1]
+                        last = self._kv_transfer if is_last else {}
+                        chunk = {**self._head, "choices": [self._choice(answer)], **first, **last}
                         first = {}
                         if asked is not None and asked.include_usage and asked.continuous_usage_stats:
                             chunk["usage"] = self._usage_object()
@@ -151,7 +154,7 @@ class GenerateReply:
         yield DONE
 
     def _count(self, output: RequestOutput) -> None:
-        usage, self._metrics = self._usage, output.metrics
+        usage, self._metrics, self._kv_transfer = self._usage, output.metrics, kv_transfer_of(output)
         usage.completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
         usage.set_cached(output)
 

@@ -36,6 +36,7 @@ def generate_body(
         "stream": bool(body.stream),
         "stream_options": options.model_dump() if isinstance(body, SamplingFields) and options is not None else None,
         "return_token_ids": getattr(body, "return_token_ids", None),
+        "kv_transfer_params": body.kv_transfer_params,
         **{name: getattr(child.options, name) for name in GenerateRequest.model_fields if name in OPTION_NAMES},
     }
     if conversation is not None:

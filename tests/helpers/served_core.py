@@ -1,10 +1,12 @@
 """A fake engine core for a separate engine process: words of the prompt select its behaviour."""
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.fault_points import hold_interpreter
@@ -16,6 +18,7 @@ from jaxllm.text.tokenizer import load_tokenizer
 from tests.helpers.fake_engine_core import FakeEngineCore
 
 FACTORY = "tests.helpers.served_core:make"
+ROLE_FACTORY = "tests.helpers.served_core:make_with_role"
 SLOW_FACTORY = "tests.helpers.served_core:make_when_told"
 STEP_SECONDS = 0.0005
 
@@ -90,3 +93,61 @@ def make_when_told(config: EngineConfig, progress: Progress) -> ServedFakeCore:
     if (Path(config.model.model) / "bad").exists():
         raise ModelLoadError("the weights are torn")
     return ServedFakeCore(config)
+
+
+class FakeCoreWithRole(ServedFakeCore):
+    """Keeps a record of its requests in legs.jsonl of the model's directory. One whose blocks are kept for a decode engine gets parameters
+    for that. Where the prompt's first word is "unkept" it gets none, where it is "slow" it never ends, and where it is "lose" its step
+    fails."""
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        super().add_request(request)
+        role, transfer = self.config.kv_transfer.kv_role, request.options.kv_transfer
+        words = self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True).split()
+        if words[0] == "lose" and role == "prefill":
+            self._deed = self._fail
+        record = {
+            "role": role,
+            "id": request.request_id,
+            "num_tokens": len(request.prompt_token_ids),
+            "max_tokens": request.sampling_params.max_tokens,
+            "grammar": request.grammar is not None,
+            "keeps": transfer is not None and transfer.keep_for_decode,
+            "pulls": None if transfer is None else transfer.lease_id,
+            "token": os.environ.get("JAXLLM_KV_TOKEN"),
+        }
+        with (Path(self.config.model.model) / "legs.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _advance(self, running: Any) -> EngineCoreOutput:
+        request = running.request
+        if (transfer := request.options.kv_transfer) is None or not transfer.keep_for_decode:
+            return super()._advance(running)
+        first = self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True).split()[0]
+        if first == "slow":
+            time.sleep(0.01)
+            return EngineCoreOutput(request.request_id, [])
+        output = super()._advance(running)
+        if output.finish_reason is not None and first != "unkept":
+            output.kv_transfer_params = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_engine_id": "engine",
+                "remote_request_id": f"lease-of-{request.request_id}",
+                "remote_host": "127.0.0.1",
+                "remote_port": 14579,
+                "remote_block_ids": [[0]],
+                "remote_prefill_cached_tokens": 7,
+            }
+        return output
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        known = [request_id for request_id in request_ids if request_id in self.running]
+        super().abort_requests(request_ids)
+        with (Path(self.config.model.model) / "legs.jsonl").open("a") as file:
+            for request_id in known:
+                file.write(json.dumps({"role": self.config.kv_transfer.kv_role, "aborted": request_id}) + "\n")
+
+
+def make_with_role(config: EngineConfig, progress: Progress) -> FakeCoreWithRole:
+    return FakeCoreWithRole(config)

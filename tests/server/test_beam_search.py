@@ -31,6 +31,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, Any] = {
     "stream": True,
+    "kv_transfer_params": {"do_remote_decode": True},
     "stream_options": {"include_usage": True},
     "stream_interval": 2,
     "temperature": 0.5,

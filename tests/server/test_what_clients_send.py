@@ -54,12 +54,7 @@ def test_what_clients_send_is_taken(client: Client, fields: Mapping[str, Any]) -
         ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity has no effect"),
         (CHAT, {"function_call": "none"}, "function_call has no effect"),
         (CHAT, {"functions": []}, "functions has no effect"),
-        (COMPLETIONS, {"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params has no effect"),
-        (
-            "/v1/messages",
-            {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 9},
-            "kv_transfer_params has no effect",
-        ),
+        ("/tokenize", {"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params has no effect"),
         (COMPLETIONS, {"priority": 7}, "priority of requests has no effect"),
     ],
 )

@@ -5,6 +5,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.kv_transfer import KVTransfer
+from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.request import ErrorKind, FinishReason
 from jaxllm.request_options import RequestOptions
@@ -303,3 +304,15 @@ def test_cached_tokens_are_those_that_the_prefill_engine_found(tokenizer: Tokeni
     texts.processor.add(request)
     (output,) = texts.say(request, [70], FinishReason.LENGTH, num_cached_tokens=16)
     assert output.num_cached_tokens == expected
+
+
+def test_a_request_that_moves_is_counted_where_it_goes(tokenizer: Tokenizer) -> None:
+    counters = [EngineMetrics("m", 100, engine=str(replica)) for replica in range(2)]
+    texts = Texts(tokenizer, metrics=counters)
+    request = texts.add()
+    texts.processor.moved(request.children[0].request_id, 1, KVTransfer(num_cached_tokens=2))
+    (output,) = texts.say(request, [70], FinishReason.LENGTH, num_cached_tokens=0)
+    assert output.num_cached_tokens == 2
+    assert [each.generation_tokens for each in counters] == [0, 1]
+    assert counters[1].prompt_tokens_cached == 0, "the counters have what the engine itself found"
+    texts.processor.moved("unknown", 1, None)

@@ -1,0 +1,181 @@
+"""Replicas of two roles as one AsyncCore: a request with a long prompt runs in two legs, on a prefill and then on a decode engine."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxllm.engine import messages
+from jaxllm.engine.async_core import ReplicaInfo
+from jaxllm.engine.client import EngineClient
+from jaxllm.engine.messages import Outputs, Refused
+from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError
+from jaxllm.kv_transfer_options import PORT
+from jaxllm.log import logger
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.replicas.core import Replicas
+from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
+from jaxllm.routing.balancer import RoutingPolicy
+from jaxllm.routing.two_legs import TwoLegs, decode_leg, prefill_leg
+
+_ENDS_REQUEST = frozenset({ErrorKind.TIMEOUT, ErrorKind.QUEUE_TIMEOUT, ErrorKind.ADAPTER})
+"""Errors of a first leg that a second one would meet too."""
+
+
+@dataclass
+class _FirstLeg:
+    """A prompt that a prefill engine computes."""
+
+    rank: int
+    waiting: dict[str, EngineCoreRequest] = field(default_factory=dict)
+    """The requests that continue from it, by id: the answers to one prompt."""
+
+
+class PrefillDecode(Replicas):
+    """Replicas of which the first `num_prefill` prefill, and the others decode. Callers see one request: its first leg has an id that no
+    caller knows, and where that leg fails the decode engine computes the prompt itself."""
+
+    def __init__(
+        self,
+        connect: Callable[[int, int | None], EngineClient],
+        pids: Sequence[int | None],
+        *,
+        num_prefill: int,
+        threshold: int,
+        policy: RoutingPolicy = "cache_aware",
+        num_api_servers: int = 1,
+        retries: bool = False,
+    ):
+        """threshold: a prompt with fewer uncached tokens runs on a decode engine alone."""
+        super().__init__(connect, pids, policy=policy, num_api_servers=num_api_servers, retries=retries)
+        self._num_prefill, self._threshold = num_prefill, threshold
+        self._legs: dict[str, _FirstLeg] = {}
+        """First legs, by their own id."""
+        self._leg_of: dict[str, str] = {}
+        """The first leg that a request waits for."""
+        self._last_leg = ""
+
+    async def ready(self) -> "PrefillDecode":
+        await super().ready()
+        self.routes = TwoLegs(self.balancer, self._num_prefill, self._threshold)
+        # Clients send whole requests: they name no engines.
+        self.core.config = self.core.config.replace(kv_role=None, kv_port=PORT)
+        return self
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        error = super().dead_error
+        if error is None and "loading" not in self._states and not self.routes.can_answer:
+            return EngineDeadError("no decode engine serves now")
+        return error
+
+    def replicas(self) -> list[ReplicaInfo]:
+        return [replace(each, role="prefill" if each.rank < self._num_prefill else "decode") for each in super().replicas()]
+
+    def replica_of(self, request_id: str) -> int | None:
+        leg = self._leg_of.get(request_id)
+        return super().replica_of(request_id) if leg is None else self._legs[leg].rank
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Send a request to a prefill engine, or to the engine that computes it whole."""
+        if request.prompt_token_ids is self._last_prompt:  # another answer to the same prompt
+            if self._last_leg in self._legs:
+                self._wait(request, self._last_leg)
+                return
+            if not self._last_leg:
+                self._send_whole(request, self._last_rank)
+                return
+        if not self.routes.begins_with_prefill(request):
+            self._send_whole(request)
+            return
+        first = prefill_leg(request)
+        rank = self.routes.choose_prefill(first)
+        try:
+            self._send_to(rank, first)
+        except EngineError:  # it has just ended
+            self._send_whole(request)
+            return
+        self._last_prompt, self._last_rank, self._last_leg = request.prompt_token_ids, rank, first.request_id
+        self._legs[first.request_id] = _FirstLeg(rank)
+        self._wait(request, first.request_id)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests. A first leg ends with the last request that waits for it."""
+        ended: list[str] = []
+        for request_id in request_ids:
+            leg_id = self._leg_of.pop(request_id, None)
+            if leg_id is None:
+                ended.append(request_id)
+                continue
+            del self._legs[leg_id].waiting[request_id]
+            if not self._legs[leg_id].waiting:
+                del self._legs[leg_id]
+                ended.append(leg_id)
+        super().abort(ended)
+
+    # Legs
+
+    def _wait(self, request: EngineCoreRequest, leg_id: str) -> None:
+        self._legs[leg_id].waiting[request.request_id] = request
+        self._leg_of[request.request_id] = leg_id
+
+    def _send_whole(self, request: EngineCoreRequest, wanted: int | None = None) -> None:
+        """Send a request to the engine that computes it whole: to `wanted`, if it would be admitted there at once."""
+        rank = self.routes.choose_whole(request, wanted if wanted is not None and self.balancer.has_seat(wanted) else None)
+        self._last_prompt, self._last_rank, self._last_leg = request.prompt_token_ids, rank, ""
+        self._send_to(rank, request)
+
+    def _continue(self, leg_id: str, params: dict[str, Any] | None) -> None:
+        """A first leg has ended: send all that wait for it to one decode engine. params: what it left there; None: nothing."""
+        leg, rank = self._legs[leg_id], None
+        while leg.waiting:  # a refusal ends all answers to the prompt, by `abort`
+            request_id = next(iter(leg.waiting))
+            del self._leg_of[request_id]
+            second = decode_leg(leg.waiting.pop(request_id), params)
+            try:
+                rank = self.routes.choose_decode(second, rank)
+                self._send_to(rank, second)
+            except JaxLLMError as error:
+                self._refuse(request_id, error)
+                continue
+            if self._listener is not None:
+                self._listener.take_move(request_id, rank, second.options.kv_transfer)
+        self._legs.pop(leg_id, None)
+
+    def _end_waiting(self, leg_id: str, output: EngineCoreOutput) -> None:
+        """A first leg has ended, and with it all that wait for it."""
+        ids = list(self._legs.pop(leg_id).waiting)
+        for request_id in ids:
+            del self._leg_of[request_id]
+        if self._listener is not None:
+            end = (output.finish_reason, output.stop_reason)
+            self._listener.take_outputs([EngineCoreOutput(each, [], *end, error_kind=output.error_kind) for each in ids])
+
+    # What engines report
+
+    def _take_outputs(self, rank: int, message: Outputs) -> None:
+        ended = [each for each in message.outputs if each.finish_reason is not None and each.request_id in self._legs]
+        super()._take_outputs(rank, message)  # callers know no first legs
+        for output in ended:
+            if output.finish_reason is FinishReason.ABORT or output.error_kind in _ENDS_REQUEST:
+                self._end_waiting(output.request_id, output)
+                continue
+            if output.finish_reason is FinishReason.ERROR:
+                logger.warning("prefill failed, a decode engine computes the prompt: %s", output.stop_reason)
+            self._continue(output.request_id, output.kv_transfer_params)
+
+    def _take_refusal(self, rank: int, message: Refused) -> None:
+        if message.request_id not in self._legs:
+            super()._take_refusal(rank, message)
+            return
+        self.balancer.ended(message.request_id)
+        self._let_go(rank)
+        logger.warning("prefill was refused, a decode engine computes the prompt: %s", messages.error_of(message.fault))
+        self._continue(message.request_id, None)
+
+    def _fail(self, error: EngineError, ids: Collection[str]) -> None:
+        legs = [request_id for request_id in ids if request_id in self._legs]
+        super()._fail(error, [request_id for request_id in ids if request_id not in self._legs])
+        if legs:
+            logger.warning("prefill of %d prompts failed, decode engines compute them: %s", len(legs), error)
+        for leg_id in legs:
+            self._continue(leg_id, None)

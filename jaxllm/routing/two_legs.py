@@ -1,0 +1,91 @@
+"""A request in two legs: a prefill engine computes its prompt, a decode engine fetches the blocks and computes the answer."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import EngineDeadError, InvalidRequestError
+from jaxllm.kv_transfer import KVTransfer, read_kv_transfer
+from jaxllm.request import EngineCoreRequest
+from jaxllm.routing.balancer import Balancer
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+
+PREFILL_SUFFIX = "-prefill"
+"""Ends the id of a first leg."""
+_ONE_TOKEN = SamplingParams(
+    temperature=0.0, max_tokens=1, seed=0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+)
+"""How a first leg samples: its token is discarded, as the decode engine draws it again, by the request's own parameters."""
+
+
+class TwoLegs:
+    """Which engines a request goes to: the first `num_prefill` replicas of a balancer prefill, the others decode."""
+
+    def __init__(self, balancer: Balancer, num_prefill: int, threshold: int):
+        """threshold: a prompt with fewer tokens to compute is computed by the decode engine itself."""
+        self._balancer, self._threshold = balancer, threshold
+        self._prefills = np.arange(balancer.num_replicas) < num_prefill
+        self._decodes = ~self._prefills
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether a decode engine takes requests."""
+        return self._balancer.takes_requests(self._decodes)
+
+    def begins_with_prefill(self, request: EngineCoreRequest) -> bool:
+        """Whether a prefill engine computes the prompt for a decode engine. Raises InvalidRequestError or EngineDeadError."""
+        if request.options.data_parallel_rank is not None:
+            raise InvalidRequestError(
+                f"data_parallel_rank is {request.options.data_parallel_rank}, but this server chooses the prefill and the decode engine; "
+                "leave it out",
+                "data_parallel_rank",
+            )
+        if _ends_with_prompt(request) or not request.reads_prefix_cache or not self._balancer.takes_requests(self._prefills):
+            return False
+        if not self.can_answer:
+            raise EngineDeadError("no decode engine takes requests now")
+        return self._balancer.fewest_uncached(request, self._decodes) >= self._threshold
+
+    def choose_prefill(self, leg: EngineCoreRequest) -> int:
+        """The engine for a first leg: of the fewest uncached tokens queued, its own included."""
+        return self._balancer.choose(leg, among=self._prefills)
+
+    def choose_whole(self, request: EngineCoreRequest, rank: int | None = None) -> int:
+        """The engine for a request that one engine computes whole: a decode engine, or for one without an answer to speak of, a prefill
+        engine. rank: the engine, if it is chosen already."""
+        among = (
+            self._prefills if _ends_with_prompt(request) and self._balancer.takes_requests(self._prefills) else self._decodes
+        )
+        return self._balancer.choose(request, rank, among=among)
+
+    def choose_decode(self, request: EngineCoreRequest, rank: int | None = None) -> int:
+        """The engine for a second leg: of the fewest tokens running. If the first leg left no blocks, as for a whole request."""
+        is_prefilled = request.options.kv_transfer is not None
+        return self._balancer.choose(request, rank, among=self._decodes, is_prefilled=is_prefilled)
+
+
+def prefill_leg(request: EngineCoreRequest) -> EngineCoreRequest:
+    """The first leg of a request: one token, without stop conditions and grammar. It belongs to no session: a prefix that a prefill engine
+    has is found by its cache."""
+    return replace(
+        request,
+        request_id=request.request_id + PREFILL_SUFFIX,
+        sampling_params=_ONE_TOKEN.clone(),
+        eos_token_ids=(),
+        options=replace(request.options, kv_transfer=KVTransfer(keep_for_decode=True), session_id=None),
+        grammar=None,
+        thinking_budget=None,
+    )
+
+
+def decode_leg(request: EngineCoreRequest, params: Mapping[str, Any] | None) -> EngineCoreRequest:
+    """The second leg of a request, whose first leg answered with these `kv_transfer_params`; None: the decode engine computes it all."""
+    found = read_kv_transfer(params)
+    return request if found is None else replace(request, options=replace(request.options, kv_transfer=found))
+
+
+def _ends_with_prompt(request: EngineCoreRequest) -> bool:
+    """Whether nothing follows the step that computes the last prompt token."""
+    return request.pooling_params is not None or request.sampling_params.max_tokens == 1

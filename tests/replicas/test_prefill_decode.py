@@ -1,0 +1,415 @@
+"""Requests in two legs, over clients that record what they send: which engine gets what, and what follows when a leg fails."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxllm.cache_events import KEY_BYTES, CacheEvents
+from jaxllm.config import EngineConfig
+from jaxllm.engine.messages import Failed, Fault, Load, Outputs, Refused, Update
+from jaxllm.errors import EngineDeadError, EngineError, InvalidRequestError, ReplicaLostError
+from jaxllm.kv_transfer import KVTransfer
+from jaxllm.outputs import EngineCoreOutput
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.replicas.prefill_decode import PrefillDecode
+from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Grammar
+from jaxllm.request_options import RequestOptions
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.block_hash import hashes_of
+from tests.routing.test_balancer import stats
+from tests.test_kv_transfer import PULLED, TO_DECODE
+
+LONG = list(range(100))
+THRESHOLD = 40
+BLOCK = 8
+
+
+class FakeClient:
+    """An engine process's client without a process."""
+
+    def __init__(self, config: EngineConfig):
+        self.name = "client-0-x"
+        self.is_ready, self.is_draining = True, False
+        self.dead_error: EngineDeadError | None = None
+        self.stats, self.sleep_level, self.num_compiled_after_warmup = stats(), 0, 0
+        self.status = self.stall = None
+        self.stalled_seconds = self.tick_seconds = 0.0
+        self.long_work = ""
+        self.sent: list[EngineCoreRequest] = []
+        self.aborted: list[str] = []
+        self.refuses: Exception | None = None
+        self.let_gone = 0
+        self._ready = SimpleNamespace(config=config, model_config=None, max_model_len=1000, processor_arguments={}, kernels={})
+
+    async def ready(self) -> Any:
+        return self._ready
+
+    def add(self, request: EngineCoreRequest) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.sent.append(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    def let_go(self) -> None:
+        self.let_gone += 1
+
+    def call(self, call: Any) -> "asyncio.Future[Any]":
+        return asyncio.get_running_loop().create_future()
+
+    def close(self) -> None:
+        pass
+
+
+class Listener:
+    """Records what callers would be told."""
+
+    def __init__(self) -> None:
+        self.outputs: list[EngineCoreOutput] = []
+        self.refusals: list[tuple[str, Exception]] = []
+        self.failures: list[tuple[Exception, list[str]]] = []
+        self.moves: list[tuple[str, int, KVTransfer | None]] = []
+
+    def take_outputs(self, outputs: Any) -> None:
+        self.outputs += [output for output in outputs if not output.request_id.endswith("-prefill")]
+
+    def take_refusal(self, request_id: str, error: Exception) -> None:
+        self.refusals.append((request_id, error))
+
+    def take_failure(self, error: Exception, request_ids: Any = None) -> None:
+        if request_ids:
+            self.failures.append((error, list(request_ids)))
+
+    def take_move(self, request_id: str, replica: int, transfer: KVTransfer | None) -> None:
+        self.moves.append((request_id, replica, transfer))
+
+    def end(self) -> None:
+        pass
+
+    def own_metrics(self) -> list[Any]:
+        return []
+
+
+class Fleet:
+    """Prefill engines 0 and 1, decode engines 2 and 3."""
+
+    def __init__(self, core: PrefillDecode, clients: list[FakeClient], listener: Listener):
+        self.core, self.clients, self.listener = core, clients, listener
+
+    def load(self, rank: int, **fields: Any) -> None:
+        sent = len(self.clients[rank].sent)
+        self.clients[rank].on_update(Update(Load(stats(**fields), received={"client-0-x": sent})))  # type: ignore[attr-defined]
+
+    def end(self, rank: int, request_id: str, reason: FinishReason = FinishReason.LENGTH, **fields: Any) -> None:
+        output = EngineCoreOutput(request_id, [5], reason, **fields)
+        load = Load(stats(), received={"client-0-x": len(self.clients[rank].sent)})
+        self.clients[rank].on_outputs(Outputs([output], load))  # type: ignore[attr-defined]
+
+    def ids(self, rank: int) -> list[str]:
+        return [request.request_id for request in self.clients[rank].sent]
+
+
+def with_fleet(test: Callable[[Fleet], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        config = EngineConfig.from_options(
+            data_parallel_size=4,
+            kv_role="prefill",
+            kv_port=0,
+            kv_offloading_size=1.0,
+            enable_prefix_caching=True,
+            block_size=BLOCK,
+            max_num_seqs=8,
+        )
+        clients = [FakeClient(config) for _ in range(4)]
+        core = PrefillDecode(
+            lambda rank, pid: clients[rank],  # type: ignore[arg-type, return-value]
+            [1, 2, 3, 4],
+            num_prefill=2,
+            threshold=THRESHOLD,
+            **options,
+        )
+        listener = Listener()
+        await core.ready()
+        core.start(listener)
+        fleet = Fleet(core, clients, listener)
+        for rank in range(4):
+            fleet.load(rank)
+        try:
+            await test(fleet)
+        finally:
+            core.shutdown()
+
+    asyncio.run(main())
+
+
+def request_of(
+    name: str, prompt: list[int] = LONG, *, options: Any = None, pooling: bool = False, **fields: Any
+) -> EngineCoreRequest:
+    params = {"max_tokens": 9, "seed": 7, "stop_token_ids": [3], "logprobs": 2, "temperature": 0.7, **fields}
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(**params),
+        pooling_params=PoolingParams(task="embed") if pooling else None,
+        eos_token_ids=(2,),
+        options=RequestOptions(**(options or {})),
+        grammar=Grammar("g"),
+    )
+
+
+def events_of(request: EngineCoreRequest) -> CacheEvents:
+    """Events of an engine that has computed the prompt."""
+    names = hashes_of(request.prompt_token_ids, BLOCK, "sha256", {})
+    return CacheEvents(stored=b"".join(name[:KEY_BYTES] for name in names))
+
+
+def test_a_long_prompt_runs_in_two_legs() -> None:
+    async def test(fleet: Fleet) -> None:
+        request = request_of("a", options={"priority": 3, "session_id": "s"})
+        fleet.core.add(request)
+        (first,) = fleet.clients[0].sent
+        assert first.request_id == "a-prefill" and first.prompt_token_ids is LONG
+        params = first.sampling_params
+        assert (params.max_tokens, params.temperature, params.logprobs) == (1, 0.0, None)
+        assert not params.stop_token_ids and params.ignore_eos and first.eos_token_ids == () and first.grammar is None
+        assert first.options == RequestOptions(priority=3, kv_transfer=KVTransfer(keep_for_decode=True))
+        assert fleet.core.core.replica_of("a") == 0
+
+        fleet.load(2, cache_usage=0.5)
+        fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)
+        assert fleet.ids(2) == [] and fleet.ids(3) == ["a"] and not fleet.listener.outputs
+        (second,) = fleet.clients[3].sent
+        assert second == replace(request, options=replace(request.options, kv_transfer=PULLED)), (
+            "all else as the caller wants it, so the answer is one engine's"
+        )
+        assert fleet.listener.moves == [("a", 3, PULLED)] and fleet.core.core.replica_of("a") == 3
+
+        fleet.end(3, "a", FinishReason.STOP, num_cached_tokens=96)
+        assert [output.request_id for output in fleet.listener.outputs] == ["a"]
+        assert not fleet.core._legs and not fleet.core._leg_of
+        assert [fleet.core.balancer.num_requests(rank) for rank in range(4)] == [0] * 4
+
+    with_fleet(test)
+
+
+def test_clients_of_such_a_server_name_no_engines() -> None:
+    async def test(fleet: Fleet) -> None:
+        assert fleet.core.core.config.kv_transfer.kv_role is None
+        for prompt in (LONG, LONG[:5]):
+            with pytest.raises(InvalidRequestError, match="data_parallel_rank is 2.*leave it out"):
+                fleet.core.add(request_of("a", prompt, options={"data_parallel_rank": 2}))
+        assert not any(client.sent for client in fleet.clients)
+
+    with_fleet(test)
+
+
+def test_prefill_goes_where_the_fewest_uncached_tokens_are_queued() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.load(0, num_queued_tokens=500)
+        fleet.core.add(request_of("a"))
+        assert fleet.ids(1) == ["a-prefill"]
+        fleet.load(1, num_queued_tokens=400)
+        fleet.clients[0].on_update(Update(Load(stats(num_queued_tokens=500)), events_of(request_of("x"))))  # type: ignore[attr-defined]
+        fleet.core.add(request_of("b", list(LONG)))
+        assert fleet.ids(0) == ["b-prefill"], "its cache has the prompt"
+
+    with_fleet(test)
+
+
+def test_what_needs_little_prefill_or_no_decode_runs_on_one_engine() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.core.add(request_of("short", LONG[: THRESHOLD - 1]))
+        fleet.core.add(request_of("scores", list(LONG), prompt_logprobs=1))
+        fleet.core.add(request_of("fresh", list(LONG), skip_reading_prefix_cache=True))
+        assert sorted(fleet.ids(2) + fleet.ids(3)) == ["fresh", "scores", "short"]
+        fleet.core.add(request_of("vector", list(LONG), pooling=True))
+        fleet.core.add(request_of("one", list(LONG), max_tokens=1))
+        assert sorted(fleet.ids(0) + fleet.ids(1)) == ["one", "vector"]
+        cached = CacheEvents(stored=events_of(request_of("x")).stored[: 8 * KEY_BYTES])  # 8 blocks
+        fleet.clients[3].on_update(Update(Load(stats()), cached))  # type: ignore[attr-defined]
+        fleet.core.add(request_of("known", list(LONG)))
+        assert fleet.ids(3)[-1] == "known", "36 tokens are uncached there"
+        fleet.core.add(request_of("longer", [*LONG, 1, 2, 3, 4]))
+        assert "longer-prefill" in fleet.ids(0) + fleet.ids(1), "40 are"
+
+    with_fleet(test)
+
+
+def test_answers_to_one_prompt_share_the_first_leg_and_the_decode_engine() -> None:
+    async def test(fleet: Fleet) -> None:
+        for place in range(3):
+            fleet.core.add(request_of(f"{place}_a", seed=place))
+        assert fleet.ids(0) + fleet.ids(1) == ["0_a-prefill"]
+        fleet.core.abort(["0_a"])
+        assert not fleet.clients[0].aborted, "two others wait for it"
+        fleet.end(0, "0_a-prefill", kv_transfer_params=TO_DECODE)
+        assert {tuple(fleet.ids(2)), tuple(fleet.ids(3))} == {("1_a", "2_a"), ()}
+        assert all(request.options.kv_transfer == PULLED for request in fleet.clients[2].sent + fleet.clients[3].sent)
+
+    with_fleet(test)
+
+
+@pytest.mark.parametrize("params", [None, {}])
+def test_without_blocks_the_decode_engine_computes_the_prompt(params: Any) -> None:
+    async def test(fleet: Fleet) -> None:
+        request = request_of("a")
+        fleet.core.add(request)
+        fleet.end(0, "a-prefill", kv_transfer_params=params)
+        assert [each for client in fleet.clients[2:] for each in client.sent] == [request]
+
+    with_fleet(test)
+
+
+@pytest.mark.parametrize("cause", ["error", "refused", "failed step", "dead", "cannot send"])
+def test_where_prefill_fails_the_decode_engine_computes_the_prompt(cause: str) -> None:
+    async def test(fleet: Fleet) -> None:
+        client: Any = fleet.clients[0]
+        if cause == "cannot send":
+            client.refuses = EngineDeadError("it has ended")
+        request = request_of("a")
+        fleet.core.add(request)
+        if cause == "error":
+            fleet.end(0, "a-prefill", FinishReason.ERROR, stop_reason="NaN", error_kind=ErrorKind.NOT_FINITE)
+        elif cause == "refused":
+            client.on_refused(Refused("a-prefill", Fault("overloaded", "the queue is full")))
+        elif cause == "failed step":
+            client.on_failed(Failed("a step failed"))
+        elif cause == "dead":
+            client.on_dead(EngineDeadError("killed"))
+        assert [each for decode in fleet.clients[2:] for each in decode.sent] == [request]
+        assert not fleet.listener.failures and not fleet.listener.refusals and not fleet.core._legs
+        if cause == "dead":
+            fleet.core.add(request_of("b", list(LONG)))
+            assert fleet.ids(1) == ["b-prefill"]
+
+    with_fleet(test)
+
+
+def test_a_refusal_of_one_second_leg_sends_none_of_the_other_answers() -> None:
+    async def test(fleet: Fleet) -> None:
+        for place in range(3):
+            fleet.core.add(request_of(f"{place}_a"))
+
+        def refuse(request_id: str, error: Exception) -> None:  # as AsyncLLM does
+            refused.append(request_id)
+            fleet.core.abort([f"{place}_a" for place in range(3)])
+
+        refused: list[str] = []
+        fleet.listener.take_refusal = refuse  # type: ignore[method-assign]
+        for rank in (2, 3):
+            fleet.clients[rank].refuses = EngineError("full")
+        fleet.end(0, "0_a-prefill", kv_transfer_params=TO_DECODE)
+        assert refused == ["0_a"]
+        assert not fleet.core._legs and not fleet.core._leg_of
+        assert [fleet.core.balancer.num_requests(rank) for rank in range(4)] == [0] * 4
+
+    with_fleet(test)
+
+
+@pytest.mark.parametrize("kind", [ErrorKind.QUEUE_TIMEOUT, ErrorKind.TIMEOUT, ErrorKind.ADAPTER])
+def test_a_request_whose_time_is_up_or_whose_adapter_is_gone_ends_with_its_first_leg(kind: ErrorKind) -> None:
+    async def test(fleet: Fleet) -> None:
+        for place in range(2):
+            fleet.core.add(request_of(f"{place}_a"))
+        fleet.end(0, "0_a-prefill", FinishReason.ERROR, stop_reason="too late", error_kind=kind)
+        told = [(each.request_id, each.finish_reason, each.stop_reason, each.error_kind) for each in fleet.listener.outputs]
+        assert told == [(f"{place}_a", FinishReason.ERROR, "too late", kind) for place in range(2)]
+        assert not fleet.ids(2) + fleet.ids(3) and not fleet.core._leg_of
+
+    with_fleet(test)
+
+
+def test_an_aborted_first_leg_ends_its_request() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.core.add(request_of("a"))
+        fleet.end(0, "a-prefill", FinishReason.ABORT)  # e.g. by a pause
+        assert [(each.request_id, each.finish_reason) for each in fleet.listener.outputs] == [("a", FinishReason.ABORT)]
+
+    with_fleet(test)
+
+
+def test_a_cancelled_request_is_aborted_at_the_engine_of_its_leg() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.core.add(request_of("a"))
+        fleet.core.abort(["a"])
+        assert fleet.clients[0].aborted == ["a-prefill"]
+        fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)  # it was on its way
+        assert not fleet.ids(2) + fleet.ids(3)
+        fleet.core.add(request_of("b", list(LONG)))
+        rank = next(rank for rank in (0, 1) if "b-prefill" in fleet.ids(rank))
+        fleet.end(rank, "b-prefill", kv_transfer_params=TO_DECODE)
+        decode = next(rank for rank in (2, 3) if fleet.ids(rank) == ["b"])
+        fleet.core.abort(["b"])
+        assert fleet.clients[decode].aborted == ["b"] and fleet.clients[rank].aborted in ([], ["a-prefill"])
+
+    with_fleet(test)
+
+
+def test_errors_of_the_second_leg_reach_the_caller() -> None:
+    async def test(fleet: Fleet) -> None:
+        def second_leg_of(name: str) -> int:
+            fleet.core.add(request_of(name, list(LONG)))
+            rank = next(rank for rank in (0, 1) if f"{name}-prefill" in fleet.ids(rank))
+            fleet.end(rank, f"{name}-prefill", kv_transfer_params=TO_DECODE)
+            return next(rank for rank in (2, 3) if name in fleet.ids(rank))
+
+        rank = second_leg_of("a")
+        fleet.clients[rank].on_refused(Refused("a", Fault("invalid", "never fits", "prompt")))  # type: ignore[attr-defined]
+        ((name, error),) = fleet.listener.refusals
+        assert name == "a" and isinstance(error, InvalidRequestError)
+        rank = second_leg_of("b")
+        fleet.clients[rank].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
+        ((lost, ids),) = fleet.listener.failures
+        assert isinstance(lost, ReplicaLostError) and ids == ["b"]
+        other = 5 - rank
+        assert second_leg_of("c") == other
+        fleet.clients[other].refuses = EngineError("the engine process does not fetch its messages")
+        with pytest.raises(StopIteration):
+            second_leg_of("d")
+        assert fleet.listener.refusals[-1][0] == "d"
+
+    with_fleet(test)
+
+
+def test_without_decode_engines_the_server_is_down_and_without_prefill_engines_it_is_not() -> None:
+    async def test(fleet: Fleet) -> None:
+        for rank in (0, 1):
+            fleet.clients[rank].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
+        fleet.core.add(request_of("a"))
+        fleet.core.add(request_of("b", pooling=True))
+        assert len(fleet.ids(2) + fleet.ids(3)) == 2 and fleet.core.dead_error is None
+
+    with_fleet(test)
+
+    async def test_decode(fleet: Fleet) -> None:
+        fleet.core.add(request_of("a"))
+        for rank in (2, 3):
+            fleet.clients[rank].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
+        with pytest.raises(EngineDeadError, match="no decode engine"):
+            fleet.core.add(request_of("b", list(LONG)))
+        assert "no decode engine" in str(fleet.core.dead_error)
+        fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)
+        ((name, error),) = fleet.listener.refusals
+        assert name == "a" and isinstance(error, EngineDeadError)
+
+    with_fleet(test_decode)
+
+
+def test_a_prefill_engine_that_drains_finishes_its_legs() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.core.add(request_of("a"))
+        client: Any = fleet.clients[0]
+        client.is_draining = True
+        client.on_draining()
+        assert not client.let_gone
+        fleet.core.add(request_of("b", list(LONG)))
+        assert fleet.ids(1) == ["b-prefill"]
+        fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)
+        assert client.let_gone and "a" in fleet.ids(2) + fleet.ids(3)
+
+    with_fleet(test)

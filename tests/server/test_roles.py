@@ -1,0 +1,196 @@
+"""`jaxllm serve --prefill N --decode M`: options, devices, and whole servers over fake cores that record their requests."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError
+from jaxllm.replicas import devices
+from server.options import ServerOptions
+from server.roles import Roles
+from tests.helpers.serve_processes import serving, wait_until
+from tests.helpers.served_core import ROLE_FACTORY
+from tests.helpers.tiny_tokenizers import write_tokenizer
+
+OPTIONS: dict[str, Any] = {
+    "served_model_name": ["model"],
+    "web": False,
+    "prefill": 1,
+    "decode": 2,
+    "prefill_threshold": 50,
+    "kv_offloading_size": 0.5,
+    "max_num_seqs": 64,
+    "core_factory": ROLE_FACTORY,
+    "enable_prompt_tokens_details": True,
+}
+LONG = "hi " * 100
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"prefill": 1}, "prefill is 1 without decode: give both"),
+        ({"decode": 2}, "decode is 2 without prefill: give both"),
+        ({"prefill": 0, "decode": 1}, "prefill is 0, must be at least 1"),
+        ({"prefill": 1, "decode": 0}, "decode is 0, must be at least 1"),
+        ({"prefill": 1, "decode": -3}, "decode is -3"),
+        ({"prefill_threshold": 5}, "prefill_threshold is 5 without prefill and decode engines"),
+        ({"prefill": 1, "decode": 1, "prefill_threshold": -1}, "prefill_threshold is -1"),
+    ],
+)
+def test_wrong_numbers_of_engines_are_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ServerOptions.from_options(**given)
+
+
+def config_with(**options: Any) -> EngineConfig:
+    return EngineConfig.from_options(**{"kv_offloading_size": 1.0, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kv_offloading_size": None}, "no host memory.*set kv_offloading_size"),
+        ({"kv_offloading_size": 0}, "set kv_offloading_size"),
+        ({"data_parallel_size": 2}, "data_parallel_size is 2: prefill and decode say how many"),
+        ({"nnodes": 2, "data_parallel_size": 2, "kv_offloading_size": None}, "nnodes is 2: such a server lies on one host"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend is ray"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel is True"),
+        ({"kv_role": "both"}, "kv_role is both: the server gives each engine its role"),
+        ({"enable_prefix_caching": False, "kv_offloading_size": None}, "enable_prefix_caching is False"),
+    ],
+)
+def test_options_that_contradict_roles_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"the server has prefill 2 and decode 3.*{text}"):
+        Roles(2, 3).applied_to(config_with(**options))
+
+
+def test_each_engine_gets_its_role_and_all_one_secret() -> None:
+    roles, config = Roles(2, 3), config_with(tensor_parallel_size=2)
+    common = roles.applied_to(config)
+    assert common.parallel.num_replicas == 5 and common.kv_transfer.kv_role is None
+    each = [common.replace(**roles.options_of_each()[rank]).kv_transfer for rank in range(5)]
+    assert [engine.kv_role for engine in each] == ["prefill"] * 2 + ["decode"] * 3
+    assert all(engine.kv_host == "127.0.0.1" and engine.kv_peers is None for engine in each)
+    first, second = (roles.with_secret([{"A": "1"}, {}]) for _ in range(2))
+    assert first[0] == {"A": "1", **first[1]} and len(first[1]["JAXLLM_KV_TOKEN"]) == 64
+    assert first[1] != second[1]
+
+
+def test_too_few_gpus_are_told_by_the_options_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.gpus, "count", lambda: 4)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.delenv(devices.VISIBLE, raising=False)
+    config = Roles(1, 2).applied_to(config_with(tensor_parallel_size=2))
+    with pytest.raises(
+        ConfigError, match="^prefill 1 and decode 2 with 2 GPUs each needs 6 GPUs, this machine has 4; choose at most 2"
+    ):
+        devices.environments(config.parallel, str(Roles(1, 2)))
+    monkeypatch.setattr(devices.gpus, "count", lambda: 6)
+    found = devices.environments(config.parallel, "")
+    assert [each[devices.VISIBLE] for each in found] == ["0,1", "2,3", "4,5"]
+
+
+# Whole servers
+
+
+def legs(model: Path) -> list[dict[str, Any]]:
+    """What the engines recorded since the last call."""
+    file = model / "legs.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    file.unlink(missing_ok=True)
+    return [json.loads(line) for line in lines]
+
+
+def chat(client: httpx.Client, text: str, **fields: Any) -> httpx.Response:
+    body = {"model": "model", "messages": [{"role": "user", "content": text}], "max_tokens": 20, **fields}
+    return client.post("/v1/chat/completions", json=body)
+
+
+@pytest.mark.slow
+def test_one_url_over_prefill_and_decode_engines(tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model")
+    with serving(model, tmp_path, **OPTIONS) as server, server.wait_ready().client() as client:
+        health = client.get("/health").json()["replicas"]
+        found = [(replica["role"], replica["state"]) for replica in health]
+        assert found == [("prefill", "serving"), ("decode", "serving"), ("decode", "serving")]
+
+        answer = client.post("/v1/completions", json={"model": "model", "prompt": LONG}, headers={"X-Request-Id": "kept"})
+        assert answer.status_code == 200 and answer.headers["x-request-id"] == "kept"
+        assert answer.json()["choices"][0]["text"] == "one two three" and "kv_transfer_params" not in answer.json()
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 7
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        first, second = legs(model)
+        assert (first["role"], first["max_tokens"], first["keeps"], first["pulls"]) == ("prefill", 1, True, None)
+        assert (second["role"], second["max_tokens"], second["keeps"]) == ("decode", 16, False)
+        assert second["pulls"] == f"lease-of-{first['id']}" and "kept" in second["id"]
+        assert first["token"] == second["token"] and len(first["token"]) == 64
+
+        lines = [line for line in chat(client, LONG, stream=True, n=2).text.split("\n\n") if line.startswith("data: {")]
+        deltas = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
+        texts = ["".join(each["delta"].get("content") or "" for each in deltas if each["index"] == index) for index in (0, 1)]
+        assert texts == ["one two three"] * 2
+        assert [leg["role"] for leg in legs(model)] == ["prefill", "decode", "decode"], "the prompt is computed once"
+
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+        for fields in ({"tools": [tool], "tool_choice": "required"}, {"response_format": schema}):
+            assert chat(client, LONG, **fields).status_code == 200
+            assert [(leg["role"], leg["grammar"]) for leg in legs(model)] == [("prefill", False), ("decode", True)]
+
+        assert chat(client, "hi").json()["choices"][0]["message"]["content"] == "one two three"
+        assert [(leg["role"], leg["pulls"]) for leg in legs(model)] == [("decode", None)]
+        embedding = client.post("/v1/embeddings", json={"model": "model", "input": LONG})
+        assert embedding.status_code == 200 and [leg["role"] for leg in legs(model)] == ["prefill"]
+
+        refused = chat(client, LONG, kv_transfer_params={"do_remote_decode": True})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "kv_transfer_params"
+        refused = client.post("/v1/completions", json={"prompt": LONG}, headers={"X-data-parallel-rank": "1"})
+        assert refused.status_code == 400 and "leave it out" in refused.json()["error"]["message"]
+        assert not legs(model)
+        counts = [
+            line for line in client.get("/metrics").text.splitlines() if line.startswith("jaxllm:generation_tokens_total{")
+        ]
+        by_engine = {line.split('engine="')[1].split('"')[0]: float(line.split()[-1]) for line in counts}
+        assert by_engine.get("0", 0.0) == 0.0 and sum(by_engine.values()) == 6 * 4, by_engine
+
+
+@pytest.mark.slow
+def test_failures_and_cancellations_of_each_leg(tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model")
+    options = {**OPTIONS, "prefill": 2, "decode": 1}
+    with serving(model, tmp_path, **options) as server, server.wait_ready().client() as client:
+        for first_word in ("unkept", "lose"):
+            answer = chat(client, f"{first_word} {LONG}")
+            assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"] == "one two three"
+            assert [(leg["role"], leg["pulls"]) for leg in legs(model)] == [("prefill", None), ("decode", None)]
+
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json={"prompt": f"slow {LONG}"}, timeout=1.0)
+        found: list[dict[str, Any]] = []
+        wait_until(lambda: found.extend(legs(model)) or any("aborted" in leg for leg in found), "the first leg goes on")
+        assert [leg["role"] for leg in found] == ["prefill"] * 2 and found[1]["aborted"] == found[0]["id"]
+
+        endless = {"prompt": LONG, "max_tokens": 15_000, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=endless) as stream:
+            next(stream.iter_lines())
+        found.clear()
+        wait_until(lambda: found.extend(legs(model)) or any("aborted" in leg for leg in found), "the second leg goes on")
+        assert [leg["role"] for leg in found] == ["prefill", "decode", "decode"] and found[2]["aborted"] == found[1]["id"]
+
+        engines = server.children("jaxllm.engine.process")
+        slow = {"prompt": f"slow {LONG}", "max_tokens": 5}
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=slow, timeout=0.5)
+        legs(model)
+        os.kill(min(engines), signal.SIGKILL)
+        for _ in range(3):
+            assert chat(client, LONG).status_code == 200, "the other prefill engine, or the decode engine, computes the prompt"
+        wait_until(lambda: {each["state"] for each in client.get("/health").json()["replicas"]} == {"serving"}, "not again")
+        assert {leg["role"] for leg in legs(model)} == {"prefill", "decode"}
