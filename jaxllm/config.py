@@ -18,6 +18,7 @@ from jaxllm.eplb_options import eplb_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
 from jaxllm.kv_offloading_options import kv_offloading_faults
+from jaxllm.kv_transfer_options import kv_transfer_faults, with_transfer_options
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
 from jaxllm.multimodal_options import MultiModalOptions, multimodal_faults
 from jaxllm.quantization_options import ONLINE, WIDENED, Quantization
@@ -130,6 +131,12 @@ class CacheOptions:
         float | None,
         "GiB of host memory for blocks of the prefix cache that the devices have no room for, from where prompts load them again "
         "(docs/KV_OFFLOADING.md); default: none, as with 0",
+    ] = None
+    kv_transfer_config: Annotated[
+        dict[str, Any] | None,
+        "JSON object of what keeps blocks that leave the devices, with vLLM's names: kv_connector OffloadingConnector for host memory, "
+        "or with kv_connector_module_path a class of your own, whose module is imported, so it is trusted like code "
+        "(docs/KV_OFFLOADING.md); default: none",
     ] = None
     prefix_caching_hash_algo: Annotated[Literal["sha256", "sha256_cbor"], "hash of a block's tokens"] = "sha256"
     disable_hybrid_kv_cache_manager: Annotated[
@@ -337,14 +344,14 @@ class EngineConfig:
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
         """Sort flat options into their groups. Raises ConfigError for unknown names (with the nearest known) and bad values."""
-        return cls(**in_groups(_GROUPS, options, "engine option")).checked()
+        return cls(**in_groups(_GROUPS, with_transfer_options(options), "engine option")).checked()
 
     def checked(self) -> "EngineConfig":
         """This config, if every value lies in its range and the values agree. Raises ConfigError with all faults found."""
         flat = self.flat()
         faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
         faults += [*lora_faults(flat), *hosts_faults(flat), *context_faults(flat), *eplb_faults(flat), *_step_faults(flat)]
-        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat)]
+        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat), *kv_transfer_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self

@@ -4,8 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import GatherBlocks
+from jaxllm.kv_tiers.contents import PROTECTED_SHARES
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.kv_tiers.rates import Rates
+from jaxllm.kv_transfer_options import KVTransferConfig
 from jaxllm.log import logger
 
 if TYPE_CHECKING:
@@ -29,4 +31,6 @@ class KVTiers:
         num_cold = min(_STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
         logger.info("host memory: %d blocks of %.1f KiB", copies.num_slots, copies.block_bytes / 1024)
         rates = Rates(block_size, copies.block_bytes)
-        return (HostTier(copies, rates, num_cold=num_cold, min_blocks=-(-MIN_LOAD_TOKENS // block_size)),)
+        policy = KVTransferConfig.of(self._config.cache.kv_transfer_config).host_tier().eviction_policy
+        min_blocks, share = -(-MIN_LOAD_TOKENS // block_size), PROTECTED_SHARES[policy]
+        return (HostTier(copies, rates, num_cold=num_cold, min_blocks=min_blocks, protected_share=share),)

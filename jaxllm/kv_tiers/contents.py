@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 PROTECTED_SHARE = 0.8
 """Largest part of the slots for contents that were used."""
+PROTECTED_SHARES = {"slru": PROTECTED_SHARE, "lru": 0.0}
+"""By eviction policy."""
 
 
 @dataclass(eq=False)
@@ -25,14 +27,16 @@ class Content:
 
 class Contents:
     """Contents by name. New ones are on probation; one that is used becomes protected, and is on probation again when there are too many of
-    these. Those on probation make room first, and of each kind the one that was stored or used longest ago."""
+    these. Those on probation make room first, and of each kind the one that was stored or used longest ago.
 
-    def __init__(self, num_slots: int):
+    With a protected_share of 0 all are on probation, which is a plain LRU."""
+
+    def __init__(self, num_slots: int, protected_share: float = PROTECTED_SHARE):
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._probation: OrderedDict[bytes, Content] = OrderedDict()
         self._protected: OrderedDict[bytes, Content] = OrderedDict()
-        self._max_protected = int(PROTECTED_SHARE * num_slots)
+        self._max_protected = int(protected_share * num_slots)
         self.num_evicted = 0
         """Contents that made room for others."""
 

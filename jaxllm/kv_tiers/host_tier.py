@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
-from jaxllm.kv_tiers.contents import Content, Contents
+from jaxllm.kv_tiers.contents import PROTECTED_SHARE, Content, Contents
 from jaxllm.log import logger
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
@@ -97,10 +97,12 @@ class HostTier:
 
     patience_seconds = PATIENCE_SECONDS
 
-    def __init__(self, copies: Copies, worth: Worth, *, num_cold: int, min_blocks: int = 1):
-        """num_cold: see CacheTier. min_blocks: fewer are not loaded."""
+    def __init__(
+        self, copies: Copies, worth: Worth, *, num_cold: int, min_blocks: int = 1, protected_share: float = PROTECTED_SHARE
+    ):
+        """num_cold: see CacheTier. min_blocks: fewer are not loaded. protected_share: see Contents."""
         self._copies, self._worth, self.num_cold, self._min_blocks = copies, worth, num_cold, min_blocks
-        self.contents = Contents(copies.num_slots)
+        self.contents = Contents(copies.num_slots, protected_share)
         self._numbers = itertools.count(1)
         self._free_staging = list(range(copies.num_staging))
         self._gathering: dict[int, _Store] = {}

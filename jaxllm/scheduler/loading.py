@@ -9,6 +9,7 @@ from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_tier import CacheTier
+from jaxllm.scheduler.store_filter import StoreFilter
 from jaxllm.scheduler_stats import SchedulerStats
 
 if TYPE_CHECKING:
@@ -48,8 +49,9 @@ class Loading:
     the prefix cache, where its admission finds it; what has not is computed.
     """
 
-    def __init__(self, manager: "KVCacheManager", tiers: Sequence[CacheTier]):
-        self._manager, self._tiers = manager, tiers
+    def __init__(self, manager: "KVCacheManager", tiers: Sequence[CacheTier], store_filter: StoreFilter | None = None):
+        """store_filter: which contents tiers are offered; None: all."""
+        self._manager, self._tiers, self._store_filter = manager, tiers, store_filter
         self._loads: dict[str, _Load] = {}
         """Loads by request, in the order of their beginning."""
         self._arriving: set[bytes] = set()
@@ -183,7 +185,12 @@ class Loading:
             tier.forget(stored=stored)
 
     def _note_eviction(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._leaving.update((block.block_hash, block.block_id) for block in blocks if block.block_hash)
+        self._leaving.update(self._offered(blocks))
+
+    def _offered(self, blocks: Iterable[KVCacheBlock]) -> dict[bytes, int]:
+        """The contents of blocks that tiers are offered, with their block."""
+        passes = None if self._store_filter is None else self._store_filter.passes
+        return {block.block_hash: block.block_id for block in blocks if block.block_hash and (passes is None or passes(block))}
 
     def _store_ahead(self) -> None:
         """Offer tiers what is evicted soon, so that much is copied at a time, and little when blocks are needed."""
@@ -192,9 +199,8 @@ class Loading:
             return
         self._num_allocated = pool.num_allocated
         for tier in self._tiers:
-            if blocks := pool.cold(tier.num_cold):
-                names = [block.block_hash for block in blocks if block.block_hash]
-                self._ops += tier.store_ahead([block.block_id for block in blocks], names)
+            if offered := self._offered(pool.cold(tier.num_cold)):
+                self._ops += tier.store_ahead(list(offered.values()), list(offered))
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""

@@ -250,3 +250,17 @@ def test_contents_that_were_used_outlive_new_ones_up_to_a_share() -> None:
         evicted += [name[0] for name in before if contents.get(name) is None]
         contents.check_integrity({})
     assert evicted == [9, 0, 20, 21, 22], "0 was used, but longest ago of more than are protected"
+
+
+def test_without_a_protected_share_the_content_used_longest_ago_makes_room() -> None:
+    contents = Contents(3, protected_share=0.0)
+    for name in (b"a", b"b", b"c", b"d"):
+        added = contents.add(name)
+        assert added is not None
+        added.is_ready = True
+        contents.release(added)
+        contents.check_integrity({})
+        if (first := contents.get(b"a")) is not None and name == b"c":
+            contents.use(first)
+            contents.release(first)
+    assert [name for name in (b"a", b"b", b"c", b"d") if contents.get(name) is None] == [b"b"]
