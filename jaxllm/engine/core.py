@@ -115,6 +115,7 @@ class EngineCore:
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         self.needed_programs = NeededPrograms(self.executor)
         self._items = tuple(features.items.values())
+        self._tiers = () if features.kv_tiers is None else features.kv_tiers.new_tiers(self.executor, plan.num_blocks)
         new_scheduler = partial(
             Scheduler,
             self.config.scheduler,
@@ -125,7 +126,7 @@ class EngineCore:
             drafts=None if features.speculation is None else features.speculation.new_control(prepared.policy),
             num_stages=self.config.parallel.pipeline_parallel_size,
             block_size=plan.block_size,
-            tiers=() if features.kv_tiers is None else features.kv_tiers.new_tiers(self.executor, plan.num_blocks),
+            tiers=self._tiers,
         )
         self.scheduler = make_scheduler(self.config.parallel, lambda: new_scheduler(rooms=self.new_rooms()))
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
@@ -439,6 +440,8 @@ class EngineCore:
             self._profiler.stop()
         for preparation in self.preparations:
             preparation.shutdown()
+        for tier in self._tiers:
+            tier.close()
         self.executor.close()
 
     def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> "Vocabulary":

@@ -1,6 +1,8 @@
 """Which content each slot of a tier has, and which of them make room for others: a segmented LRU."""
 
+import itertools
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 PROTECTED_SHARE = 0.8
@@ -23,6 +25,10 @@ class Content:
     """Whether it can be found."""
     is_wrong: bool = False
     """Whether it turned out to be computed wrongly, or damaged."""
+    is_being_read: bool = False
+    """Whether a store copies it to its slot."""
+    was_offered: bool = False
+    """Whether a store behind host memory took it, or has it already."""
 
 
 class Contents:
@@ -37,8 +43,8 @@ class Contents:
         self._probation: OrderedDict[bytes, Content] = OrderedDict()
         self._protected: OrderedDict[bytes, Content] = OrderedDict()
         self._max_protected = int(protected_share * num_slots)
-        self.num_evicted = 0
-        """Contents that made room for others."""
+        self.num_added = self.num_evicted = 0
+        """Contents that got a slot, and contents that made room for others."""
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
@@ -52,32 +58,51 @@ class Contents:
         content = self.get(name)
         return content is not None and content.is_ready
 
+    def can_be_loaded(self, name: bytes) -> bool:
+        """Whether a content is ready, or will be once a store has read it."""
+        content = self.get(name)
+        return content is not None and (content.is_ready or content.is_being_read)
+
     def add(self, name: bytes) -> Content | None:
         """Give a new content a slot, with one use. None if copies use all slots."""
         assert self.get(name) is None, "a content has a slot already"
         if not self._free and not self._evict():
             return None
+        self.num_added += 1
         content = self._probation[name] = Content(name, self._free.pop(), num_uses=1)
         return content
 
     def _evict(self) -> bool:
+        unused = next(self._unused(), None)
+        if unused is None:
+            return False
+        self.remove(unused)
+        self.num_evicted += 1
+        return True
+
+    def _unused(self) -> Iterator[Content]:
+        """Contents that can make room, in order."""
         for segment in (self._probation, self._protected):
-            unused = next((content for content in segment.values() if not content.num_uses), None)
-            if unused is not None:
-                self.remove(unused)
-                self.num_evicted += 1
-                return True
-        return False
+            yield from (content for content in segment.values() if not content.num_uses)
+
+    def cold(self, count: int) -> list[Content]:
+        """The contents that make room for others before there have been so many."""
+        return list(itertools.islice(self._unused(), max(0, count - len(self._free))))
 
     def use(self, content: Content) -> None:
-        """A copy will read a content."""
-        assert content.is_listed and content.is_ready
+        """A copy will read a content, for a request."""
+        assert content.is_listed and (content.is_ready or content.is_being_read)
         content.num_uses += 1
         (self._probation if content.name in self._probation else self._protected).pop(content.name)
         self._protected[content.name] = content
         if len(self._protected) > self._max_protected:
             name, oldest = self._protected.popitem(last=False)
             self._probation[name] = oldest
+
+    def hold(self, content: Content) -> None:
+        """A copy will read a content, for no request."""
+        assert content.is_listed and content.is_ready
+        content.num_uses += 1
 
     def release(self, content: Content) -> None:
         """A copy no longer uses the slot."""
@@ -96,13 +121,15 @@ class Contents:
         for content in self._all():
             self.remove(content)
 
-    def end_uses(self) -> None:
-        """No copy uses a slot any longer. Contents that are not ready are dropped."""
+    def end_uses(self, but: Mapping[Content, int]) -> None:
+        """No copies use slots any longer, but so many of each of these contents. Others that are not ready are dropped."""
         for content in self._all():
-            content.num_uses = 0
-            if not content.is_ready:
+            content.num_uses = but.get(content, 0)
+            if not content.is_ready and content not in but:
                 self.remove(content)
-        used = {content.slot for content in self._all()}
+        for content, num_uses in but.items():
+            content.num_uses = num_uses
+        used = {content.slot for content in (*self._all(), *but)}
         self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used]
 
     def _all(self) -> list[Content]:

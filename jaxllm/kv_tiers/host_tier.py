@@ -3,11 +3,12 @@
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.kv_tiers.contents import PROTECTED_SHARE, Content, Contents
+from jaxllm.kv_tiers.copies import Copies, Load, Part, StoreCopy, Worth
+from jaxllm.kv_tiers.slot_store import SlotStore
+from jaxllm.kv_tiers.stores import Stores
 from jaxllm.log import logger
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
@@ -18,101 +19,43 @@ PATIENCE_SECONDS = 10.0
 """A load that takes longer counts as failed."""
 
 
-class Copies(Protocol):
-    """Runs the operations, on the devices' side."""
-
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def num_staging(self) -> int:
-        """Staging buffers."""
-
-    @property
-    def max_blocks(self) -> int:
-        """Most blocks of an operation."""
-
-    @property
-    def block_bytes(self) -> int: ...
-    def finished(self) -> list[FinishedCopy]:
-        """The copies that are over since the last call."""
-
-    def wait(self, seconds: float) -> None:
-        """Return when a copy is over that `finished` did not return, or after this time."""
-
-
-class Worth(Protocol):
-    """See `Rates`."""
-
-    def note_step(self, num_tokens: int, seconds: float) -> None: ...
-    def note_copy(self, num_blocks: int, seconds: float) -> None: ...
-    def is_worth_loading(self, num_blocks: int) -> bool: ...
-
-
-@dataclass(eq=False)
-class _Store:
-    """Contents that are being copied to their slots."""
-
-    contents: list[Content]
-    staging: int
-    step_id: int
-    """Once this step is done without error, what was read is right."""
-
-
-@dataclass(eq=False)
-class _Part:
-    """As much of a load as a staging buffer holds."""
-
-    load: "_Load"
-    start: int
-    """Index of its first block in the load."""
-    block_ids: list[int]
-    contents: list[Content]
-    staging: int = -1
-    step_id: int = 0
-    """That of the plan that writes its blocks."""
-
-
-@dataclass(eq=False)
-class _Load:
-    """A load that is under way."""
-
-    number: int
-    is_right: list[bool]
-    num_left: int
-    """Parts that are not over."""
-    is_cancelled: bool = False
-    waiting: list[_Part] = field(default_factory=list)
-    """Parts without a staging buffer."""
-    staged: list[_Part] = field(default_factory=list)
-    """Parts whose blocks the next plan writes."""
-
-
 class HostTier:
     """Contents of blocks in slots of host memory.
 
     A store is a gather, by the next plan, and a copy behind it: its staging buffer is free when the copy is over, and its contents can be
     loaded when the step of that plan is done too. A load is, for each part, a copy to a staging buffer and a scatter by a later plan, whose
     verdict tells whether the blocks have what was stored. What is loaded stays in its slot, so it is not stored again.
+
+    Behind it there may be stores: they are offered what makes room next, and what they have is read into slots before it is staged.
     """
 
     patience_seconds = PATIENCE_SECONDS
 
     def __init__(
-        self, copies: Copies, worth: Worth, *, num_cold: int, min_blocks: int = 1, protected_share: float = PROTECTED_SHARE
+        self,
+        copies: Copies,
+        worth: Worth,
+        *,
+        num_cold: int,
+        min_blocks: int = 1,
+        protected_share: float = PROTECTED_SHARE,
+        stores: Sequence[SlotStore] = (),
     ):
-        """num_cold: see CacheTier. min_blocks: fewer are not loaded. protected_share: see Contents."""
+        """num_cold: see CacheTier. min_blocks: fewer are not loaded. protected_share: see Contents. stores: in the order in which they are
+        asked."""
         self._copies, self._worth, self.num_cold, self._min_blocks = copies, worth, num_cold, min_blocks
         self.contents = Contents(copies.num_slots, protected_share)
         self._numbers = itertools.count(1)
+        self._stores = Stores(stores, self.contents, self._numbers, copies.max_blocks)
         self._free_staging = list(range(copies.num_staging))
-        self._gathering: dict[int, _Store] = {}
+        self._gathering: dict[int, StoreCopy] = {}
         """Stores whose copy is under way, by its number."""
-        self._stored: deque[_Store] = deque()
+        self._stored: deque[StoreCopy] = deque()
         """Stores whose copy is over and whose step may not be done."""
-        self._loads: dict[int, _Load] = {}
-        self._staging_parts: dict[int, _Part] = {}
+        self._loads: dict[int, Load] = {}
+        self._staging_parts: dict[int, Part] = {}
         """Parts of loads, also of cancelled ones, that are copied to a staging buffer, by the number of the copy."""
-        self._writing: dict[int, _Part] = {}
+        self._writing: dict[int, Part] = {}
         """Parts of loads whose blocks are written, by the number of the copy."""
         self._failed: list[FinishedCopy] = []
         """Copies that failed with a plan whose step is not done."""
@@ -123,22 +66,34 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        found = [name for name in names if self.contents.is_ready(name)]
-        is_enough = len(found) >= self._min_blocks and self._worth.is_worth_loading(len(found))
-        return found if is_enough else ()
+        here = [name for name in names if self.contents.is_ready(name)]
+        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        both = [name for name in names if name in behind or self.contents.can_be_loaded(name)]
+        if len(both) > len(here) and self._is_enough(len(both), self._stores.seconds(behind)):
+            return both
+        return here if self._is_enough(len(here)) else ()
+
+    def _is_enough(self, num_blocks: int, seconds: float = 0.0) -> bool:
+        return num_blocks >= self._min_blocks and self._worth.is_worth_loading(num_blocks, seconds)
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         number, size = next(self._numbers), self._copies.max_blocks
-        load = self._loads[number] = _Load(number, [False] * len(names), 0)
-        contents = []
-        for name in names:
-            content = self.contents.get(name)
-            assert content is not None, "what is loaded was not matched"
+        load = self._loads[number] = Load(number, [False] * len(names), 0)
+        found = {name: content for name in names if (content := self.contents.get(name)) is not None}
+        for content in found.values():  # before others need slots
             self.contents.use(content)
-            contents.append(content)
-        for start in range(0, len(names), size):
-            part = slice(start, start + size)
-            load.waiting.append(_Part(load, start, list(block_ids[part]), contents[part]))
+        self._stores.read([name for name in names if name not in found])
+        for name in names:
+            if name not in found and (content := self.contents.get(name)) is not None:
+                self.contents.use(content)
+                found[name] = content
+        # What is here first. There may be no slot for all that is not.
+        indices = sorted(
+            (index for index, name in enumerate(names) if name in found), key=lambda i: found[names[i]].is_being_read
+        )
+        for start in range(0, len(indices), size):
+            part = indices[start : start + size]
+            load.waiting.append(Part(load, part, [block_ids[i] for i in part], [found[names[i]] for i in part]))
         load.num_left = len(load.waiting)
         return number
 
@@ -173,7 +128,7 @@ class HostTier:
                 break
             num_taken += len(contents)
             number, staging = next(self._numbers), self._free_staging.pop()
-            self._gathering[number] = _Store(contents, staging, self._step_id)
+            self._gathering[number] = StoreCopy(contents, staging, self._step_id)
             ops.append(GatherBlocks(number, staging, blocks, [content.slot for content in contents]))
         return ops, len(new) - num_taken
 
@@ -182,6 +137,7 @@ class HostTier:
             if (content := self.contents.get(name)) is not None:
                 content.is_wrong = True
                 self.contents.remove(content)
+        self._stores.discard(names)
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
@@ -190,10 +146,12 @@ class HostTier:
             self._take_in(copy)
         while self._stored and self._stored[0].step_id <= done_step_id:
             self._make_ready(self._stored.popleft().contents)
+        self._stores.take_in()
+        ops = [*self._scatters(), *self._stages()]
         loaded = [(load.number, load.is_right) for load in self._loads.values() if not load.num_left]
         for number, _ in loaded:
             del self._loads[number]
-        ops = [*self._scatters(), *self._stages()]
+        self._stores.write_ahead()
         return TierStep(ops, loaded)
 
     def wait(self, seconds: float) -> None:
@@ -202,18 +160,19 @@ class HostTier:
     def note_step(self, num_tokens: int, seconds: float) -> None:
         self._worth.note_step(num_tokens, seconds)
 
-    def forget(self, *, stored: bool) -> None:
+    def forget(self, *, stored: bool, external: bool = False) -> None:
         if stored:
             # Copies under way end as they would, so their slots and buffers stay in use.
             for load_id in list(self._loads):
                 self.cancel(load_id)
             self.contents.clear()
+            self._stores.reset(external=external)
             return
-        # Operations may never have run. Before others do, the executor waits for copies and makes its buffers anew.
+        # Operations may never have run. Before others do, the executor waits for copies and makes its buffers anew. Stores go on.
         for copies in (self._gathering, self._stored, self._loads, self._staging_parts, self._writing):
             copies.clear()
         self._failed.clear()
-        self.contents.end_uses()
+        self.contents.end_uses(but=self._stores.uses())
         self._free_staging = list(range(self._copies.num_staging))
 
     def add_stats(self, stats: SchedulerStats) -> None:
@@ -227,6 +186,10 @@ class HostTier:
         stats.loaded_bytes += self._num_loaded * self._copies.block_bytes
         stats.store_seconds += self._store_seconds
         stats.load_seconds += self._load_seconds
+        self._stores.add_stats(stats)
+
+    def close(self) -> None:
+        self._stores.close()
 
     # Copies
 
@@ -259,7 +222,7 @@ class HostTier:
             self._free_staging.append(part.staging)
             self._end_part(part, copy.is_right)
 
-    def _end_part(self, part: _Part, is_right: Sequence[bool]) -> None:
+    def _end_part(self, part: Part, is_right: Sequence[bool]) -> None:
         """The blocks of a part are written, those whose content is right."""
         damaged = [content for content, right in zip(part.contents, is_right, strict=True) if not right]
         if damaged:
@@ -268,9 +231,10 @@ class HostTier:
             for content in damaged:
                 content.is_wrong = True
                 self.contents.remove(content)
+            self._stores.discard([content.name for content in damaged])
         self._num_loaded += len(is_right) - len(damaged)
-        end = part.start + len(part.contents)
-        part.load.is_right[part.start : end] = [not content.is_wrong for content in part.contents]
+        for index, content in zip(part.indices, part.contents, strict=True):
+            part.load.is_right[index] = not content.is_wrong
         part.load.num_left -= 1
 
     def _make_ready(self, contents: Iterable[Content]) -> None:
@@ -297,16 +261,19 @@ class HostTier:
         """Stage as many parts as there are buffers, those of the earliest loads first."""
         ops: list[AnyDeviceOp] = []
         for load in self._loads.values():
-            while load.waiting and self._free_staging:
-                part, number = load.waiting.pop(0), next(self._numbers)
-                part.staging = self._free_staging.pop()
+            while self._free_staging and (part := load.next_part()) is not None:
+                self._release(part.drop_missing())
+                if not part.contents:
+                    load.num_left -= 1
+                    continue
+                number, part.staging = next(self._numbers), self._free_staging.pop()
                 self._staging_parts[number] = part
                 ops.append(StageBlocks(number, part.staging, [each.slot for each in part.contents]))
         return ops
 
     def check_integrity(self) -> None:
         """Raise AssertionError if slots, buffers and copies disagree."""
-        used: dict[Content, int] = {}
+        used = self._stores.uses()
         stores = (*self._gathering.values(), *self._stored)
         parts = (*(part for load in self._loads.values() for part in load.waiting), *self._staging_parts.values())
         for contents in (*(store.contents for store in stores), *(part.contents for part in parts)):

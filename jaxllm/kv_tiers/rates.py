@@ -32,12 +32,12 @@ class Rates:
         self._blocks_of_copy = _average(self._blocks_of_copy, num_blocks)
         self._seconds_of_copy = _average(self._seconds_of_copy, seconds)
 
-    def is_worth_loading(self, num_blocks: int) -> bool:
-        """Whether to load so many blocks, rather than to compute their tokens."""
+    def is_worth_loading(self, num_blocks: int, seconds: float = 0.0) -> bool:
+        """Whether to load so many blocks, rather than to compute their tokens. seconds: until host memory has them."""
         if self._token_seconds is None:
             return True
         computing = num_blocks * self._block_size * self._token_seconds
-        loading = FIXED_SECONDS + num_blocks * self._seconds_of_copy / self._blocks_of_copy
+        loading = seconds + FIXED_SECONDS + num_blocks * self._seconds_of_copy / self._blocks_of_copy
         return loading <= MARGIN * computing
 
 

@@ -62,5 +62,9 @@ class CacheTier(Protocol):
     def check_integrity(self) -> None:
         """Raise AssertionError if its state is inconsistent."""
 
-    def forget(self, *, stored: bool) -> None:
-        """Drop all loads, and the stores of steps that are not done. stored: drop all contents too, because they are of other weights."""
+    def forget(self, *, stored: bool, external: bool = False) -> None:
+        """Drop all loads, and the stores of steps that are not done. stored: drop all contents too, because they are of other weights;
+        external: also those that other engines share."""
+
+    def close(self) -> None:
+        """End its threads. Slots of host memory are given back afterwards."""

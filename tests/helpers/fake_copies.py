@@ -71,6 +71,9 @@ class FakeCopies:
     def wait(self, seconds: float) -> None:
         """Nothing happens meanwhile."""
 
+    def wake(self) -> None:
+        """Nothing waits."""
+
     def start_over(self, failed: Iterable[CopyBlocks] = ()) -> None:
         """The copies under way end, and the buffers are lost. What was gathered with steps that failed is right in no way."""
         for thread in self.threads:
@@ -91,5 +94,5 @@ class AlwaysWorth:
     def note_copy(self, num_blocks: int, seconds: float) -> None:
         """See Rates."""
 
-    def is_worth_loading(self, num_blocks: int) -> bool:
+    def is_worth_loading(self, num_blocks: int, seconds: float = 0.0) -> bool:
         return True

@@ -123,7 +123,10 @@ class FakeTier:
     def wait(self, seconds: float) -> None:
         self.num_waits += 1
 
-    def forget(self, *, stored: bool) -> None:
+    def close(self) -> None:
+        """See CacheTier."""
+
+    def forget(self, *, stored: bool, external: bool = False) -> None:
         self.stores.clear()
         self.loads.clear()
         if stored:

@@ -1,5 +1,6 @@
 """The host tier alone: what is stored, found, loaded and dropped, and when."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from jaxllm.device_ops import FinishedCopy, GatherBlocks, ScatterBlocks, StageBl
 from jaxllm.kv_tiers.contents import Contents
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.kv_tiers.rates import Rates
+from jaxllm.kv_tiers.slot_store import Transfer
 from jaxllm.scheduler_stats import SchedulerStats
 
 
@@ -26,6 +28,59 @@ class Copies:
 
     def wait(self, seconds: float) -> None:
         raise AssertionError("nothing waits")
+
+    def wake(self) -> None:
+        """Nothing waits."""
+
+
+class Store:
+    """A store whose transfers are over when a test says so."""
+
+    name, writes = "test", True
+
+    def __init__(self, *names: bytes):
+        self.contents = set(names)
+        self.under_way: dict[int, tuple[str, list[bytes], list[int]]] = {}
+        self.over: list[Transfer] = []
+        self.seconds_each, self.is_full, self.was_reset = 0.0, False, False
+
+    def find(self, names: Sequence[bytes]) -> set[bytes]:
+        return self.contents & set(names)
+
+    def seconds(self, num_blocks: int) -> float:
+        return num_blocks * self.seconds_each
+
+    def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
+        self.under_way[number] = ("read", list(names), list(slots))
+
+    def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
+        if not self.is_full:
+            self.under_way[number] = ("write", list(names), list(slots))
+        return not self.is_full
+
+    def end(self, *is_right: bool) -> list[bytes]:
+        """The first transfer is over. Returns its names."""
+        number, (kind, names, _) = next(iter(self.under_way.items()))
+        del self.under_way[number]
+        self.contents |= set(names) if kind == "write" else set()
+        self.over.append(Transfer(number, is_right or (True,) * len(names), 0.001))
+        return names
+
+    def finished(self) -> list[Transfer]:
+        over, self.over = self.over, []
+        return over
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        self.contents -= set(names)
+
+    def reset(self, *, external: bool) -> None:
+        self.was_reset = True
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """It has none."""
+
+    def close(self) -> None:
+        """It has no threads."""
 
 
 class Driven:
@@ -64,6 +119,15 @@ class Driven:
         self.step()
         assert sorted(self.tier.match(names)) == sorted(names)
         return self
+
+    def run(self) -> dict[int, list[bool]]:
+        """Make steps until nothing happens. Returns the loads that ended."""
+        loaded: dict[int, list[bool]] = {}
+        for _ in range(8):
+            step = self.step()
+            loaded.update(step.loaded)
+            self.end(*step.ops)
+        return loaded
 
     @property
     def stats(self) -> SchedulerStats:
@@ -264,3 +328,125 @@ def test_without_a_protected_share_the_content_used_longest_ago_makes_room() -> 
             contents.use(first)
             contents.release(first)
     assert [name for name in (b"a", b"b", b"c", b"d") if contents.get(name) is None] == [b"b"]
+
+
+def test_what_a_store_has_is_read_first_and_what_it_cannot_read_is_missing_alone() -> None:
+    store = Store(b"b", b"c", b"d")
+    driven = Driven(stores=[store]).stored(b"a")
+    names = [b"b", b"a", b"c", b"d"]
+    assert list(driven.tier.match([*names, b"unknown"])) == names
+    load = driven.tier.load([5, 6, 7, 8], names)
+    assert [len(slots) for _, _, slots in store.under_way.values()] == [2, 1], "at most so many as a copy"
+    assert driven.run() == {}
+    assert set(store.end(False, True)) == {b"b", b"c"} and driven.run() == {}
+    store.end()
+    assert driven.run() == {load: [False, True, True, True]}
+    assert driven.stats.num_loaded_blocks == 3 and not store.under_way
+    assert driven.tier.contents.get(b"b") is None and driven.tier.contents.is_ready(b"d"), "what was read stays"
+
+
+def test_what_two_loads_want_is_read_once() -> None:
+    store = Store(b"a")
+    driven = Driven(stores=[store])
+    first, second = (driven.tier.load([block], [b"a"]) for block in (5, 6))
+    driven.step()
+    assert len(store.under_way) == 1
+    driven.tier.cancel(first)
+    driven.tier.check_integrity()
+    assert driven.tier.match([b"a"]), "it is on its way"
+    store.end()
+    assert driven.run() == {second: [True]} and not store.under_way
+
+
+def test_a_load_without_a_slot_ends() -> None:
+    driven = Driven(num_slots=1, stores=[Store(b"a", b"b")])
+    load = driven.tier.load([5, 6], [b"a", b"b"])
+    driven.tier._stores._stores[0].end()
+    assert driven.run() == {load: [True, False]}
+    driven.tier.load([7], [b"a"])
+    refused = driven.tier.load([8], [b"b"])
+    assert driven.step().loaded == [(refused, [False])]
+
+
+def test_what_makes_room_next_is_written_before_it_goes() -> None:
+    store = Store()
+    driven = Driven(num_slots=8, stores=[store]).stored(b"0", b"1", b"2", b"3", b"4", b"5")
+    assert not store.under_way, "a quarter of the slots is free"
+    driven.stored(b"6")
+    assert [names for _, names, _ in store.under_way.values()] == [[b"0"]]
+    driven.stored(b"7")
+    assert [names for _, names, _ in store.under_way.values()] == [[b"0"], [b"1"]]
+    driven.step()
+    driven.end(*driven.store(b"8"))
+    assert driven.tier.contents.get(b"2") is None, "those that are being written have to stay"
+    store.end()
+    store.end()
+    driven.step()
+    driven.end(*driven.store(b"9"))
+    assert driven.tier.contents.get(b"0") is None and sorted(driven.tier.match([b"0", b"1", b"2"])) == [b"0", b"1"]
+
+
+def test_a_store_that_is_full_is_asked_again_and_loses_nothing_else() -> None:
+    store = Store()
+    store.is_full = True
+    driven = Driven(num_slots=4, stores=[store]).stored(b"0", b"1", b"2", b"3").stored(b"4")
+    assert not store.under_way
+    store.is_full = False
+    driven.stored(b"5")
+    assert [names for _, names, _ in store.under_way.values()] == [[b"2"]]
+
+
+@pytest.mark.parametrize("when", ["before", "while it is written", "while it is read"])
+def test_stores_drop_what_is_wrong(when: str) -> None:
+    store = Store(*([b"0"] if when == "while it is read" else []))
+    driven = Driven(num_slots=1, stores=[store])
+    if when == "while it is read":
+        load = driven.tier.load([5], [b"0"])
+    else:
+        driven.stored(b"0")
+        assert store.under_way
+    if when == "before":
+        store.end()
+        driven.step()
+    driven.tier.discard([b"0"])
+    if when != "before":
+        store.end()
+    loaded = driven.run()
+    assert not driven.tier.match([b"0"]) and not store.contents
+    assert when != "while it is read" or loaded == {load: [False]}
+
+
+def test_stores_drop_what_was_damaged_in_host_memory() -> None:
+    store = Store(b"a")
+    driven = Driven(stores=[store])
+    load = driven.tier.load([5], [b"a"])
+    store.end()
+    driven.end(*driven.step().ops)
+    driven.end(*driven.step().ops, is_right=(False,))
+    assert driven.step().loaded == [(load, [False])] and not store.contents
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_transfers_of_stores_outlive_what_was_forgotten(stored: bool) -> None:
+    store = Store(b"x")
+    driven = Driven(num_slots=4, stores=[store]).stored(b"0", b"1", b"2", b"3")
+    driven.tier.load([5], [b"x"])
+    kinds = [kind for kind, _, _ in store.under_way.values()]
+    assert sorted(kinds) == ["read", "write"]
+    driven.tier.forget(stored=stored)
+    driven.tier.check_integrity()
+    assert store.was_reset == stored
+    store.end()
+    store.end()
+    assert driven.run() == {}
+    assert driven.tier.contents.is_ready(b"x") != stored
+
+
+def test_what_takes_long_to_read_is_computed_and_the_rest_loaded() -> None:
+    store = Store(b"b")
+    driven = Driven(stores=[store]).stored(b"a")
+    for _ in range(100):
+        driven.worth.note_step(1000, 0.5)
+    assert len(driven.tier.match([b"a", b"b"])) == 2
+    store.seconds_each = 1.0
+    assert driven.tier.match([b"a", b"b"]) == [b"a"]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxllm.kv_tiers.host_tier import HostTier
 from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
+from tests.helpers.fake_store import FakeStore
 from tests.scheduler.test_random_schedules import CHOICES, run_load
 
 HOST_CHOICES: dict[str, list[Any]] = {
@@ -17,23 +18,32 @@ HOST_CHOICES: dict[str, list[Any]] = {
     "max_blocks": [1, 3, 8],
     "share_damaged": [0.0, 0.0, 0.2],
     "num_cold": [0, 3, 12],
+    "stores": [
+        (),
+        ({},),
+        ({"share_lost": 0.2, "share_damaged": 0.2, "capacity": 20},),
+        ({"max_transfers": 1}, {"share_lost": 0.1}),
+    ],
 }
 NUM_EVENTS = 250
 OTHERS = {name: values for name, values in CHOICES.items() if name not in ("caching", "tiers")}
 OTHERS |= {"num_blocks": [0, 13, 16], "share_again": [0.5, 0.8]}
 
 
-def run(seed: int, chosen: dict[str, Any]) -> tuple[int, int]:
-    """The number of steps, and of blocks that came from the host."""
+def run(seed: int, chosen: dict[str, Any]) -> tuple[int, int, int]:
+    """The number of steps, of blocks that came from the host, and of contents that stores behind it read."""
     sizes = {name: chosen.pop(name) for name in HOST_CHOICES}
-    num_cold = sizes.pop("num_cold")
+    num_cold, of_stores = sizes.pop("num_cold"), sizes.pop("stores")
     made: list[FakeCopies] = []
+    stores: list[FakeStore] = []
 
     def make_tier(rng: random.Random) -> tuple[HostTier, FakeCopies]:
         made.append(FakeCopies(rng, **sizes))
-        return HostTier(made[0], AlwaysWorth(), num_cold=num_cold), made[0]
+        stores.extend(FakeStore(rng, made[0].slots, **arguments) for arguments in of_stores)
+        return HostTier(made[0], AlwaysWorth(), num_cold=num_cold, stores=stores), made[0]
 
-    return run_load(seed=seed, caching=True, make_tier=make_tier, num_events=NUM_EVENTS, **chosen), made[0].num_written
+    num_steps = run_load(seed=seed, caching=True, make_tier=make_tier, num_events=NUM_EVENTS, **chosen)
+    return num_steps, made[0].num_written, sum(store.num_read for store in stores)
 
 
 @settings(max_examples=30)
@@ -45,10 +55,11 @@ def test_random_schedules(seed: int, **chosen: Any) -> None:
 @pytest.mark.slow
 def test_many_random_schedules() -> None:
     rng = random.Random(1)
-    num_steps = num_written = 0
+    num_steps = num_written = num_read = 0
     while num_steps < 100_000:
         chosen = {name: rng.choice(values) for name, values in {**OTHERS, **HOST_CHOICES}.items()}
         chosen["tiers"] = rng.choice([(), (), ({"capacity": 3},)])
-        more_steps, more_written = run(rng.randrange(2**32), chosen)
-        num_steps, num_written = num_steps + more_steps, num_written + more_written
+        more_steps, more_written, more_read = run(rng.randrange(2**32), chosen)
+        num_steps, num_written, num_read = num_steps + more_steps, num_written + more_written, num_read + more_read
     assert num_written > num_steps // 50, "hardly anything is loaded"
+    assert num_read > num_steps // 400, "hardly anything comes from stores"

@@ -28,6 +28,7 @@ class Arena:
     def __init__(self, num_bytes: int, format: BlockFormat):
         """Takes no memory yet. Raises ConfigError if there is not so much, or it has no slot."""
         self._format = format
+        self.block_bytes = format.block_bytes
         self.slot_bytes = -(-format.block_bytes // PAGE_BYTES) * PAGE_BYTES
         self.num_slots = num_bytes // self.slot_bytes
         if not self.num_slots:
@@ -52,6 +53,11 @@ class Arena:
     def close(self) -> None:
         """Give the memory back."""
         del self._bytes, self.words, self.sums
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a slot's content, which can be written. Valid until `close`."""
+        start = slot * self.slot_bytes
+        return memoryview(self._bytes[start : start + self.block_bytes])  # type: ignore[arg-type]
 
     @property
     def address(self) -> int:

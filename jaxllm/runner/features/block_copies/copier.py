@@ -43,6 +43,7 @@ class BlockCopier(OpRunner):
         """uint32 [devices, n, H]: the checksums that staged contents should have, by staging buffer."""
         self._finished: list[FinishedCopy] = []
         self._changed = threading.Condition()
+        self._is_woken = False
         self._transfer: Transfer | None = None
         """None, as the threads, before the first `allocate`: engines try runners that never run."""
         self._threads: tuple[WorkerThread, ...] = ()
@@ -70,9 +71,16 @@ class BlockCopier(OpRunner):
         return found
 
     def wait(self, seconds: float) -> None:
-        """Return when a copy is over that `finished` did not return, or after this time."""
+        """Return when a copy is over that `finished` did not return, after `wake`, or after this time."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._finished), seconds)
+            self._changed.wait_for(lambda: bool(self._finished) or self._is_woken, seconds)
+            self._is_woken = False
+
+    def wake(self) -> None:
+        """Have `wait` return, or the next one at once. Any thread may call it."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
 
     def _submit(self, thread: int, op: CopyBlocks, finish: Finish) -> None:
         self._threads[thread].submit(partial(self._finish, op, finish))

@@ -1,0 +1,95 @@
+"""What the host tier needs of copies, and its records of those under way."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxllm.device_ops import FinishedCopy
+from jaxllm.kv_tiers.contents import Content
+
+
+class Copies(Protocol):
+    """Runs the operations, on the devices' side."""
+
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def num_staging(self) -> int:
+        """Staging buffers."""
+
+    @property
+    def max_blocks(self) -> int:
+        """Most blocks of an operation."""
+
+    @property
+    def block_bytes(self) -> int: ...
+    def finished(self) -> list[FinishedCopy]:
+        """The copies that are over since the last call."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when a copy is over that `finished` did not return, after `wake`, or after this time."""
+
+    def wake(self) -> None:
+        """Have `wait` return, or the next one at once. Any thread may call it."""
+
+
+class Worth(Protocol):
+    """See `Rates`."""
+
+    def note_step(self, num_tokens: int, seconds: float) -> None: ...
+    def note_copy(self, num_blocks: int, seconds: float) -> None: ...
+    def is_worth_loading(self, num_blocks: int, seconds: float = 0.0) -> bool: ...
+
+
+@dataclass(eq=False)
+class StoreCopy:
+    """Contents that are being copied to their slots."""
+
+    contents: list[Content]
+    staging: int
+    step_id: int
+    """Once this step is done without error, what was read is right."""
+
+
+@dataclass(eq=False)
+class Part:
+    """As much of a load as a staging buffer holds."""
+
+    load: "Load"
+    indices: list[int]
+    """Those of its blocks in the load."""
+    block_ids: list[int]
+    contents: list[Content]
+    staging: int = -1
+    step_id: int = 0
+    """That of the plan that writes its blocks."""
+
+    def drop_missing(self) -> list[Content]:
+        """Leave out the contents that were not read, and return them."""
+        missing = [content for content in self.contents if not content.is_ready]
+        if missing:
+            kept = [number for number, content in enumerate(self.contents) if content.is_ready]
+            self.indices, self.block_ids = [self.indices[i] for i in kept], [self.block_ids[i] for i in kept]
+            self.contents = [self.contents[i] for i in kept]
+        return missing
+
+
+@dataclass(eq=False)
+class Load:
+    """A load that is under way."""
+
+    number: int
+    is_right: list[bool]
+    num_left: int
+    """Parts that are not over."""
+    is_cancelled: bool = False
+    waiting: list[Part] = field(default_factory=list)
+    """Parts without a staging buffer."""
+    staged: list[Part] = field(default_factory=list)
+    """Parts whose blocks the next plan writes."""
+
+    def next_part(self) -> Part | None:
+        """Take the first part without a staging buffer that has all its contents."""
+        for number, part in enumerate(self.waiting):
+            if not any(content.is_being_read for content in part.contents):
+                return self.waiting.pop(number)
+        return None

@@ -1,0 +1,67 @@
+"""The interface of a store behind host memory, e.g. files, or the host memory of another engine."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jaxllm.scheduler_stats import SchedulerStats
+
+
+class SlotMemory(Protocol):
+    """What a store may touch of host memory: the slots that it was given, until their transfer is over."""
+
+    block_bytes: int
+    """Bytes of a block's content."""
+    sums: np.ndarray
+    """uint32 [slots, parts, sums]: checksums that the devices computed. They travel with the content."""
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a slot's content, which can be written."""
+
+
+class Transfer(NamedTuple):
+    """A transfer that is over."""
+
+    number: int
+    is_right: Sequence[bool]
+    """Whether each content has arrived, whole. The slot of another may have anything in it."""
+    seconds: float
+
+
+class SlotStore(Protocol):
+    """Keeps contents by name, and copies them from and to slots in threads of its own. The step loop's thread calls all methods, and none
+    waits. Whenever a transfer is over, the store calls the function `wake` that it was made with."""
+
+    name: str
+    """Label of its metrics, and of where the tokens of a request came from."""
+    writes: bool
+    """Whether it takes contents that leave host memory."""
+
+    def find(self, names: Sequence[bytes]) -> Collection[bytes]:
+        """The contents among these that it can probably read now."""
+
+    def seconds(self, num_blocks: int) -> float:
+        """Estimated time to read so many."""
+
+    def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Begin to copy contents to slots, which nothing else uses until `finished` has the number."""
+
+    def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
+        """Begin to copy contents from slots, which nothing changes until `finished` has the number. False: not now, for lack of room or
+        time."""
+
+    def finished(self) -> list[Transfer]:
+        """The transfers that are over since the last call."""
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        """Drop contents that are wrong."""
+
+    def reset(self, *, external: bool) -> None:
+        """The weights may be others from now on. external: drop what other engines share too."""
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Add its numbers."""
+
+    def close(self) -> None:
+        """Give up what is under way, and end its threads. No slot is used afterwards."""

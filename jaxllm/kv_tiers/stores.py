@@ -1,0 +1,130 @@
+"""Moves contents between slots of host memory and the stores behind it."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from jaxllm.kv_tiers.contents import Content, Contents
+from jaxllm.kv_tiers.slot_store import SlotStore
+from jaxllm.scheduler_stats import SchedulerStats
+
+COLD_SHARE = 1 / 4
+"""Part of the slots whose contents make room next, and are written ahead."""
+_OFFER_SHARE = 1 / 8
+"""Stores are offered these whenever so large a part of them is new: to look at them takes time."""
+
+
+class Stores:
+    """The stores of a host tier, in the order in which they are asked, with the transfers under way. Each has one use of its contents."""
+
+    def __init__(self, stores: Sequence[SlotStore], contents: Contents, numbers: Iterator[int], max_blocks: int):
+        """numbers: of transfers. max_blocks: most contents of a transfer."""
+        self._stores, self._contents, self._numbers, self._max_blocks = stores, contents, numbers, max_blocks
+        self._reads: dict[int, list[Content]] = {}
+        self._writes: dict[int, tuple[SlotStore, list[Content]]] = {}
+        self._num_cold = max(1, int(COLD_SHARE * contents.num_slots))
+        self._num_added = 0
+        """Contents that had been added when stores were last offered cold ones."""
+        self._was_refused = self._has_room = False
+        """Whether a store did not take all that it was offered then, and whether it has ended a write since."""
+
+    def find(self, names: Sequence[bytes]) -> dict[bytes, SlotStore]:
+        """The contents among these that stores have."""
+        found: dict[bytes, SlotStore] = {}
+        for store in self._stores:
+            missing = [name for name in names if name not in found]
+            found.update(dict.fromkeys(store.find(missing), store) if missing else {})
+        return found
+
+    def seconds(self, found: Mapping[bytes, SlotStore]) -> float:
+        """Estimated time to read what was found."""
+        return sum(store.seconds(count) for store, count in Counter(found.values()).items())
+
+    def read(self, names: Sequence[bytes]) -> None:
+        """Begin to read contents that stores have, as far as there are slots for them."""
+        by_store: dict[SlotStore, list[bytes]] = {}
+        stores = self.find(names)
+        for name in names:  # in order: there may be too few slots
+            if name in stores:
+                by_store.setdefault(stores[name], []).append(name)
+        for store, found in by_store.items():
+            contents = []
+            for name in found:
+                if (content := self._contents.add(name)) is not None:
+                    content.is_being_read = True
+                    contents.append(content)
+            for part in _cut(contents, self._max_blocks):
+                number = next(self._numbers)
+                self._reads[number] = part
+                store.read(number, [content.name for content in part], [content.slot for content in part])
+
+    def take_in(self) -> None:
+        """Process the transfers that are over."""
+        for store in self._stores:
+            for transfer in store.finished():
+                if (read := self._reads.pop(transfer.number, None)) is not None:
+                    self._end_read(read, transfer.is_right)
+                else:
+                    _, written = self._writes.pop(transfer.number)
+                    self._has_room = True
+                    store.discard([content.name for content in written if content.is_wrong])
+                    for content in written:
+                        self._contents.release(content)
+
+    def _end_read(self, contents: Iterable[Content], is_right: Sequence[bool]) -> None:
+        for content, right in zip(contents, is_right, strict=True):
+            content.is_being_read = False
+            content.is_ready = right
+            if not right:
+                content.is_wrong = True
+                self._contents.remove(content)
+            self._contents.release(content)
+
+    def write_ahead(self) -> None:
+        """Offer stores the contents that make room next, so that they need not wait for it."""
+        writers = [store for store in self._stores if store.writes]
+        num_new = self._contents.num_added - self._num_added
+        is_due = num_new >= max(1, _OFFER_SHARE * self._num_cold) or (self._was_refused and self._has_room)
+        if not writers or not is_due:
+            return
+        self._num_added, self._was_refused, self._has_room = self._contents.num_added, False, False
+        num_writing = sum(len(contents) for _, contents in self._writes.values())
+        cold = [content for content in self._contents.cold(self._num_cold - num_writing) if not content.was_offered]
+        for part in _cut(cold, self._max_blocks):
+            for store in writers:
+                number = next(self._numbers)
+                if not store.write(number, [content.name for content in part], [content.slot for content in part]):
+                    self._was_refused = True
+                    continue
+                self._writes[number] = store, part
+                for content in part:
+                    content.was_offered = True
+                    self._contents.hold(content)
+
+    def uses(self) -> dict[Content, int]:
+        """How many transfers use each content."""
+        written = (contents for _, contents in self._writes.values())
+        return Counter(content for contents in (*self._reads.values(), *written) for content in contents)
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        """Drop contents that are wrong."""
+        for store in self._stores:
+            store.discard(names)
+
+    def reset(self, *, external: bool) -> None:
+        """See SlotStore. Transfers under way end as they would."""
+        for store in self._stores:
+            store.reset(external=external)
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Add the numbers of all stores."""
+        for store in self._stores:
+            store.add_stats(stats)
+
+    def close(self) -> None:
+        """See SlotStore."""
+        for store in self._stores:
+            store.close()
+
+
+def _cut(contents: list[Content], size: int) -> list[list[Content]]:
+    return [contents[start : start + size] for start in range(0, len(contents), size)]
