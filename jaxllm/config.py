@@ -18,6 +18,7 @@ from jaxllm.eplb_options import eplb_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
 from jaxllm.kv_offloading_options import kv_offloading_faults
+from jaxllm.kv_transfer_options import KVTransferConfig as KVTransferConfig
 from jaxllm.kv_transfer_options import kv_transfer_faults, with_transfer_options
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
 from jaxllm.multimodal_options import MultiModalOptions, multimodal_faults

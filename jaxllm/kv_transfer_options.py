@@ -225,7 +225,9 @@ _TAKEN = [name for name, connector in CONNECTORS.items() if not isinstance(conne
 
 
 def as_object(raw: Any) -> Any:
-    """The JSON object of a text; all else as it is."""
+    """The JSON object of a text, or of a `KVTransferConfig`; all else as it is."""
+    if isinstance(raw, KVTransferConfig):
+        return {each.name: value for each in fields(raw) if (value := getattr(raw, each.name)) not in (None, {})}
     if not isinstance(raw, str):
         return raw
     try:

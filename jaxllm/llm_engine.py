@@ -10,7 +10,7 @@ from jaxllm.collector import no_collections
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseCalls, SteppedCore
 from jaxllm.engine import fault_points
-from jaxllm.engine.features import check_speculative_config
+from jaxllm.engine.features import check_own_store, check_speculative_config
 from jaxllm.engine.parallel_backends import check_backend
 from jaxllm.engine_args import FromOptions
 from jaxllm.eplb_options import tell_unused_keys
@@ -159,6 +159,7 @@ def check_model(config: EngineConfig) -> None:
         raise ConfigError(f"allowed_local_media_path is {path!r}, must be an existing directory")
     model_config.for_tensor_parallel(Topology.of(config.parallel).tensor)
     check_speculative_config(config)
+    check_own_store(config)
     check_backend(config, model_config)
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from jaxllm import kv_transfer_options
 from jaxllm.cli.main import command_parser
-from jaxllm.config import EngineConfig
+from jaxllm.config import EngineConfig, KVTransferConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kv_transfer_options import CONNECTORS, HostTierOptions, KVTransferConfig, tell_unused_transfer_keys
+from jaxllm.kv_transfer_options import CONNECTORS, HostTierOptions, tell_unused_transfer_keys
 
 GIB = 1 << 30
 
@@ -36,6 +36,7 @@ def test_offloading_connectors_set_the_size_of_host_memory() -> None:
     simple = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
     assert config_of(simple).cache.kv_offloading_size == 8
     assert config_of(json.dumps(offloading())) == config_of(offloading())
+    assert config_of(KVTransferConfig(**offloading())).cache.kv_offloading_size == 1
     assert config_of(None) == EngineConfig() and config_of({}).cache.kv_offloading_size is None
     config = config_of(offloading())
     assert config.replace(max_num_seqs=3).cache == config.cache, "an option that was set by another does not contradict it"

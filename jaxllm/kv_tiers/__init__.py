@@ -11,6 +11,7 @@ from jaxllm.kv_transfer_options import KVTransferConfig
 from jaxllm.log import logger
 
 if TYPE_CHECKING:
+    from jaxllm.kv_tiers.slot_store import SlotStore
     from jaxllm.scheduler.cache_tier import CacheTier
 
 MIN_LOAD_TOKENS = 64
@@ -19,11 +20,18 @@ _STEPS_AHEAD = 2
 """Contents are stored when so many of the largest steps may evict them."""
 
 
+def check_own_store(transfer: KVTransferConfig) -> None:
+    """Import the class that a kv_transfer_config names. Raises ConfigError if it is no store."""
+    from jaxllm.kv_tiers.own import load_class
+
+    load_class(transfer)
+
+
 class KVTiers:
     """The tiers that an engine's options ask for."""
 
     def __init__(self, config: EngineConfig):
-        self._config = config
+        self._config, self._transfer = config, KVTransferConfig.of(config.cache.kv_transfer_config)
 
     def new_tiers(self, executor: Any, num_blocks: int) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`."""
@@ -31,6 +39,24 @@ class KVTiers:
         num_cold = min(_STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
         logger.info("host memory: %d blocks of %.1f KiB", copies.num_slots, copies.block_bytes / 1024)
         rates = Rates(block_size, copies.block_bytes)
-        policy = KVTransferConfig.of(self._config.cache.kv_transfer_config).host_tier().eviction_policy
-        min_blocks, share = -(-MIN_LOAD_TOKENS // block_size), PROTECTED_SHARES[policy]
-        return (HostTier(copies, rates, num_cold=num_cold, min_blocks=min_blocks, protected_share=share),)
+        return (
+            HostTier(
+                copies,
+                rates,
+                num_cold=num_cold,
+                min_blocks=-(-MIN_LOAD_TOKENS // block_size),
+                protected_share=PROTECTED_SHARES[self._transfer.host_tier().eviction_policy],
+                stores=self._new_stores(copies),
+            ),
+        )
+
+    def _new_stores(self, copies: Any) -> "list[SlotStore]":
+        """Make what stands behind host memory. copies: a `BlockCopier`."""
+        stores: list[SlotStore] = []
+        if self._transfer.is_own:
+            from jaxllm.kv_tiers.own import load_class
+            from jaxllm.kv_tiers.own.own_store import OwnStore
+
+            kind, fingerprint = load_class(self._transfer), b"TODO"
+            stores.append(OwnStore(kind, self._transfer, copies.arena, fingerprint, copies.wake))
+        return stores

@@ -237,7 +237,9 @@ class Copying:
         wrong = np.zeros(len(self.blocks), bool)
         for cache, at_first in zip(self.core.runner.caches, self.at_first, strict=True):
             wrong |= np.asarray(_differs(cache[self.blocks], at_first[wanted]))
-        return sum(bool(differs) for block, differs in zip(self.blocks.tolist(), wrong, strict=True) if block not in self.unknown)
+        return sum(
+            bool(differs) for block, differs in zip(self.blocks.tolist(), wrong, strict=True) if block not in self.unknown
+        )
 
 
 def _fill(cache: jax.Array, key: jax.Array, blocks: np.ndarray, num_copies: int) -> jax.Array:
