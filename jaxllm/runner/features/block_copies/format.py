@@ -7,6 +7,7 @@ Devices with copies of the same heads, or of latents, share a part.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,13 @@ class BlockFormat:
     def block_bytes(self) -> int:
         """Bytes of all parts."""
         return self.num_parts * self.part_words * WORD_BYTES
+
+    @property
+    def arrangement(self) -> dict[str, Any]:
+        """Where each byte and checksum of a content is, as JSON values: for arrays with equal numbers of heads, whose parts are whole heads
+        one after the other, the same however many devices split them."""
+        runs = [[run.num_heads * self.num_parts, *run.head_words] for run in self.runs]
+        return {"heads, and words of each in arrays": runs, "parts": self.num_parts if len(runs) > 1 else 1}
 
     def gather(self, caches: Sequence[jax.Array], block_n: jax.Array) -> tuple[jax.Array, jax.Array]:
         """uint32 [n, part_words] and [n, num_sums]: this device's parts of blocks, and their checksums. caches: the device's arrays."""

@@ -1,0 +1,86 @@
+"""Names the computation that contents of blocks come from. Engines with equal fingerprints may use each other's contents.
+
+The name of a block says which tokens it is of, but not which model computed it, nor how its bytes are arranged. Does not import JAX.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jaxllm
+from jaxllm.cache_spec import CacheLayout
+from jaxllm.config import EngineConfig
+from jaxllm.files import open_regular
+from jaxllm.hub import WEIGHTS, resolve_model
+from jaxllm.model_config import ModelConfig
+
+FORMAT_VERSION = 1
+"""Of what a content and its checksums consist of."""
+_NUM_PIECES, _PIECE_BYTES = 64, 4096
+"""What is read of a file of weights: other weights of the same shapes differ nearly everywhere."""
+
+
+def describe(
+    config: EngineConfig, model_config: ModelConfig, layout: CacheLayout, arrangement: Any, model_dir: Path
+) -> dict[str, Any]:
+    """All that contents depend on, by name, as JSON values. arrangement: where each byte of a content is (`BlockFormat.arrangement`).
+
+    The number of devices is not part of it. Reads pieces of the weights: raises OSError, ConfigError or ModelLoadError.
+    """
+    options = config.flat()
+    draft = options["speculative_config"] or {}
+    draft_dir = draft.get("model") and resolve_model(draft["model"], draft.get("revision"), options["download_dir"])
+    dummy = f"dummy, seed {options['seed'] or 0}" if options["load_format"] == "dummy" else None
+    return {
+        "format version": FORMAT_VERSION,
+        "jaxllm version": jaxllm.__version__,
+        "model": model_config.digest,
+        "model class": options["model_class"],
+        "weights": dummy or weights_digest(model_dir),
+        "drafter": [draft.get("method"), draft_dir and (dummy or weights_digest(draft_dir))],
+        "dtype": model_config.dtype,
+        "kv cache dtype": model_config.kv_cache_dtype,
+        "kv cache scales": type(model_config.kv_format).__name__,
+        "block size": layout.block_size,
+        "groups": [[repr(group.policy), list(group.layers)] for group in layout.groups],
+        "arrays": [[array.width, array.dtype] for array in layout.arrays],
+        "arrangement": arrangement,
+        "hash algorithm": options["prefix_caching_hash_algo"],
+    }
+
+
+def digest(described: dict[str, Any]) -> bytes:
+    """The fingerprint: 32 bytes."""
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
+
+
+def weights_digest(model_dir: Path) -> str:
+    """A digest of the names, the sizes and some pieces of a checkpoint's files. The same wherever they lie."""
+    found = hashlib.sha256()
+    for file in _weight_files(model_dir):
+        with open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            name = file.name if model_dir.is_file() else file.relative_to(model_dir)
+            found.update(f"{name} {size}\n".encode())
+            for start in _starts(size):
+                found.update(os.pread(stream.fileno(), _PIECE_BYTES, start))
+    return found.hexdigest()
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    if model_dir.is_file():
+        first = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})", model_dir.stem)
+        parts = model_dir.parent.glob(f"*-of-{first[2]}{model_dir.suffix}") if first else ()
+        return sorted(part for part in parts if first and part.name.startswith(f"{first[1]}-")) or [model_dir]
+    files = [file for file in sorted(model_dir.rglob("*")) if file.is_file()]
+    return [file for file in files if file.suffix in WEIGHTS] or files
+
+
+def _starts(size: int) -> Iterator[int]:
+    if size <= _NUM_PIECES * _PIECE_BYTES:
+        return iter(range(0, size, _PIECE_BYTES))
+    return (number * (size - _PIECE_BYTES) // (_NUM_PIECES - 1) for number in range(_NUM_PIECES))
