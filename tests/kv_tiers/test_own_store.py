@@ -1,5 +1,6 @@
 """A store of one's own between slots and a class: what it is asked for, and what its failures cost."""
 
+import random
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -285,3 +286,55 @@ def test_a_class_that_is_no_store_is_refused(name: str, module: str, told: str) 
 def test_a_class_that_cannot_be_made_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_connector 'Failing' .* cannot be made: KeyError: 'directory'"):
         Driven(Failing)
+
+
+class Erratic(DictStore):
+    """Takes a random time, which is sometimes too long, and fails at random."""
+
+    num_threads = 4
+    contents: dict[str, bytes] = {}
+
+    def _step(self) -> None:
+        time.sleep(random.choice((0, 0, 0, 0.001, 0.02)))
+        if random.random() < 0.1:
+            raise OSError("at random")
+
+
+def test_slots_hold_what_transfers_say_and_are_left_alone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_store, "PAUSE_SECONDS", 0.0)
+    driven, rng = Driven(Erratic, patience_seconds=0.01), random.Random(1)
+    names = [bytes([number]) * 32 for number in range(1, 9)]
+    written: set[bytes] = set()
+    under_way: dict[int, tuple[bool, list[bytes], list[int]]] = {}
+    holds: dict[int, int | None] = dict.fromkeys(range(4))
+    num_right = num_given_up = number = 0
+    while number < 400 or under_way:
+        busy = {slot for _, _, slots in under_way.values() for slot in slots}
+        free = [slot for slot in range(4) if slot not in busy]
+        if free and number < 400:
+            number += 1
+            slots = rng.sample(free, rng.randint(1, len(free)))
+            chosen = rng.sample(names, len(slots))
+            if rng.random() < 0.5:
+                for slot, name in zip(slots, chosen, strict=True):
+                    driven.memory.fill(slot, name[0])
+                    holds[slot] = name[0]
+                if driven.store.write(number, chosen, slots):
+                    under_way[number] = (False, chosen, slots)
+                    written.update(chosen)
+            else:
+                driven.store.read(number, chosen, slots)
+                under_way[number] = (True, chosen, slots)
+        for transfer in driven.store.finished():
+            is_read, chosen, slots = under_way.pop(transfer.number)
+            num_given_up += not any(transfer.is_right)
+            for name, slot, right in zip(chosen, slots, transfer.is_right, strict=True):
+                if is_read and right:
+                    assert name in written and driven.memory.has(slot, name[0])
+                    num_right += 1
+                holds[slot] = int(driven.memory.bytes[slot, 0])
+        for slot in set(range(4)) - {slot for _, _, slots in under_way.values() for slot in slots}:
+            assert holds[slot] is None or driven.memory.bytes[slot, 0] == holds[slot], "a slot changed without a transfer"
+        time.sleep(0.0005)
+    assert num_right > 50 and num_given_up > 5
+    driven.store.close()
