@@ -14,7 +14,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv_tiers.kv_store import KVStore
 from jaxllm.llm_engine import check_model
 from tests.helpers import goldens
-from tests.kv_tiers.test_offloading import Client, expected, make, make_prompts
+from tests.kv_tiers.test_offloading import Client, expected, make, make_prompts, tier_of
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_SLOTS = 40
@@ -63,6 +63,10 @@ def test_a_second_engine_loads_what_the_first_has_stored(transfer: dict[str, Any
     second.check_integrity()
     second.shutdown()
     assert not list(directory.glob("*.new"))
+    third = make_sharing(transfer, kv_cache_dtype="fp8")
+    (store,) = tier_of(third)._stores._stores
+    assert not store.find([bytes.fromhex(file.name.split("-")[1]) for file in directory.iterdir()]), "of another type"
+    third.shutdown()
 
 
 @pytest.mark.slow
