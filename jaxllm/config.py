@@ -17,9 +17,9 @@ from jaxllm.context_options import context_faults
 from jaxllm.eplb_options import eplb_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
+from jaxllm.kv_connectors import KVTransferConfig as KVTransferConfig
+from jaxllm.kv_connectors import kv_connector_faults, with_connector_options
 from jaxllm.kv_offloading_options import kv_offloading_faults
-from jaxllm.kv_transfer_options import KVTransferConfig as KVTransferConfig
-from jaxllm.kv_transfer_options import kv_transfer_faults, with_transfer_options
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
 from jaxllm.multimodal_options import MultiModalOptions, multimodal_faults
 from jaxllm.quantization_options import ONLINE, WIDENED, Quantization
@@ -345,14 +345,14 @@ class EngineConfig:
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
         """Sort flat options into their groups. Raises ConfigError for unknown names (with the nearest known) and bad values."""
-        return cls(**in_groups(_GROUPS, with_transfer_options(options), "engine option")).checked()
+        return cls(**in_groups(_GROUPS, with_connector_options(options), "engine option")).checked()
 
     def checked(self) -> "EngineConfig":
         """This config, if every value lies in its range and the values agree. Raises ConfigError with all faults found."""
         flat = self.flat()
         faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
         faults += [*lora_faults(flat), *hosts_faults(flat), *context_faults(flat), *eplb_faults(flat), *_step_faults(flat)]
-        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat), *kv_transfer_faults(flat)]
+        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat), *kv_connector_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self

@@ -15,7 +15,7 @@ from jaxllm.engine.parallel_backends import check_backend
 from jaxllm.engine_args import FromOptions
 from jaxllm.eplb_options import tell_unused_keys
 from jaxllm.errors import ConfigError, EngineError, JaxLLMError
-from jaxllm.kv_transfer_options import tell_unused_transfer_keys
+from jaxllm.kv_connectors import tell_unused_connector_keys
 from jaxllm.lora_calls import LoraCalls, loras_in_this_thread, run_now
 from jaxllm.lora_options import without_effect
 from jaxllm.lora_request import LoRARequest
@@ -142,7 +142,7 @@ def check_model(config: EngineConfig) -> None:
     if unused := without_effect(config.lora):
         log.warn_once(f"{', '.join(unused)} changes nothing without enable_lora (--enable-lora)")
     tell_unused_keys(config.parallel.eplb_config)
-    tell_unused_transfer_keys(config.cache.kv_transfer_config)
+    tell_unused_connector_keys(config.cache.kv_transfer_config)
     directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
     model_config = load_model_config(
         directory,

@@ -12,7 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.preparations import Preparation
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.kernel_policy import KernelPolicy
-from jaxllm.kv_transfer_options import KVTransferConfig
+from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import GatherBlocks
 from jaxllm.hub import resolve_model
+from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers.contents import PROTECTED_SHARES
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.kv_tiers.rates import Rates
-from jaxllm.kv_transfer_options import KVTransferConfig
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 

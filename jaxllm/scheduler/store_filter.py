@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from jaxllm.config import CacheOptions
-from jaxllm.kv_transfer_options import KVTransferConfig
+from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.request import Request
 from jaxllm.scheduler.block import KVCacheBlock
 

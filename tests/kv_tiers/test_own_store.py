@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
+from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers.kv_store import KVStore, StoreContext
 from jaxllm.kv_tiers.own import load_class, own_store
 from jaxllm.kv_tiers.own.own_store import MAX_FAILURES, OwnStore
 from jaxllm.kv_tiers.slot_store import Transfer
-from jaxllm.kv_transfer_options import KVTransferConfig
 
 A, B = b"a" * 32, b"b" * 32
 FINGERPRINT = b"model"

@@ -4,8 +4,8 @@ import importlib
 import inspect
 
 from jaxllm.errors import ConfigError
+from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers.kv_store import KVStore
-from jaxllm.kv_transfer_options import KVTransferConfig
 
 
 def load_class(config: KVTransferConfig) -> type[KVStore]:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError
+from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers.kv_store import KVStore, StoreContext
 from jaxllm.kv_tiers.own.transfers import PendingTransfer, TransferThreads
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
-from jaxllm.kv_transfer_options import KVTransferConfig
 from jaxllm.log import logger, warn_once
 from jaxllm.scheduler_stats import SchedulerStats
 

@@ -236,8 +236,8 @@ def as_object(raw: Any) -> Any:
         return raw
 
 
-def with_transfer_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with those that kv_transfer_config sets. What is wrong with it is reported by `kv_transfer_faults`."""
+def with_connector_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with those that kv_transfer_config sets. What is wrong with it is reported by `kv_connector_faults`."""
     if options.get(NAME) is None:
         return dict(options)
     raw = as_object(options[NAME])
@@ -248,7 +248,7 @@ def with_transfer_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, NAME: raw, **{name: value for name, value in found.items() if options.get(name) is None}}
 
 
-def kv_transfer_faults(flat: Mapping[str, Any]) -> list[str]:
+def kv_connector_faults(flat: Mapping[str, Any]) -> list[str]:
     """Describe what is wrong with kv_transfer_config, and what contradicts it."""
     raw = flat[NAME]
     if not isinstance(raw, dict):
@@ -269,7 +269,7 @@ def kv_transfer_faults(flat: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def tell_unused_transfer_keys(raw: Mapping[str, Any] | None) -> None:
+def tell_unused_connector_keys(raw: Mapping[str, Any] | None) -> None:
     """Log the keys that change nothing."""
     config = KVTransferConfig.of(raw)
     if config.is_own:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from jaxllm import kv_transfer_options
+from jaxllm import kv_connectors
 from jaxllm.cli.main import command_parser
 from jaxllm.config import EngineConfig, KVTransferConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kv_transfer_options import CONNECTORS, HostTierOptions, tell_unused_transfer_keys
+from jaxllm.kv_connectors import CONNECTORS, HostTierOptions, tell_unused_connector_keys
 
 GIB = 1 << 30
 
@@ -128,9 +128,9 @@ def test_a_size_of_its_own_may_not_contradict() -> None:
 
 def test_what_changes_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(kv_transfer_options, "info_once", said.append)
-    tell_unused_transfer_keys(offloading({"cpu_bytes_to_use": GIB, "lazy_offload": False}, kv_port=5, kv_buffer_device="cuda"))
+    monkeypatch.setattr(kv_connectors, "info_once", said.append)
+    tell_unused_connector_keys(offloading({"cpu_bytes_to_use": GIB, "lazy_offload": False}, kv_port=5, kv_buffer_device="cuda"))
     assert len(said) == 3 and "kv_port changes nothing here" in said[1] and "lazy_offload changes nothing" in said[2]
-    tell_unused_transfer_keys(own(kv_port=5))
-    tell_unused_transfer_keys(None)
+    tell_unused_connector_keys(own(kv_port=5))
+    tell_unused_connector_keys(None)
     assert len(said) == 3
