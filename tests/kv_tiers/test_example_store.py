@@ -12,6 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError
 from jaxllm.kv_tiers.kv_store import KVStore
+from jaxllm.kv_tiers.own.own_store import OwnStore
 from jaxllm.llm_engine import check_model
 from tests.helpers import goldens
 from tests.kv_tiers.test_offloading import Client, expected, make, make_prompts, tier_of
@@ -38,6 +39,26 @@ def make_sharing(transfer: dict[str, Any], **options: Any) -> EngineCore:
     return make("qwen3", kv_offloading_size=NUM_SLOTS * 4096 / 2**30, kv_transfer_config=transfer, **options)
 
 
+def store_of(core: EngineCore) -> OwnStore:
+    """What stands behind the host memory of an engine."""
+    (store,) = tier_of(core)._stores._stores
+    assert isinstance(store, OwnStore)
+    return store
+
+
+def count_reads(core: EngineCore) -> list[bool]:
+    """A list that gets whether each content that an engine reads is there."""
+    own: Any = store_of(core)._store
+    read, found = own.read, list[bool]()
+
+    def counted(key: str, content: memoryview) -> bool:
+        found.append(read(key, content))
+        return found[-1]
+
+    own.read = counted
+    return found
+
+
 def run_until_written(client: Client, directory: Path, num_files: int) -> list[list[int]]:
     tokens = client.run()
     for _ in range(20):
@@ -55,17 +76,17 @@ def test_a_second_engine_loads_what_the_first_has_stored(transfer: dict[str, Any
     first = make_sharing(transfer)
     assert run_until_written(Client(first, prompts), directory, 20) == wanted
     first.shutdown()
-    second = make_sharing(transfer)
-    client = Client(second, prompts[-4:])
-    assert client.run() == wanted[-4:]
-    stats = second.stats()
-    assert stats.num_loaded_blocks > 0 and not stats.num_damaged_blocks
-    second.check_integrity()
-    second.shutdown()
+    for options in ({}, {"tensor_parallel_size": 2}):
+        second = make_sharing(transfer, **options)
+        num_read = count_reads(second)
+        assert Client(second, prompts[-4:]).run() == wanted[-4:]
+        stats = second.stats()
+        assert sum(num_read) > 4 and stats.num_loaded_blocks > 4 and not stats.num_damaged_blocks
+        second.check_integrity()
+        second.shutdown()
     assert not list(directory.glob("*.new"))
     third = make_sharing(transfer, kv_cache_dtype="fp8")
-    (store,) = tier_of(third)._stores._stores
-    assert not store.find([bytes.fromhex(file.name.split("-")[1]) for file in directory.iterdir()]), "of another type"
+    assert not store_of(third).find([bytes.fromhex(file.name.split("-")[1]) for file in directory.iterdir()]), "of another type"
     third.shutdown()
 
 
