@@ -31,7 +31,7 @@ class DirectoryStore(KVStore):
         """Raises KeyError or OSError, with which the engine does not start."""
         super().__init__(context)
         self.directory = Path(context.config.kv_connector_extra_config["directory"])
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._keys: set[str] = set()
         self._refresh()
         threading.Thread(target=self._refresh_for_ever, daemon=True).start()
