@@ -133,6 +133,15 @@ class CacheOptions:
         "GiB of host memory for blocks of the prefix cache that the devices have no room for, from where prompts load them again "
         "(docs/KV_OFFLOADING.md); default: none, as with 0",
     ] = None
+    kv_offloading_disk: Annotated[
+        str | None,
+        "directory for blocks that leave host memory (kv_offloading_size), from where this engine and others with the same model read them "
+        "again, also after a restart (docs/KV_OFFLOADING.md); only this user and root may write to it; default: none",
+    ] = None
+    kv_offloading_disk_size: Annotated[
+        float | None,
+        "GiB for all files in kv_offloading_disk, of all engines that use it: those not used for longest are removed",
+    ] = None
     kv_transfer_config: Annotated[
         dict[str, Any] | None,
         "JSON object of what keeps blocks that leave the devices, with vLLM's names: kv_connector OffloadingConnector for host memory, "
@@ -557,6 +566,7 @@ _RANGES: dict[str, Range] = {
     "num_gpu_blocks_override": at_least(2),
     "kv_cache_memory_bytes": at_least(1),
     "kv_offloading_size": (lambda v: 0 <= v < 1e6, "at least 0, and below a million GiB"),
+    "kv_offloading_disk_size": (lambda v: 0 < v < 1e9, "above 0, and below a billion GiB"),
     "max_num_seqs": at_least(1),
     "max_num_batched_tokens": at_least(1),
     "max_num_prefill_tokens": at_least(1),

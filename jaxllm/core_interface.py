@@ -78,9 +78,10 @@ class ControlCalls:
         """Run a method of the engine core."""
         raise NotImplementedError
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> Any:
-        """Discard all cached prefixes. Returns False if blocks are in use."""
-        return self.call_core("reset_prefix_cache", reset_running_requests)
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> Any:
+        """Discard all cached prefixes, on devices and in host memory; reset_external: also on disk, for all engines with this model that
+        share it. Returns False if blocks are in use."""
+        return self.call_core("reset_prefix_cache", reset_running_requests, reset_external)
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> Any:
         """Release device memory: discard the KV cache, and move the weights to the host (level 1) or discard them (level 2).

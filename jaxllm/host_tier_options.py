@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 
+_DISK = "--kv-offloading-disk keeps contents in files"
 OWN_STORE = "name a class of your own with kv_connector_module_path (docs/KV_OFFLOADING.md) in place of a connector of vLLM"
 
 
@@ -70,15 +71,15 @@ _ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "blocks_per_chunk": ((1,), _BLOCKS),
     "block_size": ((), _BLOCKS),
     "cache_policy_module_path": ((), "only lru and slru are offered"),
-    "spec_name": (("CPUOffloadingSpec",), OWN_STORE),
+    "spec_name": (("CPUOffloadingSpec",), f"{_DISK}; for others {OWN_STORE}"),
     "spec_module_path": ((), OWN_STORE),
-    "secondary_tiers": (([],), OWN_STORE),
+    "secondary_tiers": (([],), f"{_DISK}; for others {OWN_STORE}"),
     "sync_load_budget_bytes": ((0,), "loads never hold a step up"),
     "self_describing_kv_events": ((False,), "stores in host memory do not carry tokens in events"),
-    "kv_offload_backend": (("cpu",), OWN_STORE),
+    "kv_offload_backend": (("cpu",), _DISK),
     "cpu_bytes_to_use_per_rank": ((), "give cpu_bytes_to_use, over all ranks"),
     "num_cpu_blocks": ((), "give cpu_bytes_to_use; the log says how many blocks that are"),
-    **dict.fromkeys(("disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache"), ((), OWN_STORE)),
+    **dict.fromkeys(("disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache"), ((), _DISK)),
 }
 """Further keys of vLLM's offloading connectors, which may only have these values, and why."""
 NO_EFFECT: Mapping[str, str] = {

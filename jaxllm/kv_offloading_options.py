@@ -11,12 +11,13 @@ _EXCLUDED: dict[str, tuple[Any, str]] = {
 
 
 def kv_offloading_faults(flat: Mapping[str, Any]) -> list[str]:
-    """Describe the options that contradict kv_offloading_size."""
+    """Describe the options that contradict kv_offloading_size, or what is behind it."""
     size = flat["kv_offloading_size"]
+    disk_faults = _disk_faults(flat)
     if not isinstance(size, int | float) or size <= 0:
-        return []
+        return disk_faults
     given = f"kv_offloading_size is {size}"
-    faults = [
+    faults = disk_faults + [
         f"{given} and {name} {flat[name]}, but {reason}; leave one of them out"
         for name, (harmless, reason) in _EXCLUDED.items()
         if flat[name] != harmless
@@ -25,4 +26,25 @@ def kv_offloading_faults(flat: Mapping[str, Any]) -> list[str]:
         faults.append(f"{given}, but what is kept is found by prefix caching, which is off; leave one of both out")
     if flat["enable_expert_parallel"] and flat["data_parallel_size"] != 1:
         faults.append(f"{given}, but data-parallel ranks of one engine keep blocks on devices alone; leave one of both out")
+    return faults
+
+
+def _disk_faults(flat: Mapping[str, Any]) -> list[str]:
+    directory, size = flat["kv_offloading_disk"], flat["kv_offloading_disk_size"]
+    if directory is None and size is None:
+        return []
+    if not directory:
+        return [
+            f"kv_offloading_disk_size is {size}, but kv_offloading_disk names no directory; give one, or leave the size out"
+        ]
+    faults = []
+    if size is None:
+        faults.append(
+            f"kv_offloading_disk is {directory!r}, but kv_offloading_disk_size does not say how much it may hold; give GiB"
+        )
+    if not flat["kv_offloading_size"]:
+        faults.append(
+            f"kv_offloading_disk is {directory!r}, but files are read and written by way of host memory, of which there is none; "
+            "give kv_offloading_size too"
+        )
     return faults

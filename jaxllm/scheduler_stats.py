@@ -122,13 +122,29 @@ class SchedulerStats:
     """Time of copies to host memory."""
     load_seconds: float = 0.0
     """Time of copies from host memory."""
+    disk_bytes: int = 0
+    """Room for files of blocks; 0 without kv_offloading_disk. Engines that share a directory have this and the next in common."""
+    used_disk_bytes: int = 0
+    num_disk_reads: int = 0
+    """Blocks that were read from files."""
+    num_disk_writes: int = 0
+    """Blocks that were written to files."""
+    num_skipped_disk_writes: int = 0
+    """How often a block that was about to leave host memory was not written, because the disk was full, behind, or failed."""
+    num_bad_files: int = 0
+    """Files that were not what was written, or could not be read in time."""
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_read_seconds: float = 0.0
+    """Time of reads, of which several run at once; the next of writes."""
+    disk_write_seconds: float = 0.0
     awaited_programs: tuple[int, int] = (0, 0)
     """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""
     num_deferred: int = 0
     """The part of `num_waiting` that waits for programs, not for a place."""
 
 
-_MOST = ("sleep_level", "num_speculative_tokens", "max_adapters")
+_MOST = ("sleep_level", "num_speculative_tokens", "max_adapters", "disk_bytes", "used_disk_bytes")
 """Fields whose total is the largest value, not the sum."""
 
 

@@ -1,4 +1,4 @@
-"""Reads files that contain code, such as compiled programs: only those that no other user could have written or replaced.
+"""Reads files that are trusted like code, such as compiled programs: only those that no other user could have written or replaced.
 
 A path is opened part by part, each within the directory opened before it, and each descriptor is checked, so that nothing can be
 exchanged between the check and the reading. Every directory from the root on must belong to this user or root, and no other user
@@ -83,7 +83,7 @@ def read(path: Path, *, max_bytes: int | None = None) -> bytes:
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise ConfigError(
-                    f"{path} is a symbolic link, and programs are code: copy the file it points to there"
+                    f"{path} is a symbolic link, and what it has is trusted like code: copy the file it points to there"
                 ) from None
             raise
     with open(descriptor, "rb") as file:
@@ -101,8 +101,8 @@ def check_owner(path: Path, status: os.stat_result) -> None:
     """Raise ConfigError if what has this status belongs to another user."""
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(
-            f"{path} belongs to user {status.st_uid}, this process runs as {os.geteuid()}: programs are code, and only one's own "
-            f"or root's are run, from directories that are one's own or root's: chown {os.geteuid()} {path}, or use another directory"
+            f"{path} belongs to user {status.st_uid}, this process runs as {os.geteuid()}, and what it has is trusted like code: it must "
+            f"be one's own or root's, and so must the directories above it: chown {os.geteuid()} {path}, or use another directory"
         )
 
 
@@ -128,7 +128,7 @@ def _check_mode(path: Path, status: os.stat_result, *, may_be_sticky: bool = Fal
     if not by_group and not mode & stat.S_IWOTH or may_be_sticky and mode & stat.S_ISVTX:
         return
     remedy = f"chmod {'g' * bool(by_group)}{'o' * bool(mode & stat.S_IWOTH)}-w {path}"
-    raise ConfigError(f"{path} can be written by others (mode {mode:o}), and programs are code: {remedy}")
+    raise ConfigError(f"{path} can be written by others (mode {mode:o}), and what it has is trusted like code: {remedy}")
 
 
 def _is_private(group: int) -> bool:

@@ -96,7 +96,10 @@ def test_keys_of_the_host_tier_are_read() -> None:
         (offloading({"offload_prompt_only": 1}), "must be true or false"),
         (offloading({"blocks_per_chunk": 4}), "is 4: what is kept is a block of --block-size tokens; leave it out"),
         (offloading({"blocks_per_chunk": True}), "is True: what is kept"),
-        (offloading({"secondary_tiers": [{"type": "fs"}]}), "name a class of your own with kv_connector_module_path"),
+        (
+            offloading({"secondary_tiers": [{"type": "fs"}]}),
+            "--kv-offloading-disk keeps .* name a class of your own",
+        ),
         (offloading({"spec_name": "TieringOffloadingSpec"}), "name a class of your own"),
         (offloading({"cpu_bytes_to_use_per_rank": 1}), "give cpu_bytes_to_use, over all ranks"),
         (own(kv_connector_module_path=""), "kv_connector_module_path is '', must be the name of a module"),

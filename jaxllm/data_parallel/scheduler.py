@@ -179,10 +179,10 @@ class RanksScheduler:
 
     # Operations on the whole state
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         if not reset_running_requests and any(rank.holds_blocks for rank in self.ranks):
             return False
-        answers = [rank.reset_prefix_cache(reset_running_requests) for rank in self.ranks]
+        answers = [rank.reset_prefix_cache(reset_running_requests, reset_external) for rank in self.ranks]
         return all(answers)
 
     @property

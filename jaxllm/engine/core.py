@@ -115,7 +115,9 @@ class EngineCore:
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         self.needed_programs = NeededPrograms(self.executor)
         self._items = tuple(features.items.values())
-        self._tiers = () if features.kv_tiers is None else features.kv_tiers.new_tiers(self.executor, plan.num_blocks)
+        self._tiers = (
+            () if features.kv_tiers is None else features.kv_tiers.new_tiers(self.executor, plan.num_blocks, self.model_dir)
+        )
         new_scheduler = partial(
             Scheduler,
             self.config.scheduler,
@@ -244,9 +246,9 @@ class EngineCore:
             self._die(error)
             raise dead from error
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Discard all cached prefixes. Returns False if blocks are in use."""
-        return self.scheduler.reset_prefix_cache(reset_running_requests)
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
+        """See ControlCalls."""
+        return self.scheduler.reset_prefix_cache(reset_running_requests, reset_external)
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
         """See ControlCalls. The next `step` reports the aborted requests."""

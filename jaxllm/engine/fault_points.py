@@ -4,6 +4,7 @@ Without faults nothing is wrapped, so there is no cost.
 """
 
 import ctypes
+import errno
 import fnmatch
 import functools
 import importlib
@@ -34,6 +35,8 @@ class Place:
     """Qualified: a class's method, or a function of the module."""
     request_id: Callable[..., str | None] = lambda *args, **kwargs: None
     """Returns the id of the request, or the name of the adapter, that a call with these arguments concerns, if any."""
+    data: Callable[..., memoryview] | None = None
+    """Returns the bytes that a call with these arguments reads or writes, where the fault "corrupt" can be injected."""
 
 
 PLACES = {
@@ -43,6 +46,8 @@ PLACES = {
     "adapter.stage": Place("core", "jaxllm.lora.manager", "LoRAManager._stage", lambda self, adapter, *args: adapter.name),
     "op": Place("core", "jaxllm.device_ops", "run_op", lambda op, run: type(op).__name__),
     "copy": Place("core", "jaxllm.device_ops", "end_copy", lambda op, wait: type(op).__name__),
+    "kv.disk_read": Place("core", "jaxllm.kv_tiers.disk.block_file", "read_all", data=lambda descriptor, buffer: buffer),
+    "kv.disk_write": Place("core", "jaxllm.kv_tiers.disk.block_file", "write_all", data=lambda descriptor, buffer: buffer),
     "mask": Place("core", "jaxllm.structured.matcher", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
     "allocate": Place(
@@ -76,6 +81,8 @@ _KINDS: dict[str, Callable[[], Exception]] = {
     "error": lambda: RuntimeError("injected fault"),
     "oom": lambda: RuntimeError("RESOURCE_EXHAUSTED: injected fault"),
     "fatal": lambda: RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: injected fault"),
+    "eio": lambda: OSError(errno.EIO, "injected fault"),
+    "enospc": lambda: OSError(errno.ENOSPC, "injected fault"),
 }
 
 
@@ -102,11 +109,14 @@ class Fault:
         if place not in PLACES:
             raise ConfigError(f"{env.FAULT} names the place {place!r}, must be one of {', '.join(PLACES)}")
         kind, _, seconds = kind.partition("=")
-        if kind not in (*_KINDS, "hang", "hold", "exit"):
+        if kind not in (*_KINDS, "hang", "hold", "exit", "corrupt"):
             raise ConfigError(
                 f"{env.FAULT} names the kind {kind!r}, must be one of {', '.join(_KINDS)}, hang, hang=SECONDS, hold, "
-                "hold=SECONDS, exit"
+                "hold=SECONDS, exit, corrupt"
             )
+        if kind == "corrupt" and PLACES[place].data is None:
+            able = ", ".join(name for name, each in PLACES.items() if each.data is not None)
+            raise ConfigError(f"{env.FAULT} has {text!r}, but only data can be corrupt: that of {able}")
         first, last, pattern = None, 0, ""
         try:
             if when.startswith("id="):
@@ -194,10 +204,23 @@ def _wrap(place: Place, faults: list[Fault]) -> Callable[[], None]:
     def failing(*args: Any, **kwargs: Any) -> Any:
         number = next(numbers)
         request_id = place.request_id(*args, **kwargs)
+        is_corrupt = False
         for fault in faults:
             if fault.applies(number, request_id):
-                fault.happen()
-        return function(*args, **kwargs)
+                if fault.kind == "corrupt":
+                    is_corrupt = True
+                else:
+                    fault.happen()
+        if not is_corrupt:
+            return function(*args, **kwargs)
+        assert place.data is not None
+        data = place.data(*args, **kwargs)
+        logger.warning("injected fault: corrupt at %s", place.function)
+        data[len(data) // 2] ^= 1  # what a call writes is wrong
+        try:
+            return function(*args, **kwargs)
+        finally:
+            data[len(data) // 2] ^= 1  # and what it reads; a caller's own data is right again
 
     setattr(owner, name, failing)
     return lambda: setattr(owner, name, function)

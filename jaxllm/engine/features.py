@@ -135,8 +135,8 @@ class LoadReader(Protocol):
 class KVTiers(Protocol):
     """The tiers of an engine's prefix cache, as `KV_TIERS` makes them."""
 
-    def new_tiers(self, executor: "Executor", num_blocks: int) -> "tuple[CacheTier, ...]":
-        """Make the tiers of a scheduler whose pool has so many blocks."""
+    def new_tiers(self, executor: "Executor", num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
+        """Make the tiers of a scheduler whose pool has so many blocks. model_dir: where the weights are. Raises ConfigError."""
 
 
 class Items(Protocol):
@@ -222,7 +222,7 @@ class Features:
         kv_tiers: KVTiers | None = None
         if config.cache.kv_offloading_size:
             module, name = _maker(KV_TIERS, _NO_TIERS, "block_copies")
-            kv_tiers = getattr(module, name)(config, model_config)
+            kv_tiers = getattr(module, name)(config)
         made = {entry.partition(":")[0]: _load(entry)(config, model_config) for entry in ITEMS}
         items = {name: found for name, found in made.items() if found is not None}
         if not all(_are_in_steps(*found.in_steps) for found in items.values()):

@@ -1,16 +1,18 @@
 """Tiers of the prefix cache: where contents of blocks stay when the devices have no room for them. Does not import JAX."""
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import GatherBlocks
-from jaxllm.hub import resolve_model
 from jaxllm.kv_connectors import KVTransferConfig
+from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.contents import PROTECTED_SHARES
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.kv_tiers.rates import Rates
+from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.log import logger
-from jaxllm.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from jaxllm.kv_tiers.slot_store import SlotStore
@@ -32,12 +34,13 @@ def check_own_store(transfer: KVTransferConfig) -> None:
 class KVTiers:
     """The tiers that an engine's options ask for."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig):
-        self._config, self._model_config = config, model_config
+    def __init__(self, config: EngineConfig):
+        self._config = config
         self._transfer = KVTransferConfig.of(config.cache.kv_transfer_config)
 
-    def new_tiers(self, executor: Any, num_blocks: int) -> "tuple[CacheTier, ...]":
-        """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`."""
+    def new_tiers(self, executor: Any, num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
+        """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`. model_dir: where the weights are. Raises
+        ConfigError."""
         copies, block_size = executor.op_runner(GatherBlocks), self._config.block_tokens
         num_cold = min(_STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
         logger.info("host memory: %d blocks of %.1f KiB", copies.num_slots, copies.block_bytes / 1024)
@@ -49,24 +52,21 @@ class KVTiers:
                 num_cold=num_cold,
                 min_blocks=-(-MIN_LOAD_TOKENS // block_size),
                 protected_share=PROTECTED_SHARES[self._transfer.host_tier().eviction_policy],
-                stores=self._new_stores(executor, copies),
+                stores=self._stores(executor, copies, model_dir),
             ),
         )
 
-    def _new_stores(self, executor: Any, copies: Any) -> "list[SlotStore]":
-        """Make what stands behind host memory. copies: the executor's `BlockCopier`."""
+    def _stores(self, executor: Any, copies: Any, model_dir: Path) -> list[SlotStore]:
+        """What is behind host memory, the nearest first. copies: the executor's `BlockCopier`."""
+        shapes, arrangement = executor.shapes, copies.format.arrangement
+        describe = partial(fingerprint.describe, self._config, shapes.model, shapes.cache, arrangement, model_dir)
         stores: list[SlotStore] = []
+        if self._config.cache.kv_offloading_disk is not None:
+            from jaxllm.kv_tiers.disk import make
+
+            stores.append(make(self._config, copies, describe))
         if self._transfer.is_own:
-            from jaxllm.kv_tiers.own import load_class
-            from jaxllm.kv_tiers.own.own_store import OwnStore
+            from jaxllm.kv_tiers.own import make as make_own
 
-            fingerprint = self._fingerprint(executor, copies)
-            stores.append(OwnStore(load_class(self._transfer), self._transfer, copies.arena, fingerprint, copies.wake))
+            stores.append(make_own(self._transfer, copies, describe))
         return stores
-
-    def _fingerprint(self, executor: Any, copies: Any) -> bytes:
-        from jaxllm.kv_tiers.fingerprint import describe, digest
-
-        model = self._config.model
-        model_dir = resolve_model(model.model, model.revision, model.download_dir)
-        return digest(describe(self._config, self._model_config, executor.shapes.cache, copies.format.arrangement, model_dir))

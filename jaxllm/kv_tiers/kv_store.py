@@ -24,12 +24,12 @@ class KVStore(ABC):
     cache. Engines that use the same key have the same content, and may share a store. A content may be lost at any time; one that was
     changed is noticed, and computed again.
 
-    `find` is called by the thread that plans steps, so it answers from memory, at once. All other methods are called by `num_threads`
-    threads, several at a time. An exception is a failure of that call alone; after several in a row the store is left alone for a minute.
+    `find` is called by the thread that plans steps, so it answers from memory, at once. All other methods are called by threads,
+    several at a time. An exception is a failure of that call alone; after several in a row the store is left alone for a minute.
     """
 
     num_threads = 4
-    """Threads that call the other methods than `find`."""
+    """Threads that call `read`, and as many for the other methods than `find`; more where calls do not return in 10 seconds."""
 
     def __init__(self, context: StoreContext):
         self.context = context

@@ -50,6 +50,7 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     _add_experts(found, load)
     _add_images(found, load)
     _add_host_memory(found, load)
+    _add_disk(found, load)
     num_ready, num_awaited = load.awaited_programs
     awaited = "programs that the current step waits for, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
@@ -112,6 +113,10 @@ def _add_images(found: Collected, load: SchedulerStats) -> None:
     )
 
 
+_SKIPPED = "blocks that leave a place and were not copied to the tier behind it, because copies were behind, or it was full or had failed"
+_DAMAGED = "blocks that were not what was stored, or could not be read, and were computed again"
+
+
 def _add_host_memory(found: Collected, load: SchedulerStats) -> None:
     """Blocks in host memory, where the engine has kv_offloading_size. Queries and hits of tokens are always there."""
     if not load.num_host_slots:
@@ -121,14 +126,29 @@ def _add_host_memory(found: Collected, load: SchedulerStats) -> None:
         load.num_used_host_slots / load.num_host_slots,
         "fraction of --kv-offloading-size in use",
     )
-    found.counter("kv_offload_store_bytes", load.stored_bytes, "bytes of blocks that were copied to host memory")
-    found.counter("kv_offload_store_time", load.store_seconds, "seconds of these copies, which run at the same time as steps")
-    found.counter("kv_offload_load_bytes", load.loaded_bytes, "bytes of blocks that were copied from host memory")
-    found.counter("kv_offload_load_time", load.load_seconds, "seconds of these copies")
-    skipped = "blocks that left the devices uncopied, because copies were behind or loads used all of host memory"
-    found.counter("kv_offload_stores_skipped", load.num_skipped_stores, skipped)
-    damaged = "blocks that were not what was stored, and were computed again"
-    found.counter("kv_offload_bad_blocks", load.num_damaged_blocks, damaged, tier="host")
+    _add_copies(found, "host", (load.stored_bytes, load.store_seconds), (load.loaded_bytes, load.load_seconds))
+    found.counter("kv_offload_stores_skipped", load.num_skipped_stores, _SKIPPED, tier="host")
+    found.counter("kv_offload_bad_blocks", load.num_damaged_blocks, _DAMAGED, tier="host")
+
+
+def _add_disk(found: Collected, load: SchedulerStats) -> None:
+    """Blocks in files, where the engine has kv_offloading_disk."""
+    if not load.disk_bytes:
+        return
+    used = "fraction of --kv-offloading-disk-size in use, by all engines that share the directory"
+    found.gauge("kv_offload_disk_usage_perc", load.used_disk_bytes / load.disk_bytes, used)
+    written, read = (load.disk_written_bytes, load.disk_write_seconds), (load.disk_read_bytes, load.disk_read_seconds)
+    _add_copies(found, "disk", written, read)
+    found.counter("kv_offload_stores_skipped", load.num_skipped_disk_writes, _SKIPPED, tier="disk")
+    found.counter("kv_offload_bad_blocks", load.num_bad_files, _DAMAGED, tier="disk")
+
+
+def _add_copies(found: Collected, tier: str, stored: tuple[int, float], loaded: tuple[int, float]) -> None:
+    """Bytes and seconds of copies to a tier and from there."""
+    found.counter("kv_offload_store_bytes", stored[0], "bytes of blocks that were copied to the tier", tier=tier)
+    found.counter("kv_offload_store_time", stored[1], "seconds of these copies, which run at the same time as steps", tier=tier)
+    found.counter("kv_offload_load_bytes", loaded[0], "bytes of blocks that were copied from the tier", tier=tier)
+    found.counter("kv_offload_load_time", loaded[1], "seconds of these copies", tier=tier)
 
 
 def _add_experts(found: Collected, load: SchedulerStats) -> None:

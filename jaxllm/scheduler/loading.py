@@ -179,10 +179,10 @@ class Loading:
         for tier in self._tiers:
             tier.discard(names)
 
-    def forget(self, *, stored: bool) -> None:
+    def forget(self, *, stored: bool, external: bool = False) -> None:
         """See CacheTier. No load is under way, or its requests start over."""
         for tier in self._tiers:
-            tier.forget(stored=stored)
+            tier.forget(stored=stored, external=external)
 
     def _note_eviction(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._leaving.update(self._offered(blocks))

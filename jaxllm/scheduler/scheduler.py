@@ -647,11 +647,11 @@ class Scheduler:
         pool = self.cache_manager.pool
         return pool.num_free_blocks != pool.num_usable_blocks
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         """Discard all cached content, e.g. after a change of weights. Returns False and changes nothing while blocks are used.
 
         With `reset_running_requests` it always succeeds: it first preempts all running requests; the tokens of steps in flight
-        are dropped and sampled again.
+        are dropped and sampled again. reset_external: see CacheTier.forget.
         """
         if reset_running_requests:
             while self.running:
@@ -664,15 +664,15 @@ class Scheduler:
                 request.num_output_placeholders = request.num_drafts_in_flight = 0
         was_reset = self.cache_manager.reset_prefix_cache()
         if was_reset:
-            self._forget(stored=True)
+            self._forget(stored=True, external=reset_external)
         return was_reset
 
-    def _forget(self, *, stored: bool) -> None:
-        """Drop what devices hold in addition to the blocks of requests. stored: also what tiers keep."""
+    def _forget(self, *, stored: bool, external: bool = False) -> None:
+        """Drop what devices hold in addition to the blocks of requests. stored, external: see CacheTier."""
         for room in self.chunk_rooms:
             room.forget()
         if self.cache_manager.loading is not None:
-            self.cache_manager.loading.forget(stored=stored)
+            self.cache_manager.loading.forget(stored=stored, external=external)
 
     # Updates of the prefix cache, for API servers that choose among several engines
 

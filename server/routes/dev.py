@@ -31,9 +31,11 @@ def _told() -> Iterator[None]:
 
 
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(request: Request, reset_running_requests: bool = False) -> dict[str, Any]:
-    """Clear the prefix cache."""
-    if not await context_of(request).engine.reset_prefix_cache(reset_running_requests):
+async def reset_prefix_cache(
+    request: Request, reset_running_requests: bool = False, reset_external: bool = False
+) -> dict[str, Any]:
+    """Clear the prefix cache, on devices and in host memory; reset_external: also on disk, for all engines that share it."""
+    if not await context_of(request).engine.reset_prefix_cache(reset_running_requests, reset_external):
         raise ApiError(409, "blocks are in use; wait for the running requests or set reset_running_requests", code="in_use")
     return {"success": True}
 

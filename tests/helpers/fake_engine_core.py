@@ -58,6 +58,16 @@ class FakeStats:
     loaded_bytes: int = 0
     store_seconds: float = 0.0
     load_seconds: float = 0.0
+    disk_bytes: int = 0
+    used_disk_bytes: int = 0
+    num_disk_reads: int = 0
+    num_disk_writes: int = 0
+    num_skipped_disk_writes: int = 0
+    num_bad_files: int = 0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_read_seconds: float = 0.0
+    disk_write_seconds: float = 0.0
     num_retried_steps: int = 0
     num_lost_steps: int = 0
     num_not_finite: int = 0
@@ -274,7 +284,7 @@ class FakeEngineCore(FakeAdapters):
         """The logprobs of new tokens; a test may put its own in place."""
         return fake_logprobs(new_token_ids, count, self.model_config.vocab_size)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         return reset_running_requests or not self.running
 
     @property

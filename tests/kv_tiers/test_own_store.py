@@ -17,7 +17,7 @@ from jaxllm.kv_tiers.own.own_store import MAX_FAILURES, OwnStore
 from jaxllm.kv_tiers.slot_store import Transfer
 
 A, B = b"a" * 32, b"b" * 32
-FINGERPRINT = b"model"
+NO_CLASS = "model"
 
 
 class DictStore(KVStore):
@@ -87,12 +87,10 @@ class Memory:
 class Driven:
     """A store with its memory."""
 
-    def __init__(
-        self, kind: type[KVStore] = DictStore, role: Any = "kv_both", fingerprint: bytes = FINGERPRINT, **options: Any
-    ):
+    def __init__(self, kind: type[KVStore] = DictStore, role: Any = "kv_both", fingerprint: str = "model", **options: Any):
         config = KVTransferConfig(kv_connector="DictStore", kv_role=role, kv_connector_module_path=__name__)
         self.memory, self.is_over = Memory(), threading.Semaphore(0)
-        self.store = OwnStore(kind, config, self.memory, fingerprint, self.is_over.release, **options)
+        self.store = OwnStore(kind, config, self.memory, lambda: {"model": fingerprint}, self.is_over.release, **options)
         self.own: Any = self.store._store
 
     def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> list[bool]:
@@ -142,12 +140,18 @@ def test_a_content_comes_back_with_its_checksums_in_another_engine(driven: Drive
     other.store.close()
 
 
-def test_contents_of_other_models_and_of_the_time_before_a_reset_are_not_found(driven: Driven) -> None:
+def test_contents_of_other_models_and_weights_are_not_found(driven: Driven) -> None:
     driven.write(1, [A], [1])
-    other = Driven(fingerprint=b"another")
+    other = Driven(fingerprint="another")
     assert not other.store.find([A]) and driven.store.find([A])
     other.store.close()
     driven.store.reset(external=False)
+    assert not driven.store.find([A]), "the weights may be others"
+    driven.until(lambda: bool(driven.store.find([A])))
+    driven.store._describe = lambda: {"model": "new weights"}
+    driven.store.reset(external=False)
+    assert not driven.store.write(2, [A], [1])
+    driven.until(lambda: driven.store._prefix is not None)
     assert not driven.store.find([A]) and DictStore.contents
     driven.store.reset(external=True)
     driven.until(lambda: not DictStore.contents)
@@ -200,6 +204,16 @@ def test_failures_are_logged_once_and_end_in_a_pause(
     assert driven.read(33, [A], [2]) == [True] and driven.store.find([A])
 
 
+@pytest.mark.parametrize("error", [SystemExit(1), TimeoutError("of a socket")], ids=str)
+def test_one_failure_of_any_kind_is_no_pause(driven: Driven, error: Any) -> None:
+    driven.write(1, [A], [1])
+    for number in range(2, 5):  # more than there are threads
+        driven.own.fails = error
+        assert driven.read(number, [A], [2]) == [False]
+    driven.own.fails = None
+    assert driven.read(9, [A], [2]) == [True]
+
+
 @pytest.mark.parametrize("answer", [None, 5, ["no key of these"], [3]], ids=str)
 def test_a_wrong_answer_of_find_finds_nothing(driven: Driven, answer: Any, caplog: pytest.LogCaptureFixture) -> None:
     driven.own.find = lambda keys: answer
@@ -229,24 +243,37 @@ def test_a_transfer_that_takes_too_long_is_given_up_and_touches_no_slot_later() 
     assert driven.own.is_closed and driven.memory.has(2, 0) and driven.memory.has(3, 0)
 
 
-def test_writes_that_pile_up_are_refused_and_reads_go_first(driven: Driven) -> None:
-    driven.own.held.clear()
+def test_writes_that_pile_up_are_refused_and_hold_up_no_reads(driven: Driven) -> None:
+    held = threading.Event()
+    driven.own.write = lambda key, content: held.wait()
     accepted = 0
     while driven.store.write(accepted, [bytes([accepted]) * 32], [1]):
         accepted += 1
         assert accepted < 1000
-    driven.until(lambda: driven.store._threads.num_waiting == accepted - 2)
-    driven.store.read(1000, [A], [2])
-    driven.own.held.set()
-    order: list[int] = []
-    driven.until(lambda: bool(order.extend(t.number for t in driven.store.finished()) or len(order) == accepted + 1))
-    assert order.index(1000) <= 4
+    assert driven.read(1000, [A], [2]) == [False]
+    held.set()
+    over: list[Transfer] = []
+    driven.until(lambda: bool(over.extend(driven.store.finished()) or len(over) == accepted))
+    assert driven.store.write(1001, [A], [1])
+
+
+def test_what_waits_at_the_end_is_given_up_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    driven = Driven()
+    held = threading.Event()
+    driven.own.write = lambda key, content: held.wait(0.1)
+    for number in range(9):
+        driven.store.write(number, [bytes([number]) * 32], [1])
+    driven.own.close = lambda: 1 / 0
+    driven.store.close()
+    assert [record.message for record in caplog.records] == ["close of DictStore failed"]
+    assert len(driven.store.finished()) == 9
 
 
 def test_the_time_of_reads_is_learned(driven: Driven) -> None:
+    driven.write(1, [A], [1])
     before = driven.store.seconds(4)
     assert before == 4 * driven.store.seconds(1) > 0
-    for number in range(30):
+    for number in range(2, 30):
         driven.read(number, [A], [1])
     assert driven.store.seconds(4) != before
 
@@ -272,7 +299,7 @@ class ManyThreads(DictStore):
     [
         ("Wanting", __name__, "lacks discard, read, write; define what KVStore asks for"),
         ("Memory", __name__, "is no class derived from jaxllm.kv_tiers.kv_store.KVStore"),
-        ("FINGERPRINT", __name__, "is no class derived from"),
+        ("NO_CLASS", __name__, "is no class derived from"),
         ("NoSuch", __name__, "cannot be imported: AttributeError"),
         ("Store", "no_such_module", "cannot be imported: ModuleNotFoundError: .* put its directory into PYTHONPATH"),
         ("ManyThreads", __name__, "has 0 as num_threads, must be 1 to 256"),

@@ -1,3 +1,5 @@
+from typing import Any
+
 from jaxllm.metrics.collect import Collected
 from jaxllm.metrics.engine_load import add_load
 from jaxllm.metrics.merge import merged
@@ -73,21 +75,25 @@ def test_the_encoder_cache_is_described_where_the_model_sees_images() -> None:
 def test_host_memory_is_described_where_blocks_are_kept_there() -> None:
     stats = {"num_host_slots": 8, "num_used_host_slots": 2, "stored_bytes": 3, "loaded_bytes": 4, "num_skipped_stores": 5}
     stats |= {"num_damaged_blocks": 6, "store_seconds": 0.5, "load_seconds": 0.25}
-    found = {
-        metric.name.removeprefix("jaxllm:kv_offload_"): metric.value
-        for metric in collected(**stats)
-        if "_offload_" in metric.name
+    values = {"store_bytes": 3, "store_time": 0.5, "load_bytes": 4, "load_time": 0.25, "stores_skipped": 5, "bad_blocks": 6}
+    assert offloaded(**stats) == {
+        ("cpu_cache_usage_perc", ""): 0.25,
+        **{(name, "host"): value for name, value in values.items()},
     }
-    assert found == {
-        "cpu_cache_usage_perc": 0.25,
-        "store_bytes": 3,
-        "store_time": 0.5,
-        "load_bytes": 4,
-        "load_time": 0.25,
-        "stores_skipped": 5,
-        "bad_blocks": 6,
-    }
-    assert not [metric for metric in collected() if "_offload_" in metric.name]
+    assert not offloaded()
+
+
+def test_the_disk_is_described_where_blocks_are_kept_there() -> None:
+    stats = {"disk_bytes": 8, "used_disk_bytes": 2, "disk_written_bytes": 3, "disk_read_bytes": 4, "num_skipped_disk_writes": 5}
+    stats |= {"num_bad_files": 6, "disk_write_seconds": 0.5, "disk_read_seconds": 0.25}
+    values = {"store_bytes": 3, "store_time": 0.5, "load_bytes": 4, "load_time": 0.25, "stores_skipped": 5, "bad_blocks": 6}
+    assert offloaded(**stats) == {("disk_usage_perc", ""): 0.25, **{(name, "disk"): value for name, value in values.items()}}
+
+
+def offloaded(**stats: Any) -> dict[tuple[str, str], float]:
+    """The metrics of tiers, by name and tier."""
+    found = [metric for metric in collected(**stats) if metric.name.startswith("jaxllm:kv_offload_")]
+    return {(metric.name.removeprefix("jaxllm:kv_offload_"), metric.labels.get("tier", "")): metric.value for metric in found}
 
 
 def test_drafts_are_counted_where_the_engine_speculates() -> None:

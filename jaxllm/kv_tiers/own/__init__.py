@@ -2,10 +2,15 @@
 
 import importlib
 import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers.kv_store import KVStore
+
+if TYPE_CHECKING:
+    from jaxllm.kv_tiers.own.own_store import OwnStore
 
 
 def load_class(config: KVTransferConfig) -> type[KVStore]:
@@ -30,3 +35,10 @@ def load_class(config: KVTransferConfig) -> type[KVStore]:
     if not isinstance(found.num_threads, int) or not 1 <= found.num_threads <= 256:
         raise ConfigError(f"{what} has {found.num_threads!r} as num_threads, must be 1 to 256")
     return found
+
+
+def make(config: KVTransferConfig, copies: Any, describe: Callable[[], dict[str, Any]]) -> "OwnStore":
+    """The store of an engine. copies: a `BlockCopier`. describe: see OwnStore. Raises ConfigError."""
+    from jaxllm.kv_tiers.own.own_store import OwnStore
+
+    return OwnStore(load_class(config), config, copies.arena, describe, copies.wake)

@@ -1,0 +1,345 @@
+"""A store of contents in files, which outlive the engine and which engines on one directory share."""
+
+import errno
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import JaxLLMError
+from jaxllm.kv_tiers import fingerprint
+from jaxllm.kv_tiers.disk import janitor
+from jaxllm.kv_tiers.disk.block_file import FileFormat
+from jaxllm.kv_tiers.disk.folder import BlockFolder, folder_of, next_epoch, prepare, read_epoch
+from jaxllm.kv_tiers.disk.pace import Pace
+from jaxllm.kv_tiers.disk.workers import Workers
+from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
+from jaxllm.log import logger
+from jaxllm.scheduler_stats import SchedulerStats
+
+NUM_READERS, NUM_WRITERS = 4, 2
+READ_SECONDS, WRITE_SECONDS = 2.0, 10.0
+"""A file that takes longer is given up."""
+PAUSE_SECONDS = 60.0
+"""Nothing is written for so long after a write failed."""
+SCAN_SECONDS, SCAN_SHARE = 10.0, 0.05
+"""The directory is read so often, but for less than this share of a thread's time: other engines write to it."""
+QUEUED_BYTES = 256 << 20
+"""Most bytes that wait to be written, or one transfer."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(eq=False)
+class _Under:
+    """A transfer under way."""
+
+    number: int
+    is_right: list[bool]
+    num_left: int
+    began: float = field(default_factory=time.monotonic)
+
+
+class _File:
+    """A task: one file of a transfer."""
+
+    def __init__(self, store: "DiskStore", folder: BlockFolder, transfer: _Under, index: int, name: bytes, slot: int):
+        self.store, self.folder, self.transfer, self.index, self.name, self.slot = store, folder, transfer, index, name, slot
+
+    def prepare(self, buffer: memoryview) -> None:
+        """Nothing, to read."""
+
+    def complete(self) -> None:
+        """Nothing, when it was written."""
+
+
+class _Read(_File):
+    def run(self, buffer: memoryview) -> None:
+        self.found = self.folder.read(self.name, buffer)
+
+    def complete(self) -> None:
+        content, sums = self.found
+        memory = self.store.memory
+        memory.view(self.slot)[:] = content
+        memoryview(memory.sums[self.slot]).cast("B")[:] = sums
+
+    def end(self, error: Exception | None, seconds: float) -> None:
+        self.store.end_read(self, error, seconds)
+
+
+class _Write(_File):
+    was_written = False
+
+    def prepare(self, buffer: memoryview) -> None:
+        memory = self.store.memory
+        self.folder.format.pack(buffer, self.name, memory.view(self.slot), memory.sums[self.slot].tobytes())
+
+    def run(self, buffer: memoryview) -> None:
+        self.was_written = self.folder.write(self.name, buffer)
+
+    def end(self, error: Exception | None, seconds: float) -> None:
+        self.store.end_write(self, error, seconds)
+
+
+class DiskStore:
+    """See SlotStore. One thread more reads the directory, makes room in it and removes files."""
+
+    name, writes = "disk", True
+
+    def __init__(
+        self, root: Path, max_bytes: int, memory: SlotMemory, describe: Callable[[], dict[str, Any]], wake: Callable[[], None]
+    ):
+        """root: see `open_root`. max_bytes: of all files in it. describe: what contents depend on (`fingerprint.describe`); called again
+        when weights may have changed."""
+        self.memory, self._root, self._max_bytes, self._describe, self._wake = memory, root, max_bytes, describe, wake
+        self._lock = threading.Lock()
+        self._folder: BlockFolder | None = None
+        """None: it has to be opened, or is being opened."""
+        self._num_resets = 0
+        self._is_opening = self._ends_epoch = False
+        self._names: set[bytes] = set()
+        """The contents that files have, as far as is known."""
+        self._changed: dict[bytes, bool] = {}
+        """Files that were written or lost while the directory was read, and whether they are there."""
+        self._used_bytes = self._needed_bytes = 0
+        """Of all files, and room that is missing for a write."""
+        self._paused_until = self._told_until = 0.0
+        self._finished: list[Transfer] = []
+        self._num_queued_writes = self._num_queued_reads = 0
+        self._pace = Pace(memory.block_bytes, NUM_READERS)
+        self._num_read = self._num_written = self._num_bad = self._num_refused = 0
+        self._read_seconds = self._write_seconds = 0.0
+        self.file_bytes = self._format(b"").file_bytes
+        self._readers = Workers("kv-disk-read", NUM_READERS, self.file_bytes, READ_SECONDS)
+        self._writers = Workers("kv-disk-write", NUM_WRITERS, self.file_bytes, WRITE_SECONDS)
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._scan_at = math.inf
+        self._keeper = threading.Thread(target=self._keep, name="kv-disk-keeper", daemon=True)
+        self._keeper.start()
+        self._open_soon()
+
+    def _format(self, digest: bytes) -> FileFormat:
+        return FileFormat(digest, self.memory.block_bytes, self.memory.sums[0].nbytes)
+
+    # See SlotStore
+
+    def find(self, names: Sequence[bytes]) -> list[bytes]:
+        if self._folder is None:
+            self._open_soon()
+            return []
+        return [] if self._readers.is_stuck else [name for name in names if name in self._names]
+
+    def seconds(self, num_blocks: int) -> float:
+        return self._pace.seconds(num_blocks + self._num_queued_reads)
+
+    def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
+        folder = self._folder
+        if folder is None:
+            self._finished.append(Transfer(number, [False] * len(names), 0.0))
+            return
+        self._begin(_Read, self._readers, folder, number, names, slots)
+
+    def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
+        if (folder := self._folder) is None:
+            self._open_soon()
+            return False
+        is_behind = self._num_queued_writes and (self._num_queued_writes + len(names)) * self.file_bytes > QUEUED_BYTES
+        is_full = self._used_bytes + len(names) * self.file_bytes > self._max_bytes
+        if is_behind or is_full or self._writers.is_stuck or time.monotonic() < self._paused_until:
+            self._num_refused += len(names)
+            if is_full and not self._needed_bytes:
+                self._needed_bytes = len(names) * self.file_bytes
+                self._calls.put(self._scan)
+            return False
+        self._begin(_Write, self._writers, folder, number, names, slots)
+        return True
+
+    def _begin(
+        self,
+        kind: type[_File],
+        workers: Workers,
+        folder: BlockFolder,
+        number: int,
+        names: Sequence[bytes],
+        slots: Sequence[int],
+    ) -> None:
+        transfer = _Under(number, [False] * len(names), len(names))
+        with self._lock:
+            if kind is _Read:
+                self._num_queued_reads += len(names)
+            else:
+                self._num_queued_writes += len(names)
+        for index, (name, slot) in enumerate(zip(names, slots, strict=True)):
+            workers.submit(kind(self, folder, transfer, index, name, slot))  # type: ignore[arg-type]
+
+    def finished(self) -> list[Transfer]:
+        self._readers.give_up()
+        self._writers.give_up()
+        with self._lock:
+            found, self._finished = self._finished, []
+        return found
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        with self._lock:
+            known = self._names & set(names)
+            for name in known:
+                self._lose(name)
+        if known and (folder := self._folder) is not None:
+            for name in known:
+                self._calls.put(partial(folder.unlink, name))
+
+    def reset(self, *, external: bool) -> None:
+        with self._lock:
+            self._num_resets += 1
+            self._folder, self._names = None, set()
+            self._is_opening, self._ends_epoch = False, self._ends_epoch or external
+        if external:
+            self._open_soon()
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        stats.disk_bytes += self._max_bytes
+        stats.used_disk_bytes += self._used_bytes
+        stats.num_disk_reads += self._num_read
+        stats.num_disk_writes += self._num_written
+        stats.disk_read_bytes += self._num_read * self.memory.block_bytes
+        stats.disk_written_bytes += self._num_written * self.memory.block_bytes
+        stats.disk_read_seconds += self._read_seconds
+        stats.disk_write_seconds += self._write_seconds
+        stats.num_bad_files += self._num_bad
+        stats.num_skipped_disk_writes += self._num_refused
+
+    def close(self) -> None:
+        self._readers.close(READ_SECONDS)
+        self._writers.close(WRITE_SECONDS)
+        self._calls.put(None)
+        self._keeper.join(WRITE_SECONDS)
+
+    # Ends of tasks, in their threads
+
+    def end_read(self, task: _File, error: Exception | None, seconds: float) -> None:
+        """A file was read, or not."""
+        is_missing = isinstance(error, FileNotFoundError)  # another engine made room
+        with self._lock:
+            self._num_queued_reads -= 1
+            self._read_seconds += seconds
+            if error is None:
+                self._num_read += 1
+                self._pace.note(seconds)
+            else:
+                self._num_bad += not is_missing
+                self._lose(task.name)
+        if error is not None and not is_missing:
+            self._warn(
+                f"a file of blocks cannot be used, and its tokens are computed again: {task.folder.path(task.name)}: {error}"
+            )
+            if not isinstance(error, TimeoutError):
+                self._calls.put(partial(task.folder.unlink, task.name))
+        self._end(task, error is None)
+
+    def end_write(self, task: "_Write", error: Exception | None, seconds: float) -> None:
+        """A file was written, or not, or was there."""
+        with self._lock:
+            self._num_queued_writes -= 1
+            self._write_seconds += seconds
+            if error is None and task.folder is self._folder:
+                self._names.add(task.name)
+                self._changed[task.name] = True
+            if task.was_written:
+                self._num_written += 1
+                self._used_bytes += self.file_bytes
+        if error is not None:
+            self._pause(error)
+        self._end(task, error is None)
+
+    def _end(self, task: _File, is_right: bool) -> None:
+        transfer = task.transfer
+        with self._lock:
+            transfer.is_right[task.index] = is_right
+            transfer.num_left -= 1
+            is_over = not transfer.num_left
+            if is_over:
+                self._finished.append(Transfer(transfer.number, transfer.is_right, time.monotonic() - transfer.began))
+        if is_over:
+            self._wake()
+
+    def _lose(self, name: bytes) -> None:
+        self._names.discard(name)
+        self._changed[name] = False
+
+    def _pause(self, error: Exception) -> None:
+        if time.monotonic() < self._paused_until:
+            return
+        self._paused_until = time.monotonic() + PAUSE_SECONDS
+        reason = "it is full" if getattr(error, "errno", None) in _FULL else str(error)
+        logger.warning("no blocks are written to %s for %d s: %s", self._root, PAUSE_SECONDS, reason)
+
+    def _warn(self, message: str) -> None:
+        """Say something, but not again and again."""
+        if time.monotonic() >= self._told_until:
+            self._told_until = time.monotonic() + PAUSE_SECONDS
+            logger.warning("%s", message)
+
+    # The directory, in a thread
+
+    def _keep(self) -> None:
+        while True:
+            try:
+                wait = self._scan_at - time.monotonic()
+                call = self._calls.get(timeout=None if wait == math.inf else max(0.0, wait))
+            except queue.Empty:
+                call = self._scan
+            if call is None:
+                return
+            try:
+                call()
+            except (OSError, JaxLLMError) as error:
+                self._scan_at = time.monotonic() + PAUSE_SECONDS
+                self._warn(f"{self._root} cannot be used now: {error}")
+
+    def _open_soon(self) -> None:
+        if not self._is_opening:
+            self._is_opening = True
+            self._calls.put(partial(self._open, self._num_resets))
+
+    def _open(self, num_resets: int) -> None:
+        """Find out what contents depend on now, and what there is of them."""
+        described = self._describe()
+        format = self._format(fingerprint.digest(described))
+        prepare(self._root, format.fingerprint, described)
+        if self._ends_epoch:
+            next_epoch(folder_of(self._root, format.fingerprint))
+            self._ends_epoch = False
+        folder = BlockFolder(self._root, format)
+        self._scan_folder(folder, num_resets)
+        logger.info("disk: %d blocks in %s", len(self._names), folder.folder)
+
+    def _scan(self) -> None:
+        folder, num_resets, self._scan_at = self._folder, self._num_resets, math.inf
+        if folder is None:
+            if self._is_opening:  # it failed before
+                self._open(num_resets)
+        else:
+            is_over = read_epoch(folder.folder) != folder.epoch  # another engine ended it
+            self._scan_folder(BlockFolder(self._root, folder.format) if is_over else folder, num_resets)
+
+    def _scan_folder(self, folder: BlockFolder, num_resets: int) -> None:
+        """Read the directory, and make room in it if need be."""
+        start = time.monotonic()
+        with self._lock:
+            self._changed.clear()
+        usage, most = janitor.measure(self._root), self._max_bytes - self._needed_bytes
+        if (usage.has_waste or usage.num_bytes > most) and janitor.make_room(self._root, most):
+            usage = janitor.measure(self._root)
+        names = folder.names()
+        with self._lock:
+            if num_resets == self._num_resets:
+                for name, is_there in self._changed.items():
+                    (names.add if is_there else names.discard)(name)
+                self._names, self._folder = names, folder
+            self._used_bytes, self._needed_bytes = usage.num_bytes, 0
+        end = time.monotonic()
+        self._scan_at = end + max(SCAN_SECONDS, (end - start) / SCAN_SHARE)

@@ -1,0 +1,593 @@
+"""The store of files alone: what it writes and reads, and what it makes of files that are not what was written."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm.engine.fault_points import injected
+from jaxllm.errors import ConfigError
+from jaxllm.kv_tiers.disk import block_file, folder, janitor, store, workers
+from jaxllm.kv_tiers.disk.block_file import PAGE_BYTES
+from jaxllm.kv_tiers.disk.folder import open_root
+from jaxllm.kv_tiers.disk.pace import Pace
+from jaxllm.kv_tiers.disk.store import DiskStore
+from jaxllm.kv_tiers.slot_store import Transfer
+from jaxllm.scheduler_stats import SchedulerStats
+
+NUM_SLOTS, BLOCK_BYTES = 8, 5000
+NAMES = [bytes([number]) * 32 for number in range(NUM_SLOTS)]
+FILE_BYTES = PAGE_BYTES + 2 * PAGE_BYTES
+MODEL = {"model": "a"}
+
+
+class Memory:
+    """Slots with random contents."""
+
+    block_bytes = BLOCK_BYTES
+
+    def __init__(self, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        self.bytes = rng.integers(0, 256, (NUM_SLOTS, BLOCK_BYTES), np.uint8)
+        self.sums = rng.integers(0, 2**32, (NUM_SLOTS, 2, 3), np.uint32)
+
+    def view(self, slot: int) -> memoryview:
+        return memoryview(self.bytes[slot])  # type: ignore[arg-type]
+
+    def has(self, slot: int, other: "Memory", of: int) -> bool:
+        return bool(np.all(self.bytes[slot] == other.bytes[of]) and np.all(self.sums[slot] == other.sums[of]))
+
+
+class Engine:
+    """A store with its memory, as the step loop uses it."""
+
+    def __init__(self, root: Path, seed: int, max_bytes: int, model: dict[str, Any]):
+        self.memory, self.num_wakes, self.number = Memory(seed), 0, 0
+        self.model = dict(model)
+        self.store = DiskStore(open_root(root), max_bytes, self.memory, lambda: dict(self.model), self._wake)
+        self.over: dict[int, Transfer] = {}
+        self.until(lambda: self.store._folder is not None)
+
+    def _wake(self) -> None:
+        self.num_wakes += 1
+
+    def until(self, is_so: Callable[[], Any], seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < deadline, "it does not happen"
+            time.sleep(0.002)
+            self.over.update({transfer.number: transfer for transfer in self.store.finished()})
+
+    def end(self, number: int) -> list[bool]:
+        """Whether each content of a transfer is right, once it is over."""
+        self.until(lambda: number in self.over)
+        return list(self.over[number].is_right)
+
+    def write(self, *numbers: int) -> list[bool]:
+        """Write the contents of slots with these numbers under the names with the same."""
+        self.number += 1
+        assert self.store.write(self.number, [NAMES[number] for number in numbers], numbers)
+        return self.end(self.number)
+
+    def read(self, name: int, slot: int) -> bool:
+        self.number += 1
+        self.store.read(self.number, [NAMES[name]], [slot])
+        return self.end(self.number)[0]
+
+    def find(self) -> list[int]:
+        return [NAMES.index(name) for name in self.store.find(NAMES)]
+
+    def scan(self) -> None:
+        """Read the directory now."""
+        done: list[bool] = []
+        self.store._calls.put(self.store._scan)
+        self.store._calls.put(lambda: done.append(True))
+        self.until(lambda: done)
+
+    def path(self, name: int) -> Path:
+        assert self.store._folder is not None
+        return Path(self.store._folder.path(NAMES[name]))
+
+    @property
+    def stats(self) -> SchedulerStats:
+        stats = SchedulerStats(0, 0, 0.0, 0, 0, 0, 0, 0)
+        self.store.add_stats(stats)
+        return stats
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def new(seed: int = 0, *, root: Path = tmp_path / "kv", max_bytes: int = 1 << 30, model: dict[str, Any] = MODEL) -> Engine:
+        made.append(Engine(root, seed, max_bytes, model))
+        return made[-1]
+
+    yield new
+    for engine in made:
+        engine.store.close()
+
+
+def files(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file() and path.name not in ("lock", "epoch", "meta.json")]
+
+
+def test_contents_come_back_whole_also_to_another_engine(make: Any, tmp_path: Path) -> None:
+    first = make()
+    assert first.find() == [] and first.write(1, 2) == [True, True] and first.find() == [1, 2] and first.num_wakes == 1
+    assert first.read(1, 5) and first.memory.has(5, first.memory, 1)
+    second = make(seed=1)
+    assert second.find() == [1, 2]
+    assert second.read(2, 0) and second.memory.has(0, first.memory, 2)
+    assert [path.stat().st_size for path in files(tmp_path)] == [FILE_BYTES] * 2
+    assert (second.stats.num_disk_reads, second.stats.disk_read_bytes, second.stats.num_bad_files) == (1, BLOCK_BYTES, 0)
+    assert (first.stats.num_disk_writes, first.stats.used_disk_bytes) == (2, 2 * FILE_BYTES)
+    assert first.stats.disk_write_seconds > 0 and second.stats.disk_read_seconds > 0
+
+
+def test_what_is_there_is_not_written_again(make: Any) -> None:
+    first, second = make(), make(seed=1)
+    first.write(1)
+    before = first.path(1).stat()
+    assert second.find() == [] and second.write(1) == [True] and second.find() == [1]
+    assert first.path(1).stat().st_mtime_ns == before.st_mtime_ns and second.stats.num_disk_writes == 0
+    assert second.read(1, 1) and second.memory.has(1, first.memory, 1)
+
+
+def test_engines_with_other_fingerprints_see_nothing_of_each_other(make: Any, tmp_path: Path) -> None:
+    first, second = make(), make(model={"model": "b"})
+    first.write(1)
+    second.scan()
+    assert second.find() == [] and not second.read(1, 0) and second.stats.num_bad_files == 0
+    assert second.stats.used_disk_bytes == FILE_BYTES, "they have the room in common"
+    second.path(1).parent.mkdir(parents=True)
+    first.path(1).rename(second.path(1))
+    second.scan()
+    assert second.find() == [1] and not second.read(1, 0) and second.stats.num_bad_files == 1
+    second.until(lambda: not second.path(1).exists())
+
+
+def damage_header(offset: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[offset] ^= 1
+        path.write_bytes(content)
+
+    return damage
+
+
+def replaced_by(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return damage
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "torn": lambda path: os.truncate(path, 2 * PAGE_BYTES),
+    "empty": lambda path: os.truncate(path, 0),
+    "longer": lambda path: os.truncate(path, FILE_BYTES + 1),
+    "zeros": lambda path: path.write_bytes(bytes(FILE_BYTES)),
+    "a torn end of zeros": lambda path: path.write_bytes(path.read_bytes()[: 2 * PAGE_BYTES] + bytes(PAGE_BYTES)),
+    "a bit of the content": damage_header(PAGE_BYTES + 100),
+    "a bit of the checksums": damage_header(block_file._FIELDS.size + 1),
+    "the magic": damage_header(0),
+    "the version": damage_header(8),
+    "the fingerprint": damage_header(40),
+    "the name": damage_header(75),
+    "the checksum": damage_header(block_file._FIELDS.size - 1),
+}
+INSTEAD: dict[str, Callable[[Path], Any]] = {
+    "symlink": replaced_by(lambda path: path.symlink_to("/etc/passwd")),
+    "symlink to itself": replaced_by(lambda path: path.symlink_to(path)),
+    "directory": replaced_by(lambda path: path.mkdir()),
+    "fifo": replaced_by(lambda path: os.mkfifo(path)),
+}
+
+
+@pytest.mark.parametrize("kind", [*DAMAGE, *INSTEAD])
+def test_a_bad_file_is_missing_counted_and_removed(make: Any, kind: str) -> None:
+    engine = make()
+    engine.write(1, 2)
+    {**DAMAGE, **INSTEAD}[kind](engine.path(1))
+    assert engine.find() == [1, 2] and not engine.read(1, 5)
+    assert engine.stats.num_bad_files == 1 and engine.find() == [2]
+    if kind != "directory":
+        engine.until(lambda: not os.path.lexists(engine.path(1)))
+        assert engine.write(1) == [True] and engine.read(1, 5) and engine.memory.has(5, engine.memory, 1)
+    assert engine.read(2, 6) and engine.memory.has(6, engine.memory, 2)
+
+
+@pytest.mark.parametrize("kind", INSTEAD)
+def test_what_is_no_file_is_not_found(make: Any, kind: str) -> None:
+    engine = make()
+    engine.write(1, 2)
+    INSTEAD[kind](engine.path(1))
+    assert make(seed=1).find() == [2]
+
+
+def test_a_renamed_file_is_bad(make: Any) -> None:
+    engine = make()
+    engine.write(1)
+    engine.path(2).parent.mkdir()
+    engine.path(1).rename(engine.path(2))
+    engine.scan()
+    assert engine.find() == [2] and not engine.read(2, 0) and engine.stats.num_bad_files == 1
+
+
+def test_a_file_of_another_user_is_bad(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    engine.write(1)
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    if os.stat(engine.path(1)).st_uid == 0:  # root's files are trusted
+        os.chown(engine.path(1), 1234, -1)
+    assert not engine.read(1, 0) and engine.stats.num_bad_files == 1
+
+
+def test_a_file_that_was_removed_is_missing_and_not_bad(make: Any) -> None:
+    engine = make()
+    engine.write(1)
+    engine.path(1).unlink()
+    assert not engine.read(1, 0) and engine.find() == [] and engine.stats.num_bad_files == 0
+
+
+def test_a_file_that_is_removed_while_it_is_read_is_read(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    engine.write(1)
+    read_all = block_file.read_all
+
+    def removed(descriptor: int, buffer: memoryview) -> None:
+        engine.path(1).unlink()
+        read_all(descriptor, buffer)
+
+    monkeypatch.setattr(block_file, "read_all", removed)
+    assert engine.read(1, 0) and engine.memory.has(0, engine.memory, 1)
+
+
+def failing(number: int, part: bool = False) -> Callable[[int, memoryview], None]:
+    def fail(descriptor: int, buffer: memoryview) -> None:
+        if part:
+            os.pwrite(descriptor, buffer[:PAGE_BYTES], 0)
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_file_that_cannot_be_read_is_bad(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    engine.write(1)
+    monkeypatch.setattr(block_file, "read_all", failing(errno.EIO))
+    assert not engine.read(1, 0) and engine.find() == [] and engine.stats.num_bad_files == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_after_a_failed_write_there_is_a_pause_and_one_warning(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    engine = make()
+    engine.write(7)
+    monkeypatch.setattr(block_file, "write_all", failing(number, part=True))
+    assert engine.write(1, 2, 3) == [False] * 3 and engine.find() == [7]
+    assert [path.name for path in files(tmp_path)] == [NAMES[7].hex()], "no part of a file is left"
+    assert not engine.store.write(99, [NAMES[4]], [4]) and engine.stats.num_skipped_disk_writes == 1
+    assert len([record for record in caplog.records if "no blocks are written" in record.message]) == 1
+    assert engine.read(7, 0), "what is there is read"
+    monkeypatch.undo()
+    engine.store._paused_until = 0.0
+    assert engine.write(1) == [True]
+
+
+def test_a_disk_without_an_answer_holds_up_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    engine.write(0, 1, 2, 3)
+    read_all, answer = block_file.read_all, []
+
+    def silent(descriptor: int, buffer: memoryview) -> None:
+        while not answer:
+            time.sleep(0.01)
+        read_all(descriptor, buffer)
+
+    engine.store._readers._max_seconds = 0.1
+    monkeypatch.setattr(block_file, "read_all", silent)
+    before = engine.memory.bytes[5].copy()
+    assert not engine.read(1, 5) and engine.stats.num_bad_files == 1 and engine.find() == [0, 2, 3]
+    monkeypatch.setattr(block_file, "read_all", read_all)
+    assert engine.read(2, 6), "another thread reads"
+    answer.append(True)
+    engine.until(lambda: engine.store._readers._num_lost == 0)
+    assert np.all(engine.memory.bytes[5] == before), "the slot may have another use by now"
+
+
+def test_with_many_threads_without_an_answer_nothing_is_found(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    engine.write(*range(NUM_SLOTS))
+    answer: list[bool] = []
+
+    def silent(descriptor: int, buffer: memoryview) -> None:
+        while not answer:
+            time.sleep(0.01)
+        raise OSError(errno.EIO, "late")
+
+    engine.store._readers._max_seconds = 0.05
+    monkeypatch.setattr(workers, "MAX_LOST", 4)
+    monkeypatch.setattr(block_file, "read_all", silent)
+    engine.number += 1
+    engine.store.read(engine.number, NAMES, range(NUM_SLOTS))
+    assert engine.end(engine.number) == [False] * NUM_SLOTS
+    assert engine.store._readers.is_stuck and engine.find() == []
+    monkeypatch.undo()
+    answer.append(True)
+    engine.until(lambda: not engine.store._readers.is_stuck)
+    engine.scan()
+    assert engine.find() and engine.read(engine.find()[0], 0)
+
+
+def test_closing_waits_for_no_answer(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    engine.write(1)
+    answer: list[bool] = []
+    monkeypatch.setattr(store, "READ_SECONDS", 0.1)
+    monkeypatch.setattr(
+        block_file, "read_all", lambda descriptor, buffer: [time.sleep(0.01) for _ in iter(lambda: bool(answer), True)]
+    )
+    engine.store.read(50, [NAMES[1]], [0])
+    start = time.monotonic()
+    engine.store.close()
+    assert time.monotonic() - start < 5
+    answer.append(True)
+
+
+def test_discarded_contents_are_removed(make: Any) -> None:
+    engine = make()
+    engine.write(1, 2)
+    engine.store.discard([NAMES[1], NAMES[5]])
+    assert engine.find() == [2]
+    engine.until(lambda: not engine.path(1).exists())
+    engine.scan()
+    assert engine.find() == [2]
+
+
+def test_other_engines_files_are_found_after_a_while(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SCAN_SECONDS", 0.05)
+    first, second = make(), make(seed=1)
+    first.write(1)
+    second.until(lambda: second.find() == [1])
+    first.store.discard([NAMES[1]])
+    second.until(lambda: second.find() == [])
+
+
+@pytest.mark.parametrize("fault", ["kv.disk_read:1:corrupt", "kv.disk_write:1:corrupt", "kv.disk_read:2:eio"])
+def test_faults_can_be_injected(make: Any, fault: str) -> None:
+    engine, is_read = make(), ":2:" in fault
+    with injected(fault):
+        before = engine.memory.bytes.copy()
+        assert engine.write(1) == [True] and np.all(engine.memory.bytes == before)
+        assert engine.read(1, 0) is is_read and engine.stats.num_bad_files == (not is_read)
+
+
+# Resets
+
+
+def test_a_reset_of_external_contents_begins_an_epoch_for_all_engines(make: Any, tmp_path: Path) -> None:
+    first, second = make(), make(seed=1)
+    first.write(1)
+    second.scan()
+    assert second.find() == [1]
+    first.store.reset(external=True)
+    assert first.find() == []
+    first.until(lambda: first.store._folder is not None)
+    assert first.find() == []
+    second.scan()
+    assert second.find() == [] and not [path for path in files(tmp_path) if path.stat().st_size], "files of before are removed"
+    assert first.write(2) == [True] and make(seed=2).find() == [2]
+
+
+def test_a_reset_of_the_engine_alone_reads_anew_what_contents_depend_on(make: Any) -> None:
+    engine = make()
+    engine.write(1)
+    engine.store.reset(external=False)
+    engine.model["model"] = "other weights, while it slept"
+    assert engine.find() == []
+    engine.until(lambda: engine.store._folder is not None)
+    assert engine.find() == [] and engine.write(2) == [True]
+    engine.store.reset(external=False)
+    engine.model["model"] = "a"
+    engine.find()
+    engine.until(lambda: engine.store._folder is not None)
+    assert engine.find() == [1]
+
+
+def test_a_reset_before_the_directory_was_read_is_not_lost(make: Any, tmp_path: Path) -> None:
+    make().write(1)
+    late: list[bool] = []
+
+    def describe() -> dict[str, Any]:
+        while not late:
+            time.sleep(0.005)
+        return MODEL
+
+    slow = DiskStore(open_root(tmp_path / "kv"), 1 << 30, Memory(), describe, lambda: None)
+    slow.reset(external=True)
+    late.append(True)
+    while slow._folder is None:
+        time.sleep(0.005)
+    assert slow.find(NAMES) == [] and slow._folder.epoch == 1
+    slow.close()
+
+
+def test_weights_that_cannot_be_read_are_tried_again(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "PAUSE_SECONDS", 0.05)
+    failures = [OSError(errno.EIO, "no answer")]
+
+    def describe() -> dict[str, Any]:
+        if failures:
+            raise failures.pop()
+        return MODEL
+
+    engine = DiskStore(open_root(tmp_path / "kv2"), 1 << 30, Memory(), describe, lambda: None)
+    assert engine.find(NAMES) == []
+    deadline = time.monotonic() + 5
+    while engine._folder is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine._folder is not None
+    engine.close()
+
+
+# Room
+
+
+def test_room_is_made_for_new_files_by_the_oldest(make: Any) -> None:
+    engine = make(max_bytes=5 * FILE_BYTES)
+    for number in range(4):
+        engine.write(number)
+        os.utime(engine.path(number), (1000 + number, 1000 + number))
+    os.utime(engine.path(0), (2000, 2000))  # it was read
+    assert not engine.store.write(90, NAMES[4:6], [4, 5])
+    engine.until(lambda: engine.store.write(91, NAMES[4:6], [4, 5]))
+    assert engine.end(91) == [True, True]
+    engine.scan()
+    assert engine.find() == [0, 3, 4, 5] and engine.stats.used_disk_bytes == 4 * FILE_BYTES
+
+
+def test_reads_count_as_uses_once_an_hour(make: Any) -> None:
+    engine = make()
+    engine.write(1, 2)
+    old, recent = time.time() - 7200, time.time() - 600
+    os.utime(engine.path(1), (old, old))
+    os.utime(engine.path(2), (recent, recent))
+    assert engine.read(1, 0) and engine.read(2, 0)
+    assert engine.path(1).stat().st_mtime > recent and engine.path(2).stat().st_mtime == pytest.approx(recent)
+
+
+def test_a_clock_that_was_moved_makes_no_file_stay_for_ever(make: Any, tmp_path: Path) -> None:
+    engine = make()
+    engine.write(0, 1, 2)
+    future = time.time() + 1e8
+    os.utime(engine.path(0), (future, future))
+    os.utime(engine.path(1), (0, 0))
+    assert janitor.make_room(tmp_path / "kv", 3 * FILE_BYTES - 1)
+    assert not engine.path(1).exists() and engine.path(0).stat().st_mtime < future - 1e7
+    assert engine.path(2).exists() and engine.path(0).exists()
+
+
+def test_of_two_janitors_one_waits_for_no_other(make: Any, tmp_path: Path) -> None:
+    engine = make()
+    engine.write(0)
+    with folder.locked(tmp_path / "kv") as is_ours:
+        assert is_ours and not janitor.make_room(tmp_path / "kv", 0)
+        assert engine.path(0).exists()
+    assert janitor.make_room(tmp_path / "kv", 0) and not engine.path(0).exists()
+
+
+def test_old_temporary_files_are_removed_and_new_ones_stay(make: Any) -> None:
+    engine = make()
+    engine.write(0)
+    old, new = (Path(folder.temporary_of(str(engine.path(0)))) for _ in range(2))
+    for path in (old, new):
+        path.write_bytes(b"x")
+    os.utime(old, (1, 1))
+    engine.scan()
+    assert not old.exists() and new.exists() and engine.find() == [0]
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from jaxllm.kv_tiers.disk import block_file
+from tests.kv_tiers.test_disk import Engine, MODEL
+slow = block_file.write_all
+def torn(descriptor, buffer):
+    slow(descriptor, buffer[: len(buffer) // 3 // 4096 * 4096])
+    print("torn", flush=True)
+    time.sleep(100)
+if sys.argv[2] == "torn":
+    block_file.write_all = torn
+engine = Engine(Path(sys.argv[1]), 0, 1 << 30, MODEL)
+for number in range(8):
+    engine.write(number)
+print("done", flush=True)
+engine.store.close()
+"""
+
+
+def other_process(root: Path, kind: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(root), kind], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_found(make: Any, tmp_path: Path) -> None:
+    process = other_process(tmp_path / "kv", "torn")
+    assert process.stdout is not None and process.stdout.readline() == "torn\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (left,) = files(tmp_path)
+    engine = make()
+    assert left.name.endswith(".tmp") and engine.find() == []
+    assert engine.write(0) == [True] and engine.read(0, 1)
+    os.utime(left, (1, 1))
+    engine.scan()
+    assert not left.exists()
+
+
+@pytest.mark.slow
+def test_processes_that_write_the_same_contents_leave_whole_files(make: Any, tmp_path: Path) -> None:
+    processes = [other_process(tmp_path / "kv", "whole") for _ in range(3)]
+    assert [process.communicate(timeout=60)[0] for process in processes] == ["done\n"] * 3
+    engine = make()
+    assert engine.find() == list(range(8)) and len(files(tmp_path)) == 8
+    assert all(engine.read(number, number) for number in range(8)) and engine.stats.num_bad_files == 0
+
+
+# The directory
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda root: root.write_text("x"), "cannot be used"),
+        (lambda root: root.mkdir(0o777) or root.chmod(0o777), "can be written by others .*chmod g?o-w"),
+        (lambda root: root.mkdir() or os.chown(root, 12345, -1), "belongs to user 12345"),
+    ],
+    ids=["a file", "open to all", "of another user"],
+)
+def test_a_directory_that_is_not_ones_own_is_refused(tmp_path: Path, prepare: Callable[[Path], Any], message: str) -> None:
+    prepare(tmp_path / "kv")
+    with pytest.raises(ConfigError, match=f"kv_offloading_disk is .*{message}"):
+        open_root(tmp_path / "kv")
+
+
+def test_a_directory_is_made_but_not_what_is_above_it(tmp_path: Path) -> None:
+    assert open_root(tmp_path / "kv") == tmp_path / "kv" and (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match="is no directory; make it, or mount"):
+        open_root(tmp_path / "missing" / "kv")
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "touch", fail)
+    with pytest.raises(ConfigError, match=f"cannot be used: {os.strerror(number)}"):
+        open_root(tmp_path / "kv")
+
+
+def test_the_pace_is_that_of_reads_and_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    pace = Pace(2_000_000, 4)
+    assert pace.seconds(1) == pytest.approx(0.004) and pace.seconds(8) == pytest.approx(0.008)
+    for _ in range(200):
+        pace.note(1.0)
+    assert pace.seconds(8) == pytest.approx(2.0)
+    now[0] += 61
+    assert pace.seconds(8) == pytest.approx(0.008)

@@ -1,0 +1,187 @@
+"""Engines whose blocks leave host memory for files: the tokens are those of engines with room for all, also in engines that start later."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.device_ops import GatherBlocks
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.fault_points import injected
+from jaxllm.errors import ConfigError
+from jaxllm.kv_tiers.disk.store import DiskStore
+from tests.helpers.engines import make_core
+from tests.helpers.slow import slow_except
+from tests.kv_tiers.test_offloading import Client, expected, make, make_prompts, tier_of
+
+CASES: list[list[Any]] = [
+    ["qwen3", {}],
+    ["qwen3", {"kv_cache_dtype": "fp8"}],
+    ["gpt_oss", {"num_gpu_blocks_override": 40}],
+    ["deepseek_v3", {}],
+]
+FAULTS = ["kv.disk_read:1-5:corrupt", "kv.disk_write:2-9:corrupt", "kv.disk_read:1-:eio", "kv.disk_write:3:enospc"]
+NUM_SLOTS = 24
+"""In host memory: fewer than what the prompts need."""
+
+
+def make_with_disk(directory: Path, name: str = "qwen3", num_slots: int = NUM_SLOTS, **options: Any) -> EngineCore:
+    """An engine with few blocks and slots, and files in this directory."""
+    probe = make_core(name, **{"kv_offloading_size": 0.01, "num_gpu_blocks_override": 30, "warmup": "lazy", **options})
+    slot_bytes = probe.executor.op_runner(GatherBlocks).arena.slot_bytes
+    probe.shutdown()
+    size = {
+        "kv_offloading_size": num_slots * slot_bytes / 2**30,
+        "kv_offloading_disk": str(directory),
+        "kv_offloading_disk_size": 0.5,
+    }
+    core = make(name, **size, **options)
+    wait_for(lambda: store_of(core)._folder is not None)
+    return core
+
+
+def store_of(core: EngineCore) -> DiskStore:
+    (store,) = tier_of(core)._stores._stores
+    assert isinstance(store, DiskStore)
+    return store
+
+
+def wait_for(is_so: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.005)
+
+
+def write_all(core: EngineCore, prompts: list[list[int]], wanted: list[list[int]]) -> None:
+    """Run the prompts until much of them is in files."""
+    client = Client(core, prompts)
+    for _ in range(3):
+        assert client.run() == wanted
+        wait_for(lambda: store_of(core)._num_queued_writes == 0)
+
+
+@pytest.mark.parametrize("case", slow_except(CASES[:1], CASES), ids=str)
+def test_another_engine_reads_what_one_wrote_and_writes_the_same_tokens(case: list[Any], tmp_path: Path) -> None:
+    name, options = case
+    prompts = make_prompts(8)
+    wanted = expected(name, prompts, **options)
+    core = make_with_disk(tmp_path / "kv", name, **options)
+    write_all(core, prompts, wanted)
+    first = core.stats()
+    assert first.num_disk_writes > NUM_SLOTS // 2 and not first.num_bad_files and not first.num_damaged_blocks
+    core.check_integrity()
+    core.shutdown()
+    core = make_with_disk(tmp_path / "kv", name, 200, **options)
+    assert Client(core, prompts).run() == wanted
+    second = core.stats()
+    assert second.num_disk_reads > NUM_SLOTS // 2 and second.external_prefix_cache_hits > 0
+    assert not second.num_bad_files and not second.num_damaged_blocks
+    core.check_integrity()
+    core.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("qwen2", (2, 4)), ("qwen2", (4, 1)), ("deepseek_v3", (2, 1)), ("llama_gqa", (1, 2))]
+)
+def test_files_do_not_depend_on_how_many_devices_share_the_heads(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    prompts = make_prompts(8)
+    wanted = expected(name, prompts)
+    for size, is_first in zip(sizes, (True, False), strict=True):
+        core = make_with_disk(tmp_path / "kv", name, NUM_SLOTS if is_first else 200, tensor_parallel_size=size)
+        if is_first:
+            write_all(core, prompts, wanted)
+        else:
+            assert Client(core, prompts).run() == wanted
+            stats = core.stats()
+            assert stats.num_disk_reads > NUM_SLOTS // 2 and not stats.num_bad_files and not stats.num_damaged_blocks
+        core.shutdown()
+
+
+@pytest.mark.slow
+def test_other_weights_find_nothing(tmp_path: Path) -> None:
+    prompts = make_prompts(8)
+    for seed in (1, 2, 1):
+        core = make_with_disk(tmp_path / "kv", load_format="dummy", seed=seed)
+        Client(core, prompts).run()
+        Client(core, make_prompts(8, seed=5)).run()
+        wait_for(lambda core=core: store_of(core)._num_queued_writes == 0)
+        assert (core.stats().num_disk_writes > 0) and (seed == 2 or len(list((tmp_path / "kv").iterdir())) <= 4)
+        core.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", ["kv.disk_read:1-5:corrupt", "kv.disk_write:2-9:corrupt", "kv.disk_read:1-:eio", "kv.disk_write:3:enospc"]
+)
+def test_tokens_are_right_whatever_the_disk_does(fault: str, tmp_path: Path) -> None:
+    prompts = make_prompts(8)
+    wanted = expected("qwen3", prompts)
+    with injected(fault):
+        core = make_with_disk(tmp_path / "kv")
+        write_all(core, prompts, wanted)
+        core.shutdown()
+        core = make_with_disk(tmp_path / "kv")
+        for _ in range(2):
+            assert Client(core, prompts).run() == wanted
+        stats = core.stats()
+        assert fault.endswith("enospc") or stats.num_bad_files > 0
+        assert not stats.num_damaged_blocks
+        core.check_integrity()
+        core.shutdown()
+
+
+@pytest.mark.slow
+def test_sleep_keeps_files_and_a_reset_of_external_contents_does_not(tmp_path: Path) -> None:
+    prompts = make_prompts(8)
+    wanted = expected("qwen3", prompts)
+    core = make_with_disk(tmp_path / "kv")
+    write_all(core, prompts, wanted)
+    for level in (1, 2):
+        core.sleep(level)
+        core.wake_up()
+        before = core.stats().num_disk_reads
+        store_of(core).find([b""])  # opens the directory again
+        wait_for(lambda: store_of(core)._folder is not None)
+        assert store_of(core)._names
+        write_all(core, prompts, wanted)
+        assert core.stats().num_disk_reads > before
+    assert core.reset_prefix_cache()
+    store_of(core).find([b""])
+    wait_for(lambda: store_of(core)._folder is not None)
+    assert store_of(core)._names
+    assert core.reset_prefix_cache(reset_external=True)
+    wait_for(lambda: store_of(core)._folder is not None)
+    before = core.stats().num_disk_reads
+    assert not store_of(core)._names and Client(core, prompts[:1]).run() == wanted[:1]
+    assert core.stats().num_disk_reads == before
+    core.shutdown()
+
+
+DISK = {"kv_offloading_size": 0.01, "kv_offloading_disk": "DIR", "kv_offloading_disk_size": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_offloading_size": None}, "by way of host memory, of which there is none; give kv_offloading_size too"),
+        ({"kv_offloading_size": 0}, "by way of host memory, of which there is none; give kv_offloading_size too"),
+        ({"kv_offloading_disk_size": None}, "kv_offloading_disk_size does not say how much it may hold"),
+        ({"kv_offloading_disk": None}, "kv_offloading_disk names no directory"),
+        ({"kv_offloading_disk": ""}, "kv_offloading_disk names no directory"),
+        ({"kv_offloading_disk_size": 0.0}, "kv_offloading_disk_size.*must be above 0"),
+        ({"kv_offloading_disk_size": -1.0}, "kv_offloading_disk_size.*must be above 0"),
+        ({"kv_offloading_disk_size": 1e-6}, "too little for what is written at a time"),
+        ({"kv_offloading_disk": "DIR/missing/kv"}, "is no directory; make it, or mount"),
+        ({"kv_offloading_disk": "/proc/kv"}, "cannot be used"),
+    ],
+)
+def test_what_a_disk_needs_is_said(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    given = {
+        name: value.replace("DIR", str(tmp_path)) if isinstance(value, str) else value
+        for name, value in {**DISK, **options}.items()
+    }
+    with pytest.raises(ConfigError, match=message):
+        make_core("qwen3", num_gpu_blocks_override=20, warmup="lazy", **given)
