@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from jaxllm.encoder_sizes import DECODE_STEP_PATCHES
 from jaxllm.media.options import MediaOptions, media_faults
 
 
@@ -22,7 +23,7 @@ class MultiModalOptions(MediaOptions):
         int,
         "most patches that a step encodes in which requests also decode; larger images are encoded in parts, some layers of the encoder in "
         "each step; an image of N patches counts as N + N²/8192, because of attention; 0: whole, up to 8192 patches or one image a step",
-    ] = 0
+    ] = DECODE_STEP_PATCHES
     disable_chunked_mm_input: Annotated[bool, "compute all tokens of an image in the same step"] = False
 
     def __post_init__(self) -> None:

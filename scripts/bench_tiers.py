@@ -52,14 +52,17 @@ class Sizes:
     num_steps: int = 200
     prompts: tuple[int, ...] = (2048, 32768)
     conversations: int = 32
-    """Each with `turn` tokens more in each turn."""
-    turns: int = 4
-    turn: int = 2048
-    num_output: int = 64
+    first: int = 4096
+    """Prompt tokens of a conversation's first turn, and in `turn` those of each of the others."""
+    turns: int = 9
+    turn: int = 512
+    new_prompt: int = 2048
+    """Tokens of each prompt that never comes back."""
+    num_output: int = 32
     max_model_len: int = 40960
 
 
-TINY = Sizes(0.05, 24, 3, 2, 32, 10, (100, 200), 6, 2, 60, 8, 320)
+TINY = Sizes(0.05, 24, 3, 2, 32, 10, (100, 200), 6, 60, 2, 60, 60, 8, 320)
 TINY_OPTIONS = {
     "dtype": "float32",
     "max_num_seqs": 4,
@@ -87,7 +90,8 @@ class Bench:
     def start(self, *, tier: bool = True, **options: Any) -> LLM:
         """An engine, with host memory or without."""
         given = {"load_format": "dummy", "skip_tokenizer_init": True, "use_progress_bar": False, "dtype": "bfloat16"}
-        given |= {"max_model_len": self.sizes.max_model_len, "max_num_seqs": 256}
+        # Programs that are compiled meanwhile take Python's time from copies.
+        given |= {"max_model_len": self.sizes.max_model_len, "max_num_seqs": 64, "decode_buckets": [8, 64], "warmup": "all"}
         given |= {"kv_offloading_size": self.sizes.host_gib} if tier else {}
         return LLM(self.directory, **(given | (TINY_OPTIONS if self.args.tiny else {}) | options | dict(self.args.options)))
 
@@ -186,7 +190,8 @@ class Bench:
         contexts: list[list[int]] = [[] for _ in range(sizes.conversations)]
         num_tokens, began = 0, time.perf_counter()
         for turn in range(sizes.turns):
-            more = random_prompts([sizes.turn] * sizes.conversations, vocab_size, turn)
+            length = sizes.turn if turn else sizes.first
+            more = random_prompts([length] * sizes.conversations, vocab_size, turn)
             prompts = [
                 {"prompt_token_ids": context + new["prompt_token_ids"]} for context, new in zip(contexts, more, strict=True)
             ]
@@ -204,10 +209,12 @@ class Bench:
         sizes, speeds = self.sizes, {}
         for tier in (False, True):
             llm = self.start(tier=tier, num_gpu_blocks_override=sizes.num_blocks)
-            prompts = random_prompts([sizes.turn] * 4 * sizes.conversations, llm.llm_engine.core.model_config.vocab_size, 7)
+            prompts = random_prompts(
+                [sizes.new_prompt] * 4 * sizes.conversations, llm.llm_engine.core.model_config.vocab_size, 7
+            )
             began = time.perf_counter()
             llm.generate(prompts, greedy(sizes.num_output), use_tqdm=False)  # type: ignore[arg-type]
-            speeds[tier] = len(prompts) * (sizes.turn + sizes.num_output) / (time.perf_counter() - began)
+            speeds[tier] = len(prompts) * (sizes.new_prompt + sizes.num_output) / (time.perf_counter() - began)
             stats: Any = llm.llm_engine.core.stats()
             llm.shutdown()
             note = f"{stats.num_stored_blocks} blocks stored, {stats.num_skipped_stores} lost" if tier else ""
@@ -222,9 +229,9 @@ class Copies:
         self.core: Any = llm.llm_engine.core
         self.core.scheduler.cache_manager.loading = self.core.scheduler.cache_manager.pool.evicting = None
         self.copier = self.core.runner.op_runner(GatherBlocks)
-        self.size = min(self.copier.max_blocks, self.copier.num_slots // 2)
-        # The blocks that the pool gives away last.
-        self.blocks = list(range(self.core.memory_plan.num_blocks - self.size, self.core.memory_plan.num_blocks))
+        pool = self.core.scheduler.cache_manager.pool
+        self.size = min(self.copier.max_blocks, self.copier.num_slots // 2, pool.num_free_blocks // 2)
+        self.blocks = [block.block_id for block in pool.allocate(self.size)]
         self._number = 0
         self._under_way: set[int] = set()
         self._buffer = 0
@@ -291,7 +298,7 @@ class Copies:
                 ops.append(StageBlocks(number, of_buffer[number][0], slots))
             if ops:
                 self._dispatch(ops)
-            else:
+            elif num_done < count:
                 self.copier.wait(1.0)
         return num_done
 

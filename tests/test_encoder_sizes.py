@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxllm.encoder_sizes import MAX_STEP_CLIPS, EncoderSizes, program_sizes
+from jaxllm.encoder_sizes import DECODE_STEP_PATCHES, MAX_STEP_CLIPS, EncoderSizes, program_sizes
 from jaxllm.model_parts import MLP, Audio, AudioTokens, MergerLinear
 
 
@@ -28,7 +28,7 @@ def test_programs_encode_whole_tiles(grid, merge, sizes):
     assert program_sizes(vision, 16384) == sizes
 
 
-def sizes(max_decode_patches: int = 3072, num_layers: int = 27, **vision: object) -> EncoderSizes:
+def sizes(max_decode_patches: int = DECODE_STEP_PATCHES, num_layers: int = 27, **vision: object) -> EncoderSizes:
     vision = {"family": "qwen3_vl", "merge_size": 2, "has_tiles": False, "position_grid": 48, **vision}
     return EncoderSizes.of(SimpleNamespace(num_layers=num_layers, **vision), 16384, max_decode_patches)
 

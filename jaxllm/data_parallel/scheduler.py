@@ -173,6 +173,10 @@ class RanksScheduler:
         for rank in self.ranks:
             rank.wait_for_blocks(seconds / len(self.ranks))
 
+    def wait_for_stores(self, num_tokens: int) -> None:
+        for rank in self.ranks:
+            rank.wait_for_stores(num_tokens // len(self.ranks))
+
     def _parts(self, plan: SchedulerOutput) -> Iterable[tuple[Scheduler, SchedulerOutput]]:
         assert isinstance(plan, RanksPlan), "a plan of one rank"
         return zip(self.ranks, plan.ranks, strict=True)

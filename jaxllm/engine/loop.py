@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LONG_STEP_SECONDS = 0.0035
 """Steps longer than this give the host time to read one and dispatch another while the next runs, so two in flight keep the device busy."""
+LONG_STEP_TOKENS = 1024
+"""Steps of so many tokens take longer than that, with models of 1 B parameters and more."""
 _NUM_RECENT_STEPS = 8
 MAX_WAIT_SECONDS = 0.02
 """Longest time that one step waits for what requests need, or for blocks that are being loaded, when there is no other work."""
@@ -73,6 +75,8 @@ class StepLoop:
             self.note_work()
         while self._unsampled is None and len(self._in_flight) < self._depth() and self.scheduler.has_requests():
             self.working_on = None
+            if self._in_flight:
+                self.scheduler.wait_for_stores(self._in_flight[-1][0].num_tokens)
             self.working_on = plan = self.scheduler.schedule(masked_wait=self._mask_pace.is_apart)
             if plan.num_tokens == 0 and not plan.ops and not self.ops:
                 if not self._in_flight:
@@ -115,6 +119,7 @@ class StepLoop:
     def _depth(self) -> int:
         """The number of steps that may be in flight now."""
         steps_are_long = bool(self._recent_seconds) and min(self._recent_seconds) > LONG_STEP_SECONDS
+        steps_are_long |= any(plan.num_tokens >= LONG_STEP_TOKENS for plan, _ in self._in_flight)
         each = min(self.max_in_flight, 2) if steps_are_long else self.max_in_flight
         return each + self._num_stages - 1
 

@@ -44,13 +44,12 @@ class KVTiers:
         copies, block_size = executor.op_runner(GatherBlocks), self._config.block_tokens
         num_cold = min(_STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
         logger.info("host memory: %d blocks of %.1f KiB", copies.num_slots, copies.block_bytes / 1024)
-        rates = Rates(block_size, copies.block_bytes)
         return (
             HostTier(
                 copies,
-                rates,
+                Rates(copies.block_bytes),
                 num_cold=num_cold,
-                min_blocks=-(-MIN_LOAD_TOKENS // block_size),
+                min_tokens=MIN_LOAD_TOKENS,
                 protected_share=PROTECTED_SHARES[self._transfer.host_tier().eviction_policy],
                 stores=self._stores(executor, copies, model_dir),
             ),

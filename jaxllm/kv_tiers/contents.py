@@ -54,7 +54,7 @@ class Contents:
         return self._probation.get(name) or self._protected.get(name)
 
     def is_ready(self, name: bytes) -> bool:
-        """Whether a content can be loaded."""
+        """Whether a content can be loaded at once."""
         content = self.get(name)
         return content is not None and content.is_ready
 
@@ -93,6 +93,10 @@ class Contents:
         """A copy will read a content, for a request."""
         assert content.is_listed and (content.is_ready or content.is_being_read)
         content.num_uses += 1
+        self.protect(content)
+
+    def protect(self, content: Content) -> None:
+        """A content is used, or will be: it is the last of the protected ones to make room."""
         (self._probation if content.name in self._probation else self._protected).pop(content.name)
         self._protected[content.name] = content
         if len(self._protected) > self._max_protected:

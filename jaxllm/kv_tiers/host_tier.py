@@ -1,6 +1,7 @@
 """A tier in the host's memory: plans carry the operations that copy between blocks and slots, and threads of the executor do the copies."""
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
@@ -13,8 +14,10 @@ from jaxllm.log import logger
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
-KEPT_FOR_LOADS = 2
-"""Staging buffers that stores leave to loads."""
+KEPT_FOR_LOADS = KEPT_FOR_STORES = 2
+"""Staging buffers that stores leave to loads, and loads to stores."""
+WAIT_SHARE = 0.25
+"""Largest part of a step's time that the plan of the next one waits for stores. The device computes meanwhile."""
 PATIENCE_SECONDS = 10.0
 """A load that takes longer counts as failed."""
 
@@ -37,13 +40,14 @@ class HostTier:
         worth: Worth,
         *,
         num_cold: int,
-        min_blocks: int = 1,
+        min_tokens: int = 1,
         protected_share: float = PROTECTED_SHARE,
         stores: Sequence[SlotStore] = (),
     ):
-        """num_cold: see CacheTier. min_blocks: fewer are not loaded. protected_share: see Contents. stores: in the order in which they are
+        """num_cold: see CacheTier. min_tokens: fewer are computed. protected_share: see Contents. stores: in the order in which they are
         asked."""
-        self._copies, self._worth, self.num_cold, self._min_blocks = copies, worth, num_cold, min_blocks
+        self._copies, self._worth, self.num_cold, self._min_tokens = copies, worth, num_cold, min_tokens
+        self.load_blocks = max(1, copies.num_staging - KEPT_FOR_STORES) * copies.max_blocks
         self.contents = Contents(copies.num_slots, protected_share)
         self._numbers = itertools.count(1)
         self._stores = Stores(stores, self.contents, self._numbers, copies.max_blocks)
@@ -57,8 +61,10 @@ class HostTier:
         """Parts of loads, also of cancelled ones, that are copied to a staging buffer, by the number of the copy."""
         self._writing: dict[int, Part] = {}
         """Parts of loads whose blocks are written, by the number of the copy."""
-        self._failed: list[FinishedCopy] = []
-        """Copies that failed with a plan whose step is not done."""
+        self._over: list[FinishedCopy] = []
+        """Copies that are over and not processed. One that failed stays while its step is not done."""
+        self._is_short = False
+        """Whether the last plan's stores lacked staging buffers."""
         self._step_id = self._done_step_id = 0
         self._num_stored = self._num_loaded = self._num_skipped = self._num_damaged = 0
         self._store_seconds = self._load_seconds = 0.0
@@ -66,15 +72,20 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
+        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        return [name for name in names if name in behind or self.contents.can_be_loaded(name)]
+
+    def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
+        if num_tokens < self._min_tokens:
+            return ()
         here = [name for name in names if self.contents.is_ready(name)]
         behind = self._stores.find([name for name in names if self.contents.get(name) is None])
-        both = [name for name in names if name in behind or self.contents.can_be_loaded(name)]
-        if len(both) > len(here) and self._is_enough(len(both), self._stores.seconds(behind)):
-            return both
-        return here if self._is_enough(len(here)) else ()
-
-    def _is_enough(self, num_blocks: int, seconds: float = 0.0) -> bool:
-        return num_blocks >= self._min_blocks and self._worth.is_worth_loading(num_blocks, seconds)
+        if self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
+            for content in map(self.contents.get, names):
+                if content is not None:  # what is stored until it is loaded must not take its place
+                    self.contents.protect(content)
+            return names
+        return here if len(here) < len(names) else ()
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         number, size = next(self._numbers), self._copies.max_blocks
@@ -117,7 +128,10 @@ class HostTier:
         new = [(block, name) for block, name in zip(block_ids, names, strict=True) if self.contents.get(name) is None]
         ops: list[AnyDeviceOp] = []
         num_taken = 0
-        while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
+        while num_taken < len(new):
+            if len(self._free_staging) <= KEPT_FOR_LOADS:
+                self._is_short = True
+                break
             blocks, contents = [], []
             for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
                 if (content := self.contents.add(name)) is None:
@@ -132,6 +146,9 @@ class HostTier:
             ops.append(GatherBlocks(number, staging, blocks, [content.slot for content in contents]))
         return ops, len(new) - num_taken
 
+    def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
+        return [name for name in names if self.contents.get(name) is None]
+
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:
             if (content := self.contents.get(name)) is not None:
@@ -141,18 +158,28 @@ class HostTier:
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
-        over, self._failed = [*self._failed, *self._copies.finished()], []
+        over, self._over, self._is_short = [*self._over, *self._copies.finished()], [], False
         for copy in over:
             self._take_in(copy)
         while self._stored and self._stored[0].step_id <= done_step_id:
             self._make_ready(self._stored.popleft().contents)
         self._stores.take_in()
-        ops = [*self._scatters(), *self._stages()]
         loaded = [(load.number, load.is_right) for load in self._loads.values() if not load.num_left]
         for number, _ in loaded:
             del self._loads[number]
         self._stores.write_ahead()
-        return TierStep(ops, loaded)
+        return TierStep(self._scatters(), loaded)
+
+    def end_step(self) -> Sequence[AnyDeviceOp]:
+        return self._stages()
+
+    def wait_for_stores(self, num_tokens: int) -> None:
+        if not self._is_short:
+            return
+        deadline = time.monotonic() + WAIT_SHARE * self._worth.step_seconds(num_tokens)
+        while self._gathering.keys() - {copy.number for copy in self._over} and (left := deadline - time.monotonic()) > 0:
+            self._copies.wait(left)
+            self._over += self._copies.finished()
 
     def wait(self, seconds: float) -> None:
         self._copies.wait(seconds)
@@ -171,7 +198,8 @@ class HostTier:
         # Operations may never have run. Before others do, the executor waits for copies and makes its buffers anew. Stores go on.
         for copies in (self._gathering, self._stored, self._loads, self._staging_parts, self._writing):
             copies.clear()
-        self._failed.clear()
+        self._over.clear()
+        self._is_short = False
         self.contents.end_uses(but=self._stores.uses())
         self._free_staging = list(range(self._copies.num_staging))
 
@@ -200,7 +228,7 @@ class HostTier:
             planned = self._gathering.get(number) or self._writing.get(number)
             if planned is not None and planned.step_id > self._done_step_id:
                 # An earlier step may be why. It says so itself, and with that which requests it had.
-                self._failed.append(copy)
+                self._over.append(copy)
             elif planned is not None or number in self._staging_parts:
                 raise copy.error
         elif (store := self._gathering.pop(number, None)) is not None:

@@ -42,6 +42,10 @@ class BlockPool:
         """Fraction of the usable blocks that requests hold."""
         return 1.0 - self.num_free_blocks / max(1, self.num_usable_blocks)
 
+    def next_free(self, count: int) -> list[KVCacheBlock]:
+        """The free blocks that `allocate` takes."""
+        return list(islice(self._free, count))
+
     def cold(self, count: int) -> list[KVCacheBlock]:
         """A block of each content among the first `count` free blocks, in order of eviction."""
         first = islice(self._free, count)

@@ -17,19 +17,26 @@ class TierStep(NamedTuple):
 
 
 class CacheTier(Protocol):
-    """A store of block contents by name (`block_hash`). The step loop's thread calls all methods, and none may wait, but for `wait`.
+    """A store of block contents by name (`block_hash`). The step loop's thread calls all methods, and none may wait, but for `wait` and
+    `wait_for_stores`.
 
     A tier touches blocks through ops alone. Devices run plans in order, so a block may have another owner as soon as no further op for
     it comes.
     """
 
     patience_seconds: float
-    """A load that takes longer counts as failed."""
+    """A load that takes longer counts as failed. Time in which no steps are planned does not count."""
     num_cold: int
-    """So many free blocks, those that are evicted next, are offered to `store_ahead`."""
+    """So many free blocks, those that are evicted next, are offered to `store_ahead`, and those that loads need."""
+    load_blocks: int
+    """So many blocks keep it busy: a load of more is begun a part at a time."""
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        """The contents among these that it can load now. Contents that are not worth the time of a load are left out."""
+        """The contents among these that it can load now."""
+
+    def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
+        """Those of these contents to load, so that so many tokens need not be computed: all, if that takes less time than to compute them;
+        else those that come faster, about which it is asked again, or none."""
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         """Begin to load contents into blocks with no other user until `begin_step` reports the load. Returns its number."""
@@ -44,11 +51,21 @@ class CacheTier(Protocol):
     def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
         """As `store`, for contents that may stay for a while. Those that are not stored now are offered again."""
 
+    def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
+        """The contents among these that it would store and has not, nor is it storing them: loads wait until it can."""
+
     def discard(self, names: Sequence[bytes]) -> None:
         """These contents were computed wrongly."""
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens."""
+
+    def end_step(self) -> Sequence[AnyDeviceOp]:
+        """The step is planned. Returns further operations, of the loads that began with it."""
+
+    def wait_for_stores(self, num_tokens: int) -> None:
+        """A step of so many tokens is computed. If the one before lacked room to store all that was offered: return when its stores are
+        over, or after a part of the step's time."""
 
     def wait(self, seconds: float) -> None:
         """Return when the state of a load changed, or after this time. Called while nothing else can be done."""

@@ -149,23 +149,21 @@ class KVCacheManager:
         names = (name + suffix for name in request.block_hashes for suffix in self._suffixes)
         return [name for name in names if not self.pool.is_cached(name)]
 
-    def blocks_of_prefix(
-        self, request: Request, others: Container[bytes], num_cached_tokens: int
-    ) -> list[tuple[KVCacheBlock | None, bytes]] | None:
-        """The blocks, with their names, of the longest prefix of which the pool has a part and `others` are the names of the rest, whose
-        block is None. In the order of the sequence. None if it is no longer than `num_cached_tokens`."""
+    def names_of_prefix(self, request: Request, others: Container[bytes]) -> tuple[list[bytes], int]:
+        """The names of the blocks of the longest prefix of which the pool has a part and `others` are the names of the rest. In the order
+        of the sequence, with the number of its tokens."""
         lookups = self._lookups_in(lambda name: self.pool.is_cached(name) or name in others)
         names = self._longest_prefix(request.block_hashes, lookups)
-        if len(names) * self.block_size <= num_cached_tokens:
-            return None
+        num_tokens = len(names) * self.block_size
         # Without these, `longest_prefix` would not find it: computation continues at the last of its tokens, or behind it.
-        expired = [policy.num_expired(len(names) * self.block_size - 1, self.block_size) for policy in self.policies]
-        return [
-            (self.pool.find(name + suffix), name + suffix)
+        expired = [policy.num_expired(num_tokens - 1, self.block_size) for policy in self.policies]
+        found = [
+            name + suffix
             for index, name in enumerate(names)
             for num_expired, suffix in zip(expired, self._suffixes, strict=True)
             if index >= num_expired
         ]
+        return found, num_tokens
 
     def _longest_prefix(self, names: list[bytes], lookups: _Lookups) -> list[bytes]:
         """Cut the hashes of a request's blocks down to the longest prefix that is there."""

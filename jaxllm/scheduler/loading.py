@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 _COLD_PART = 1 / 8
 """Tiers are offered cold blocks whenever so large a part of these was allocated: to look at them takes time."""
+_LONGEST_STEP_SECONDS = 1.0
+"""More time than this between two steps, e.g. a pause or a compilation, says nothing of how long loads take."""
 
 
 @dataclass(eq=False)
 class _Copy:
-    """The part of a load that one tier brings."""
+    """Blocks of a load that one tier brings."""
 
     tier: CacheTier
     load_id: int
@@ -32,21 +34,35 @@ class _Copy:
 
 @dataclass(eq=False)
 class _Load:
-    """The blocks of a request that waits for some of them."""
+    """A request that waits for blocks of its prefix."""
 
     request: Request
-    blocks: list[KVCacheBlock]
-    """All that it holds, in the order of the sequence."""
+    names: list[bytes]
+    """Those of the prefix, in the order of the sequence."""
+    left: list[bytes]
+    """Those that it has no block for yet."""
+    deadline: float
+    """When it ends, if it could get blocks and got none."""
+    held: dict[bytes, KVCacheBlock] = field(default_factory=dict)
     copies: list[_Copy] = field(default_factory=list)
     """Copies under way."""
-    arrived: list[tuple[KVCacheBlock, bytes]] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        """All that it holds, in the order of the sequence."""
+        return [self.held[name] for name in self.names if name in self.held]
+
+    def stop(self) -> None:
+        """Take no further blocks: what lies behind those it holds is computed."""
+        self.left = []
 
 
 class Loading:
     """The requests with the status WAITING_FOR_BLOCKS, and the tiers that they wait for.
 
-    A request keeps its place among those that wait, and holds the blocks of its prefix. Once its load is over, what has arrived is in
-    the prefix cache, where its admission finds it; what has not is computed.
+    A request keeps its place among those that wait, and gets the blocks of its prefix a part at a time: as many as tiers load at once, as
+    are free, and as may be evicted without a loss. What arrives is in the prefix cache. Once the load is over, its admission finds it
+    there; what has not arrived is computed.
     """
 
     def __init__(self, manager: "KVCacheManager", tiers: Sequence[CacheTier], store_filter: StoreFilter | None = None):
@@ -63,10 +79,20 @@ class Loading:
         self._num_allocated = 0
         """Blocks that were allocated when tiers were last offered cold ones."""
         self._num_cold = max(tier.num_cold for tier in tiers)
+        self._load_blocks = min(tier.load_blocks for tier in tiers)
+        self._patience_seconds = max(tier.patience_seconds for tier in tiers)
+        self._seconds = 0.0
+        """Time in which steps were planned, one shortly after the other."""
+        self._step_at = time.monotonic()
         manager.pool.evicting = self._note_eviction
+
+    # Steps
 
     def begin_step(self, step_id: int, done_step_id: int) -> None:
         """A step is about to be planned: process what has arrived."""
+        now = time.monotonic()
+        self._seconds += min(now - self._step_at, _LONGEST_STEP_SECONDS)
+        self._step_at = now
         self._ops = []
         self._leaving.clear()
         copies = {(copy.tier, copy.load_id): (load, copy) for load in self._loads.values() for copy in load.copies}
@@ -76,12 +102,16 @@ class Loading:
             for load_id, is_right in found.loaded:
                 load, copy = copies.pop((tier, load_id))
                 self._end_copy(load, copy, is_right)
-        now = time.monotonic()
         for load, copy in copies.values():
-            if now >= copy.deadline:
+            if self._seconds >= copy.deadline:
                 copy.tier.cancel(copy.load_id)
                 self._end_copy(load, copy, [False] * len(copy.blocks))
-        self._store_ahead()
+        for load in self._loads.values():
+            if load.left and not load.copies and self._seconds >= load.deadline:
+                load.request.loads_blocks = False
+                load.stop()
+        if self._num_cold and self._manager.pool.num_allocated - self._num_allocated >= _COLD_PART * self._num_cold:
+            self._store_ahead(0)
 
     def take_ops(self) -> list[AnyDeviceOp]:
         """Take the operations for tiers in the step that is being planned, once it is."""
@@ -90,74 +120,157 @@ class Loading:
             for tier in self._tiers:
                 self._ops += tier.store(ids, names)
             self._leaving.clear()
+        for tier in self._tiers:
+            self._ops += tier.end_step()
         ops, self._ops = self._ops, []
         return ops
 
     def _end_copy(self, load: _Load, copy: _Copy, is_right: Iterable[bool]) -> None:
         load.copies.remove(copy)
+        load.deadline = self._seconds + self._patience_seconds
         self._arriving.difference_update(copy.names)
         for block, name, right in zip(copy.blocks, copy.names, is_right, strict=True):
             if right:
-                load.arrived.append((block, name))
+                self._manager.pool.publish(block, name)
             else:
                 load.request.loads_blocks = False
+                load.stop()
+
+    # Loads
+
+    @property
+    def num_blocks_to_come(self) -> int:
+        """Most blocks that the loads under way will take."""
+        return sum(len(load.left) for load in self._loads.values())
 
     def begin(self, request: Request, num_cached_tokens: int, num_reserved_blocks: int) -> bool:
-        """Begin to load blocks of a request behind a cached prefix, if tiers have them and there are free blocks for all of it. Returns
-        whether it must wait: for them, or for a load of another request that brings some of them."""
-        manager = self._manager
+        """Begin to load blocks of a request behind a cached prefix, if tiers have them, that is faster than to compute them, and there are
+        free blocks for all of it in addition to the reserved ones. Returns whether it must wait."""
+        manager, pool = self._manager, self._manager.pool
         if not request.loads_blocks or not manager.reads_cache(request):
             return False
-        tier_of: dict[bytes, CacheTier] = {}
-        absent = manager.absent_names(request)
-        for tier in self._tiers:
-            wanted = [name for name in absent if name not in tier_of]
-            tier_of.update(dict.fromkeys(tier.match(wanted), tier))
-        loadable = tier_of.keys() | self._arriving
-        blocks = manager.blocks_of_prefix(request, loadable, num_cached_tokens) if loadable else None
-        if blocks is None:
+        names = self._names_worth_loading(request, num_cached_tokens)
+        if not names:
             return False
-        names = [name for block, name in blocks if block is None]
-        if not self._arriving.isdisjoint(names):
-            return True
-        found = [block for block, _ in blocks if block is not None]
-        num_shared = sum(block.ref_count > 0 for block in found)
-        num_needed = max(len(blocks), manager.num_blocks_for(request.num_tokens)) - num_shared
-        if num_needed > manager.pool.num_free_blocks - num_reserved_blocks:
+        found = {name: block for name in names if (block := pool.find(name)) is not None}
+        num_shared = sum(block.ref_count > 0 for block in found.values())
+        num_needed = max(len(names), manager.num_blocks_for(request.num_tokens)) - num_shared
+        if num_needed > pool.num_free_blocks - num_reserved_blocks:
             return False
-        manager.pool.touch(found)
-        new_blocks = manager.pool.allocate(len(names))
-        new = iter(new_blocks)
-        load = _Load(request, [next(new) if block is None else block for block, _ in blocks])
-        now = time.monotonic()
-        for tier in self._tiers:
-            part = [(block, name) for block, name in zip(new_blocks, names, strict=True) if tier_of[name] is tier]
-            if part:
-                own_blocks, own_names = map(list, zip(*part, strict=True))
-                load_id = tier.load([block.block_id for block in own_blocks], own_names)
-                load.copies.append(_Copy(tier, load_id, own_blocks, own_names, now + tier.patience_seconds))
+        pool.touch(found.values())
+        left = [name for name in names if name not in found]
+        load = _Load(request, names, left, self._seconds + self._patience_seconds, found)
         if request.num_cached_before_load is None:
             request.num_cached_before_load = num_cached_tokens
-        self._arriving.update(names)
         self._loads[request.request_id] = load
         request.status = RequestStatus.WAITING_FOR_BLOCKS
+        self._go_on(load, pool.num_free_blocks - num_reserved_blocks)
         return True
+
+    def _names_worth_loading(self, request: Request, num_cached_tokens: int) -> list[bytes]:
+        """The names of the longest prefix that is cached, arrives, or can be loaded in less time than it takes to compute it; none if that
+        is no longer than what is cached."""
+        tier_of = self._find(self._manager.absent_names(request))
+        while loadable := tier_of.keys() | self._arriving:
+            names, num_tokens = self._manager.names_of_prefix(request, loadable)
+            num_more = num_tokens - num_cached_tokens
+            if num_more <= 0:
+                break
+            of_tiers = {name: tier_of[name] for name in names if name in tier_of}
+            chosen: dict[bytes, CacheTier] = {}
+            for tier in self._tiers:
+                if part := [name for name, owner in of_tiers.items() if owner is tier]:
+                    chosen |= dict.fromkeys(tier.choose(part, num_more), tier)
+            if len(chosen) == len(of_tiers):
+                return names
+            tier_of = chosen
+        return []
+
+    def _find(self, names: Sequence[bytes]) -> dict[bytes, CacheTier]:
+        """The first tier that has each of these contents, of those which the pool does not have and that do not arrive."""
+        tier_of: dict[bytes, CacheTier] = {}
+        for tier in self._tiers:
+            wanted = [name for name in names if name not in tier_of and name not in self._arriving]
+            tier_of.update(dict.fromkeys(tier.match(wanted), tier))
+        return tier_of
+
+    def go_on(self, num_reserved_blocks: int, *, others_run: bool) -> None:
+        """Load further blocks, those of earlier loads first. The reserved blocks stay free. others_run: whether requests run, which will
+        free blocks."""
+        pool = self._manager.pool
+        first = next(iter(self._loads.values()), None)
+        if first is not None and first.left and not first.copies and not others_run:
+            while pool.num_free_blocks <= num_reserved_blocks and self.end_latest(but=(first.request,)):
+                pass
+            if pool.num_free_blocks <= num_reserved_blocks:
+                first.stop()
+        for load in self._loads.values():
+            self._go_on(load, pool.num_free_blocks - num_reserved_blocks)
+            num_reserved_blocks += len(load.left)
+
+    def _go_on(self, load: _Load, num_spare: int) -> None:
+        """Take the next blocks of a load, at most `num_spare` free ones: those that the pool has by now, and those that a tier loads."""
+        pool, most = self._manager.pool, self._load_blocks - len(self._arriving)
+        wanted: list[bytes] = []
+        position = 0
+        while position < len(load.left) and len(wanted) < min(most, num_spare):
+            name = load.left[position]
+            if name in self._arriving:
+                break
+            if (block := pool.find(name)) is None:
+                wanted.append(name)
+            else:
+                num_spare -= block.ref_count == 0
+                pool.touch((block,))
+                load.held[name] = block
+            position += 1
+        num_evictable = self._num_evictable(len(wanted))
+        taken, rest = wanted[:num_evictable], [*wanted[num_evictable:], *load.left[position:]]
+        # Only now: what was stored for it may have taken the place of what it wants.
+        tier_of = self._find(taken)
+        num_there = next((index for index, name in enumerate(taken) if name not in tier_of), len(taken))
+        is_idle = len(rest) == len(load.left) and min(most, num_spare) > 0
+        load.left = rest if num_there == len(taken) else []
+        if not is_idle:
+            load.deadline = self._seconds + self._patience_seconds
+        self._load(load, taken[:num_there], tier_of)
+
+    def _load(self, load: _Load, names: Sequence[bytes], tier_of: dict[bytes, CacheTier]) -> None:
+        if not names:
+            return
+        blocks = dict(zip(names, self._manager.pool.allocate(len(names)), strict=True))
+        for tier in self._tiers:
+            part = [name for name in names if tier_of[name] is tier]
+            if part:
+                own = [blocks[name] for name in part]
+                load_id = tier.load([block.block_id for block in own], part)
+                load.copies.append(_Copy(tier, load_id, own, part, self._seconds + tier.patience_seconds))
+        load.held |= blocks
+        self._arriving.update(names)
+
+    def _num_evictable(self, count: int) -> int:
+        """How many of the next `count` free blocks can be taken with no loss: tiers have their contents, or store them in this step."""
+        if not count:
+            return 0
+        self._store_ahead(count)
+        blocks = self._manager.pool.next_free(count)
+        names = list(self._offered(blocks))
+        lost = {name for tier in self._tiers for name in tier.wants(names)}
+        return next((index for index, block in enumerate(blocks) if block.block_hash in lost), count)
 
     def is_under_way(self, request: Request) -> bool:
         """Whether the request must go on waiting."""
         load = self._loads.get(request.request_id)
-        return load is not None and bool(load.copies)
+        return load is not None and bool(load.copies or load.left)
 
     def end(self, request: Request) -> None:
-        """Let a request go on without its load, if it has one. What has arrived is found in the prefix cache from now on."""
+        """Let a request go on without its load, if it has one. What has arrived is found in the prefix cache."""
         load = self._loads.pop(request.request_id, None)
         if load is None:
             return
         for copy in load.copies:
             copy.tier.cancel(copy.load_id)
             self._arriving.difference_update(copy.names)
-        for block, name in load.arrived:
-            self._manager.pool.publish(block, name)
         self._manager.pool.free(load.blocks[::-1])
         request.status = request.waiting_status
 
@@ -169,10 +282,19 @@ class Loading:
         return latest is not None
 
     def wait(self, seconds: float) -> None:
-        """Wait until the state of a load changes, if any is under way."""
+        """Wait until the state of a load changes, if there is any."""
         copies = [copy for load in self._loads.values() for copy in load.copies]
         if copies:
-            copies[0].tier.wait(min(seconds, max(0.0, min(copy.deadline for copy in copies) - time.monotonic())))
+            copies[0].tier.wait(min(seconds, max(0.0, min(copy.deadline for copy in copies) - self._seconds)))
+        elif self._loads:
+            self._tiers[0].wait(seconds)  # for stores, which it waits for
+
+    # Stores
+
+    def wait_for_stores(self, num_tokens: int) -> None:
+        """See CacheTier."""
+        for tier in self._tiers:
+            tier.wait_for_stores(num_tokens)
 
     def discard(self, names: Sequence[bytes]) -> None:
         """Drop contents that were computed wrongly from all tiers."""
@@ -192,14 +314,13 @@ class Loading:
         passes = None if self._store_filter is None else self._store_filter.passes
         return {block.block_hash: block.block_id for block in blocks if block.block_hash and (passes is None or passes(block))}
 
-    def _store_ahead(self) -> None:
-        """Offer tiers what is evicted soon, so that much is copied at a time, and little when blocks are needed."""
+    def _store_ahead(self, num_more: int) -> None:
+        """Offer tiers what is evicted soon, so that much is copied at a time, and little when blocks are needed. num_more: blocks that
+        loads need in addition to steps."""
         pool = self._manager.pool
-        if not self._num_cold or pool.num_allocated - self._num_allocated < _COLD_PART * self._num_cold:
-            return
         self._num_allocated = pool.num_allocated
         for tier in self._tiers:
-            if offered := self._offered(pool.cold(tier.num_cold)):
+            if offered := self._offered(pool.cold(tier.num_cold + num_more)):
                 self._ops += tier.store_ahead(list(offered.values()), list(offered))
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
@@ -224,5 +345,10 @@ class Loading:
         assert sorted(self._arriving) == sorted(name for copy in under_way for name in copy.names), "contents arrive for nobody"
         for load in self._loads.values():
             assert load.request.status is RequestStatus.WAITING_FOR_BLOCKS, "a request has a load and does not wait for it"
-            for block in [*(block for copy in load.copies for block in copy.blocks), *(block for block, _ in load.arrived)]:
+            assert len(load.blocks) == len(load.held) and load.held.keys().isdisjoint(load.left), (
+                "a block is held for another prefix"
+            )
+            coming = {name for copy in load.copies for name in copy.names}
+            for name in coming:
+                block = load.held[name]
                 assert block.block_hash is None and block.ref_count == 1, f"{block} is shared before it has its content"

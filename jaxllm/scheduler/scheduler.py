@@ -33,6 +33,7 @@ from jaxllm.scheduler.fair_queue import FairQueue
 from jaxllm.scheduler.integrity import check_integrity
 from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
 from jaxllm.scheduler.limits import check_items, check_options, check_room, check_servable
+from jaxllm.scheduler.loading import Loading
 from jaxllm.scheduler.refusal import Refusal
 from jaxllm.scheduler.results import Share, last_output, take_in
 from jaxllm.scheduler.scheduling_policies import Turns, choose_victim, make_waiting_queue
@@ -313,8 +314,11 @@ class Scheduler:
         new_requests: list[NewRequestData] = []
         self._num_deferred = 0
         # A step never both preempts and admits: the admitted request would be preempted next.
-        if self.waiting and budget > 0 and self._totals.num_preemptions == num_preemptions:
-            new_requests = self._schedule_waiting(shares, cap, budget)
+        if self.waiting and self._totals.num_preemptions == num_preemptions:
+            if self.cache_manager.loading is not None:
+                self._continue_loads(self.cache_manager.loading, shares)
+            if budget > 0:
+                new_requests = self._schedule_waiting(shares, cap, budget)
         self._num_left_waiting = len(self.waiting)
         return self._commit(shares, new_requests, most_drafts)
 
@@ -435,8 +439,7 @@ class Scheduler:
         """Admit waiting requests in order, up to the first that others may not overtake. Appends their shares to `shares`."""
         manager, whole = self.cache_manager, self.options.scheduler_reserve_full_isl
         loading = manager.loading
-        # Blocks that earlier admitted prompts have yet to allocate: they count as used.
-        num_promised = sum(self._num_blocks_to_come(share) for share in shares) if whole else 0
+        num_promised = self._num_promised(shares)
         new_requests: list[NewRequestData] = []
         skipped: list[Request] = []
         try:
@@ -456,7 +459,7 @@ class Scheduler:
                         skipped.append(self.waiting.pop())
                         continue
                     loading.end(request)
-                num_reserved = num_promised + (self._num_watermark_blocks if self.running else 0)
+                num_reserved = self._num_reserved(num_promised)
                 num_spare = manager.pool.num_free_blocks - num_reserved
                 if self._still_refused(request, num_spare):
                     break
@@ -479,17 +482,10 @@ class Scheduler:
                             break  # running requests take too much: those behind it would take it for ever
                         skipped.append(self.waiting.pop())
                         continue
-                allocate = partial(
-                    manager.allocate_slots,
-                    request,
-                    num_tokens,
-                    prefix,
-                    num_reserved_blocks=num_reserved,
-                    whole_sequence_must_fit=whole,
-                )
-                new_block_ids = allocate()
+                allocate = partial(manager.allocate_slots, request, num_tokens, prefix, whole_sequence_must_fit=whole)
+                new_block_ids = allocate(num_reserved_blocks=num_reserved)
                 while new_block_ids is None and loading is not None and loading.end_latest(but=skipped):
-                    new_block_ids = allocate()
+                    new_block_ids = allocate(num_reserved_blocks=self._num_reserved(num_promised))
                 if new_block_ids is None:
                     if whole:  # otherwise its need also depends on the step's budget
                         self._refusal = Refusal(request, prefix, num_spare, manager)
@@ -500,12 +496,27 @@ class Scheduler:
                 share: Share = (request, int(num_tokens == num_wanted), row)
                 shares.append(share)
                 budget -= num_tokens
-                num_promised += self._num_blocks_to_come(share) if whole else 0
+                num_promised += self._num_promised([share])
         except Exception as error:
             raise PlanError(request.request_id) from error
         for request in reversed(skipped):
             self.waiting.put_back(request)
         return new_requests
+
+    def _continue_loads(self, loading: Loading, shares: list[Share]) -> None:
+        """Load more blocks of the requests that wait for some."""
+        num_watermark = self._num_watermark_blocks if self.running else 0
+        loading.go_on(self._num_promised(shares) + num_watermark, others_run=bool(self.running))
+
+    def _num_reserved(self, num_promised: int) -> int:
+        """Free blocks that a request must leave to admitted prompts, to loads, and to those that run."""
+        loading = self.cache_manager.loading
+        num_loading = 0 if loading is None else loading.num_blocks_to_come
+        return num_promised + num_loading + (self._num_watermark_blocks if self.running else 0)
+
+    def _num_promised(self, shares: Iterable[Share]) -> int:
+        """Blocks that admitted prompts have yet to allocate: they count as used."""
+        return sum(map(self._num_blocks_to_come, shares)) if self.options.scheduler_reserve_full_isl else 0
 
     def _num_blocks_to_come(self, share: Share) -> int:
         """Number of blocks that the rest of a prompt will take after this step."""
@@ -638,6 +649,12 @@ class Scheduler:
         """Wait, for at most so long, for blocks that tiers load. Call it when there is nothing else to do."""
         if self.cache_manager.loading is not None:
             self.cache_manager.loading.wait(seconds)
+
+    def wait_for_stores(self, num_tokens: int) -> None:
+        """Wait, for a part of the time of a step of so many tokens, until the next plan can store more, if the last one lacked room for
+        that. Call it while such a step is computed."""
+        if self.cache_manager.loading is not None:
+            self.cache_manager.loading.wait_for_stores(num_tokens)
 
     # Operations on the whole state
 

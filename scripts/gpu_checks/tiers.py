@@ -269,7 +269,6 @@ def _copies(name: str, model: Model, *, tiny: bool) -> Iterator[Outcome]:
         prompts = random_prompts([sizes.prompt_len] * sizes.num_requests, core.model_config.vocab_size, 1)
 
         def run(copying: Copying | None) -> list[list[int]]:
-            core.reset_prefix_cache()
             for number, prompt in enumerate(prompts):
                 token_ids, params = prompt["prompt_token_ids"], greedy(sizes.num_tokens)
                 core.add_request(EngineCoreRequest(request_id=str(number), prompt_token_ids=token_ids, sampling_params=params))
@@ -298,6 +297,7 @@ def _copies(name: str, model: Model, *, tiny: bool) -> Iterator[Outcome]:
             return [tokens[str(number)] for number in range(len(prompts))]
 
         alone = run(None)
+        assert core.reset_prefix_cache(), "blocks are in use"
         copying = Copying(core)
         beside = run(copying)
         wrong = copying.wrong_blocks()

@@ -94,5 +94,8 @@ class AlwaysWorth:
     def note_copy(self, num_blocks: int, seconds: float) -> None:
         """See Rates."""
 
-    def is_worth_loading(self, num_blocks: int, seconds: float = 0.0) -> bool:
+    def step_seconds(self, num_tokens: int) -> float:
+        return 0.0
+
+    def is_worth_loading(self, num_blocks: int, num_tokens: int, seconds: float = 0.0) -> bool:
         return True

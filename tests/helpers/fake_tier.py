@@ -42,19 +42,31 @@ class _Load:
 
 class FakeTier:
     """max_steps: that a load takes. share_bad: of blocks whose load fails, which leaves something else in them. capacity: of contents;
-    the oldest go first."""
+    the oldest go first. share_stored: of contents that are offered ahead."""
 
     def __init__(
-        self, rng: random.Random, *, max_steps: int = 3, share_bad: float = 0.0, capacity: int = 1000, num_cold: int = 0
+        self,
+        rng: random.Random,
+        *,
+        max_steps: int = 3,
+        share_bad: float = 0.0,
+        capacity: int = 1000,
+        num_cold: int = 0,
+        load_blocks: int = 3,
+        share_stored: float = 0.7,
+        patience_seconds: float = 1e9,
     ):
-        self.num_cold = num_cold
+        self.num_cold, self.load_blocks = num_cold, load_blocks
         self.rng, self.max_steps, self.share_bad, self.capacity = rng, max_steps, share_bad, capacity
-        self.patience_seconds = 1e9
+        self.share_stored = share_stored
+        self.patience_seconds, self.min_tokens = patience_seconds, 1
         self.contents: dict[bytes, list[Any]] = {}
         self.stores: dict[bytes, tuple[int, list[Any]]] = {}
         """Contents by name that are right once a step is done."""
         self.loads: dict[int, _Load] = {}
         self.step_id = self.num_loads = self.num_loaded = self.num_waits = 0
+        self.num_late = 0
+        """Contents that left the pool before they were stored ahead."""
         self.is_stuck = False
         """Whether no load makes progress."""
 
@@ -67,10 +79,23 @@ class FakeTier:
         self.loads[self.num_loads] = _Load(block_ids, names, self.rng.randint(0, self.max_steps))
         return self.num_loads
 
+    def choose(self, names: Sequence[bytes], num_tokens: int) -> Sequence[bytes]:
+        return names if num_tokens >= self.min_tokens else ()
+
+    def wants(self, names: Sequence[bytes]) -> set[bytes]:
+        return set(names) - self.contents.keys() - self.stores.keys()
+
+    def end_step(self) -> list[DeviceOp]:
+        return []
+
     def cancel(self, load_id: int) -> None:
         del self.loads[load_id]
 
     def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[DeviceOp]:
+        self.num_late += len(self.wants(names))
+        return self._store(block_ids, names)
+
+    def _store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[DeviceOp]:
         ops: list[DeviceOp] = []
         for block_id, name in zip(block_ids, names, strict=True):
             if name not in self.contents and name not in self.stores:
@@ -80,8 +105,8 @@ class FakeTier:
         return ops
 
     def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[DeviceOp]:
-        some = [pair for pair in zip(block_ids, names, strict=True) if self.rng.random() < 0.7]
-        return self.store([block_id for block_id, _ in some], [name for _, name in some])
+        some = [pair for pair in zip(block_ids, names, strict=True) if self.rng.random() < self.share_stored]
+        return self._store([block_id for block_id, _ in some], [name for _, name in some])
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """See CacheTier."""
@@ -122,6 +147,9 @@ class FakeTier:
 
     def wait(self, seconds: float) -> None:
         self.num_waits += 1
+
+    def wait_for_stores(self, num_tokens: int) -> None:
+        """Nothing holds stores up."""
 
     def close(self) -> None:
         """See CacheTier."""

@@ -38,7 +38,7 @@ NUM_BLOCKS = 20
 def make(name: str, **options: Any) -> EngineCore:
     """An engine with few blocks and a tier that loads whatever it can."""
     core = make_core(name, **{"kv_offloading_size": 0.02, "num_gpu_blocks_override": NUM_BLOCKS, **options})
-    tier_of(core)._worth, tier_of(core)._min_blocks = AlwaysWorth(), 1
+    tier_of(core)._worth, tier_of(core)._min_tokens = AlwaysWorth(), 1
     return core
 
 

@@ -185,9 +185,9 @@ def test_memory_is_planned_for_encoder_slab_and_the_largest_encoding(directory):
     assert whole - unprofiled == encoding_bytes(vision, 16384, "float32")
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(VisionTower(vision, "float32"))))
     row_bytes = 4 * vision.result_width
-    assert unprofiled == weights + (EncoderSizes.of(vision, 16384).num_pages * 64 + 2 * 64) * row_bytes
-    in_parts = planned(skip_mm_profiling=True, mm_max_decode_step_patches=3072)
-    assert in_parts - unprofiled == 16384 * 4 * 32, "the hidden state between parts"
+    assert unprofiled == weights + (EncoderSizes.of(vision, 16384).num_pages * 64 + 2 * 64) * row_bytes + 16384 * 4 * 32
+    without_parts = planned(skip_mm_profiling=True, mm_max_decode_step_patches=0)
+    assert unprofiled - without_parts == 16384 * 4 * 32, "the hidden state between parts"
     assert images.memory_bytes(EngineConfig(), replace(model_config, vision=None), None) == 0
 
 

@@ -1,10 +1,14 @@
 """Blocks that live elsewhere, in a tier that is a dictionary. tests/scheduler/test_random_schedules.py mixes them with all else."""
 
 import random
+import time
+from itertools import pairwise
 
 import pytest
 
 from jaxllm.request import ErrorKind, Request, RequestStatus
+from jaxllm.scheduler import loading
+from jaxllm.scheduler.block_hash import block_hasher
 from jaxllm.scheduler_output import ModelRunnerOutput
 from tests.helpers.fake_runner import FakeEngine, oracle_tokens
 from tests.helpers.fake_tier import FakeTier
@@ -16,7 +20,7 @@ PROMPTS = {name: [index + 1] * 33 for index, name in enumerate("abc")}
 
 def make_engine(tier: FakeTier | None = None, **options: object) -> tuple[FakeEngine, FakeTier]:
     """An engine whose pool has forgotten prompt a, and whose tier has it."""
-    tier = FakeTier(random.Random(1), max_steps=0) if tier is None else tier
+    tier = FakeTier(random.Random(1), max_steps=0, load_blocks=100, share_stored=1.0) if tier is None else tier
     options = {"block_size": 4, "num_blocks": 21, "max_model_len": 48, **options}
     engine = FakeEngine(make_scheduler(tiers=(tier,), **options), vocab_size=VOCAB)
     add(engine, "a")
@@ -33,6 +37,13 @@ def add(engine: FakeEngine, name: str, **options: object) -> Request:
     request = make_request(name, PROMPTS[name[0]], max_tokens=3, **options)
     engine.scheduler.add_request(request)
     return request
+
+
+def block_names(name: str) -> list[bytes]:
+    """The names of the blocks of a prompt."""
+    request = make_request("names", PROMPTS[name])
+    block_hasher(4, "sha256")(request)
+    return list(request.block_hashes)
 
 
 def check_tokens(engine: FakeEngine, *requests: Request) -> None:
@@ -151,6 +162,130 @@ def test_a_request_that_was_refused_before_a_load_began_gets_its_blocks() -> Non
     scheduler.finish_requests("runs", RequestStatus.FINISHED_ABORTED)
     scheduler.release_requests(["large"])
     check_tokens(engine, large, loads)
+
+
+def test_a_load_takes_blocks_a_part_at_a_time() -> None:
+    engine, tier = make_engine()
+    engine.scheduler.cache_manager.loading._load_blocks, tier.num_late = 3, 0
+    request, pool = add(engine, "a2"), engine.scheduler.cache_manager.pool
+    num_held = [0]
+    while not engine.in_flight or not engine.plans[-1].rows:
+        if engine.in_flight:
+            engine.collect()
+        num_held.append(pool.num_usable_blocks - pool.num_free_blocks)
+        engine.dispatch()
+    assert num_held == sorted(num_held) and max(after - before for before, after in pairwise(num_held)) <= 3
+    check_tokens(engine, request)
+    assert (request.num_cached_tokens, tier.num_loaded) == (32, 8) and tier.num_loads >= 3
+
+
+def test_a_load_evicts_nothing_that_is_not_stored() -> None:
+    engine, tier = make_engine()
+    tier.contents = {name: content for name, content in tier.contents.items() if name in block_names("a")}
+    tier.share_stored, tier.num_late = 0.0, 0
+    request = add(engine, "a2")
+    for _ in range(5):
+        engine.step()
+    assert request.status is RequestStatus.WAITING_FOR_BLOCKS and not tier.num_loaded
+    tier.share_stored = 1.0
+    check_tokens(engine, request)
+    assert (request.num_cached_tokens, tier.num_loaded) == (32, 8)
+    assert tier.num_late == 1, "the block of its last token is not loaded"
+
+
+def test_a_load_that_waits_too_long_for_stores_ends() -> None:
+    engine, tier = make_engine(FakeTier(random.Random(1), patience_seconds=0.0))
+    tier.contents = {name: content for name, content in tier.contents.items() if name in block_names("a")}
+    tier.share_stored = 0.0
+    request = add(engine, "a2")
+    check_tokens(engine, request)
+    assert request.num_cached_tokens == 0 and not request.loads_blocks
+
+
+def test_what_a_tier_loses_during_a_load_is_computed() -> None:
+    engine, tier = make_engine()
+    engine.scheduler.cache_manager.loading._load_blocks = 3
+    request = add(engine, "a2")
+    engine.dispatch()
+    tier.contents = {name: content for name, content in tier.contents.items() if name in block_names("a")[:5]}
+    check_tokens(engine, request)
+    assert request.num_cached_tokens == 20 and request.loads_blocks
+
+
+def test_a_load_uses_what_others_compute_meanwhile() -> None:
+    engine, tier = make_engine(num_blocks=31)
+    tier.is_stuck, engine.scheduler.cache_manager.loading._load_blocks = True, 3
+    first, second = add(engine, "a2"), add(engine, "a3")
+    engine.dispatch()
+    assert second.status is RequestStatus.WAITING_FOR_BLOCKS and tier.num_loads == 1
+    engine.scheduler.hold_requests(["a2"])
+    first.loads_blocks = False
+    tier.is_stuck = False
+    engine.scheduler.release_requests(["a2"])
+    check_tokens(engine, first, second)
+    assert second.num_cached_tokens == 32 and tier.num_loaded < 8
+
+
+def test_a_load_goes_on_where_another_was_aborted() -> None:
+    engine, tier = make_engine()
+    engine.scheduler.cache_manager.loading._load_blocks = 3
+    first, second = add(engine, "a2"), add(engine, "a3")
+    while tier.num_loaded < 3:
+        engine.step()
+    assert {first.status, second.status} == {RequestStatus.WAITING_FOR_BLOCKS}
+    engine.scheduler.finish_requests("a2", RequestStatus.FINISHED_ABORTED)
+    check_tokens(engine, second)
+    assert second.num_cached_tokens == 32 and 8 <= tier.num_loaded <= 8 + 3
+
+
+def test_what_has_arrived_of_a_preempted_load_is_kept() -> None:
+    engine, tier = make_engine()
+    engine.scheduler.cache_manager.loading._load_blocks = 3
+    request = add(engine, "a2")
+    while tier.num_loaded < 3:
+        engine.step()
+    tier.is_stuck = True
+    assert engine.scheduler.cache_manager.loading.end_latest()
+    assert request.status is RequestStatus.WAITING and engine.scheduler.num_cached_tokens(request) == 12
+    engine.scheduler.check_integrity()
+
+
+def test_a_load_leaves_blocks_to_prompts_and_to_those_that_run() -> None:
+    engine, tier = make_engine(num_blocks=31, watermark=0.1, max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    prompt = make_request("n", [20] * 40, max_tokens=2)
+    engine.scheduler.add_request(prompt)
+    engine.step()
+    request, pool = add(engine, "a2"), engine.scheduler.cache_manager.pool
+    while prompt.num_computed_tokens < 40:
+        engine.step()
+        num_to_come = 11 - engine.scheduler.cache_manager.num_blocks_of("n")
+        assert pool.num_free_blocks >= 3 + num_to_come
+    assert tier.num_loaded
+    engine.run()
+    assert request.output_token_ids == oracle_tokens(PROMPTS["a"], 3, VOCAB) and request.num_cached_tokens == 32
+
+
+def test_few_tokens_are_not_worth_a_load() -> None:
+    engine, tier = make_engine()
+    tier.min_tokens = 33
+    request = add(engine, "a2")
+    check_tokens(engine, request)
+    assert not tier.num_loads and request.loads_blocks
+
+
+def test_a_pause_does_not_make_a_load_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tier = make_engine(FakeTier(random.Random(1), patience_seconds=10.0, max_steps=0))
+    tier.is_stuck, now = True, time.monotonic()
+    request = add(engine, "a2")
+    engine.step()
+    monkeypatch.setattr(loading.time, "monotonic", lambda: now)
+    now += 3600.0
+    engine.step()
+    assert tier.loads and request.status is RequestStatus.WAITING_FOR_BLOCKS
+    for _ in range(21):
+        now += 0.5
+        engine.step()
+    assert not tier.loads and not request.loads_blocks
 
 
 def test_contents_that_were_computed_wrongly_leave_the_tier() -> None:

@@ -14,14 +14,16 @@ from jaxllm.runner.features.block_copies.arena import check_total
 from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.programs import STAGING_BYTES, Gather, Scatter, staging_bytes
-from jaxllm.runner.memory import device_limit
+from jaxllm.runner.memory import device_limit, whole_cache
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.step_feature import FeatureParts, StepFeature
 
 MIN_BUFFERS, MAX_BUFFERS = 4, 16
 """Fewest and most staging buffers."""
-_SHARE = 0.01
-"""Share of a device's memory, for more than the fewest."""
+_SHARE = 0.02
+"""Largest share of a device's memory, for more than the fewest."""
+_BUFFERS_BESIDE = 3
+"""Buffers in addition to those for the blocks of a step, for loads and for stores of blocks that leave unforeseen."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,19 @@ def _num_copies(layers: Sequence[Layer]) -> int:
     return copies.pop() if len(copies) == 1 else 1
 
 
-def _buffer_bytes(config: EngineConfig) -> int:
-    """Memory on each device for all staging buffers."""
-    _, limit = device_limit(Topology.of(config.parallel).num_devices)
-    return max(MIN_BUFFERS * STAGING_BYTES, min(MAX_BUFFERS * STAGING_BYTES, int(_SHARE * limit)))
+def _buffer_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Memory on each device for all staging buffers. Blocks are read between steps, and a step may evict as many as it fills: with fewer
+    buffers, some would be lost where nothing comes back from the prefix cache."""
+    cache, topology = whole_cache(config, model_config), Topology.of(config.parallel)
+    num_blocks = len(cache.groups) * -(-config.scheduler.max_step_tokens // cache.block_size)
+    of_step = num_blocks * cache.block_bytes // topology.tensor + _BUFFERS_BESIDE * STAGING_BYTES
+    _, limit = device_limit(topology.num_devices)
+    return max(MIN_BUFFERS * STAGING_BYTES, min(of_step, MAX_BUFFERS * STAGING_BYTES, int(_SHARE * limit)))
 
 
 def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> int:
     """Bytes on each device of the staging buffers."""
-    return _buffer_bytes(config) if config.cache.kv_offloading_size else 0
+    return _buffer_bytes(config, model_config) if config.cache.kv_offloading_size else 0
 
 
 def make(parts: FeatureParts) -> StepFeature | None:
@@ -77,4 +83,4 @@ def make(parts: FeatureParts) -> StepFeature | None:
         check_total(num_bytes, num_engines)
     drafter = parts.beside["drafter"]
     layers = (*parts.model_config.layers, *(() if drafter is None else drafter.layers))
-    return BlockCopies(_num_copies(layers), num_bytes // num_engines, _buffer_bytes(parts.config))
+    return BlockCopies(_num_copies(layers), num_bytes // num_engines, _buffer_bytes(parts.config, parts.model_config))
