@@ -129,8 +129,8 @@ class SchedulerStats:
     """Blocks that were read from files."""
     num_disk_writes: int = 0
     """Blocks that were written to files."""
-    num_skipped_disk_writes: int = 0
-    """How often a block that was about to leave host memory was not written, because the disk was full, behind, or failed."""
+    num_lost_blocks: int = 0
+    """Blocks that left host memory unwritten, because the disk was full, behind, or failed; 0 where nothing is written."""
     num_bad_files: int = 0
     """Files that were not what was written, or could not be read in time."""
     disk_read_bytes: int = 0

@@ -43,8 +43,8 @@ class Contents:
         self._probation: OrderedDict[bytes, Content] = OrderedDict()
         self._protected: OrderedDict[bytes, Content] = OrderedDict()
         self._max_protected = int(protected_share * num_slots)
-        self.num_added = self.num_evicted = 0
-        """Contents that got a slot, and contents that made room for others."""
+        self.num_added = self.num_evicted = self.num_lost = 0
+        """Contents that got a slot, contents that made room for others, and those of them that no store took."""
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
@@ -78,6 +78,7 @@ class Contents:
             return False
         self.remove(unused)
         self.num_evicted += 1
+        self.num_lost += not unused.was_offered
         return True
 
     def _unused(self) -> Iterator[Content]:

@@ -67,7 +67,8 @@ class Stores:
                     _, written = self._writes.pop(transfer.number)
                     self._has_room = True
                     store.discard([content.name for content in written if content.is_wrong])
-                    for content in written:
+                    for content, right in zip(written, transfer.is_right, strict=True):
+                        content.was_offered &= right
                         self._contents.release(content)
 
     def _end_read(self, contents: Iterable[Content], is_right: Sequence[bool]) -> None:
@@ -117,6 +118,8 @@ class Stores:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Add the numbers of all stores."""
+        if any(store.writes for store in self._stores):
+            stats.num_lost_blocks += self._contents.num_lost
         for store in self._stores:
             store.add_stats(stats)
 

@@ -139,7 +139,7 @@ def _add_disk(found: Collected, load: SchedulerStats) -> None:
     found.gauge("kv_offload_disk_usage_perc", load.used_disk_bytes / load.disk_bytes, used)
     written, read = (load.disk_written_bytes, load.disk_write_seconds), (load.disk_read_bytes, load.disk_read_seconds)
     _add_copies(found, "disk", written, read)
-    found.counter("kv_offload_stores_skipped", load.num_skipped_disk_writes, _SKIPPED, tier="disk")
+    found.counter("kv_offload_stores_skipped", load.num_lost_blocks, _SKIPPED, tier="disk")
     found.counter("kv_offload_bad_blocks", load.num_bad_files, _DAMAGED, tier="disk")
 
 

@@ -62,7 +62,7 @@ class FakeStats:
     used_disk_bytes: int = 0
     num_disk_reads: int = 0
     num_disk_writes: int = 0
-    num_skipped_disk_writes: int = 0
+    num_lost_blocks: int = 0
     num_bad_files: int = 0
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0

@@ -431,7 +431,10 @@ def test_a_store_that_is_full_is_asked_again_and_loses_nothing_else() -> None:
     assert not store.under_way
     store.is_full = False
     driven.stored(b"5")
-    assert [names for _, names, _ in store.under_way.values()] == [[b"2"]]
+    assert [names for _, names, _ in store.under_way.values()] == [[b"2"]] and driven.stats.num_lost_blocks == 2
+    store.end(False)
+    driven.stored(b"6").stored(b"7")
+    assert driven.stats.num_lost_blocks >= 3, "a write that failed keeps nothing"
 
 
 @pytest.mark.parametrize("when", ["before", "while it is written", "while it is read"])

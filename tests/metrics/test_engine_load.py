@@ -84,7 +84,7 @@ def test_host_memory_is_described_where_blocks_are_kept_there() -> None:
 
 
 def test_the_disk_is_described_where_blocks_are_kept_there() -> None:
-    stats = {"disk_bytes": 8, "used_disk_bytes": 2, "disk_written_bytes": 3, "disk_read_bytes": 4, "num_skipped_disk_writes": 5}
+    stats = {"disk_bytes": 8, "used_disk_bytes": 2, "disk_written_bytes": 3, "disk_read_bytes": 4, "num_lost_blocks": 5}
     stats |= {"num_bad_files": 6, "disk_write_seconds": 0.5, "disk_read_seconds": 0.25}
     values = {"store_bytes": 3, "store_time": 0.5, "load_bytes": 4, "load_time": 0.25, "stores_skipped": 5, "bad_blocks": 6}
     assert offloaded(**stats) == {("disk_usage_perc", ""): 0.25, **{(name, "disk"): value for name, value in values.items()}}

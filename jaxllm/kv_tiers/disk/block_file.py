@@ -7,6 +7,8 @@ import struct
 import zlib
 from dataclasses import dataclass
 
+import numpy as np
+
 MAGIC, VERSION = b"JAXLLMKV", 1
 PAGE_BYTES = 4096
 MAX_NAME_BYTES = 64
@@ -39,7 +41,7 @@ class FileFormat:
 
     def pack(self, buffer: memoryview, name: bytes, content: memoryview, sums: bytes) -> None:
         """Write all bytes of a file into a buffer of `file_bytes`."""
-        buffer[self.header_bytes : self.header_bytes + self.block_bytes] = content
+        copy(content, to=buffer[self.header_bytes : self.header_bytes + self.block_bytes])
         buffer[self.header_bytes + self.block_bytes :] = bytes(self.file_bytes - self.header_bytes - self.block_bytes)
         buffer[: self.header_bytes] = self._header(name, sums, 0)
         buffer[: self.header_bytes] = self._header(name, sums, zlib.crc32(buffer))
@@ -59,6 +61,11 @@ class FileFormat:
         sizes = (self.header_bytes, self.block_bytes, self.sums_bytes)
         fields = _FIELDS.pack(MAGIC, VERSION, *sizes, self.fingerprint, len(name), name, crc)
         return (fields + sums).ljust(self.header_bytes, b"\0")
+
+
+def copy(source: memoryview, *, to: memoryview) -> None:
+    """Copy bytes while other threads run Python, which an assignment to a slice would keep from it."""
+    np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _whole_pages(num_bytes: int) -> int:

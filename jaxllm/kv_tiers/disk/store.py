@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxllm.errors import JaxLLMError
 from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.disk import janitor
-from jaxllm.kv_tiers.disk.block_file import FileFormat
+from jaxllm.kv_tiers.disk.block_file import FileFormat, copy
 from jaxllm.kv_tiers.disk.folder import BlockFolder, folder_of, next_epoch, prepare, read_epoch
 from jaxllm.kv_tiers.disk.pace import Pace
 from jaxllm.kv_tiers.disk.workers import Workers
@@ -64,8 +66,8 @@ class _Read(_File):
     def complete(self) -> None:
         content, sums = self.found
         memory = self.store.memory
-        memory.view(self.slot)[:] = content
-        memoryview(memory.sums[self.slot]).cast("B")[:] = sums
+        copy(content, to=memory.view(self.slot))
+        memory.sums[self.slot] = np.frombuffer(sums, np.uint32).reshape(memory.sums[self.slot].shape)
 
     def end(self, error: Exception | None, seconds: float) -> None:
         self.store.end_read(self, error, seconds)
@@ -111,7 +113,7 @@ class DiskStore:
         self._finished: list[Transfer] = []
         self._num_queued_writes = self._num_queued_reads = 0
         self._pace = Pace(memory.block_bytes, NUM_READERS)
-        self._num_read = self._num_written = self._num_bad = self._num_refused = 0
+        self._num_read = self._num_written = self._num_bad = 0
         self._read_seconds = self._write_seconds = 0.0
         self.file_bytes = self._format(b"").file_bytes
         self._readers = Workers("kv-disk-read", NUM_READERS, self.file_bytes, READ_SECONDS)
@@ -150,7 +152,6 @@ class DiskStore:
         is_behind = self._num_queued_writes and (self._num_queued_writes + len(names)) * self.file_bytes > QUEUED_BYTES
         is_full = self._used_bytes + len(names) * self.file_bytes > self._max_bytes
         if is_behind or is_full or self._writers.is_stuck or time.monotonic() < self._paused_until:
-            self._num_refused += len(names)
             if is_full and not self._needed_bytes:
                 self._needed_bytes = len(names) * self.file_bytes
                 self._calls.put(self._scan)
@@ -210,7 +211,6 @@ class DiskStore:
         stats.disk_read_seconds += self._read_seconds
         stats.disk_write_seconds += self._write_seconds
         stats.num_bad_files += self._num_bad
-        stats.num_skipped_disk_writes += self._num_refused
 
     def close(self) -> None:
         self._readers.close(READ_SECONDS)

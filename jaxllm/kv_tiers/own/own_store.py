@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from jaxllm.errors import ConfigError
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers.disk.workers import Workers
@@ -163,14 +165,15 @@ class OwnStore:
 
     def fill_slot(self, slot: int, content: memoryview) -> None:
         """Copy a content to a slot."""
-        memoryview(self._memory.sums[slot]).cast("B")[:] = content[DIGEST_BYTES : self._start]  # type: ignore[arg-type]
-        self._memory.view(slot)[:] = content[self._start :]
+        sums = self._memory.sums[slot]
+        sums[:] = np.frombuffer(content[DIGEST_BYTES : self._start], np.uint32).reshape(sums.shape)
+        _copy(content[self._start :], to=self._memory.view(slot))
 
     def copy_slot(self, slot: int, key: str, content: memoryview) -> None:
         """Copy a slot to a content."""
         content[:DIGEST_BYTES] = _digest(key)
         content[DIGEST_BYTES : self._start] = self._memory.sums[slot].tobytes()
-        content[self._start :] = self._memory.view(slot)
+        _copy(self._memory.view(slot), to=content[self._start :])
 
     def write_content(self, key: str, content: memoryview) -> bool:
         """Have the store keep a content. Returns whether it was asked to; raises whatever it raises."""
@@ -251,3 +254,8 @@ def _key(prefix: str, name: bytes) -> str:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
+
+
+def _copy(source: memoryview, *, to: memoryview) -> None:
+    """Copy bytes while other threads run Python, which an assignment to a slice would keep from it."""
+    np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))
