@@ -19,8 +19,8 @@ from jaxllm.kv_tiers.disk import janitor
 from jaxllm.kv_tiers.disk.block_file import FileFormat, copy
 from jaxllm.kv_tiers.disk.folder import BlockFolder, folder_of, next_epoch, prepare, read_epoch
 from jaxllm.kv_tiers.disk.pace import Pace
-from jaxllm.kv_tiers.disk.workers import Workers
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
+from jaxllm.kv_tiers.workers import Workers
 from jaxllm.log import logger
 from jaxllm.scheduler_stats import SchedulerStats
 

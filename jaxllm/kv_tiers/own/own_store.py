@@ -12,11 +12,11 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.kv_connectors import KVTransferConfig
-from jaxllm.kv_tiers.disk.workers import Workers
 from jaxllm.kv_tiers.fingerprint import digest
 from jaxllm.kv_tiers.kv_store import KVStore, StoreContext
 from jaxllm.kv_tiers.own.calls import DIGEST_BYTES, ContentCall, OtherCall, PendingTransfer, Read, Write
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
+from jaxllm.kv_tiers.workers import Workers
 from jaxllm.log import logger, warn_once
 from jaxllm.scheduler_stats import SchedulerStats
 
