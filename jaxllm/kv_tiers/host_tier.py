@@ -18,6 +18,8 @@ KEPT_FOR_LOADS = KEPT_FOR_STORES = 2
 """Staging buffers that stores leave to loads, and loads to stores."""
 WAIT_SHARE = 0.25
 """Largest part of a step's time that the plan of the next one waits for stores. The device computes meanwhile."""
+READ_AHEAD_SHARE = 1 / 2
+"""Largest part of the slots for what a load will want of stores."""
 PATIENCE_SECONDS = 10.0
 """A load that takes longer counts as failed."""
 
@@ -81,6 +83,8 @@ class HostTier:
         here = [name for name in names if self.contents.is_ready(name)]
         behind = self._stores.find([name for name in names if self.contents.get(name) is None])
         if self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
+            # They are loaded a part at a time, but read at once: host memory has room for them before the blocks are free.
+            self._stores.read([name for name in names if name in behind][: int(READ_AHEAD_SHARE * self.contents.num_slots)])
             for content in map(self.contents.get, names):
                 if content is not None:  # what is stored until it is loaded must not take its place
                     self.contents.protect(content)

@@ -489,7 +489,23 @@ def test_what_takes_long_to_read_is_computed_and_the_rest_loaded() -> None:
     for _ in range(100):
         driven.worth.note_step(1000, 0.5)
     names = driven.tier.match([b"a", b"b"])
-    assert names == [b"a", b"b"] == driven.tier.choose(names, 32)
+    assert names == [b"a", b"b"]
     store.seconds_each = 1.0
-    assert driven.tier.choose(names, 32) == [b"a"] == driven.tier.choose([b"a"], 16)
-    assert not driven.tier.choose([b"b"], 16)
+    assert driven.tier.choose(names, 32) == [b"a"] == driven.tier.choose([b"a"], 16) and not store.under_way
+    store.seconds_each = 0.0
+    assert driven.tier.choose(names, 32) == names
+
+
+def test_what_is_chosen_is_read_ahead_as_far_as_there_is_room() -> None:
+    names = [b"%d" % number for number in range(9)]
+    store = Store(*names)
+    driven = Driven(num_slots=8, stores=[store])
+    assert driven.tier.choose(names, 1000) == names
+    assert [read for _, read, _ in store.under_way.values()] == [names[:2], names[2:4]], "half of the slots"
+    store.end()
+    store.end()
+    driven.step()
+    load = driven.tier.load(range(5), names[:5])
+    assert [read for _, read, _ in store.under_way.values()] == [names[4:5]]
+    store.end()
+    assert driven.run() == {load: [True] * 5}
