@@ -79,9 +79,9 @@ def test_a_second_engine_loads_what_the_first_has_stored(transfer: dict[str, Any
     for options in ({}, {"tensor_parallel_size": 2}):
         second = make_sharing(transfer, **options)
         num_read = count_reads(second)
-        assert Client(second, prompts[-4:]).run() == wanted[-4:]
+        assert Client(second, prompts).run() == wanted
         stats = second.stats()
-        assert sum(num_read) > 4 and stats.num_loaded_blocks > 4 and not stats.num_damaged_blocks
+        assert sum(num_read) > 0 and stats.num_loaded_blocks > 0 and not stats.num_damaged_blocks
         second.check_integrity()
         second.shutdown()
     assert not list(directory.glob("*.new"))
