@@ -4,6 +4,7 @@ import mmap
 import queue
 import threading
 import time
+from concurrent.futures import CancelledError
 from typing import Protocol
 
 MAX_LOST = 8
@@ -23,7 +24,7 @@ class Task(Protocol):
         """The part behind, which never waits for one. Left out if the task was given up."""
 
     def end(self, error: Exception | None, seconds: float) -> None:
-        """It is over, in any thread. error: why it failed; TimeoutError: it was given up."""
+        """It is over, in any thread. error: why it failed; TimeoutError: it was given up; CancelledError: it never began."""
 
 
 class _Worker:
@@ -46,6 +47,7 @@ class Workers:
         self._workers: list[_Worker] = []
         """Without those whose task was given up."""
         self._num_lost = 0
+        self._is_closed = False
         for _ in range(num_threads):
             self._start()
 
@@ -61,8 +63,8 @@ class Workers:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether so many threads have no answer that the others wait for them."""
-        return self._num_lost > MAX_LOST
+        """Whether no task is taken, because so many threads have no answer."""
+        return self._is_closed or self._num_lost > MAX_LOST
 
     def give_up(self, max_seconds: float | None = None) -> None:
         """Give up the tasks that take too long; other threads do what follows."""
@@ -79,13 +81,13 @@ class Workers:
                         self._start()
         for task, seconds in late:
             task.end(TimeoutError(f"no answer in {seconds:.1f} s"), seconds)
-        if self.is_stuck:
+        if self.is_stuck and not self._is_closed:
             self._drop_waiting()
 
     def _drop_waiting(self) -> None:
         try:
             while (task := self._tasks.get_nowait()) is not None:
-                task.end(TimeoutError("those before it have no answer"), 0.0)
+                task.end(CancelledError(), 0.0)
         except queue.Empty:
             return
 
@@ -122,24 +124,23 @@ class Workers:
             was_given_up, worker.task = worker.task is None, None
             if was_given_up:
                 self._num_lost -= 1
-                if len(self._workers) < self.num_threads:
+                if not self._is_closed and len(self._workers) < self.num_threads:
                     self._start()
             return was_given_up
 
     def close(self, seconds: float) -> None:
         """End the threads. Tasks that wait end with an error, and after so many seconds those under way. No task touches anything but its
         buffer afterwards."""
+        with self._lock:
+            self._is_closed = True
+            workers = list(self._workers)
         self._drop_waiting()
-        self.num_threads = 0  # start no more
-        workers = list(self._workers)
         for _ in workers:
             self._tasks.put(None)
         deadline = time.monotonic() + seconds
         for worker in workers:
             assert worker.thread is not None
             worker.thread.join(max(0.0, deadline - time.monotonic()))
-        with self._lock:
-            self._num_lost += MAX_LOST + 1
         self.give_up(0.0)
         for worker in list(self._workers):
             assert worker.thread is not None

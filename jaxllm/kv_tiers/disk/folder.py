@@ -23,6 +23,7 @@ from jaxllm.kv_tiers.disk.block_file import FileFormat, check_file, open_file
 TEMPORARY = ".tmp"
 REFRESH_SECONDS = 3600
 """A file that is read counts as used then, if that is so much later than the last time."""
+_ENTRIES_AT_ONCE, _REST_SECONDS = 100, 0.0002
 _EPOCH, _LOCK, META = "epoch", "lock", "meta.json"
 _numbers = itertools.count()
 
@@ -169,10 +170,13 @@ def is_block(entry: "os.DirEntry[str]") -> bool:
 
 
 def entries_of(epoch_path: str) -> "Iterator[os.DirEntry[str]]":
-    """All entries of the folders of an epoch. Raises OSError."""
+    """All entries of the folders of an epoch. There may be a million: other threads run Python in between. Raises OSError."""
     for folder in _listed(epoch_path):
         if folder.is_dir(follow_symlinks=False):
-            yield from _listed(folder.path)
+            for number, entry in enumerate(_listed(folder.path)):
+                if number % _ENTRIES_AT_ONCE == 0:
+                    time.sleep(_REST_SECONDS)
+                yield entry
 
 
 def _listed(path: str) -> "list[os.DirEntry[str]]":

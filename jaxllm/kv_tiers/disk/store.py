@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from jaxllm.kv_tiers.disk.block_file import FileFormat, copy
 from jaxllm.kv_tiers.disk.folder import BlockFolder, folder_of, next_epoch, prepare, read_epoch
 from jaxllm.kv_tiers.disk.pace import Pace
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
-from jaxllm.kv_tiers.workers import Workers
+from jaxllm.kv_tiers.workers import Task, Workers
 from jaxllm.log import logger
 from jaxllm.scheduler_stats import SchedulerStats
 
@@ -37,7 +38,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(eq=False)
-class _Under:
+class _UnderWay:
     """A transfer under way."""
 
     number: int
@@ -46,10 +47,10 @@ class _Under:
     began: float = field(default_factory=time.monotonic)
 
 
-class _File:
-    """A task: one file of a transfer."""
+class _File(Task):
+    """One file of a transfer."""
 
-    def __init__(self, store: "DiskStore", folder: BlockFolder, transfer: _Under, index: int, name: bytes, slot: int):
+    def __init__(self, store: "DiskStore", folder: BlockFolder, transfer: _UnderWay, index: int, name: bytes, slot: int):
         self.store, self.folder, self.transfer, self.index, self.name, self.slot = store, folder, transfer, index, name, slot
 
     def prepare(self, buffer: memoryview) -> None:
@@ -168,14 +169,14 @@ class DiskStore:
         names: Sequence[bytes],
         slots: Sequence[int],
     ) -> None:
-        transfer = _Under(number, [False] * len(names), len(names))
+        transfer = _UnderWay(number, [False] * len(names), len(names))
         with self._lock:
             if kind is _Read:
                 self._num_queued_reads += len(names)
             else:
                 self._num_queued_writes += len(names)
         for index, (name, slot) in enumerate(zip(names, slots, strict=True)):
-            workers.submit(kind(self, folder, transfer, index, name, slot))  # type: ignore[arg-type]
+            workers.submit(kind(self, folder, transfer, index, name, slot))
 
     def finished(self) -> list[Transfer]:
         self._readers.give_up()
@@ -222,7 +223,9 @@ class DiskStore:
 
     def end_read(self, task: _File, error: Exception | None, seconds: float) -> None:
         """A file was read, or not."""
-        is_missing = isinstance(error, FileNotFoundError)  # another engine made room
+        is_missing = isinstance(
+            error, FileNotFoundError | CancelledError
+        )  # another engine made room, or the disk has no answer
         with self._lock:
             self._num_queued_reads -= 1
             self._read_seconds += seconds
@@ -251,7 +254,7 @@ class DiskStore:
             if task.was_written:
                 self._num_written += 1
                 self._used_bytes += self.file_bytes
-        if error is not None:
+        if error is not None and not isinstance(error, CancelledError):
             self._pause(error)
         self._end(task, error is None)
 

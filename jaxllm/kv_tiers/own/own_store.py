@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any
 
@@ -205,8 +206,8 @@ class OwnStore:
 
     def note_failure(self, what: str, error: Exception, *, is_hanging: bool = False) -> None:
         """A call of the store failed. One that does not return counts as many."""
-        if self._is_closed:
-            return  # what waited is given up
+        if self._is_closed or isinstance(error, CancelledError):
+            return  # it never began, because others do not return or the engine ends
         with self._lock:
             is_new, self._told = what not in self._told, self._told | {what}
             self._num_failed += MAX_FAILURES if is_hanging else 1
