@@ -20,6 +20,8 @@ from jaxllm.parallel.mesh import meshes_of
 from jaxllm.parallel.topology import Topology
 from jaxllm.request_processor import load_texts
 from jaxllm.runner import memory
+from jaxllm.runner.features import host_plan
+from jaxllm.runner.host_plan import HostPlan
 from jaxllm.runner.stage import tightest
 from jaxllm.sampling.processors import load_processors
 from jaxllm.text.model_files import text_files
@@ -44,6 +46,8 @@ class EnginePlan:
     """Preprocessor of images or audio; None: the model takes text alone, or its files have a fault."""
     faults: tuple[JaxLLMError, ...] = ()
     """Reasons why this machine could not start it, apart from memory."""
+    host: HostPlan | None = None
+    """Blocks in host memory; None: there are none."""
 
     @property
     def cache(self) -> CacheLayout:
@@ -90,6 +94,10 @@ class EnginePlan:
             "longest_request_bytes": sum(group["bytes_per_longest_request"] for group in groups),
         }
 
+    def describe_memory(self) -> str:
+        """Memory of devices and host in a few lines for people."""
+        return "\n".join(plan.describe() for plan in (self.memory, self.host) if plan is not None)
+
     def _images(self) -> dict[str, Any] | None:
         """How the model sees images, and how many tokens some sizes have; None: it takes text alone."""
         vision, media = self.model_config.vision, self.media
@@ -134,7 +142,11 @@ def plan_engine(asked: EngineConfig, *, device_bytes: int | None = None) -> Engi
     media: list[MediaProcessor | AudioProcessor | None] = [None]
     _note(faults, lambda: media.append(load_processor(directory, model_config, config.multimodal)))
     stages = prepare.lay_out(config, model_config, partial(memory.memory_plan, config, model_config, device_bytes=device_bytes))
-    return EnginePlan(config, model_config, tightest(stages), media[-1], tuple(faults))
+    plan = tightest(stages)
+    host = host_plan(config, model_config, plan)
+    if host is not None and host.fault is not None and device_bytes is None:
+        faults.append(host.fault)
+    return EnginePlan(config, model_config, plan, media[-1], tuple(faults), host)
 
 
 def _note(faults: list[JaxLLMError], check: Callable[[], object]) -> None:

@@ -34,6 +34,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """Steps that have verified drafts of the request so far, by the number of drafts that they accepted; None: none has."""
     num_draft_tokens: int = 0
     """Drafts that they verified."""
+    loaded_tokens: dict[str, int] | None = None
+    """With the first token: the part of the cached tokens that tiers loaded, by source (host, disk, peer); None: there is none."""
 
 
 class Logprob(msgspec.Struct, gc=False):
@@ -66,6 +68,10 @@ class RequestMetrics:
     """Steps of a request with one answer that verified drafts, by the number of drafts that they accepted."""
     num_draft_tokens: int = 0
     """Drafts that they verified."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens of the first answer that came from the prefix cache."""
+    loaded_tokens: dict[str, int] | None = None
+    """The part of these that was not on the devices but loaded, by source (host, disk, peer); None: there is none."""
 
 
 @dataclass

@@ -238,6 +238,10 @@ class Request:
     """Whether cache tiers may load blocks of it; not after a load that failed."""
     num_cached_before_load: int | None = None
     """Tokens that the pool had of it when its load began, until it is admitted; None: there was no load."""
+    num_loaded_blocks: dict[str, int] = field(default_factory=dict)
+    """Blocks that its loads have brought, by their source, until it is admitted."""
+    loaded_tokens: dict[str, int] | None = None
+    """The part of `num_cached_tokens` that tiers loaded, by source; None: there is none."""
 
     def __post_init__(self) -> None:
         spec, params = self.spec, self.spec.sampling_params

@@ -111,17 +111,41 @@ class SchedulerStats:
     num_stored_blocks: int = 0
     """Blocks that were copied to host memory."""
     num_skipped_stores: int = 0
-    """Blocks that left the devices and were not copied because copies were behind or loads used all slots."""
+    """Blocks that left the devices and were not copied because copies were behind or copies used all slots."""
+    num_skipped_for_slots: int = 0
+    """The part of them for the second reason."""
     num_loaded_blocks: int = 0
     """Blocks that were copied from host memory."""
     num_damaged_blocks: int = 0
     """Blocks whose content in host memory was not what was stored, and was computed again."""
     stored_bytes: int = 0
+    """Bytes of all copies to host memory."""
     loaded_bytes: int = 0
+    """Bytes of all copies from host memory, for whatever became of them."""
     store_seconds: float = 0.0
     """Time of copies to host memory."""
     load_seconds: float = 0.0
     """Time of copies from host memory."""
+    store_byte_counts: tuple[int, ...] = ()
+    """Copies to host memory by their bytes, between the bounds of `observations.COPY_BYTES`."""
+    load_byte_counts: tuple[int, ...] = ()
+    """Copies from host memory."""
+    store_second_counts: tuple[int, ...] = ()
+    """Copies to host memory by their time, between the bounds of `observations.COPY_SECONDS`."""
+    load_second_counts: tuple[int, ...] = ()
+    """Copies from host memory."""
+    host_block_counts: tuple[int, ...] = ()
+    """Copies to host memory, begun or over, by their blocks, between the bounds of `observations.COPY_BLOCKS`."""
+    num_allocated_host_slots: int = 0
+    """Blocks of all these."""
+    num_written_host_slots: int = 0
+    """Blocks of host memory that copies write at this moment."""
+    num_read_host_slots: int = 0
+    """Blocks of host memory that copies read, or will, at this moment."""
+    host_block_bytes: int = 0
+    """Bytes of a block there."""
+    num_loading: int = 0
+    """The part of `num_waiting` whose blocks are being loaded."""
     disk_bytes: int = 0
     """Room for files of blocks; 0 without kv_offloading_disk. Engines that share a directory have this and the next in common."""
     used_disk_bytes: int = 0
@@ -144,7 +168,7 @@ class SchedulerStats:
     """The part of `num_waiting` that waits for programs, not for a place."""
 
 
-_MOST = ("sleep_level", "num_speculative_tokens", "max_adapters", "disk_bytes", "used_disk_bytes")
+_MOST = ("sleep_level", "num_speculative_tokens", "max_adapters", "host_block_bytes", "disk_bytes", "used_disk_bytes")
 """Fields whose total is the largest value, not the sum."""
 
 

@@ -67,6 +67,14 @@ cache knows do not ask it. A `mm_cache_usage_perc` near 1 makes images wait unti
 ranks that have no images meanwhile. The encoder's time on the device is not measured: steps follow it on the device without the host
 waiting between them. A trace (`/start_profile`) has it.
 
+**Where do prompts come from?** `prompt_tokens_by_source_total` has all prompt tokens: computed (`local_compute`), found on the devices
+(`local_cache_hit`), or loaded (`external_kv_transfer`, with the label `tier`). A request that waits while another one loads the same
+tokens finds them on the devices. `external_prefix_cache_hits_total` also counts what preempted requests loaded when they went on.
+
+**Is host memory of use?** [KV_OFFLOADING.md](KV_OFFLOADING.md#what-to-watch) says what to watch. Other than in vLLM,
+`kv_offload_cpu_cache_usage_perc` is the part that has contents, not the part that copies use now; that is its `read` and `write` together.
+There is no `kv_offload_lookup_*_delay_seconds`: a lookup in host memory is one in a table.
+
 **Does the engine hang?** `engine_last_tick_seconds` stays below a second while it is idle or its steps are short. It grows during a step
 or a compilation, and when the engine's process gives no sign of life. `replica_state` is `stalled` once `/ready` says so
 (`--stall-timeout`), which a compilation never is.
@@ -115,7 +123,7 @@ def rows(metrics: Iterable[Metric]) -> list[str]:
 
 def _label(label: str, values: set[str]) -> str:
     """`reason` (a, b) where the values are fixed, else the name alone."""
-    return f"`{label}` ({', '.join(sorted(values))})" if len(values) > 1 else f"`{label}`"
+    return f"`{label}` ({', '.join(sorted(filter(None, values)))})" if len(values) > 1 else f"`{label}`"
 
 
 def page() -> str:

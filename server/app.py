@@ -2,8 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -106,8 +107,10 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         public_paths |= page.public_paths()
 
     tracer = make_tracer(options.logging.otlp_traces_endpoint)
-    if tracer is not None:
-        engine.request_ended = tracer.request_ended
+    listeners = [] if tracer is None else [tracer.request_ended]
+    listeners += [context.request_log.ended] if context.request_log.is_on else []
+    if listeners:
+        engine.request_ended = listeners[0] if len(listeners) == 1 else partial(_tell_all, listeners)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -137,6 +140,11 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     install_errors(app)
     install_middleware(app, options.network.middleware or ())
     return app
+
+
+def _tell_all(listeners: Sequence[Callable[..., None]], *arguments: Any) -> None:
+    for listener in listeners:
+        listener(*arguments)
 
 
 def install_errors(app: FastAPI) -> None:

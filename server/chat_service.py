@@ -121,7 +121,7 @@ class PreparedChat:
         usage, self.metrics = self.usage, output.metrics
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-        usage.cached_tokens, usage.created_cache_tokens = output.num_cached_tokens, output.num_cache_creation_tokens
+        usage.set_cached(output)
         deltas: list[ChatDelta] = []
         for answer in output.outputs:
             usage.completion_tokens += len(answer.token_ids)

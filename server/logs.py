@@ -5,7 +5,9 @@ import logging
 
 from starlette.types import Scope
 
+from jaxllm.errors import JaxLLMError
 from jaxllm.log import logger, safe
+from jaxllm.outputs import RequestMetrics
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.input_processor import ParentRequest
 from server.options import LoggingOptions
@@ -43,15 +45,15 @@ class AccessLog:
 
 
 class RequestLog:
-    """Log a line for each prompt that the engine accepts, with --enable-log-requests."""
+    """Log a line for each prompt that the engine accepts, and one when its answers have ended, with --enable-log-requests."""
 
     def __init__(self, options: LoggingOptions):
-        self._is_on = options.enable_log_requests
+        self.is_on = options.enable_log_requests
         self._max_length = options.max_log_len
 
     def write(self, request: ParentRequest) -> None:
         """Log a request's sampling parameters, and its prompt at debug level."""
-        if not self._is_on:
+        if not self.is_on:
             return
         request_id, num_tokens = safe(request.request_id), len(request.prompt_token_ids)
         adapter = request.children[0].options.adapter
@@ -67,6 +69,28 @@ class RequestLog:
         if logger.isEnabledFor(logging.DEBUG):
             text = "" if request.prompt is None else safe(request.prompt, self._max_length)
             logger.debug("%s: prompt %r, ids %s", request_id, text, request.prompt_token_ids[: self._max_length])
+
+    def ended(self, request: ParentRequest, metrics: RequestMetrics | None, error: BaseException | None) -> None:
+        """Log what became of a request: see AsyncLLM.request_ended."""
+        num_tokens, request_id = len(request.prompt_token_ids), safe(request.request_id)
+        why = "" if error is None else ": the client disconnected"
+        if isinstance(error, JaxLLMError):
+            why = f": {type(error).__name__}"
+        if metrics is None or metrics.num_cached_tokens is None:
+            logger.info("%s: ended without a token%s", request_id, why, extra={"request_id": request_id})
+            return
+        loaded = metrics.loaded_tokens or {}
+        computed, on_device = num_tokens - metrics.num_cached_tokens, metrics.num_cached_tokens - sum(loaded.values())
+        sources = {"computed": computed, "device": on_device, **loaded}
+        logger.info(
+            "%s: ended, %d prompt tokens (%s), %d output tokens%s",
+            request_id,
+            num_tokens,
+            ", ".join(f"{source} {count}" for source, count in sources.items()),
+            metrics.num_generation_tokens,
+            why,
+            extra={"request_id": request_id, "prompt_tokens_by_source": sources},
+        )
 
 
 def _numbers(params: SamplingParams | BeamSearchParams) -> str:

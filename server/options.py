@@ -210,7 +210,9 @@ class LoggingOptions:
         list[str] | None,
         "path without such lines; may be given several times, or several with commas; default: probes and /metrics",
     ] = None
-    enable_log_requests: Annotated[bool, "log each request's parameters; its text only at debug level"] = False
+    enable_log_requests: Annotated[
+        bool, "log each request's parameters, and at its end where its prompt came from; its text only at debug level"
+    ] = False
     max_log_len: Annotated[int | None, "most characters or token ids of a prompt in the log; default: all"] = None
     otlp_traces_endpoint: Annotated[
         str | None,

@@ -77,7 +77,7 @@ class Tracer:
 
 
 def attributes(request: ParentRequest, metrics: RequestMetrics, end: float) -> dict[str, Any]:
-    """A span's attributes, by OpenTelemetry's names. Latencies are in seconds; those that do not apply are left out."""
+    """A span's attributes, by OpenTelemetry's names where it has one. Latencies are in seconds; those that do not apply are left out."""
     params = request.params
     search = request.beam_search_params
     decode = None if metrics.first_token_time is None else end - metrics.first_token_time
@@ -91,6 +91,8 @@ def attributes(request: ParentRequest, metrics: RequestMetrics, end: float) -> d
         "gen_ai.latency.time_in_model_decode": decode,
         "gen_ai.latency.time_in_model_inference": inference,
         "gen_ai.usage.prompt_tokens": len(request.prompt_token_ids),
+        "gen_ai.usage.cache_read.input_tokens": metrics.num_cached_tokens,
+        **{f"jaxllm.usage.loaded_tokens.{source}": count for source, count in (metrics.loaded_tokens or {}).items()},
         "gen_ai.usage.completion_tokens": metrics.num_generation_tokens,
         "gen_ai.request.id": request.request_id,
         "gen_ai.request.max_tokens": (search or params).max_tokens,

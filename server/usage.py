@@ -1,11 +1,12 @@
 """Usage in a reply: tokens and, if requested, times."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.acceptance import Acceptance
-from jaxllm.outputs import RequestMetrics
+from jaxllm.outputs import RequestMetrics, RequestOutput
 from jaxllm.text.input_processor import ParentRequest
 
 
@@ -17,6 +18,8 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int | None = None
     """None: not reported."""
+    loaded_tokens: Mapping[str, int] | None = None
+    """The part of these that was not on the devices but loaded, by source."""
     created_cache_tokens: int = 0
     """Prompt tokens that were written to the prefix cache."""
     reasoning_tokens: int | None = None
@@ -35,12 +38,29 @@ class Usage:
             found["prompt_tokens_details"] = {
                 "cached_tokens": self.cached_tokens,
                 "created_cache_tokens": self.created_cache_tokens,
+                **({"cached_tokens_by_source": self._by_source()} if self.loaded_tokens else {}),
                 **({"audio_tokens": audio} if (audio := (self.multimodal_tokens or {}).get("audio")) else {}),
                 **({"multimodal_tokens": dict(self.multimodal_tokens)} if self.multimodal_tokens else {}),
             }
         if self.reasoning_tokens is not None:
             found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return found
+
+    def set_cached(self, output: RequestOutput) -> None:
+        """Take the cached tokens of the only prompt."""
+        self.cached_tokens, self.created_cache_tokens = output.num_cached_tokens, output.num_cache_creation_tokens
+        self.loaded_tokens = None if output.metrics is None else output.metrics.loaded_tokens
+
+    def add_cached(self, output: RequestOutput) -> None:
+        """Add the cached tokens of a prompt."""
+        self.cached_tokens = (self.cached_tokens or 0) + output.num_cached_tokens
+        self.created_cache_tokens += output.num_cache_creation_tokens
+        if output.metrics is not None and output.metrics.loaded_tokens:
+            self.loaded_tokens = Counter(self.loaded_tokens or {}) + Counter(output.metrics.loaded_tokens)
+
+    def _by_source(self) -> dict[str, int]:
+        loaded = dict(self.loaded_tokens or {})
+        return {"device": (self.cached_tokens or 0) - sum(loaded.values()), **loaded}
 
 
 def multimodal_tokens(request: ParentRequest) -> Mapping[str, int] | None:

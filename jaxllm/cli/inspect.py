@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     report, fault = plan.described(), plan.fault
     if arguments.json:
         memory = {**_memory(plan.memory), "fits": fault is None}
-        print(json.dumps({**report, "memory_plan": memory, "fault": fault and str(fault)}))
+        host = plan.host and plan.host.described()
+        print(json.dumps({**report, "memory_plan": memory, "host_memory": host, "fault": fault and str(fault)}))
         return 0 if fault is None else 1
     texts = {name: [_as_text(name, value)] for name, value in report.items()}
     texts["layers"] = list(kinds_of_layers(plan.model_config.layers))
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, paragraphs in texts.items():
         for text in paragraphs:
             print(_paragraph(name, text))
-    print(plan.memory.describe())
+    print(plan.describe_memory())
     verdict = "it cannot start" if isinstance(fault, ModelLoadError) else "it does not fit"
     print("it fits" if fault is None else f"{verdict}: {fault}")
     return 0 if fault is None else 1

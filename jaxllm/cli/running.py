@@ -75,7 +75,7 @@ def dry_run(options: Mapping[str, Any]) -> int:
     for name, value in plan.config.flat().items():
         if value != defaults[name]:
             print(f"{name}: {value}")
-    print(plan.memory.describe())
+    print(plan.describe_memory())
     if plan.fault is not None:
         raise plan.fault
     return 0

@@ -114,6 +114,7 @@ def view(before: Scrape, now: Scrape) -> dict[str, Any]:
         "generation_tokens_per_second": grown("generation_tokens") / seconds,
         "preemptions": grown("num_preemptions"),
         "encoder": _encoder(grown),
+        "host_memory": _host_memory(now, grown, seconds) if "num_requests_loading" in now.values else None,
         "drafts": None if drafts is None else drafts.report(),
         "latency_ms": {
             name: _percentiles(before.buckets.get(metric, {}), now.buckets.get(metric, {}))
@@ -177,6 +178,20 @@ def _encoder(grown: Callable[[str], float]) -> dict[str, float] | None:
     """Patches of items, and those that the encoder computed for them, padding included; None: it computed nothing."""
     computed = grown("mm_encoder_computed_patches")
     return {"patches": grown("mm_encoder_patches"), "computed_patches": computed} if computed else None
+
+
+def _host_memory(now: Scrape, grown: Callable[[str], float], seconds: float) -> dict[str, float | None]:
+    """Blocks of the prefix cache in host memory: the part of it in use, copies in bytes per second, and the part of the tokens that the
+    devices did not have which was loaded."""
+    queries = grown("external_prefix_cache_queries")
+    return {
+        "usage": now.values["kv_offload_cpu_cache_usage_perc"] / now.num_engines,
+        "num_requests_loading": now.values["num_requests_loading"],
+        "store_bytes_per_second": grown("kv_offload_store_bytes") / seconds,
+        "load_bytes_per_second": grown("kv_offload_load_bytes") / seconds,
+        "hit_rate": grown("external_prefix_cache_hits") / queries if queries else None,
+        "lost_blocks": grown("kv_offload_stores_skipped"),
+    }
 
 
 def _by_label(before: Scrape, now: Scrape, name: str) -> dict[str, dict[str, float]]:

@@ -22,6 +22,7 @@ def figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("stalled", _stalled(found)),
         ("KV cache", f"{found['kv_cache_usage']:.1%}"),
         ("prefix cache hits", "–" if hit_rate is None else f"{hit_rate:.1%}"),
+        ("host memory", _host_memory(found["host_memory"])),
         ("prompt", f"{found['prompt_tokens_per_second']:.1f} tokens/s"),
         ("generation", f"{found['generation_tokens_per_second']:.1f} tokens/s"),
         ("drafts", "" if drafts is None else _drafts(drafts)),
@@ -56,6 +57,16 @@ def _encoder(report: Mapping[str, float] | None) -> str:
         return ""
     padding = 1 - report["patches"] / report["computed_patches"]
     return f"{report['patches']:.0f} patches, {padding:.0%} of what it computed was padding"
+
+
+def _host_memory(report: Mapping[str, float | None] | None) -> str:
+    if report is None:
+        return ""
+    rates = [f"{name}s {(report[f'{name}_bytes_per_second'] or 0) / 1e9:.1f} GB/s" for name in ("store", "load")]
+    parts = [f"{report['usage']:.1%}", *rates, f"{report['num_requests_loading']:.0f} requests loading"]
+    parts += [] if report["hit_rate"] is None else [f"hits {report['hit_rate']:.1%}"]
+    parts += [f"{report['lost_blocks']:.0f} blocks lost"] if report["lost_blocks"] else []
+    return ", ".join(parts)
 
 
 def _counts(found: Mapping[str, Mapping[str, float]]) -> str:

@@ -9,19 +9,16 @@ from jaxllm.device_ops import GatherBlocks
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.contents import PROTECTED_SHARES
-from jaxllm.kv_tiers.host_tier import HostTier
+from jaxllm.kv_tiers.host_tier import STEPS_AHEAD, HostTier
 from jaxllm.kv_tiers.rates import Rates
 from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.log import logger
 
 if TYPE_CHECKING:
-    from jaxllm.kv_tiers.slot_store import SlotStore
     from jaxllm.scheduler.cache_tier import CacheTier
 
 MIN_LOAD_TOKENS = 64
 """Fewer are computed."""
-_STEPS_AHEAD = 2
-"""Contents are stored when so many of the largest steps may evict them."""
 
 
 def check_own_store(transfer: KVTransferConfig) -> None:
@@ -42,8 +39,10 @@ class KVTiers:
         """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`. model_dir: where the weights are. Raises
         ConfigError."""
         copies, block_size = executor.op_runner(GatherBlocks), self._config.block_tokens
-        num_cold = min(_STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
-        logger.info("host memory: %d blocks of %.1f KiB", copies.num_slots, copies.block_bytes / 1024)
+        num_cold = min(STEPS_AHEAD * self._config.scheduler.max_step_tokens // block_size, num_blocks // 2)
+        num_tokens = copies.num_slots * block_size // len(executor.shapes.cache.groups)
+        fits = "host memory: %d blocks of %.1f KiB fit, %d tokens"
+        logger.info(fits, copies.num_slots, copies.block_bytes / 1024, num_tokens)
         return (
             HostTier(
                 copies,

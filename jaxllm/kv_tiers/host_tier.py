@@ -8,20 +8,26 @@ from collections.abc import Collection, Iterable, Sequence
 from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.kv_tiers.contents import PROTECTED_SHARE, Content, Contents
 from jaxllm.kv_tiers.copies import Copies, Load, Part, StoreCopy, Worth
+from jaxllm.kv_tiers.copy_counts import CopyCounts, LostBlocks
 from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.kv_tiers.stores import Stores
 from jaxllm.log import logger
+from jaxllm.observations import COPY_BLOCKS, Observations
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
 KEPT_FOR_LOADS = KEPT_FOR_STORES = 2
 """Staging buffers that stores leave to loads, and loads to stores."""
+STEPS_AHEAD = 2
+"""Contents are stored when so many of the largest steps may evict them."""
 WAIT_SHARE = 0.25
 """Largest part of a step's time that the plan of the next one waits for stores. The device computes meanwhile."""
 READ_AHEAD_SHARE = 1 / 2
 """Largest part of the slots for what a load will want of stores."""
 PATIENCE_SECONDS = 10.0
 """A load that takes longer counts as failed."""
+_SOURCE = "host"
+"""See CacheTier.sources."""
 
 
 class HostTier:
@@ -65,11 +71,10 @@ class HostTier:
         """Parts of loads whose blocks are written, by the number of the copy."""
         self._over: list[FinishedCopy] = []
         """Copies that are over and not processed. One that failed stays while its step is not done."""
-        self._is_short = False
-        """Whether the last plan's stores lacked staging buffers."""
         self._step_id = self._done_step_id = 0
-        self._num_stored = self._num_loaded = self._num_skipped = self._num_damaged = 0
-        self._store_seconds = self._load_seconds = 0.0
+        self._num_stored = self._num_loaded = self._num_damaged = 0
+        self._stores_counted, self._loads_counted, self._lost = CopyCounts(), CopyCounts(), LostBlocks()
+        self._allocated = Observations(COPY_BLOCKS)
 
     # See CacheTier
 
@@ -90,6 +95,10 @@ class HostTier:
                     self.contents.protect(content)
             return names
         return here if len(here) < len(names) else ()
+
+    def sources(self, names: Sequence[bytes]) -> Sequence[str]:
+        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        return [behind[name].name if name in behind else _SOURCE for name in names]
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         number, size = next(self._numbers), self._copies.max_blocks
@@ -121,7 +130,8 @@ class HostTier:
 
     def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
         ops, num_left = self._store(block_ids, names)
-        self._num_skipped += num_left
+        if num_left:
+            self._lost.note(num_left, for_slots=len(self._free_staging) > KEPT_FOR_LOADS)
         return ops
 
     def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
@@ -132,10 +142,7 @@ class HostTier:
         new = [(block, name) for block, name in zip(block_ids, names, strict=True) if self.contents.get(name) is None]
         ops: list[AnyDeviceOp] = []
         num_taken = 0
-        while num_taken < len(new):
-            if len(self._free_staging) <= KEPT_FOR_LOADS:
-                self._is_short = True
-                break
+        while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
             blocks, contents = [], []
             for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
                 if (content := self.contents.add(name)) is None:
@@ -145,9 +152,11 @@ class HostTier:
             if not contents:
                 break
             num_taken += len(contents)
+            self._allocated.add(len(contents))
             number, staging = next(self._numbers), self._free_staging.pop()
             self._gathering[number] = StoreCopy(contents, staging, self._step_id)
             ops.append(GatherBlocks(number, staging, blocks, [content.slot for content in contents]))
+        self._lost.note_stored(num_taken)
         return ops, len(new) - num_taken
 
     def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
@@ -162,7 +171,7 @@ class HostTier:
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
-        over, self._over, self._is_short = [*self._over, *self._copies.finished()], [], False
+        over, self._over = [*self._over, *self._copies.finished()], []
         for copy in over:
             self._take_in(copy)
         while self._stored and self._stored[0].step_id <= done_step_id:
@@ -178,7 +187,8 @@ class HostTier:
         return self._stages()
 
     def wait_for_stores(self, num_tokens: int) -> None:
-        if not self._is_short:
+        num_free = max(0, len(self._free_staging) - KEPT_FOR_LOADS) * self._copies.max_blocks
+        if num_free >= self.num_cold / STEPS_AHEAD:
             return
         deadline = time.monotonic() + WAIT_SHARE * self._worth.step_seconds(num_tokens)
         while self._gathering.keys() - {copy.number for copy in self._over} and (left := deadline - time.monotonic()) > 0:
@@ -203,7 +213,6 @@ class HostTier:
         for copies in (self._gathering, self._stored, self._loads, self._staging_parts, self._writing):
             copies.clear()
         self._over.clear()
-        self._is_short = False
         self.contents.end_uses(but=self._stores.uses())
         self._free_staging = list(range(self._copies.num_staging))
 
@@ -212,12 +221,18 @@ class HostTier:
         stats.num_used_host_slots += len(self.contents)
         stats.num_stored_blocks += self._num_stored
         stats.num_loaded_blocks += self._num_loaded
-        stats.num_skipped_stores += self._num_skipped
+        stats.num_skipped_stores += self._lost.num_without_slot + self._lost.num_without_buffer
+        stats.num_skipped_for_slots += self._lost.num_without_slot
         stats.num_damaged_blocks += self._num_damaged
-        stats.stored_bytes += self._num_stored * self._copies.block_bytes
-        stats.loaded_bytes += self._num_loaded * self._copies.block_bytes
-        stats.store_seconds += self._store_seconds
-        stats.load_seconds += self._load_seconds
+        stores, loads = self._stores_counted, self._loads_counted
+        stats.stored_bytes, stats.loaded_bytes = int(stores.bytes.sum), int(loads.bytes.sum)
+        stats.store_seconds, stats.load_seconds = stores.seconds.sum, loads.seconds.sum
+        stats.store_byte_counts, stats.load_byte_counts = tuple(stores.bytes.counts), tuple(loads.bytes.counts)
+        stats.store_second_counts, stats.load_second_counts = tuple(stores.seconds.counts), tuple(loads.seconds.counts)
+        stats.host_block_counts, stats.num_allocated_host_slots = tuple(self._allocated.counts), int(self._allocated.sum)
+        stats.host_block_bytes = self._copies.block_bytes
+        stats.num_written_host_slots = sum(len(store.contents) for store in (*self._gathering.values(), *self._stored))
+        stats.num_read_host_slots = sum(len(part.contents) for part in self._parts_that_read())
         self._stores.add_stats(stats)
 
     def close(self) -> None:
@@ -241,11 +256,11 @@ class HostTier:
             self._num_stored += len(store.contents)
             # Both directions are as fast. Were loads alone noted, a few slow ones would end all for ever.
             self._worth.note_copy(len(store.contents), copy.seconds)
-            self._store_seconds += copy.seconds
+            self._stores_counted.note(len(store.contents) * self._copies.block_bytes, copy.seconds)
         elif (part := self._staging_parts.pop(number, None)) is not None:
             self._release(part.contents)
             self._worth.note_copy(len(part.contents), copy.seconds)
-            self._load_seconds += copy.seconds
+            self._loads_counted.note(len(part.contents) * self._copies.block_bytes, copy.seconds)
             if part.load.is_cancelled:
                 self._free_staging.append(part.staging)
             else:
@@ -303,12 +318,15 @@ class HostTier:
                 ops.append(StageBlocks(number, part.staging, [each.slot for each in part.contents]))
         return ops
 
+    def _parts_that_read(self) -> list[Part]:
+        """The parts of loads whose slots copies read, or will."""
+        return [*(part for load in self._loads.values() for part in load.waiting), *self._staging_parts.values()]
+
     def check_integrity(self) -> None:
         """Raise AssertionError if slots, buffers and copies disagree."""
         used = self._stores.uses()
         stores = (*self._gathering.values(), *self._stored)
-        parts = (*(part for load in self._loads.values() for part in load.waiting), *self._staging_parts.values())
-        for contents in (*(store.contents for store in stores), *(part.contents for part in parts)):
+        for contents in (*(store.contents for store in stores), *(part.contents for part in self._parts_that_read())):
             for content in contents:
                 used[content] = used.get(content, 0) + 1
         self.contents.check_integrity(used)

@@ -3,7 +3,7 @@
 import time
 
 from jaxllm.metrics.collect import Collected
-from jaxllm.observations import STEP_TOKENS, Observations
+from jaxllm.observations import COPY_BLOCKS, COPY_BYTES, COPY_SECONDS, STEP_TOKENS, Observations
 from jaxllm.scheduler_stats import SchedulerStats
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
@@ -14,8 +14,8 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     """Load and totals of the engine core."""
     found.gauge("num_requests_running", load.num_running, "requests in the running batch")
     found.gauge("num_requests_waiting", load.num_waiting, "requests waiting for a place in the batch")
-    by_reason = "the same by reason: for capacity, or deferred until programs that only they need are compiled"
-    num_deferred = min(load.num_deferred, load.num_waiting)
+    by_reason = "the same by reason: for capacity, or deferred until their blocks are loaded or programs that only they need are compiled"
+    num_deferred = min(load.num_deferred + load.num_loading, load.num_waiting)
     found.gauge("num_requests_waiting_by_reason", load.num_waiting - num_deferred, by_reason, reason="capacity")
     found.gauge("num_requests_waiting_by_reason", num_deferred, by_reason, reason="deferred")
     found.gauge("kv_cache_usage_perc", load.cache_usage, "fraction of the KV cache in use, 0 to 1")
@@ -121,13 +121,41 @@ def _add_host_memory(found: Collected, load: SchedulerStats) -> None:
     """Blocks in host memory, where the engine has kv_offloading_size. Queries and hits of tokens are always there."""
     if not load.num_host_slots:
         return
+    found.gauge("num_requests_loading", load.num_loading, "waiting requests whose blocks are being loaded")
+    in_use, of_slots = "fraction of the blocks of host memory", 1 / load.num_host_slots
+    found.gauge("kv_offload_cpu_cache_usage_perc", load.num_used_host_slots * of_slots, f"{in_use} that have a content")
+    found.gauge("kv_offload_cpu_cache_read_usage_perc", load.num_read_host_slots * of_slots, f"{in_use} that loads read now")
     found.gauge(
-        "kv_offload_cpu_cache_usage_perc",
-        load.num_used_host_slots / load.num_host_slots,
-        "fraction of --kv-offloading-size in use",
+        "kv_offload_cpu_cache_write_usage_perc", load.num_written_host_slots * of_slots, f"{in_use} that stores write now"
+    )
+    found.gauge(
+        "kv_offload_config_info",
+        1,
+        "sizes of host memory, as labels: blocks that fit, bytes of each",
+        cpu_num_chunks=str(load.num_host_slots),
+        blocks_per_chunk="1",
+        kv_bytes_per_chunk=str(load.host_block_bytes),
     )
     _add_copies(found, "host", (load.stored_bytes, load.store_seconds), (load.loaded_bytes, load.load_seconds))
-    found.counter("kv_offload_stores_skipped", load.num_skipped_stores, _SKIPPED, tier="host")
+    stores = (
+        "store",
+        "to host memory",
+        load.stored_bytes,
+        load.store_seconds,
+        load.store_byte_counts,
+        load.store_second_counts,
+    )
+    loads = ("load", "from host memory", load.loaded_bytes, load.load_seconds, load.load_byte_counts, load.load_second_counts)
+    for name, where, num_bytes, seconds, byte_counts, second_counts in (stores, loads):
+        sizes = Observations(COPY_BYTES, byte_counts, num_bytes)
+        found.histogram(f"kv_offload_{name}_size", sizes, f"bytes of each of the copies of blocks {where}")
+        times = Observations(COPY_SECONDS, second_counts, seconds)
+        found.histogram("kv_offload_copy_seconds", times, "time of each copy of blocks to or from host memory", direction=name)
+    allocated = Observations(COPY_BLOCKS, load.host_block_counts, load.num_allocated_host_slots)
+    found.histogram("kv_offload_cpu_allocation_size", allocated, "blocks that got a place in host memory together")
+    num_behind = load.num_skipped_stores - load.num_skipped_for_slots
+    found.counter("kv_offload_stores_skipped", num_behind, _SKIPPED, tier="host", reason="copies_behind")
+    found.counter("kv_offload_stores_skipped", load.num_skipped_for_slots, _SKIPPED, tier="host", reason="host_memory_in_use")
     found.counter("kv_offload_bad_blocks", load.num_damaged_blocks, _DAMAGED, tier="host")
 
 
@@ -139,7 +167,7 @@ def _add_disk(found: Collected, load: SchedulerStats) -> None:
     found.gauge("kv_offload_disk_usage_perc", load.used_disk_bytes / load.disk_bytes, used)
     written, read = (load.disk_written_bytes, load.disk_write_seconds), (load.disk_read_bytes, load.disk_read_seconds)
     _add_copies(found, "disk", written, read)
-    found.counter("kv_offload_stores_skipped", load.num_lost_blocks, _SKIPPED, tier="disk")
+    found.counter("kv_offload_stores_skipped", load.num_lost_blocks, _SKIPPED, tier="disk", reason="full_or_behind")
     found.counter("kv_offload_bad_blocks", load.num_bad_files, _DAMAGED, tier="disk")
 
 

@@ -14,8 +14,11 @@ from jaxllm.request import FinishReason
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_stats import SchedulerStats
 
-CACHE_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
-"""Where vLLM may keep cached tokens: gateways add all of them up."""
+DEVICE = "device"
+TIER_LABELS = {"host": "host", "peer": "p2p", "disk": "disk"}
+OTHER_TIER = "external_unspecified"
+TIERS = (*TIER_LABELS.values(), OTHER_TIER)
+"""vLLM's names of the places that cached tokens are loaded from. All are always there, because gateways add them up."""
 
 
 def cache_labels(options: CacheOptions) -> dict[str, str]:
@@ -36,6 +39,8 @@ class EngineMetrics:
         token_counts = buckets.one_two_five(max_model_len)
         self.prompt_tokens = 0
         self.prompt_tokens_cached = 0
+        self.prompt_tokens_loaded = dict.fromkeys(TIERS, 0)
+        """The part of the cached ones that tiers loaded."""
         self.generation_tokens = 0
         self._finished = dict.fromkeys(map(str, FinishReason), 0)
         self._first_token_seconds = Observations(buckets.FIRST_TOKEN_SECONDS)
@@ -72,15 +77,18 @@ class EngineMetrics:
         num_cached_tokens: int,
         seconds: float | None,
         *,
+        loaded_tokens: Mapping[str, int] | None = None,
         queue_seconds: float | None = None,
         prefill_seconds: float | None = None,
     ) -> None:
-        """Record a sequence's first token, or a prompt's vectors (`seconds` None): time since arrival, and queue and compute
-        times, if the core reported them."""
+        """Record a sequence's first token, or a prompt's vectors (`seconds` None): time since arrival, the part of the cached tokens that
+        tiers loaded, and queue and compute times, if the core reported them."""
         if seconds is not None:
             self._first_token_seconds.add(seconds)
         self.prompt_tokens += num_prompt_tokens
         self.prompt_tokens_cached += num_cached_tokens
+        for source, count in (loaded_tokens or {}).items():
+            self.prompt_tokens_loaded[TIER_LABELS.get(source, OTHER_TIER)] += count
         self._request_computed_tokens.add(num_prompt_tokens - num_cached_tokens)
         if queue_seconds is not None:
             self._queue_seconds.add(queue_seconds)
@@ -164,15 +172,16 @@ class EngineMetrics:
             "prompt_tokens", self.prompt_tokens, "prompt tokens of requests that got their first token or their vector"
         )
         found.counter("prompt_tokens_cached", self.prompt_tokens_cached, "those of them that came from the prefix cache")
-        by_source = "the same by where they came from; from another engine: none"
+        by_source = "prompt tokens by where they came from: computed, found on the devices, or loaded, these by tier"
+        cached_in = "cached prompt tokens by where they were kept when their request asked for them"
         computed = self.prompt_tokens - self.prompt_tokens_cached
-        found.counter("prompt_tokens_by_source", computed, by_source, source="local_compute")
-        found.counter("prompt_tokens_by_source", self.prompt_tokens_cached, by_source, source="local_cache_hit")
-        found.counter("prompt_tokens_by_source", 0, by_source, source="external_kv_transfer")
-        cached_in = "cached prompt tokens by where they were kept; those that host memory gave count as the device's"
-        for source in CACHE_SOURCES:
-            count = self.prompt_tokens_cached if source == "device" else 0
-            found.counter("prompt_tokens_cached_by_source", count, cached_in, source=source)
+        on_device = self.prompt_tokens_cached - sum(self.prompt_tokens_loaded.values())
+        found.counter("prompt_tokens_by_source", computed, by_source, source="local_compute", tier="")
+        found.counter("prompt_tokens_by_source", on_device, by_source, source="local_cache_hit", tier="")
+        found.counter("prompt_tokens_cached_by_source", on_device, cached_in, source=DEVICE)
+        for tier, count in self.prompt_tokens_loaded.items():
+            found.counter("prompt_tokens_by_source", count, by_source, source="external_kv_transfer", tier=tier)
+            found.counter("prompt_tokens_cached_by_source", count, cached_in, source=tier)
         found.counter("generation_tokens", self.generation_tokens, "output tokens")
         for reason, count in self._finished.items():
             found.counter("request_success", count, "ended sequences", finished_reason=reason)

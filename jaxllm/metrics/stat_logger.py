@@ -27,6 +27,8 @@ class _Totals:
     drafts: Acceptance = Acceptance()
     even_expert_load: float = 0.0
     busiest_expert_load: float = 0.0
+    external_queries: int = 0
+    external_hits: int = 0
 
     def __sub__(self, earlier: "_Totals") -> "_Totals":
         return _Totals(*(getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)))
@@ -73,6 +75,10 @@ class StatLogger:
             parts += [f"turned away {change.rejections}"] if change.rejections else []
             parts.append(f"KV cache {load.cache_usage:.1%}")
             parts += [f"prefix cache hits {change.hits / change.queries:.1%}"] if change.queries else []
+            if load.num_host_slots:
+                parts.append(f"host memory {load.num_used_host_slots / load.num_host_slots:.1%}")
+                parts += [f"its hits {change.external_hits / change.external_queries:.1%}"] if change.external_queries else []
+                parts += [f"loading {load.num_loading}"] if load.num_loading else []
             busiest = change.busiest_expert_load
             parts += [f"balance of experts {change.even_expert_load / busiest:.2f}"] if busiest else []
         return ", ".join(parts)
@@ -97,6 +103,8 @@ class StatLogger:
             Acceptance.of(load),
             sum(load.even_expert_load),
             sum(load.busiest_expert_load),
+            load.external_prefix_cache_queries,
+            load.external_prefix_cache_hits,
         )
 
 

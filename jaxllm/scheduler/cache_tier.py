@@ -38,6 +38,9 @@ class CacheTier(Protocol):
         """Those of these contents to load, so that so many tokens need not be computed: all, if that takes less time than to compute them;
         else those that come faster, about which it is asked again, or none."""
 
+    def sources(self, names: Sequence[bytes]) -> Sequence[str]:
+        """Where each of these contents is kept that `match` found: "host", "disk", "peer". Loaded tokens are counted by it."""
+
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         """Begin to load contents into blocks with no other user until `begin_step` reports the load. Returns its number."""
 
@@ -64,8 +67,8 @@ class CacheTier(Protocol):
         """The step is planned. Returns further operations, of the loads that began with it."""
 
     def wait_for_stores(self, num_tokens: int) -> None:
-        """A step of so many tokens is computed. If the one before lacked room to store all that was offered: return when its stores are
-        over, or after a part of the step's time."""
+        """A step of so many tokens is computed. If earlier stores leave too little room for what the next one may evict: return when they
+        are over, or after a part of the step's time."""
 
     def wait(self, seconds: float) -> None:
         """Return when the state of a load changed, or after this time. Called while nothing else can be done."""

@@ -29,6 +29,8 @@ class _Copy:
     load_id: int
     blocks: list[KVCacheBlock]
     names: list[bytes]
+    sources: Sequence[str]
+    """See CacheTier."""
     deadline: float
 
 
@@ -129,11 +131,13 @@ class Loading:
         load.copies.remove(copy)
         load.deadline = self._seconds + self._patience_seconds
         self._arriving.difference_update(copy.names)
-        for block, name, right in zip(copy.blocks, copy.names, is_right, strict=True):
+        request = load.request
+        for block, name, source, right in zip(copy.blocks, copy.names, copy.sources, is_right, strict=True):
             if right:
                 self._manager.pool.publish(block, name)
+                request.num_loaded_blocks[source] = request.num_loaded_blocks.get(source, 0) + 1
             else:
-                load.request.loads_blocks = False
+                request.loads_blocks = False
                 load.stop()
 
     # Loads
@@ -243,8 +247,9 @@ class Loading:
             part = [name for name in names if tier_of[name] is tier]
             if part:
                 own = [blocks[name] for name in part]
+                sources = tier.sources(part)
                 load_id = tier.load([block.block_id for block in own], part)
-                load.copies.append(_Copy(tier, load_id, own, part, self._seconds + tier.patience_seconds))
+                load.copies.append(_Copy(tier, load_id, own, part, sources, self._seconds + tier.patience_seconds))
         load.held |= blocks
         self._arriving.update(names)
 
@@ -330,6 +335,7 @@ class Loading:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Add the numbers of all tiers."""
+        stats.num_loading = sum(bool(load.copies or load.left) for load in self._loads.values())
         for tier in self._tiers:
             tier.add_stats(stats)
 

@@ -97,6 +97,7 @@ def take_in(
         if request.num_draft_tokens:
             output.accepted_counts, output.num_draft_tokens = tuple(request.accepted_counts), request.num_draft_tokens
         if is_first:
+            output.loaded_tokens = request.loaded_tokens
             output.queue_seconds = request.scheduled_at - request.queued_at
             output.prefill_seconds = time.monotonic() - request.scheduled_at
         outputs.append(output)

@@ -553,7 +553,7 @@ class Scheduler:
         if self.cache_manager.reads_cache(request):
             self._totals.note_prefix(request, data)
             if self.cache_manager.loading is not None:
-                self._totals.note_loaded(request, data)
+                self._totals.note_loaded(request, data, self.cache_manager.block_size)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = data.num_cached_tokens
             request.scheduled_at = time.monotonic()
@@ -651,8 +651,7 @@ class Scheduler:
             self.cache_manager.loading.wait(seconds)
 
     def wait_for_stores(self, num_tokens: int) -> None:
-        """Wait, for a part of the time of a step of so many tokens, until the next plan can store more, if the last one lacked room for
-        that. Call it while such a step is computed."""
+        """See CacheTier."""
         if self.cache_manager.loading is not None:
             self.cache_manager.loading.wait_for_stores(num_tokens)
 

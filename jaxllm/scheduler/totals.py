@@ -1,5 +1,6 @@
 """Counters of a scheduler since its start, for `SchedulerStats`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +29,17 @@ class Totals:
     _external: list[int] = field(default_factory=lambda: [0, 0])
     """[queried, found] tokens of tiers."""
 
-    def note_loaded(self, request: Request, data: NewRequestData) -> None:
-        """Count the admission of a request that was looked up in tiers."""
+    def note_loaded(self, request: Request, data: NewRequestData, block_size: int) -> None:
+        """Count the admission of a request that was looked up in tiers. The first one tells the request what they loaded for it: what they
+        loaded for others meanwhile counts as cached."""
         before, request.num_cached_before_load = request.num_cached_before_load, None
-        num_loaded = 0 if before is None else max(0, data.num_cached_tokens - before)
+        blocks, request.num_loaded_blocks = request.num_loaded_blocks, {}
+        num_more = 0 if before is None else max(0, data.num_cached_tokens - before)
+        num_loaded = min(num_more, block_size * sum(blocks.values()))
         self._external[0] += request.num_tokens - data.num_cached_tokens + num_loaded
         self._external[1] += num_loaded
+        if num_loaded and request.num_cached_tokens < 0:
+            request.loaded_tokens = _shares(num_loaded, blocks)
 
     def note_prefix(self, request: Request, data: NewRequestData) -> None:
         """Count the admission of a request that was looked up in the prefix cache."""
@@ -59,6 +65,15 @@ class Totals:
             "num_step_tokens": int(self.step_tokens.sum),
         }
         return fields if drafts is None else fields | draft_stats(drafts)
+
+
+def _shares(num_tokens: int, num_blocks: Mapping[str, int]) -> dict[str, int]:
+    """Tokens that were loaded, by source, where the blocks that were loaded for them came from these."""
+    found, num_before, num_all = {}, 0, sum(num_blocks.values())
+    for source, count in num_blocks.items():
+        found[source] = num_tokens * (num_before + count) // num_all - num_tokens * num_before // num_all
+        num_before += count
+    return found
 
 
 def draft_stats(drafts: DraftControl) -> dict[str, Any]:

@@ -313,11 +313,13 @@ class OutputProcessor:
                 live.metrics.num_generation_tokens += num_new
             if output.pooled is not None:
                 live.vectors, live.num_cached_tokens = output.pooled, output.num_cached_tokens
+                live.metrics.num_cached_tokens, live.metrics.loaded_tokens = output.num_cached_tokens, output.loaded_tokens
                 if metrics is not None:
                     metrics.prefill_done(
                         len(answer.prompt_token_ids),
                         output.num_cached_tokens,
                         None,
+                        loaded_tokens=output.loaded_tokens,
                         queue_seconds=output.queue_seconds,
                         prefill_seconds=output.prefill_seconds,
                     )
@@ -397,6 +399,7 @@ class OutputProcessor:
             live.metrics.first_token_time = now
             live.metrics.queue_seconds, live.metrics.prefill_seconds = item.queue_seconds, item.prefill_seconds
             live.num_cached_tokens = item.num_cached_tokens
+            live.metrics.num_cached_tokens, live.metrics.loaded_tokens = item.num_cached_tokens, item.loaded_tokens
             if (size := self._cached_block_tokens) is not None:
                 num_full = len(answer.prompt_token_ids) // size * size
                 live.num_cache_creation_tokens = max(0, num_full - item.num_cached_tokens)
@@ -405,6 +408,7 @@ class OutputProcessor:
                 len(answer.prompt_token_ids),
                 item.num_cached_tokens,
                 now - live.request.arrival_time,
+                loaded_tokens=item.loaded_tokens,
                 queue_seconds=item.queue_seconds,
                 prefill_seconds=item.prefill_seconds,
             )

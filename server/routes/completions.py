@@ -310,8 +310,7 @@ class CompletionReply:
             usage.completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
         self._metrics = output.metrics
         if output.finished:
-            usage.cached_tokens = (usage.cached_tokens or 0) + output.num_cached_tokens
-            usage.created_cache_tokens += output.num_cache_creation_tokens
+            usage.add_cached(output)
 
     def _usage(self) -> dict[str, Any]:
         return self._usage_so_far.as_dict(tells_cached=self._tells_cached)

@@ -153,7 +153,7 @@ class GenerateReply:
     def _count(self, output: RequestOutput) -> None:
         usage, self._metrics = self._usage, output.metrics
         usage.completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
-        usage.cached_tokens, usage.created_cache_tokens = output.num_cached_tokens, output.num_cache_creation_tokens
+        usage.set_cached(output)
 
     def _choice(self, answer: CompletionOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {

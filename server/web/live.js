@@ -71,6 +71,20 @@ function draw(now) {
     'Finished requests': short(total('request_success_total')),
     Preemptions: short(total('num_preemptions_total')),
   });
+  const hasHostMemory = now.samples.some(({ name }) => name === 'num_requests_loading');
+  $('host-memory').hidden = !hasHostMemory;
+  if (hasHostMemory) {
+    const gigabytes = (name) => (before ? (rate(name) / 1e9).toFixed(1) : '–');
+    const asked = total('external_prefix_cache_queries_total');
+    figures('host-memory', {
+      'Host memory in use': percent(mean(now.samples, 'kv_offload_cpu_cache_usage_perc')),
+      'Host memory hits': asked ? percent(total('external_prefix_cache_hits_total') / asked) : '–',
+      'Requests loading': short(total('num_requests_loading')),
+      'Loads, GB/s': gigabytes('kv_offload_load_bytes_total'),
+      'Stores, GB/s': gigabytes('kv_offload_store_bytes_total'),
+      'Lost blocks': short(total('kv_offload_stores_skipped_total')),
+    });
+  }
   chart(now, 'Output tokens/s', output);
   chart(now, 'Running requests', total('num_requests_running'));
   chart(now, 'Waiting requests', total('num_requests_waiting'));

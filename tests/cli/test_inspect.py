@@ -95,3 +95,20 @@ def test_how_a_model_sees_images_is_told(tmp_path, monkeypatch, capsys):
     assert told in shown and "640x480 pixels are 234 tokens" in shown
     assert main(["inspect", directory, "--language-model-only", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["images"] is None
+
+
+def test_what_fits_in_host_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["inspect", "demo", "--dtype", "bfloat16", "--device-memory", "80G"]
+    assert main([*command, "--kv-offloading-size", "64"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("host memory"))
+    told = "64.00 GiB: 1398101 blocks of 48.0 KiB, 22369616 tokens; copies take 192.0 MiB of each device"
+    assert line == f"host memory for blocks: {told}"
+    assert main([*command, "--json"]) == 0 and json.loads(capsys.readouterr().out)["host_memory"] is None
+    assert main([*command, "--kv-offloading-size", "64", "-tp", "2", "--data-parallel-size", "2", "--json"]) == 0
+    host = json.loads(capsys.readouterr().out)["host_memory"]
+    assert (host["num_bytes"], host["num_blocks"], host["block_bytes"]) == (32 << 30, (64 << 30) // 2 // 49152, 49152)
+
+
+def test_host_memory_that_this_machine_has_not_is_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "demo", "--kv-offloading-size", "900000"]) == 1
+    assert "it does not fit: kv_offloading_size is 9e+05 GiB, but " in capsys.readouterr().out

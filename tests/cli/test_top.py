@@ -66,6 +66,28 @@ def test_padding_of_the_encoder_is_shown() -> None:
     assert "encoder             200 patches, 22% of what it computed was padding" in lines
 
 
+def test_host_memory_is_shown_where_blocks_are_kept_there() -> None:
+    def page(num_bytes: float, hits: int, lost: int) -> str:
+        gauges = {"num_requests_loading": 3, "kv_offload_cpu_cache_usage_perc": 0.5}
+        totals = {
+            "kv_offload_store_bytes": num_bytes,
+            "kv_offload_load_bytes": 2 * num_bytes,
+            "kv_offload_stores_skipped": lost,
+        }
+        totals |= {"external_prefix_cache_queries": 10 * hits, "external_prefix_cache_hits": 8 * hits}
+        counts = gauges | {f"{name}_total": value for name, value in totals.items()}
+        return PAGE + "".join(f'jaxllm:{name}{{engine="0",model_name="m"}} {count}\n' for name, count in counts.items())
+
+    def line(before: str, now: str) -> str:
+        lines = dict(line.split("  ", 1) for line in as_lines(view(read_scrape(before, 0.0), read_scrape(now, 2.0))))
+        return lines.get("host memory", "").strip()
+
+    shown = "50.0%, stores {} GB/s, loads {} GB/s, 3 requests loading"
+    assert line(page(1e9, 100, 7), page(7e9, 200, 9)) == shown.format("3.0", "6.0") + ", hits 80.0%, 2 blocks lost"
+    assert line(page(1e9, 100, 7), page(1e9, 100, 7)) == shown.format("0.0", "0.0")
+    assert line(PAGE, PAGE) == ""
+
+
 def drafts(num_drafts: int, num_draft_tokens: int, num_accepted: int) -> str:
     counts = {"num_drafts": num_drafts, "num_draft_tokens": num_draft_tokens, "num_accepted_tokens": num_accepted}
     return "".join(f'jaxllm:spec_decode_{name}_total{{engine="0",model_name="m"}} {count}\n' for name, count in counts.items())

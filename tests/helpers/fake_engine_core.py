@@ -58,6 +58,17 @@ class FakeStats:
     loaded_bytes: int = 0
     store_seconds: float = 0.0
     load_seconds: float = 0.0
+    num_skipped_for_slots: int = 0
+    store_byte_counts: tuple[int, ...] = ()
+    load_byte_counts: tuple[int, ...] = ()
+    store_second_counts: tuple[int, ...] = ()
+    load_second_counts: tuple[int, ...] = ()
+    host_block_counts: tuple[int, ...] = ()
+    num_allocated_host_slots: int = 0
+    num_written_host_slots: int = 0
+    num_read_host_slots: int = 0
+    host_block_bytes: int = 0
+    num_loading: int = 0
     disk_bytes: int = 0
     used_disk_bytes: int = 0
     num_disk_reads: int = 0

@@ -49,5 +49,11 @@ def test_panels_have_distinct_ids_and_do_not_overlap() -> None:
         places |= own
 
 
+def test_all_series_of_a_metric_have_the_same_labels() -> None:
+    labels: dict[str, set[str]] = {}
+    for metric in make_metrics_page.every_metric():  # the page is written with the names of the first
+        assert labels.setdefault(metric.name, set(metric.labels)) == set(metric.labels), metric.name
+
+
 def test_the_page_is_up_to_date() -> None:
     assert make_metrics_page.PAGE.read_text(encoding="utf-8") == make_metrics_page.page(), "run scripts/make_metrics_page.py"

@@ -3,8 +3,8 @@ from typing import Any
 from jaxllm.metrics.collect import Collected
 from jaxllm.metrics.engine_load import add_load
 from jaxllm.metrics.merge import merged
-from jaxllm.metrics.metric import Gauge, Histogram
-from jaxllm.observations import STEP_TOKENS, Observations
+from jaxllm.metrics.metric import Counter, Gauge, Histogram
+from jaxllm.observations import COPY_SECONDS, STEP_TOKENS, Observations
 from tests.helpers.fake_engine_core import FakeStats
 
 
@@ -72,15 +72,48 @@ def test_the_encoder_cache_is_described_where_the_model_sees_images() -> None:
     assert not [metric for metric in collected() if "jaxllm:mm_" in metric.name]
 
 
+def test_requests_that_wait_for_blocks_are_deferred_too() -> None:
+    found = collected(num_waiting=5, num_deferred=1, num_loading=2, num_host_slots=8)
+    named = {(metric.name.removeprefix("jaxllm:"), metric.labels.get("reason")): metric for metric in found}
+    assert named["num_requests_waiting_by_reason", "deferred"].value == 3 and named["num_requests_loading", None].value == 2
+
+
 def test_host_memory_is_described_where_blocks_are_kept_there() -> None:
-    stats = {"num_host_slots": 8, "num_used_host_slots": 2, "stored_bytes": 3, "loaded_bytes": 4, "num_skipped_stores": 5}
-    stats |= {"num_damaged_blocks": 6, "store_seconds": 0.5, "load_seconds": 0.25}
-    values = {"store_bytes": 3, "store_time": 0.5, "load_bytes": 4, "load_time": 0.25, "stores_skipped": 5, "bad_blocks": 6}
-    assert offloaded(**stats) == {
-        ("cpu_cache_usage_perc", ""): 0.25,
-        **{(name, "host"): value for name, value in values.items()},
+    times = Observations(COPY_SECONDS)
+    times.add(0.003)
+    stats = {"num_host_slots": 8, "num_used_host_slots": 4, "num_read_host_slots": 2, "num_written_host_slots": 1}
+    stats |= {"stored_bytes": 3, "loaded_bytes": 4, "store_seconds": 0.5, "load_seconds": 0.25, "host_block_bytes": 100}
+    stats |= {"num_skipped_stores": 5, "num_skipped_for_slots": 2, "num_damaged_blocks": 6}
+    stats |= {"load_second_counts": tuple(times.counts), "num_allocated_host_slots": 9}
+    found = [metric for metric in collected(**stats) if "_offload_" in metric.name]
+
+    def values(kind: type) -> dict[str, float]:
+        own = [metric for metric in found if isinstance(metric, kind)]
+        labels = [metric.labels.get("reason") or metric.labels.get("direction") or "" for metric in own]
+        names = [metric.name.removeprefix("jaxllm:kv_offload_") for metric in own]
+        return {
+            f"{name} {label}".strip(): getattr(metric, "value", None)
+            for metric, name, label in zip(own, names, labels, strict=True)
+        }
+
+    usage = {"cpu_cache_usage_perc": 0.5, "cpu_cache_read_usage_perc": 0.25, "cpu_cache_write_usage_perc": 0.125}
+    assert values(Gauge) == {**usage, "config_info": 1}
+    assert values(Counter) == {
+        "store_bytes": 3,
+        "store_time": 0.5,
+        "load_bytes": 4,
+        "load_time": 0.25,
+        "stores_skipped copies_behind": 3,
+        "stores_skipped host_memory_in_use": 2,
+        "bad_blocks": 6,
     }
-    assert not offloaded()
+    histograms = values(Histogram).keys()
+    assert histograms == {"store_size", "load_size", "copy_seconds store", "copy_seconds load", "cpu_allocation_size"}
+    (loads,) = [metric for metric in found if metric.labels.get("direction") == "load"]
+    assert (loads.count, loads.sum, loads.buckets["0.002"], loads.buckets["0.005"]) == (1, 0.25, 0, 1)
+    (info,) = [metric for metric in found if metric.name.endswith("config_info")]
+    assert info.labels.items() >= {"cpu_num_chunks": "8", "blocks_per_chunk": "1", "kv_bytes_per_chunk": "100"}.items()
+    assert not [metric for metric in collected() if "_offload_" in metric.name or metric.name.endswith("_loading")]
 
 
 def test_the_disk_is_described_where_blocks_are_kept_there() -> None:

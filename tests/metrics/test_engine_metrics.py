@@ -104,6 +104,21 @@ def test_the_cache_is_described_under_vllm_s_names() -> None:
     )
 
 
+def test_the_log_tells_of_host_memory_where_blocks_are_kept_there(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, now = EngineMetrics("m", 100), 0.0
+    log = StatLogger([metrics], interval_seconds=10, clock=lambda: now)
+    host = {"num_running": 1, "num_host_slots": 8, "num_used_host_slots": 4}
+    host |= {"external_prefix_cache_queries": 10, "external_prefix_cache_hits": 4}
+    told = []
+    with caplog.at_level(logging.INFO, "jaxllm"):
+        for more in ({"num_loading": 2}, {}):
+            metrics.load = FakeStats(**host, **more)
+            now += 10
+            log.tick()
+            told.append(caplog.messages[-1])
+    assert told[0].endswith(", host memory 50.0%, its hits 40.0%, loading 2") and told[1].endswith(", host memory 50.0%")
+
+
 def test_series_that_gateways_add_up_are_always_there() -> None:
     def values(metrics: EngineMetrics) -> dict[tuple[str, str], float]:
         return {
@@ -120,6 +135,27 @@ def test_series_that_gateways_add_up_are_always_there() -> None:
     assert values(metrics).items() >= dict.fromkeys(zero | {on_device}, 0).items()
     metrics.prefill_done(20, 5, 0.03)
     assert values(metrics).items() >= {**dict.fromkeys(zero, 0), on_device: 5}.items()
+
+
+def test_loaded_tokens_are_counted_by_tier_and_add_up_to_the_cached_ones() -> None:
+    metrics = EngineMetrics("m", 100)
+    metrics.prefill_done(60, 40, 0.03, loaded_tokens={"host": 16, "peer": 8})
+    metrics.prefill_done(60, 10, None, loaded_tokens={"disk": 4, "own connector": 2})
+    found = [metric for metric in metrics.snapshot() if isinstance(metric, Counter)]
+
+    def by(name: str, *labels: str) -> dict[tuple[str | None, ...], float]:
+        own = [metric for metric in found if metric.name == f"jaxllm:{name}"]
+        return {tuple(metric.labels.get(label) for label in labels): metric.value for metric in own}
+
+    tiers = {"host": 16, "p2p": 8, "disk": 4, "external_unspecified": 2}
+    assert by("prompt_tokens_by_source", "source", "tier") == {
+        ("local_compute", ""): 70,
+        ("local_cache_hit", ""): 20,
+        **{("external_kv_transfer", tier): count for tier, count in tiers.items()},
+    }
+    cached = by("prompt_tokens_cached_by_source", "source")
+    assert cached == {("device",): 20, **{(tier,): count for tier, count in tiers.items()}}
+    assert sum(cached.values()) == metrics.prompt_tokens_cached
 
 
 def test_a_client_leaves_out_what_the_engine_counts_for_all() -> None:

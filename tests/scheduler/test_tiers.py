@@ -64,8 +64,10 @@ def test_evicted_blocks_come_back_and_are_not_computed_again() -> None:
     request = add(engine, "a2")
     engine.dispatch()
     assert request.status is RequestStatus.WAITING_FOR_BLOCKS
+    num_of_disk = tier.sources(request.block_hashes[:8]).count("disk")
     check_tokens(engine, request)
     assert (request.num_cached_tokens, tier.num_loaded) == (32, 8)
+    assert 0 < num_of_disk < 8 and request.loaded_tokens == {"host": 4 * (8 - num_of_disk), "disk": 4 * num_of_disk}
     assert engine.runner.num_computed_tokens - num_computed == 1 + 2
 
 
@@ -87,6 +89,22 @@ def test_requests_with_the_same_prefix_load_it_once() -> None:
     check_tokens(engine, *requests)
     assert (tier.num_loads, tier.num_loaded) == (1, 8)
     assert [request.num_cached_tokens for request in requests] == [32] * 3
+    assert [bool(request.loaded_tokens) for request in requests] == [True, False, False], "the others find it on the devices"
+
+
+def test_what_is_loaded_for_another_request_counts_as_cached() -> None:
+    engine, tier = make_engine()
+    half = PROMPTS["a"][:16] + [9] * 17
+    for prompt in (half, *([50 + number] * 44 for number in range(5))):
+        engine.scheduler.add_request(make_request(f"{prompt[-1]}", prompt, max_tokens=1))
+        engine.run()
+    num_loaded, num_hits = tier.num_loaded, engine.scheduler.stats().external_prefix_cache_hits
+    requests = [add(engine, "a2"), make_request("other", half, max_tokens=3)]
+    engine.scheduler.add_request(requests[1])
+    check_tokens(engine, *requests)
+    assert [request.num_cached_tokens for request in requests] == [32, 32] and tier.num_loaded - num_loaded == 8 + 4
+    loaded = [sum((request.loaded_tokens or {}).values()) for request in requests]
+    assert loaded == [32, 16] and engine.scheduler.stats().external_prefix_cache_hits - num_hits == 48
 
 
 @pytest.mark.parametrize("fault", ["all blocks", "some blocks", "late"])
@@ -99,6 +117,7 @@ def test_what_does_not_come_is_computed(fault: str) -> None:
     check_tokens(engine, request)
     assert tier.num_loads == 1 and not tier.loads and not request.loads_blocks
     assert request.num_cached_tokens == 0 if fault != "some blocks" else 0 <= request.num_cached_tokens < 32
+    assert sum((request.loaded_tokens or {}).values()) == request.num_cached_tokens
 
 
 @pytest.mark.parametrize("event", ["abort", "deadline", "hold", "start over", "reset", "need of blocks"])

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.outputs import RequestMetrics
+from jaxllm.outputs import RequestMetrics, RequestOutput
 from jaxllm.text.tokenizer import load_tokenizer
 from server.app import create_app
-from server.usage import per_request_metrics
+from server.usage import Usage, per_request_metrics
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
@@ -83,6 +83,22 @@ def test_replies_have_the_metrics_and_cache_counts_of_vllm(served_directory: Pat
         assert client.chat(n=2).json()["metrics"] is None, "they are of one answer"
         details = client.post("/v1/responses", {"input": "hi"}).json()["usage"]["input_tokens_details"]
         assert details["cache_write_tokens"] > 0
+
+
+def test_usage_tells_where_cached_tokens_were_kept_if_some_were_loaded() -> None:
+    def output(num_cached: int, loaded: dict[str, int] | None) -> RequestOutput:
+        metrics = RequestMetrics(0.0, num_cached_tokens=num_cached, loaded_tokens=loaded)
+        return RequestOutput("r", None, [1] * 64, [], True, num_cached_tokens=num_cached, metrics=metrics)
+
+    usage = Usage(64)
+    usage.set_cached(output(48, {"host": 32}))
+    details = usage.as_dict()["prompt_tokens_details"]
+    assert (details["cached_tokens"], details["cached_tokens_by_source"]) == (48, {"device": 16, "host": 32})
+    usage.add_cached(output(32, {"host": 16, "disk": 16}))
+    details = usage.as_dict()["prompt_tokens_details"]
+    assert (details["cached_tokens"], details["cached_tokens_by_source"]) == (80, {"device": 16, "host": 48, "disk": 16})
+    usage.set_cached(output(48, None))
+    assert "cached_tokens_by_source" not in usage.as_dict()["prompt_tokens_details"]
 
 
 def test_metrics_leave_the_queue_out_of_the_first_token_and_tell_of_drafts() -> None:

@@ -1,5 +1,6 @@
 """The web page over the real application, in headless Chromium, used like a person does."""
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -339,6 +340,24 @@ def test_the_live_view_shows_figures_and_charts_with_axes(browser: Browser, url:
     assert str(browser.find("#charts svg").get_attribute("aria-label")).startswith("Output tokens/s: ")
     browser.press(Keys.ESCAPE)
     browser.wait(lambda: "Running requests\n0" in browser.text("#figures"), "the end is not shown")
+
+
+def test_the_live_view_shows_host_memory_where_blocks_are_kept_there(
+    browser: Browser, url: str, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    browser.open(url)
+    browser.click("#tab-live")
+    browser.wait(lambda: "Preemptions" in browser.text("#more-figures"), "there are no figures")
+    assert not browser.shows("#host-memory")
+    stats, sizes = model.core.stats, {"num_host_slots": 8, "num_used_host_slots": 4, "num_skipped_stores": 3}
+    tokens = {"external_prefix_cache_queries": 100, "external_prefix_cache_hits": 40}
+    monkeypatch.setattr(model.core, "stats", lambda: dataclasses.replace(stats(), **sizes, **tokens))
+    browser.click("#tab-chat")
+    assert ask(browser, "hello") == "one two three"
+    browser.click("#tab-live")
+    browser.wait(lambda: browser.shows("#host-memory"), "host memory is not shown")
+    shown = browser.text("#host-memory")
+    assert "Host memory in use\n50.0 %" in shown and "Host memory hits\n40.0 %" in shown and "Lost blocks\n3" in shown
 
 
 def test_everything_works_from_the_keyboard(browser: Browser, url: str, model: Model) -> None:

@@ -71,6 +71,12 @@ def test_a_request_without_a_caller_s_span_is_a_root(spans: Any) -> None:
     assert span.parent is None
 
 
+def test_cached_tokens_are_told_by_where_they_were_kept() -> None:
+    found = attributes(request(), RequestMetrics(100.0, num_cached_tokens=48, loaded_tokens={"host": 32}), 102.0)
+    assert (found["gen_ai.usage.cache_read.input_tokens"], found["jaxllm.usage.loaded_tokens.host"]) == (48, 32)
+    assert not [name for name in attributes(request(), RequestMetrics(100.0), 102.0) if "cache" in name or "loaded" in name]
+
+
 def test_latencies_add_up() -> None:
     metrics = RequestMetrics(100.0, first_token_time=100.5, finished_time=102.0, queue_seconds=0.1, prefill_seconds=0.3)
     found = attributes(request(), metrics, 102.0)

@@ -198,13 +198,14 @@ def test_one_id_may_stand_for_several_requests(tokenizer: Tokenizer) -> None:
 def test_times_and_counts_are_noted(tokenizer: Tokenizer) -> None:
     texts = Texts(tokenizer)
     request = texts.add()
-    (output,) = texts.say(request, [70], num_cached_tokens=2)
+    (output,) = texts.say(request, [70], num_cached_tokens=2, loaded_tokens={"host": 1})
     assert output.num_cached_tokens == 2 and output.metrics is not None and output.metrics.finished_time is None
     (output,) = texts.say(request, [71], FinishReason.LENGTH, num_preemptions=3)
     metrics = output.metrics
     assert metrics is not None and metrics.first_token_time is not None and metrics.finished_time is not None
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
     assert (metrics.num_generation_tokens, metrics.num_preemptions) == (2, 3)
+    assert (metrics.num_cached_tokens, metrics.loaded_tokens) == (2, {"host": 1})
 
 
 def test_full_blocks_of_the_prompt_that_were_not_cached_are_counted(tokenizer: Tokenizer) -> None:

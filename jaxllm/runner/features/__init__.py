@@ -6,6 +6,8 @@ from types import ModuleType
 from jaxllm.config import EngineConfig
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
+from jaxllm.runner.host_plan import HostPlan
+from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.step_feature import FeatureParts, StepFeature
 from jaxllm.runner.weights import WithWeights
 
@@ -26,7 +28,8 @@ FEATURES = (
 """Modules here, in the order of `StepFeature.before`. Each has make(parts), which returns None for engines without the feature.
 
 A module may also have two functions of (config, model_config, model), for the layers of that model: `weights`, a part of the engine with
-weights of its own, or None; `memory_bytes`, what the feature takes of each device's memory in addition to the model.
+weights of its own, or None; `memory_bytes`, what the feature takes of each device's memory in addition to the model. One may have
+`host_plan`, of (config, model_config, memory plan of the devices): what it takes of the host's.
 """
 
 
@@ -48,6 +51,12 @@ def weights_of_features(config: EngineConfig, model_config: ModelConfig, model: 
 def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> int:
     """Bytes on each device that features take in addition to the model."""
     return sum(module.memory_bytes(config, model_config, model) for module in _modules() if hasattr(module, "memory_bytes"))
+
+
+def host_plan(config: EngineConfig, model_config: ModelConfig, plan: MemoryPlan) -> HostPlan | None:
+    """What features take of the host's memory; None: nothing, as far as they say so."""
+    plans = (module.host_plan(config, model_config, plan) for module in _modules() if hasattr(module, "host_plan"))
+    return next((found for found in plans if found is not None), None)
 
 
 def _modules() -> list[ModuleType]:

@@ -5,16 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, LatentAttention, Layer
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.topology import Topology
-from jaxllm.runner.features.block_copies.arena import check_total
+from jaxllm.runner.features.block_copies.arena import Arena, check_total, slot_bytes
 from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.programs import STAGING_BYTES, Gather, Scatter, staging_bytes
-from jaxllm.runner.memory import device_limit, whole_cache
+from jaxllm.runner.host_plan import HostPlan
+from jaxllm.runner.memory import MemoryPlan, device_limit, whole_cache
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.step_feature import FeatureParts, StepFeature
 
@@ -42,8 +44,12 @@ class BlockCopies(StepFeature):
 
     def op_runner(self, device: Any) -> BlockCopier:
         format = BlockFormat.of(device.shapes.cache, tensor_size(device.shapes.mesh), self.num_copies)
-        num_buffers = max(MIN_BUFFERS, min(MAX_BUFFERS, self.buffer_bytes // staging_bytes(format)))
-        return BlockCopier(device, format, self.arena_bytes, num_buffers)
+        return BlockCopier(device, format, self.arena_bytes, _num_buffers(format, self.buffer_bytes))
+
+
+def _num_buffers(format: BlockFormat, num_bytes: int) -> int:
+    """Staging buffers in so much memory of a device."""
+    return max(MIN_BUFFERS, min(MAX_BUFFERS, num_bytes // staging_bytes(format)))
 
 
 def _num_copies(layers: Sequence[Layer]) -> int:
@@ -58,19 +64,43 @@ def _num_copies(layers: Sequence[Layer]) -> int:
     return copies.pop() if len(copies) == 1 else 1
 
 
-def _buffer_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Memory on each device for all staging buffers. Blocks are read between steps, and a step may evict as many as it fills: with fewer
-    buffers, some would be lost where nothing comes back from the prefix cache."""
+def _buffer_bytes(config: EngineConfig, model_config: ModelConfig, limit: int) -> int:
+    """Memory on each device for all staging buffers, where the engine may use `limit` bytes. Blocks are read between steps, and a step may
+    evict as many as it fills: with fewer buffers, some would be lost where nothing comes back from the prefix cache."""
     cache, topology = whole_cache(config, model_config), Topology.of(config.parallel)
     num_blocks = len(cache.groups) * -(-config.scheduler.max_step_tokens // cache.block_size)
     of_step = num_blocks * cache.block_bytes // topology.tensor + _BUFFERS_BESIDE * STAGING_BYTES
-    _, limit = device_limit(topology.num_devices)
     return max(MIN_BUFFERS * STAGING_BYTES, min(of_step, MAX_BUFFERS * STAGING_BYTES, int(_SHARE * limit)))
+
+
+def _limit(config: EngineConfig) -> int:
+    return device_limit(Topology.of(config.parallel).num_devices)[1]
+
+
+def _engine_bytes(config: EngineConfig) -> int:
+    """Host memory of one engine."""
+    return int((config.cache.kv_offloading_size or 0) * 2**30) // config.parallel.num_replicas
 
 
 def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> int:
     """Bytes on each device of the staging buffers."""
-    return _buffer_bytes(config, model_config) if config.cache.kv_offloading_size else 0
+    return _buffer_bytes(config, model_config, _limit(config)) if config.cache.kv_offloading_size else 0
+
+
+def host_plan(config: EngineConfig, model_config: ModelConfig, plan: MemoryPlan) -> HostPlan | None:
+    """What fits in host memory beside devices with this plan."""
+    if not config.cache.kv_offloading_size:
+        return None
+    format = BlockFormat.of(plan.cache, Topology.of(config.parallel).tensor, _num_copies(model_config.layers))
+    num_bytes, fault = _engine_bytes(config), None
+    try:
+        Arena(num_bytes, format)
+    except ConfigError as error:
+        fault = error
+    num_blocks = num_bytes // slot_bytes(format)
+    num_tokens = num_blocks * plan.block_size // len(plan.cache.groups)
+    staging = _num_buffers(format, _buffer_bytes(config, model_config, plan.limit_bytes)) * staging_bytes(format)
+    return HostPlan(num_bytes, num_blocks, num_tokens, format.block_bytes, staging, fault)
 
 
 def make(parts: FeatureParts) -> StepFeature | None:
@@ -78,9 +108,9 @@ def make(parts: FeatureParts) -> StepFeature | None:
     size = parts.config.cache.kv_offloading_size
     if not size:
         return None
-    num_bytes, num_engines = int(size * 2**30), parts.config.parallel.num_replicas
-    if num_engines > 1:
-        check_total(num_bytes, num_engines)
+    if (num_engines := parts.config.parallel.num_replicas) > 1:
+        check_total(int(size * 2**30), num_engines)
     drafter = parts.beside["drafter"]
     layers = (*parts.model_config.layers, *(() if drafter is None else drafter.layers))
-    return BlockCopies(_num_copies(layers), num_bytes // num_engines, _buffer_bytes(parts.config, parts.model_config))
+    num_bytes = _buffer_bytes(parts.config, parts.model_config, _limit(parts.config))
+    return BlockCopies(_num_copies(layers), _engine_bytes(parts.config), num_bytes)

@@ -29,7 +29,7 @@ class Arena:
         """Takes no memory yet. Raises ConfigError if there is not so much, or it has no slot."""
         self._format = format
         self.block_bytes = format.block_bytes
-        self.slot_bytes = -(-format.block_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.slot_bytes = slot_bytes(format)
         self.num_slots = num_bytes // self.slot_bytes
         if not self.num_slots:
             raise ConfigError(
@@ -76,6 +76,11 @@ class Arena:
 
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "kv-touch") as threads:
             list(threads.map(touch, range(0, self.num_bytes, _PIECE_BYTES)))
+
+
+def slot_bytes(format: BlockFormat) -> int:
+    """Bytes of a slot."""
+    return -(-format.block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def check_memory(num_bytes: int) -> None:
