@@ -19,6 +19,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
 from jaxllm.kv_connectors import KVTransferConfig as KVTransferConfig
 from jaxllm.kv_connectors import kv_connector_faults, with_connector_options
+from jaxllm.kv_events_options import kv_events_faults
 from jaxllm.kv_offloading_options import kv_offloading_faults
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
 from jaxllm.multimodal_options import MultiModalOptions, multimodal_faults
@@ -334,6 +335,14 @@ class ObserveOptions:
         "count the tokens of each expert of a mixture, for metrics and the log (docs/EXPERT_LOAD.md); default: where several devices have "
         "whole experts, so that the busiest is waited for",
     ] = None
+    kv_events_config: Annotated[
+        dict[str, Any] | None,
+        "tells routers which blocks the prefix cache has, by ZeroMQ: a JSON object with enable_kv_cache_events, endpoint and others "
+        "(docs/REPLICAS.md); default: none is told",
+    ] = None
+    kv_events_use_int_block_hashes: Annotated[
+        bool, "write hashes of blocks in these events as integers, their last 64 bits; off: all their bytes"
+    ] = True
     profiler_dir: Annotated[str | None, "directory for traces of JAX's profiler; without it `start_profile` is refused"] = None
 
 
@@ -361,7 +370,7 @@ class EngineConfig:
         flat = self.flat()
         faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
         faults += [*lora_faults(flat), *hosts_faults(flat), *context_faults(flat), *eplb_faults(flat), *_step_faults(flat)]
-        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat), *kv_connector_faults(flat)]
+        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat), *kv_connector_faults(flat), *kv_events_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self

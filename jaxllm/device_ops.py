@@ -128,11 +128,6 @@ class FinishedCopy(NamedTuple):
     """Why it failed: nothing is known of what it wrote."""
 
 
-def end_copy(op: CopyBlocks, wait: Callable[[], FinishedCopy]) -> FinishedCopy:
-    """Wait for the end of an operation that copies, in a thread; faults are injected here."""
-    return wait()
-
-
 AnyDeviceOp = (
     WriteAdapter
     | DropStaged

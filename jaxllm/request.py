@@ -107,6 +107,8 @@ class RequestAdapter(Protocol):
     def cache_key(self) -> str:
         """Differs between adapters whose keys and values differ, in all engines of the model."""
 
+    number: int
+    """Differs between the adapters of an engine."""
     slot: int
     """Its slot on the device, while a request that has it is admitted."""
 

@@ -126,6 +126,22 @@ class SchedulerStats:
     """Time of copies to host memory."""
     load_seconds: float = 0.0
     """Time of copies from host memory."""
+    disk_bytes: int = 0
+    """Room for files of blocks; 0 without kv_offloading_disk. Engines that share a directory have this and the next in common."""
+    used_disk_bytes: int = 0
+    num_disk_reads: int = 0
+    """Blocks that were read from files."""
+    num_disk_writes: int = 0
+    """Blocks that were written to files."""
+    num_lost_blocks: int = 0
+    """Blocks that left host memory unwritten, because the disk was full, behind, or failed; 0 where nothing is written."""
+    num_bad_files: int = 0
+    """Files that were not what was written, or could not be read in time."""
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_read_seconds: float = 0.0
+    """Time of reads, of which several run at once; the next of writes."""
+    disk_write_seconds: float = 0.0
     store_byte_counts: tuple[int, ...] = ()
     """Copies to host memory by their bytes, between the bounds of `observations.COPY_BYTES`."""
     load_byte_counts: tuple[int, ...] = ()
@@ -146,29 +162,17 @@ class SchedulerStats:
     """Bytes of a block there."""
     num_loading: int = 0
     """The part of `num_waiting` whose blocks are being loaded."""
-    disk_bytes: int = 0
-    """Room for files of blocks; 0 without kv_offloading_disk. Engines that share a directory have this and the next in common."""
-    used_disk_bytes: int = 0
-    num_disk_reads: int = 0
-    """Blocks that were read from files."""
-    num_disk_writes: int = 0
-    """Blocks that were written to files."""
-    num_lost_blocks: int = 0
-    """Blocks that left host memory unwritten, because the disk was full, behind, or failed; 0 where nothing is written."""
-    num_bad_files: int = 0
-    """Files that were not what was written, or could not be read in time."""
-    disk_read_bytes: int = 0
-    disk_written_bytes: int = 0
-    disk_read_seconds: float = 0.0
-    """Time of reads, of which several run at once; the next of writes."""
-    disk_write_seconds: float = 0.0
+    num_kv_event_batches: int = 0
+    """Messages about the prefix cache that were published; 0 without kv_events_config (this and the next are set by the core)."""
+    num_dropped_kv_events: int = 0
+    """Changes of the prefix cache that were not published one by one, because messages were not sent as fast as steps made them."""
     awaited_programs: tuple[int, int] = (0, 0)
     """Programs that the current step waits for: ready, and in total. Set in heartbeats only."""
     num_deferred: int = 0
     """The part of `num_waiting` that waits for programs, not for a place."""
 
 
-_MOST = ("sleep_level", "num_speculative_tokens", "max_adapters", "host_block_bytes", "disk_bytes", "used_disk_bytes")
+_MOST = ("sleep_level", "num_speculative_tokens", "max_adapters", "disk_bytes", "used_disk_bytes", "host_block_bytes")
 """Fields whose total is the largest value, not the sum."""
 
 

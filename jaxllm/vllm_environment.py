@@ -113,6 +113,9 @@ _HONOURED = (
     VllmVariable("VLLM_SERVER_DEV_MODE", "1 or 0", "enable_dev_endpoints", _switch),
     VllmVariable("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1 or 0", "allow_runtime_lora_updating", _switch, needs="enable_lora"),
     VllmVariable("VLLM_LORA_RESOLVER_CACHE_DIR", "directory of adapters", "lora_dir", _directory, needs="enable_lora"),
+    VllmVariable(
+        "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1 or 0", "kv_events_use_int_block_hashes", _switch, needs="kv_events_config"
+    ),
     VllmVariable("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "seconds", "step_timeout", _seconds),
     VllmVariable("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1 or 0", "keep_alive_on_engine_death", _switch),
     VllmVariable("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "seconds", "timeout_keep_alive", _whole(1)),
@@ -144,7 +147,7 @@ def _missing(text: str, names: str, unless: str = "0 false") -> Iterator[VllmVar
 
 
 _KERNELS = "kernels are chosen for the GPU and the model and checked at the start; --attention-implementation names one"
-_OFF = "caches and weights are neither moved off the device nor passed between servers"
+_OFF = "weights are not moved off the device, nor are caches and weights passed between servers"
 _HARMLESS = (
     *_harmless(_KERNELS, """
         ATTENTION_BACKEND FLASH_ATTN_VERSION USE_TRITON_FLASH_ATTN USE_TRTLLM_ATTENTION USE_CUDNN_PREFILL DISABLE_FLASHINFER_PREFILL
@@ -186,8 +189,10 @@ _HARMLESS = (
         COMPUTE_NANS_IN_LOGITS ENABLE_RESPONSES_API_STORE USE_EXPERIMENTAL_PARSER_CONTEXT TOOL_PARSE_REGEX_TIMEOUT_SECONDS
         CHAT_TEMPLATE_FUEL XGRAMMAR_CACHE_MB V1_USE_OUTLINES_CACHE BEAM_ALWAYS_CONSTRAIN_OUTPUT FASTSAFETENSORS_QUEUE_SIZE
         DISABLE_LOG_LOGO LOGGING_COLOR NO_DEPRECATION_WARNING NO_USAGE_STATS DO_NOT_TRACK USAGE_SOURCE USAGE_STATS_SERVER"""),
+    *_harmless("--kv-offloading-size keeps caches in host memory in one way, whichever connector is named",
+               "KV_OFFLOAD_MAX_BATCH_DESCRIPTORS USE_SIMPLE_KV_OFFLOAD"),
     *_harmless(_OFF, """
-        KV_EVENTS_USE_INT_BLOCK_HASHES KV_OFFLOAD_MAX_BATCH_DESCRIPTORS USE_SIMPLE_KV_OFFLOAD WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY
+        WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY
         WEIGHT_OFFLOADING_DISABLE_UVA WSL2_ENABLE_PIN_MEMORY NIXL_SIDE_CHANNEL_HOST NIXL_SIDE_CHANNEL_PORT P2P_SIDE_CHANNEL_HOST
         P2P_SIDE_CHANNEL_PORT P2P_MAX_PEERS P2P_HANDSHAKE_TIMEOUT_S P2P_IDLE_TIMEOUT_S EC_SIDE_CHANNEL_HOST EC_SIDE_CHANNEL_PORT
         MOONCAKE_ABORT_REQUEST_TIMEOUT MOONCAKE_BOOTSTRAP_PORT MOONCAKE_CONNECTOR_TIMEOUT MOONCAKE_DISK_STAGING_USABLE_RATIO

@@ -36,10 +36,20 @@ class WorkerThread:
         self._last = future
         return future
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self._thread.name
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs calls."""
+        return self._thread.is_alive()
+
     def drain(self) -> None:
-        """Wait until every call has run, including failed ones."""
-        if self._last is not None:
-            wait([self._last])
+        """Wait until every call has run, including failed ones, or the thread has ended."""
+        while self._last is not None and not self._last.done() and self.is_alive:
+            wait([self._last], 1.0)
 
     def shutdown(self) -> None:
         """Drain and end the thread. May be called again."""

@@ -89,7 +89,20 @@ def every_metric() -> list[Metric]:
     """Metrics of one engine and one API server, with something counted wherever a metric appears only then."""
     engine = EngineMetrics("m", 100, cache_config=cache_labels(CacheOptions()))
     engine.load = SchedulerStats(
-        0, 0, 0.0, 0, 0, 0, 0, 0, accepted_per_position=(0,), max_adapters=1, num_item_pages=1, num_host_slots=1, disk_bytes=1
+        0,
+        0,
+        0.0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        accepted_per_position=(0,),
+        max_adapters=1,
+        num_item_pages=1,
+        num_host_slots=1,
+        num_kv_event_batches=1,
+        disk_bytes=1,
     )
     engine.load.even_expert_load = engine.load.busiest_expert_load = (1.0,)
     engine.media_kinds = ("image", "video", "audio")

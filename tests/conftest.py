@@ -2,9 +2,14 @@
 
 import gc
 import os
+import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,12 +32,37 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     }
     os.environ.setdefault("XLA_FLAGS", flags_of.get(".".join(version("jaxlib").split(".")[:2]), ""))
 
+COMPILED = "JAXLLM_TESTS_COMPILED"
+"""The variable with the folder in which a run of the tests keeps what XLA compiles."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that run tests side by side share the folder, and so do runs for which the variable is set before."""
+    if os.environ["JAX_PLATFORMS"] == "cpu" and COMPILED not in os.environ:
+        os.environ[COMPILED] = tempfile.mkdtemp(prefix="jaxllm-tests-")
+        config.add_cleanup(partial(shutil.rmtree, os.environ[COMPILED], ignore_errors=True))
+
+
 # Modules and collected tests stay, so garbage collection need not walk them: a quarter of the time of collecting tests.
 # Afterwards it runs seldom, as tracing makes many objects that stay: 4 % of the time of tests with engines.
 gc.disable()
 
 
+def use_cache_of_compiled_programs(jax: ModuleType) -> None:
+    """Many tests need the same programs. Processes that tests start compile for themselves, as they do for a user."""
+    if COMPILED not in os.environ:
+        return
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", os.environ[COMPILED])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
+    compilation_cache.reset_cache()  # which remembers them
+
+
 def pytest_collection_finish() -> None:
+    if jax := sys.modules.get("jax"):
+        use_cache_of_compiled_programs(jax)
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
     gc.enable()
@@ -43,6 +73,14 @@ settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache_of_compiled_programs() -> Iterator[None]:
+    """A store of programs turns the cache off (see `ProgramStore`), and tests of it set another folder: until the end of their file."""
+    yield
+    if jax := sys.modules.get("jax"):
+        use_cache_of_compiled_programs(jax)
 
 
 @pytest.fixture(autouse=True)

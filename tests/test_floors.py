@@ -47,6 +47,7 @@ FLOORS = {
     "jaxllm.vision": 6,
     "jaxllm.audio": 6,
     "jaxllm.kv_tiers": 6,
+    "jaxllm.kv_events": 6,
     "jaxllm.hosts": 6,
     "jaxllm.llm": 7,
     "jaxllm.llm_engine": 7,
@@ -121,6 +122,7 @@ WITHOUT_JAX = {
     "jaxllm.metrics",
     "jaxllm.expert_load",
     "jaxllm.kv_tiers",
+    "jaxllm.kv_events",
     "jaxllm.vision",
 }
 WITHOUT_JAX_WHEN_IMPORTED = {"jaxllm.quantization.formats"}
@@ -128,6 +130,7 @@ WITHOUT_JAX_WHEN_IMPORTED = {"jaxllm.quantization.formats"}
 REGISTERED = {
     "jaxllm.context": "",
     "jaxllm.expert_load": "",
+    "jaxllm.kv_events": "",
     "jaxllm.hosts": "jaxllm.replicas.hosts",
     "jaxllm.data_parallel": "",
     "jaxllm.lora": "",

@@ -17,7 +17,7 @@ from jaxllm.engine import fault_points
 from jaxllm.engine.background_programs import BackgroundPrograms
 from jaxllm.engine.executor import Executor
 from jaxllm.engine.failures import FailurePolicy
-from jaxllm.engine.features import AdapterManager, check_request
+from jaxllm.engine.features import AdapterManager, check_request, open_kv_events
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
 from jaxllm.engine.needed_programs import NeededPrograms
@@ -45,6 +45,7 @@ from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.sampling.processors import Processor, check_processors, load_processors, read_arguments
 from jaxllm.scheduler.admission import AdmissionRoom
+from jaxllm.scheduler.cache_observer import CacheObserver
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.start_times import StartTimes
@@ -63,7 +64,8 @@ class EngineCore:
 
     After construction `config` has no "auto" left. `model_config` describes the model, `max_model_len` is the longest request
     in tokens, `processor_arguments` lists the logits processors that requests may name, `kernels` reports each op's kernel.
-    kernel_policy: None for the platform's. Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
+    kernel_policy: None for the platform's. replica: its number among engines of the same options. Raises ConfigError,
+    ModelLoadError, KernelCheckError or OutOfMemoryError.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class EngineCore:
         processors: Sequence[Processor | str] = (),
         times: StartTimes | None = None,
         kernel_policy: KernelPolicy | None = None,
+        replica: int = 0,
     ):
         if rank := config.parallel.node_rank:
             raise ConfigError(
@@ -86,7 +89,12 @@ class EngineCore:
         self._processors = loaded
         self.processor_arguments: Mapping[str, int] = check_processors(loaded)
         began = time.perf_counter()
-        started = Started.of(config, loaded, progress, self.start_times, kernel_policy)
+        self._kv_events = open_kv_events(config, replica)  # first, because its ports may be taken
+        try:
+            started = Started.of(config, loaded, progress, self.start_times, kernel_policy)
+        except BaseException:
+            self._close_kv_events()
+            raise
         prepared, self.model_dir = started.prepared, started.model_dir
         self.runner = prepared.runner
         self.executor: Executor = started.executor
@@ -130,7 +138,14 @@ class EngineCore:
             block_size=plan.block_size,
             tiers=self._tiers,
         )
-        self.scheduler = make_scheduler(self.config.parallel, lambda: new_scheduler(rooms=self.new_rooms()))
+
+        def new_observer() -> CacheObserver | None:
+            made = self._kv_events
+            return None if made is None else made.new_observer(self.config, self.model_config, plan.cache, self._tiers)
+
+        self.scheduler = make_scheduler(
+            self.config.parallel, lambda: new_scheduler(rooms=self.new_rooms(), observer=new_observer())
+        )
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
         self.loop = StepLoop(
             self.scheduler, self.executor, max_in_flight=max_in_flight, ops=self.ops, wait=self.wait_for_preparations
@@ -141,6 +156,7 @@ class EngineCore:
         self._profiler = Profiler(self.config.observe.profiler_dir)
         self._background = BackgroundPrograms(self.executor.programs, self._run_new_program, began=began)
         self._background.watch()
+        self._publish_kv_events()
         self._outputs: list[EngineCoreOutput] = []
         """Outputs of requests that ended between two steps."""
         self._dead: BaseException | None = None
@@ -198,6 +214,7 @@ class EngineCore:
             self._pause.held.pop(request_id, None)
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         self.loop.note_work()
+        self._publish_kv_events()
 
     def hold_requests(self, request_ids: list[str]) -> None:
         """See PauseCalls, as for the next one."""
@@ -234,7 +251,16 @@ class EngineCore:
         else:
             if self._failures.limits_steps:
                 self._failures.note_success(self.loop)
+        self._publish_kv_events()
         return outputs
+
+    def _publish_kv_events(self) -> None:
+        if self._kv_events is not None:
+            self._kv_events.publish()
+
+    def _close_kv_events(self) -> None:
+        if self._kv_events is not None:
+            self._kv_events.close()
 
     def _recover(self, error: Exception) -> list[EngineCoreOutput]:
         if isinstance(error, EngineDeadError):  # a host is lost
@@ -248,7 +274,9 @@ class EngineCore:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         """See ControlCalls."""
-        return self.scheduler.reset_prefix_cache(reset_running_requests, reset_external)
+        was_reset = self.scheduler.reset_prefix_cache(reset_running_requests, reset_external)
+        self._publish_kv_events()
+        return was_reset
 
     def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
         """See ControlCalls. The next `step` reports the aborted requests."""
@@ -275,6 +303,7 @@ class EngineCore:
                 preparation.forget_slots()
             if self._expert_load is not None:
                 self._expert_load.forget_places()
+        self._publish_kv_events()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See ControlCalls."""
@@ -296,6 +325,7 @@ class EngineCore:
         if mode == "abort":
             self._outputs += self.scheduler.abort_requests(list(self.scheduler.requests))
             self.loop.note_work()
+            self._publish_kv_events()
 
     def resume(self) -> None:
         """Continue computing, and queue the requests that arrived during the pause."""
@@ -382,6 +412,8 @@ class EngineCore:
             self.adapters.add_stats(stats)
         if self._expert_load is not None:
             self._expert_load.add_stats(stats)
+        if self._kv_events is not None:
+            self._kv_events.add_stats(stats)
         return stats
 
     def publish_cache_events(self) -> None:
@@ -442,6 +474,7 @@ class EngineCore:
             self._profiler.stop()
         for preparation in self.preparations:
             preparation.shutdown()
+        self._close_kv_events()
         for tier in self._tiers:
             tier.close()
         self.executor.close()

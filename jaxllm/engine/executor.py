@@ -159,6 +159,9 @@ class DeviceRunner(Executor, Protocol):
     def start_programs_when_idle(self) -> None:
         """Start a thread that loads or compiles all programs while the engine is idle."""
 
+    def begin_ops(self) -> None:
+        """Begin what operations of plans need beside the devices, e.g. host memory, in the background."""
+
     def load_weights(self, model_dir: Path, progress: Progress) -> None:
         """Read the weights. Waits until they are on the devices. Raises ModelLoadError."""
 
@@ -177,7 +180,7 @@ class DeviceRunner(Executor, Protocol):
         """Temporary and output bytes per device of the largest step, read from its compiled program."""
 
     def take_weights(self, other: Any) -> None:
-        """Take over the weights of a runner of the same kind and models, which loses them."""
+        """Take over the weights, and what operations have begun, of a runner of the same kind and models, which loses them."""
 
     def wait(self) -> None:
         """Wait until the devices have run all steps dispatched so far."""

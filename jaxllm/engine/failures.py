@@ -67,7 +67,7 @@ def kind_of(error: BaseException) -> Failure:
         return Failure.OUT_OF_MEMORY
     if _has(texts, *_OUT_OF_DEVICE) and not _has(texts, *_COLLECTIVES):
         return Failure.OUT_OF_MEMORY
-    if _has(texts, *_DEVICE_IS_LOST):
+    if isinstance(error, EngineDeadError) or _has(texts, *_DEVICE_IS_LOST):
         return Failure.ENGINE
     return Failure.STEP
 

@@ -35,8 +35,8 @@ class Place:
     """Qualified: a class's method, or a function of the module."""
     request_id: Callable[..., str | None] = lambda *args, **kwargs: None
     """Returns the id of the request, or the name of the adapter, that a call with these arguments concerns, if any."""
-    data: Callable[..., memoryview] | None = None
-    """Returns the bytes that a call with these arguments reads or writes, where the fault "corrupt" can be injected."""
+    corrupt: Callable[..., None] | None = None
+    """Changes a bit of what a call with these arguments reads or writes, if it can."""
 
 
 PLACES = {
@@ -45,9 +45,30 @@ PLACES = {
     "adapter.read": Place("core", "jaxllm.lora.manager", "LoRAManager._read", lambda self, adapter, packs: adapter.name),
     "adapter.stage": Place("core", "jaxllm.lora.manager", "LoRAManager._stage", lambda self, adapter, *args: adapter.name),
     "op": Place("core", "jaxllm.device_ops", "run_op", lambda op, run: type(op).__name__),
-    "copy": Place("core", "jaxllm.device_ops", "end_copy", lambda op, wait: type(op).__name__),
-    "kv.disk_read": Place("core", "jaxllm.kv_tiers.disk.block_file", "read_all", data=lambda descriptor, buffer: buffer),
-    "kv.disk_write": Place("core", "jaxllm.kv_tiers.disk.block_file", "write_all", data=lambda descriptor, buffer: buffer),
+    "kv.match": Place("core", "jaxllm.kv_tiers.host_tier", "HostTier.match"),
+    "kv.gather": Place("core", "jaxllm.runner.features.block_copies.programs", "gather"),
+    "kv.copy_out": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._to_host"),
+    "kv.copy_in": Place(
+        "core",
+        "jaxllm.runner.features.block_copies.copier",
+        "BlockCopier._to_device",
+        corrupt=lambda self, op: _flip_bit(self.arena.view(op.slots[0])),
+    ),
+    "kv.scatter": Place("core", "jaxllm.runner.features.block_copies.programs", "scatter"),
+    "kv.verdict": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._verdict"),
+    "kv.disk_read": Place(
+        "core",
+        "jaxllm.kv_tiers.disk.block_file",
+        "FileFormat.unpack",
+        corrupt=lambda self, buffer, name: _flip_bit(buffer),
+    ),
+    "kv.disk_write": Place(
+        "core",
+        "jaxllm.kv_tiers.disk.block_file",
+        "write_all",
+        corrupt=lambda descriptor, buffer: _flip_bit(buffer),
+    ),
+    "kv.event": Place("core", "jaxllm.kv_events.messages", "BatchEncoder.encode"),
     "mask": Place("core", "jaxllm.structured.matcher", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
     "allocate": Place(
@@ -114,9 +135,9 @@ class Fault:
                 f"{env.FAULT} names the kind {kind!r}, must be one of {', '.join(_KINDS)}, hang, hang=SECONDS, hold, "
                 "hold=SECONDS, exit, corrupt"
             )
-        if kind == "corrupt" and PLACES[place].data is None:
-            able = ", ".join(name for name, each in PLACES.items() if each.data is not None)
-            raise ConfigError(f"{env.FAULT} has {text!r}, but only data can be corrupt: that of {able}")
+        if kind == "corrupt" and PLACES[place].corrupt is None:
+            able = ", ".join(name for name, found in PLACES.items() if found.corrupt)
+            raise ConfigError(f"{env.FAULT} has corrupt at {place}, which reads no stored bytes; use {able}")
         first, last, pattern = None, 0, ""
         try:
             if when.startswith("id="):
@@ -147,6 +168,10 @@ class Fault:
             os._exit(1)
         else:
             raise _KINDS[self.kind]()
+
+
+def _flip_bit(data: memoryview) -> None:
+    data[len(data) // 2] ^= 1
 
 
 def hold_interpreter(seconds: float) -> None:
@@ -204,23 +229,14 @@ def _wrap(place: Place, faults: list[Fault]) -> Callable[[], None]:
     def failing(*args: Any, **kwargs: Any) -> Any:
         number = next(numbers)
         request_id = place.request_id(*args, **kwargs)
-        is_corrupt = False
         for fault in faults:
-            if fault.applies(number, request_id):
-                if fault.kind == "corrupt":
-                    is_corrupt = True
-                else:
-                    fault.happen()
-        if not is_corrupt:
-            return function(*args, **kwargs)
-        assert place.data is not None
-        data = place.data(*args, **kwargs)
-        logger.warning("injected fault: corrupt at %s", place.function)
-        data[len(data) // 2] ^= 1  # what a call writes is wrong
-        try:
-            return function(*args, **kwargs)
-        finally:
-            data[len(data) // 2] ^= 1  # and what it reads; a caller's own data is right again
+            if not fault.applies(number, request_id):
+                continue
+            if fault.kind == "corrupt" and place.corrupt is not None:
+                place.corrupt(*args, **kwargs)
+            else:
+                fault.happen()
+        return function(*args, **kwargs)
 
     setattr(owner, name, failing)
     return lambda: setattr(owner, name, function)

@@ -1,7 +1,7 @@
 """Registers the features that live in packages of their own. A package and its line here can be deleted together."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from jaxllm.engine.preparations import Preparation
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.kv_connectors import KVTransferConfig
+from jaxllm.kv_events_options import KVEventsConfig
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jaxllm.adapters import AdapterInfo, AdapterState
+    from jaxllm.cache_spec import CacheLayout
     from jaxllm.engine.executor import Executor
     from jaxllm.engine.op_queue import OpQueue
     from jaxllm.layers.decoder import CausalLM
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from jaxllm.runner.adaptation import Adaptation
     from jaxllm.runner.drafter import Drafter
     from jaxllm.scheduler.admission import ChunkRoom
+    from jaxllm.scheduler.cache_observer import CacheObserver
     from jaxllm.scheduler.cache_tier import CacheTier
     from jaxllm.scheduler.draft_control import DraftControl
     from jaxllm.scheduler_stats import SchedulerStats
@@ -39,6 +42,8 @@ EXPERT_LOAD: str | None = "jaxllm.expert_load:make_expert_load"
 """Makes what adds up the tokens of experts and moves experts; None: this build does neither."""
 KV_TIERS: str | None = "jaxllm.kv_tiers:KVTiers"
 """Makes the tiers of the prefix cache; None: this build has none."""
+KV_EVENTS: str | None = "jaxllm.kv_events:KVEvents"
+"""Makes what publishes events about the prefix cache; None: this build publishes none."""
 
 ITEMS: tuple[str, ...] = ("jaxllm.vision:make_items", "jaxllm.audio:make_items")
 """Make what computes a kind of items in prompts, as module:function each; it returns None for an engine without such items."""
@@ -139,6 +144,23 @@ class KVTiers(Protocol):
         """Make the tiers of a scheduler whose pool has so many blocks. model_dir: where the weights are. Raises ConfigError."""
 
 
+class KVEvents(Protocol):
+    """Publishes events about the prefix cache, as `KV_EVENTS` makes it."""
+
+    def new_observer(
+        self, config: EngineConfig, model: "ModelConfig", cache: "CacheLayout", tiers: "Sequence[CacheTier]"
+    ) -> "CacheObserver":
+        """Make what the next scheduler of the engine reports to, and its tiers."""
+
+    def publish(self) -> None:
+        """Hand on what has changed since the last call. Does not wait."""
+
+    def add_stats(self, stats: "SchedulerStats") -> None:
+        """Add its numbers."""
+
+    def close(self) -> None: ...
+
+
 class Items(Protocol):
     """Computes a kind of items in the prompts of an engine; an entry of `ITEMS` makes it."""
 
@@ -183,6 +205,14 @@ def open_hosts(config: EngineConfig, model_dir: Path) -> Hosts | None:
         return None
     module, name = _maker(HOSTS, "nnodes or distributed_executor_backend is set, but this build has one host; leave it out")
     return getattr(module, name)(config, model_dir)  # type: ignore[no-any-return]
+
+
+def open_kv_events(config: EngineConfig, replica: int) -> KVEvents | None:
+    """What publishes the events of the engine with this number, if any are asked for. Raises ConfigError if an address cannot be used."""
+    if not KVEventsConfig.of(config.observe.kv_events_config).publishes:
+        return None
+    module, name = _maker(KV_EVENTS, "kv_events_config is on, but this build publishes no events; leave it out")
+    return getattr(module, name)(config, replica)  # type: ignore[no-any-return]
 
 
 def follow(config: EngineConfig) -> None:

@@ -41,7 +41,7 @@ from jaxllm.parallel.axes import num_parts
 from jaxllm.parallel.mesh import DATA, TENSOR, meshes_of
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.drafter import Drafter, kept_logits
-from jaxllm.runner.features import memory_bytes
+from jaxllm.runner.features import check_machine, memory_bytes
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
 from jaxllm.runner.program_pool import use_persistent_cache
@@ -106,6 +106,8 @@ class Prepared:
         starts: the engine's start follows, whose programs may be made while kernels are checked. policy: None for the platform's.
         Raises ConfigError, ModelLoadError, KernelCheckError or OutOfMemoryError.
         """
+        if starts:
+            check_machine(config)
         topology = Topology.of(config.parallel)
         reserve_device_memory(config.cache.gpu_memory_utilization, topology)
         check_free_memory(topology)

@@ -418,7 +418,7 @@ def _load_core(start: EngineStart, pulse: Pulse) -> SteppedCore:
         from jaxllm.engine.core import EngineCore  # imports JAX
     from jaxllm.engine.prepare import backend
 
-    core = EngineCore(_for_serving(start.config), pulse.progress, (), times)
+    core = EngineCore(_for_serving(start.config), pulse.progress, (), times, replica=start.replica)
     pulse.patience = CPU_PATIENCE if backend() == "cpu" else 1.0
     return core
 

@@ -78,6 +78,7 @@ class Started:
         try:
             if eager:
                 prepared.runner.start_programs(rare_later=rare_later)
+            prepared.runner.begin_ops()
             if model.load_format != "dummy":
                 # Download the weights only after the memory plan shows that they fit, and while programs are compiled.
                 model_dir = resolve_model(model.model, model.revision, model.download_dir)

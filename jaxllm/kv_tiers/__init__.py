@@ -32,8 +32,14 @@ class KVTiers:
     """The tiers that an engine's options ask for."""
 
     def __init__(self, config: EngineConfig):
+        """Raises ConfigError for a directory that cannot be used, before weights are loaded."""
         self._config = config
         self._transfer = KVTransferConfig.of(config.cache.kv_transfer_config)
+        self._disk_root: Path | None = None
+        if config.cache.kv_offloading_disk is not None:
+            from jaxllm.kv_tiers.disk import open_root
+
+            self._disk_root = open_root(Path(config.cache.kv_offloading_disk))
 
     def new_tiers(self, executor: Any, num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`. model_dir: where the weights are. Raises
@@ -59,10 +65,10 @@ class KVTiers:
         shapes, arrangement = executor.shapes, copies.format.arrangement
         describe = partial(fingerprint.describe, self._config, shapes.model, shapes.cache, arrangement, model_dir)
         stores: list[SlotStore] = []
-        if self._config.cache.kv_offloading_disk is not None:
+        if self._disk_root is not None:
             from jaxllm.kv_tiers.disk import make
 
-            stores.append(make(self._config, copies, describe))
+            stores.append(make(self._config, self._disk_root, copies, describe))
         if self._transfer.is_own:
             from jaxllm.kv_tiers.own import make as make_own
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 PROTECTED_SHARE = 0.8
@@ -27,19 +27,31 @@ class Content:
     """Whether it turned out to be computed wrongly, or damaged."""
     is_being_read: bool = False
     """Whether a store copies it to its slot."""
+    read_from: str | None = None
+    """The store that it was read from, until it is loaded for the first time."""
     was_offered: bool = False
     """Whether a store behind host memory took it, or has it already."""
 
 
 class Contents:
-    """Contents by name. New ones are on probation; one that is used becomes protected, and is on probation again when there are too many of
-    these. Those on probation make room first, and of each kind the one that was stored or used longest ago.
+    """Contents by name. New ones are on probation, unless they were used before. One that is used becomes protected, and is on probation
+    again when there are too many of these. Those on probation make room first, and of each kind the one that was stored or used longest
+    ago.
 
     With a protected_share of 0 all are on probation, which is a plain LRU."""
 
-    def __init__(self, num_slots: int, protected_share: float = PROTECTED_SHARE):
-        self.num_slots = num_slots
+    def __init__(
+        self,
+        num_slots: int,
+        protected_share: float = PROTECTED_SHARE,
+        on_change: Callable[[bytes, bool], None] = lambda name, is_there: None,
+    ):
+        """protected_share: largest part of the slots for protected ones. on_change: called with the name of each content that can be loaded
+        from now on (True), or no longer."""
+        self.num_slots, self._on_change = num_slots, on_change
         self._free = list(range(num_slots - 1, -1, -1))
+        self._found: dict[bytes, Content] = {}
+        """All of them, which are in one of these two."""
         self._probation: OrderedDict[bytes, Content] = OrderedDict()
         self._protected: OrderedDict[bytes, Content] = OrderedDict()
         self._max_protected = int(protected_share * num_slots)
@@ -47,11 +59,18 @@ class Contents:
         """Contents that got a slot, contents that made room for others, and those of them that no store took."""
 
     def __len__(self) -> int:
-        return len(self._probation) + len(self._protected)
+        return len(self._found)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._found
 
     def get(self, name: bytes) -> Content | None:
         """The content of a name, ready or not."""
-        return self._probation.get(name) or self._protected.get(name)
+        return self._found.get(name)
+
+    def ready_names(self) -> set[bytes]:
+        """The contents that can be loaded."""
+        return {content.name for content in self._all() if content.is_ready}
 
     def is_ready(self, name: bytes) -> bool:
         """Whether a content can be loaded at once."""
@@ -63,13 +82,21 @@ class Contents:
         content = self.get(name)
         return content is not None and (content.is_ready or content.is_being_read)
 
-    def add(self, name: bytes) -> Content | None:
-        """Give a new content a slot, with one use. None if copies use all slots."""
-        assert self.get(name) is None, "a content has a slot already"
+    def make_ready(self, content: Content) -> None:
+        """A content is complete, and right."""
+        content.is_ready = True
+        if content.is_listed:
+            self._on_change(content.name, True)
+
+    def add(self, name: bytes, *, was_used: bool = False) -> Content | None:
+        """Give a new content a slot, with one use. None if copies use all slots. was_used: it is protected at once."""
+        assert name not in self, "a content has a slot already"
         if not self._free and not self._evict():
             return None
         self.num_added += 1
-        content = self._probation[name] = Content(name, self._free.pop(), num_uses=1)
+        content = self._found[name] = self._probation[name] = Content(name, self._free.pop(), num_uses=1)
+        if was_used:
+            self.protect(content)
         return content
 
     def _evict(self) -> bool:
@@ -118,8 +145,11 @@ class Contents:
         """Find a content no more."""
         if content.is_listed:
             content.is_listed = False
+            del self._found[content.name]
             (self._probation if content.name in self._probation else self._protected).pop(content.name)
             self._free_unused(content)
+            if content.is_ready:
+                self._on_change(content.name, False)
 
     def clear(self) -> None:
         """Find none of the contents any more."""
@@ -152,4 +182,7 @@ class Contents:
         assert all(content.num_uses == used.get(content, 0) for content in found), "uses differ from copies"
         assert all(content.is_listed and content.name == name for name, content in self._probation.items())
         assert all(content.is_listed and content.name == name for name, content in self._protected.items())
-        assert not self._probation.keys() & self._protected.keys() and len(self._protected) <= max(1, self._max_protected)
+        assert self._found == {**self._probation, **self._protected} and len(self._probation) + len(self._protected) == len(
+            self
+        )
+        assert len(self._protected) <= max(1, self._max_protected)

@@ -13,6 +13,7 @@ from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.kv_tiers.stores import Stores
 from jaxllm.log import logger
 from jaxllm.observations import COPY_BLOCKS, Observations
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
@@ -56,7 +57,8 @@ class HostTier:
         asked."""
         self._copies, self._worth, self.num_cold, self._min_tokens = copies, worth, num_cold, min_tokens
         self.load_blocks = max(1, copies.num_staging - KEPT_FOR_STORES) * copies.max_blocks
-        self.contents = Contents(copies.num_slots, protected_share)
+        self.contents = Contents(copies.num_slots, protected_share, self._note_change)
+        self._listener: TierListener | None = None
         self._numbers = itertools.count(1)
         self._stores = Stores(stores, self.contents, self._numbers, copies.max_blocks)
         self._free_staging = list(range(copies.num_staging))
@@ -79,14 +81,14 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        behind = self._stores.find([name for name in names if name not in self.contents])
         return [name for name in names if name in behind or self.contents.can_be_loaded(name)]
 
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         if num_tokens < self._min_tokens:
             return ()
         here = [name for name in names if self.contents.is_ready(name)]
-        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
+        behind = self._stores.find([name for name in names if name not in self.contents])
         if self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
             # They are loaded a part at a time, but read at once: host memory has room for them before the blocks are free.
             self._stores.read([name for name in names if name in behind][: int(READ_AHEAD_SHARE * self.contents.num_slots)])
@@ -97,8 +99,9 @@ class HostTier:
         return here if len(here) < len(names) else ()
 
     def sources(self, names: Sequence[bytes]) -> Sequence[str]:
-        behind = self._stores.find([name for name in names if self.contents.get(name) is None])
-        return [behind[name].name if name in behind else _SOURCE for name in names]
+        behind = self._stores.find([name for name in names if name not in self.contents])
+        here = {name: content.read_from for name in names if (content := self.contents.get(name)) is not None}
+        return [behind[name].name if name in behind else here.get(name) or _SOURCE for name in names]
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
         number, size = next(self._numbers), self._copies.max_blocks
@@ -118,6 +121,8 @@ class HostTier:
         for start in range(0, len(indices), size):
             part = indices[start : start + size]
             load.waiting.append(Part(load, part, [block_ids[i] for i in part], [found[names[i]] for i in part]))
+        for content in found.values():
+            content.read_from = None
         load.num_left = len(load.waiting)
         return number
 
@@ -128,24 +133,26 @@ class HostTier:
             self._release(part.contents)
         self._free_staging += [part.staging for part in load.staged]
 
-    def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
-        ops, num_left = self._store(block_ids, names)
+    def store(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
+        ops, num_left = self._store(block_ids, names, used)
         if num_left:
             self._lost.note(num_left, for_slots=len(self._free_staging) > KEPT_FOR_LOADS)
         return ops
 
-    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
-        return self._store(block_ids, names)[0]
+    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
+        return self._store(block_ids, names, used)[0]
 
-    def _store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> tuple[list[AnyDeviceOp], int]:
+    def _store(
+        self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes]
+    ) -> tuple[list[AnyDeviceOp], int]:
         """The operations, and the number of contents for which there is no slot or staging buffer."""
-        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if self.contents.get(name) is None]
+        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if name not in self.contents]
         ops: list[AnyDeviceOp] = []
         num_taken = 0
         while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
             blocks, contents = [], []
             for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
-                if (content := self.contents.add(name)) is None:
+                if (content := self.contents.add(name, was_used=name in used)) is None:
                     break
                 blocks.append(block)
                 contents.append(content)
@@ -160,7 +167,7 @@ class HostTier:
         return ops, len(new) - num_taken
 
     def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
-        return [name for name in names if self.contents.get(name) is None]
+        return [name for name in names if name not in self.contents]
 
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:
@@ -238,6 +245,19 @@ class HostTier:
     def close(self) -> None:
         self._stores.close()
 
+    @property
+    def listener(self) -> TierListener | None:
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: TierListener | None) -> None:
+        self._listener = listener
+        self._stores.set_listener(listener)
+
+    def _note_change(self, name: bytes, is_there: bool) -> None:
+        if self._listener is not None:
+            self._listener("CPU", name, is_there)
+
     # Copies
 
     def _take_in(self, copy: FinishedCopy) -> None:
@@ -286,7 +306,7 @@ class HostTier:
 
     def _make_ready(self, contents: Iterable[Content]) -> None:
         for content in contents:
-            content.is_ready = True
+            self.contents.make_ready(content)
             self.contents.release(content)
 
     def _release(self, contents: Iterable[Content]) -> None:

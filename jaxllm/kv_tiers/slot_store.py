@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import SchedulerStats
 
 
@@ -37,6 +38,9 @@ class SlotStore(Protocol):
     """Label of its metrics, and of where the tokens of a request came from."""
     writes: bool
     """Whether it takes contents that leave host memory."""
+    listener: TierListener | None
+    """If set, one that has contents of its own, as files are, tells it in the step loop's thread which it has from now on, with the medium
+    STORAGE, and which no longer. At most one store of a tier does."""
 
     def find(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can probably read now."""

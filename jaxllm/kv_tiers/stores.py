@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxllm.kv_tiers.contents import Content, Contents
 from jaxllm.kv_tiers.slot_store import SlotStore
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import SchedulerStats
 
 COLD_SHARE = 1 / 4
@@ -26,6 +27,11 @@ class Stores:
         """Contents that had been added when stores were last offered cold ones."""
         self._was_refused = self._has_room = False
         """Whether a store did not take all that it was offered then, and whether it has ended a write since."""
+
+    def set_listener(self, listener: TierListener | None) -> None:
+        """Set that of all stores."""
+        for store in self._stores:
+            store.listener = listener
 
     def find(self, names: Sequence[bytes]) -> dict[bytes, SlotStore]:
         """The contents among these that stores have."""
@@ -50,7 +56,7 @@ class Stores:
             contents = []
             for name in found:
                 if (content := self._contents.add(name)) is not None:
-                    content.is_being_read = True
+                    content.is_being_read, content.read_from = True, store.name
                     contents.append(content)
             for part in _cut(contents, self._max_blocks):
                 number = next(self._numbers)
@@ -74,8 +80,9 @@ class Stores:
     def _end_read(self, contents: Iterable[Content], is_right: Sequence[bool]) -> None:
         for content, right in zip(contents, is_right, strict=True):
             content.is_being_read = False
-            content.is_ready = right
-            if not right:
+            if right:
+                self._contents.make_ready(content)
+            else:
                 content.is_wrong = True
                 self._contents.remove(content)
             self._contents.release(content)

@@ -94,5 +94,5 @@ def load_encoder(
             raise ModelLoadError(
                 f"{directory} holds a converted text model, without its encoder; convert the model again{way_out}"
             )
-        return orbax.restore_encoder(config, encoder, directory, mesh, progress=progress)
+        return orbax.restore(config, encoder, directory, mesh, part=orbax.ENCODER, progress=progress)
     return load_checkpoint(config, encoder, directory, mesh=mesh, load_format=load_format, progress=progress, encoder=part)

@@ -1,7 +1,7 @@
 """Fills an abstract model with weights, from whichever source, each placed on its devices as soon as it is read."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flax import nnx
@@ -108,15 +108,14 @@ def check_weights(config: ModelConfig, directory: Path, *, load_format: str = "a
     """
     if load_format in ("dummy", "orbax") or orbax.is_checkpoint(directory) or not has_checkpoint(directory):
         return
-    checkpoint = _open(directory, load_format, config)
-    files = Files(config, checkpoint)
-    _check(files, directory, config, _expected(build_model(config), files))
+    models: list[tuple[Callable[[ModelConfig], nnx.Module], VisionEncoder | Audio | None]] = [(build_model, None)]
     if config.vision is not None and config.vision.encoder is not None:
-        files = Files(config, _open(directory, load_format, config, config.vision.encoder))
-        _check(files, directory, config, _expected(build_tower(config), files), is_part=True)
+        models.append((build_tower, config.vision.encoder))
     if config.audio is not None:
-        files = Files(config, _open(directory, load_format, config, config.audio))
-        _check(files, directory, config, _expected(build_audio_encoder(config), files), is_part=True)
+        models.append((build_audio_encoder, config.audio))
+    for build, encoder in models:
+        files = Files(config, _open(directory, load_format, config, encoder))
+        _check(files, directory, config, _expected(build(config), files), is_part=encoder is not None)
 
 
 def _open(directory: Path, load_format: str, config: ModelConfig, encoder: VisionEncoder | Audio | None = None) -> Checkpoint:

@@ -37,48 +37,33 @@ def has_encoder(directory: Path) -> bool:
 
 
 def restore(
-    config: ModelConfig, model: CausalLM, directory: Path, mesh: Mesh, *, progress: Progress | None = None
-) -> nnx.State:
-    """The state of the model in `config.dtype`, or fp8 weights as they were converted, each device reading its shard. Of a stage of a
-    pipeline, the other stages' weights are not read.
-
-    Raises ModelLoadError with every misfit.
-    """
-    found = _shapes(directory, WEIGHTS)
-    # A head that is not needed is read and dropped.
-    as_stored = replace(config.as_stored(), generates=config.generates or any(name.startswith("head.") for name in found))
-    stored = {name_of(path): variable for path, variable in parameters(build_model(as_stored))}
-    if reason := next(filter(None, (format.unrestorable(found) for format in config.formats)), ""):
-        raise ModelLoadError(f"{directory} {reason}")
-    return _restore(config, model, directory, WEIGHTS, stored, mesh, progress)
-
-
-def restore_encoder(
-    config: ModelConfig, encoder: nnx.Module, directory: Path, mesh: Mesh, *, progress: Progress | None = None
-) -> nnx.State:
-    """The state of the encoder of images or audio, as `restore`."""
-    stored = {name_of(path): variable for path, variable in parameters(encoder)}
-    return _restore(config, encoder, directory, ENCODER, stored, mesh, progress)
-
-
-def _restore(
     config: ModelConfig,
     model: nnx.Module,
     directory: Path,
-    part: str,
-    stored: dict[str, nnx.Variable],
     mesh: Mesh,
-    progress: Progress | None,
+    *,
+    part: str = WEIGHTS,
+    progress: Progress | None = None,
 ) -> nnx.State:
-    """stored: the parameters in their stored shapes, by name."""
+    """The state of the model, or with `part=ENCODER` of its encoder, each device reading its shard: in `config.dtype`, or fp8 weights as
+    they were converted. Of a stage of a pipeline, the other stages' weights are not read.
+
+    Raises ModelLoadError with every misfit.
+    """
     import orbax.checkpoint as ocp
 
-    shapes = {name: tuple(variable.shape) for name, variable in stored.items()}
-    raise_on_misfit(directory, config, shapes, _shapes(directory, part))
+    found, stored = _shapes(directory, part), model
+    if part == WEIGHTS:
+        # A head that is not needed is read and dropped.
+        needs_head = config.generates or any(name.startswith("head.") for name in found)
+        stored = build_model(replace(config.as_stored(), generates=needs_head))
+        if reason := next(filter(None, (format.unrestorable(found) for format in config.formats)), ""):
+            raise ModelLoadError(f"{directory} {reason}")
     wanted = {
-        name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=stored_sharding(mesh, axes_of(v), v.shape))
-        for name, v in stored.items()
+        name_of(path): jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=stored_sharding(mesh, axes_of(v), v.shape))
+        for path, v in parameters(stored)
     }
+    raise_on_misfit(directory, config, {name: v.shape for name, v in wanted.items()}, found)
     # Arrays are read concurrently; without this limit orbax would hold up to 96 GB of them on the host.
     largest_gb = math.ceil(max(math.prod(v.shape) for v in wanted.values()) * 4 / 1e9)  # in the checkpoint float32, perhaps
     options = {}

@@ -8,15 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from jaxllm.layers.parameters import Axes
 from jaxllm.layers.source import Index, Read, Source, Tensor
 from jaxllm.loaders.checkpoint import Checkpoint, TensorEntry
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.arrays import convert
-from jaxllm.parallel.axes import MESH_AXES, sharding
+from jaxllm.parallel.axes import sharding
 from jaxllm.weight_format import ParamSpec
 
 
@@ -79,20 +78,12 @@ class Reader(Files):
         """Its tensors on the devices, in the types of the file, split as the parameter is."""
         assert isinstance(spec.source, Source)
         source = spec.source.placed(spec.axes, spec.shape)
-        wanted: list[Any] = [None] * len(spec.axes)
-        if (split := split_dimension(source, spec.axes)) is not None:
-            wanted[split] = sharding(self._mesh, spec.axes).spec[source.permutation.index(split)]
-        place = NamedSharding(self._mesh, PartitionSpec(*wanted))
+        place = sharding(self._mesh, [spec.axes[i] for i in np.argsort(source.permutation)])
         return tuple(_place_tensor(read or self.plain, tensor, place) for tensor in source.tensors)
 
     def convert(self, function: Callable[..., Any], specs: Sequence[ParamSpec], *arrays: Any, **static: Hashable) -> Any:
         """The parameters that a function of a module makes of arrays on the devices: one program for each distinct shape."""
         return convert(function, tuple(sharding(self._mesh, spec.axes) for spec in specs), *arrays, **static)
-
-
-def split_dimension(source: Source, axes: Axes) -> int | None:
-    """The dimension of the tensors that is split over devices."""
-    return next((dimension for dimension, axis in zip(source.permutation, axes, strict=True) if MESH_AXES[axis]), None)
 
 
 def _place_tensor(read: Read, tensor: Tensor, place: NamedSharding) -> Array:

@@ -51,6 +51,7 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     _add_images(found, load)
     _add_host_memory(found, load)
     _add_disk(found, load)
+    _add_kv_events(found, load)
     num_ready, num_awaited = load.awaited_programs
     awaited = "programs that the current step waits for, by whether they are ready"
     found.gauge("awaited_programs", num_ready, awaited, state="ready")
@@ -113,7 +114,6 @@ def _add_images(found: Collected, load: SchedulerStats) -> None:
     )
 
 
-_SKIPPED = "blocks that leave a place and were not copied to the tier behind it, because copies were behind, or it was full or had failed"
 _DAMAGED = "blocks that were not what was stored, or could not be read, and were computed again"
 
 
@@ -136,26 +136,25 @@ def _add_host_memory(found: Collected, load: SchedulerStats) -> None:
         blocks_per_chunk="1",
         kv_bytes_per_chunk=str(load.host_block_bytes),
     )
-    _add_copies(found, "host", (load.stored_bytes, load.store_seconds), (load.loaded_bytes, load.load_seconds))
-    stores = (
-        "store",
-        "to host memory",
-        load.stored_bytes,
-        load.store_seconds,
-        load.store_byte_counts,
-        load.store_second_counts,
-    )
-    loads = ("load", "from host memory", load.loaded_bytes, load.load_seconds, load.load_byte_counts, load.load_second_counts)
-    for name, where, num_bytes, seconds, byte_counts, second_counts in (stores, loads):
-        sizes = Observations(COPY_BYTES, byte_counts, num_bytes)
-        found.histogram(f"kv_offload_{name}_size", sizes, f"bytes of each of the copies of blocks {where}")
+    stores = (load.stored_bytes, load.store_seconds, load.store_byte_counts, load.store_second_counts)
+    loads = (load.loaded_bytes, load.load_seconds, load.load_byte_counts, load.load_second_counts)
+    for name, what, (num_bytes, seconds, byte_counts, second_counts) in (
+        ("store", "copies of blocks to host memory", stores),
+        ("load", "copies of blocks from host memory", loads),
+    ):
+        found.counter(f"kv_offload_{name}_bytes", num_bytes, f"bytes of {what}")
+        found.counter(f"kv_offload_{name}_time", seconds, f"seconds of {what}, which run at the same time as steps")
+        found.histogram(
+            f"kv_offload_{name}_size", Observations(COPY_BYTES, byte_counts, num_bytes), f"bytes of each of the {what}"
+        )
         times = Observations(COPY_SECONDS, second_counts, seconds)
         found.histogram("kv_offload_copy_seconds", times, "time of each copy of blocks to or from host memory", direction=name)
     allocated = Observations(COPY_BLOCKS, load.host_block_counts, load.num_allocated_host_slots)
     found.histogram("kv_offload_cpu_allocation_size", allocated, "blocks that got a place in host memory together")
+    skipped = "blocks that left the devices uncopied, because copies were behind, or used all blocks of host memory"
     num_behind = load.num_skipped_stores - load.num_skipped_for_slots
-    found.counter("kv_offload_stores_skipped", num_behind, _SKIPPED, tier="host", reason="copies_behind")
-    found.counter("kv_offload_stores_skipped", load.num_skipped_for_slots, _SKIPPED, tier="host", reason="host_memory_in_use")
+    found.counter("kv_offload_stores_skipped", num_behind, skipped, reason="copies_behind")
+    found.counter("kv_offload_stores_skipped", load.num_skipped_for_slots, skipped, reason="host_memory_in_use")
     found.counter("kv_offload_bad_blocks", load.num_damaged_blocks, _DAMAGED, tier="host")
 
 
@@ -165,18 +164,26 @@ def _add_disk(found: Collected, load: SchedulerStats) -> None:
         return
     used = "fraction of --kv-offloading-disk-size in use, by all engines that share the directory"
     found.gauge("kv_offload_disk_usage_perc", load.used_disk_bytes / load.disk_bytes, used)
-    written, read = (load.disk_written_bytes, load.disk_write_seconds), (load.disk_read_bytes, load.disk_read_seconds)
-    _add_copies(found, "disk", written, read)
-    found.counter("kv_offload_stores_skipped", load.num_lost_blocks, _SKIPPED, tier="disk", reason="full_or_behind")
+    found.counter("kv_offload_disk_store_bytes", load.disk_written_bytes, "bytes of blocks that were written to files")
+    found.counter(
+        "kv_offload_disk_store_time", load.disk_write_seconds, "seconds of these writes, of which several run at once"
+    )
+    found.counter("kv_offload_disk_load_bytes", load.disk_read_bytes, "bytes of blocks that were read from files")
+    found.counter("kv_offload_disk_load_time", load.disk_read_seconds, "seconds of these reads, of which several run at once")
+    lost = "blocks that left host memory and are in no file, because the disk was full, behind, or had failed"
+    found.counter("kv_offload_lost_blocks", load.num_lost_blocks, lost)
     found.counter("kv_offload_bad_blocks", load.num_bad_files, _DAMAGED, tier="disk")
 
 
-def _add_copies(found: Collected, tier: str, stored: tuple[int, float], loaded: tuple[int, float]) -> None:
-    """Bytes and seconds of copies to a tier and from there."""
-    found.counter("kv_offload_store_bytes", stored[0], "bytes of blocks that were copied to the tier", tier=tier)
-    found.counter("kv_offload_store_time", stored[1], "seconds of these copies, which run at the same time as steps", tier=tier)
-    found.counter("kv_offload_load_bytes", loaded[0], "bytes of blocks that were copied from the tier", tier=tier)
-    found.counter("kv_offload_load_time", loaded[1], "seconds of these copies", tier=tier)
+def _add_kv_events(found: Collected, load: SchedulerStats) -> None:
+    """Events about the prefix cache, where the engine has kv_events_config."""
+    if not load.num_kv_event_batches:
+        return
+    found.counter("kv_event_batches", load.num_kv_event_batches, "messages about the prefix cache that were published")
+    dropped = (
+        "changes of the prefix cache that were dropped as the queue was full; subscribers were then told of all blocks again"
+    )
+    found.counter("kv_events_dropped", load.num_dropped_kv_events, dropped)
 
 
 def _add_experts(found: Collected, load: SchedulerStats) -> None:

@@ -103,6 +103,10 @@ class Stages(PlanRunner):
         for stage in self.stages:
             stage.load_weights(model_dir, progress)
 
+    def begin_ops(self) -> None:
+        for stage in self.stages:
+            stage.begin_ops()
+
     def take_weights(self, other: "Stages") -> None:
         for stage, same in zip(self.stages, other.stages, strict=True):
             stage.take_weights(same)

@@ -37,6 +37,12 @@ class OpRunner:
     def replace_lost(self) -> None:
         """Make arrays anew that a failed operation took."""
 
+    def begin(self) -> None:
+        """Begin in the background what takes long and needs no memory of devices: weights are read meanwhile. Called once."""
+
+    def take_over(self, other: Any) -> None:
+        """Take over what another runner of the same features has begun, which loses it."""
+
     def allocate(self) -> None:
         """Allocate the arrays that operations change, with the KV cache: at the start, and after `release`."""
 

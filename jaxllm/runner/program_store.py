@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxllm import trusted_files
 from jaxllm.cache_folders import keep_recent, tell_not_kept
@@ -55,6 +56,8 @@ class ProgramStore:
         self._writable = writable
         self._strict = strict
         self._pieces = Pieces()
+        if writable and devices[0].platform == "cpu":
+            _leave_persistent_cache()
 
     def load(self, key: ProgramKey) -> CompiledProgram | None:
         """The program, or None if it is not stored."""
@@ -112,6 +115,13 @@ class ProgramStore:
         named = (getattr(part, "name", str(part)).lower() for part in parts)
         numbered = (f"part{number}",) if number else ()
         return self.directory / f"{'-'.join((*named, *features, *numbered))}.program"
+
+
+def _leave_persistent_cache() -> None:
+    """Have XLA compile anew what it has in a cache of its own (JAX_COMPILATION_CACHE_DIR): on a CPU, a program that was read from there
+    cannot be serialized again, which shows when it runs."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # which remembers the option
 
 
 def _serialized(program: CompiledProgram) -> Any:

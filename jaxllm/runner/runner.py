@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -326,6 +326,17 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """See PlanRunner."""
         for runner in self.op_runners:
             runner.before_step(())
+
+    def begin_ops(self) -> None:
+        """See DeviceRunner."""
+        for runner in self.op_runners:
+            runner.begin()
+
+    def take_weights(self, other: Self) -> None:
+        """See DeviceRunner."""
+        super().take_weights(other)
+        for runner, same in zip(self.op_runners, other.op_runners, strict=True):
+            runner.take_over(same)
 
     def allocate_caches(self) -> None:
         """Allocate the KV cache, zeroed: a NaN in a masked slot would still make a sum NaN."""

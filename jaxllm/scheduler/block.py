@@ -4,7 +4,7 @@
 class KVCacheBlock:
     """A fixed run of KV-cache slots. Only `BlockPool` and `FreeBlockQueue` change it."""
 
-    __slots__ = ("block_id", "ref_count", "block_hash", "previous_free", "next_free")
+    __slots__ = ("block_id", "ref_count", "block_hash", "num_hits", "previous_free", "next_free")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
@@ -12,6 +12,8 @@ class KVCacheBlock:
         """Number of requests whose table holds the block."""
         self.block_hash: bytes | None = None
         """Hash of the content, set while the block is full and in the prefix cache."""
+        self.num_hits = 0
+        """How often the content was found."""
         self.previous_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 

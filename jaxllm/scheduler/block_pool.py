@@ -6,6 +6,7 @@ from itertools import islice
 
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_events import EventCollector
+from jaxllm.scheduler.cache_observer import CacheObserver
 from jaxllm.scheduler.free_queue import FreeBlockQueue
 
 
@@ -24,6 +25,8 @@ class BlockPool:
         self._cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self.events: EventCollector | None = None
         """If set, receives which contents came with their first block and left with their last."""
+        self.observer: CacheObserver | None = None
+        """If set, is told which contents left with their last block. Who publishes blocks tells it which came."""
         self.num_allocated = 0
         """Blocks that were allocated since the start."""
         self.evicting: Callable[[Sequence[KVCacheBlock]], None] | None = None
@@ -96,6 +99,7 @@ class BlockPool:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
+            block.num_hits += 1
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop one request's references. Blocks that become free are evicted in the order given.
@@ -112,8 +116,8 @@ class BlockPool:
         self._free.prepend_n(empty)
         self._free.append_n(findable)
 
-    def publish(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Add a full block to the prefix cache."""
+    def publish(self, block: KVCacheBlock, block_hash: bytes) -> bool:
+        """Add a full block to the prefix cache. Returns whether no other block has its content."""
         assert block.block_hash is None and block is not self.null_block
         block.block_hash = block_hash
         present = self._cached.get(block_hash)
@@ -125,6 +129,7 @@ class BlockPool:
             present[block.block_id] = block
         else:
             self._cached[block_hash] = {present.block_id: present, block.block_id: block}
+        return present is None
 
     def forget(self, block: KVCacheBlock) -> None:
         """Remove a block from the prefix cache. Other blocks with the same content stay."""
@@ -139,7 +144,10 @@ class BlockPool:
             del self._cached[block.block_hash]
             if self.events is not None:
                 self.events.changes[block.block_hash] = False
+            if self.observer is not None:
+                self.observer.removed(block.block_hash)
         block.block_hash = None
+        block.num_hits = 0
 
     def reset(self) -> bool:
         """Discard all cached content. Does nothing and returns False while any block is used."""
@@ -148,8 +156,11 @@ class BlockPool:
         self._cached.clear()
         if self.events is not None:
             self.events.clear()
+        if self.observer is not None:
+            self.observer.cleared()
         for block in self.blocks:
             block.block_hash = None
+            block.num_hits = 0
         return True
 
     def check_integrity(self) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxllm.device_ops import AnyDeviceOp
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import SchedulerStats
 
 
@@ -30,6 +31,8 @@ class CacheTier(Protocol):
     """So many free blocks, those that are evicted next, are offered to `store_ahead`, and those that loads need."""
     load_blocks: int
     """So many blocks keep it busy: a load of more is begun a part at a time."""
+    listener: TierListener | None
+    """If set, is told which contents can be loaded from now on, and which no longer."""
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can load now."""
@@ -47,11 +50,12 @@ class CacheTier(Protocol):
     def cancel(self, load_id: int) -> None:
         """Give a load up: no op for its blocks comes from now on, and no report."""
 
-    def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
+    def store(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
         """These contents leave the pool in the step being planned. Returns what reads their blocks before that step writes them; nothing
-        for contents that it has, or does not want. What it reads is right once that step is done without error."""
+        for contents that it has, or does not want. What it reads is right once that step is done without error. used: those that were found
+        in the pool, and are likely to be asked for again."""
 
-    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[AnyDeviceOp]:
+    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
         """As `store`, for contents that may stay for a while. Those that are not stored now are offered again."""
 
     def wants(self, names: Sequence[bytes]) -> Collection[bytes]:

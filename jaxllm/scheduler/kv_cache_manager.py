@@ -4,7 +4,7 @@ Layers form groups (`jaxllm.cache_spec`). A request has a block table for each g
 says which blocks have expired, and which a cached prefix must have. All groups take their blocks from one pool.
 """
 
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
@@ -12,7 +12,9 @@ from jaxllm.cache_policy import FULL, CachePolicy, num_blocks_for
 from jaxllm.config import CacheOptions
 from jaxllm.request import Request
 from jaxllm.scheduler.block import KVCacheBlock
+from jaxllm.scheduler.block_hash import HASH_BYTES
 from jaxllm.scheduler.block_pool import BlockPool
+from jaxllm.scheduler.cache_observer import CacheObserver
 from jaxllm.scheduler.cache_tier import CacheTier
 from jaxllm.scheduler.loading import Loading
 from jaxllm.scheduler.store_filter import StoreFilter
@@ -80,13 +82,18 @@ class KVCacheManager:
         num_lookahead: int = 0,
         block_size: int | None = None,
         tiers: Sequence[CacheTier] = (),
+        observer: CacheObserver | None = None,
     ):
         """max_step_tokens: most tokens of a request that one step computes. policies: of each group. num_lookahead: slots that a
         request gets behind the tokens of a step that draws, up to its most tokens, for a drafter to write to. block_size: tokens of a
-        block over all devices that split it; None: the option's. tiers: asked in this order for blocks that the pool does not have."""
+        block over all devices that split it; None: the option's. tiers: asked in this order for blocks that the pool does not have.
+        observer: is told what the pool has, which is nothing at first."""
         self.block_size = block_size or options.block_size
         self.enable_prefix_caching = bool(options.enable_prefix_caching)
         self.pool = BlockPool(num_blocks)
+        self.pool.observer = observer
+        if observer is not None:
+            observer.cleared()
         self.policies = tuple(policies)
         self._max_step_tokens = max_step_tokens
         self._num_lookahead = num_lookahead
@@ -283,13 +290,24 @@ class KVCacheManager:
     def _publish(self, request: Request, table: _BlockTable, num_tokens: int) -> None:
         """Add the blocks filled by the first `num_tokens` to the prefix cache, as far as their tokens are known."""
         num_full = min(num_tokens // self.block_size, len(request.block_hashes))
+        observer = self.pool.observer
         for index in range(table.num_published, num_full):
             for group, suffix in zip(table.groups, self._suffixes, strict=True):
                 if index >= group.num_expired:
-                    self.pool.publish(group.blocks[index], request.block_hashes[index] + suffix)
+                    name, block = request.block_hashes[index] + suffix, group.blocks[index]
+                    if self.pool.publish(block, name) and observer is not None:
+                        observer.stored(name, request, index)
                     if self._store_filter is not None:
-                        self._store_filter.note(request, [(index, group.blocks[index])])
+                        self._store_filter.note(request, [(index, block)])
         table.num_published = max(table.num_published, num_full)
+
+    def publish_loaded(self, request: Request, loaded: Iterable[tuple[KVCacheBlock, bytes]]) -> None:
+        """Add blocks of a request that a tier has filled to the prefix cache, each with its name."""
+        observer = self.pool.observer
+        index_of = {} if observer is None else {name: index for index, name in enumerate(request.block_hashes)}
+        for block, name in loaded:
+            if self.pool.publish(block, name) and observer is not None:
+                observer.stored(name, request, index_of[name[:HASH_BYTES]])
 
     def reset_prefix_cache(self) -> bool:
         """Discard all cached content. Does nothing and returns False while any request holds blocks."""

@@ -78,6 +78,8 @@ class Loading:
         """Operations of the step that is being planned."""
         self._leaving: dict[bytes, int] = {}
         """Contents that leave the pool in this step, with the blocks that have them until it runs."""
+        self._used: set[bytes] = set()
+        """Those of them that were found while they were in the pool."""
         self._num_allocated = 0
         """Blocks that were allocated when tiers were last offered cold ones."""
         self._num_cold = max(tier.num_cold for tier in tiers)
@@ -97,6 +99,7 @@ class Loading:
         self._step_at = now
         self._ops = []
         self._leaving.clear()
+        self._used.clear()
         copies = {(copy.tier, copy.load_id): (load, copy) for load in self._loads.values() for copy in load.copies}
         for tier in self._tiers:
             found = tier.begin_step(step_id, done_step_id)
@@ -120,8 +123,9 @@ class Loading:
         if self._leaving:
             ids, names = list(self._leaving.values()), list(self._leaving)
             for tier in self._tiers:
-                self._ops += tier.store(ids, names)
+                self._ops += tier.store(ids, names, self._used)
             self._leaving.clear()
+            self._used.clear()
         for tier in self._tiers:
             self._ops += tier.end_step()
         ops, self._ops = self._ops, []
@@ -131,14 +135,15 @@ class Loading:
         load.copies.remove(copy)
         load.deadline = self._seconds + self._patience_seconds
         self._arriving.difference_update(copy.names)
-        request = load.request
+        request, arrived = load.request, list[tuple[KVCacheBlock, bytes]]()
         for block, name, source, right in zip(copy.blocks, copy.names, copy.sources, is_right, strict=True):
             if right:
-                self._manager.pool.publish(block, name)
+                arrived.append((block, name))
                 request.num_loaded_blocks[source] = request.num_loaded_blocks.get(source, 0) + 1
             else:
                 request.loads_blocks = False
                 load.stop()
+        self._manager.publish_loaded(request, arrived)
 
     # Loads
 
@@ -215,6 +220,9 @@ class Loading:
     def _go_on(self, load: _Load, num_spare: int) -> None:
         """Take the next blocks of a load, at most `num_spare` free ones: those that the pool has by now, and those that a tier loads."""
         pool, most = self._manager.pool, self._load_blocks - len(self._arriving)
+        if not load.left or min(most, num_spare) <= 0:
+            load.deadline = self._seconds + self._patience_seconds
+            return
         wanted: list[bytes] = []
         position = 0
         while position < len(load.left) and len(wanted) < min(most, num_spare):
@@ -233,10 +241,9 @@ class Loading:
         # Only now: what was stored for it may have taken the place of what it wants.
         tier_of = self._find(taken)
         num_there = next((index for index, name in enumerate(taken) if name not in tier_of), len(taken))
-        is_idle = len(rest) == len(load.left) and min(most, num_spare) > 0
-        load.left = rest if num_there == len(taken) else []
-        if not is_idle:
+        if len(rest) < len(load.left):
             load.deadline = self._seconds + self._patience_seconds
+        load.left = rest if num_there == len(taken) else []
         self._load(load, taken[:num_there], tier_of)
 
     def _load(self, load: _Load, names: Sequence[bytes], tier_of: dict[bytes, CacheTier]) -> None:
@@ -312,12 +319,14 @@ class Loading:
             tier.forget(stored=stored, external=external)
 
     def _note_eviction(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._leaving.update(self._offered(blocks))
+        offered = self._offered(blocks)
+        self._leaving.update((name, block.block_id) for name, block in offered.items())
+        self._used.update(name for name, block in offered.items() if block.num_hits)
 
-    def _offered(self, blocks: Iterable[KVCacheBlock]) -> dict[bytes, int]:
+    def _offered(self, blocks: Iterable[KVCacheBlock]) -> dict[bytes, KVCacheBlock]:
         """The contents of blocks that tiers are offered, with their block."""
         passes = None if self._store_filter is None else self._store_filter.passes
-        return {block.block_hash: block.block_id for block in blocks if block.block_hash and (passes is None or passes(block))}
+        return {block.block_hash: block for block in blocks if block.block_hash and (passes is None or passes(block))}
 
     def _store_ahead(self, num_more: int) -> None:
         """Offer tiers what is evicted soon, so that much is copied at a time, and little when blocks are needed. num_more: blocks that
@@ -326,7 +335,8 @@ class Loading:
         self._num_allocated = pool.num_allocated
         for tier in self._tiers:
             if offered := self._offered(pool.cold(tier.num_cold + num_more)):
-                self._ops += tier.store_ahead(list(offered.values()), list(offered))
+                used = {name for name, block in offered.items() if block.num_hits}
+                self._ops += tier.store_ahead([block.block_id for block in offered.values()], list(offered), used)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""

@@ -25,6 +25,7 @@ from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.admission import AdmissionRoom, ChunkRoom, Fit, fit_all, limit_all
 from jaxllm.scheduler.block_hash import block_hasher
 from jaxllm.scheduler.cache_events import EventCollector, keys_of
+from jaxllm.scheduler.cache_observer import CacheObserver
 from jaxllm.scheduler.cache_tier import CacheTier
 from jaxllm.scheduler.deadlines import Deadlines, describe_expiry
 from jaxllm.scheduler.draft_control import DraftControl
@@ -58,11 +59,13 @@ class Scheduler:
         num_stages: int = 1,
         block_size: int | None = None,
         tiers: Sequence[CacheTier] = (),
+        observer: CacheObserver | None = None,
     ):
         """policies: one for each group of layers with separate block tables. drafts: how many each request gets; None: none.
         rooms: needs of a request other than blocks. num_stages: so many steps in a row are of different requests, because
         the first stage of a pipeline would wait for a token that the last one has yet to draw. block_size: tokens of a block over
-        all devices that split it; None: the option's. tiers: where blocks are kept outside the pool."""
+        all devices that split it; None: the option's. tiers: where blocks are kept outside the pool. observer: is told what the
+        pool has."""
         block_size = block_size or cache.block_size
         check_options(options, max_model_len)
         assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
@@ -91,6 +94,7 @@ class Scheduler:
             max_step_tokens=options.max_step_tokens,
             num_lookahead=0 if drafts is None else drafts.num_lookahead,
             tiers=tiers,
+            observer=observer,
         )
         self.cache_manager = self._new_cache_manager()
         self.running: list[Request] = []

@@ -34,7 +34,7 @@ def test_when_a_fault_happens(when, number, request_id, applies):
         ("step:soon:oom", "FIRST-LAST"),
         ("step:1:boom", "names the kind 'boom', must be one of error, oom, fatal"),
         ("step:1:hang=x", "has 'step:1:hang=x'"),
-        ("step:1:corrupt", "only data can be corrupt: that of kv.disk_read, kv.disk_write"),
+        ("step:1:corrupt", "corrupt at step, which reads no stored bytes; use kv.copy_in, kv.disk_read, kv.disk_write"),
     ],
 )
 def test_a_wrong_fault_says_what_is_right(text, message):

@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import EngineConfig
+from jaxllm.device_ops import GatherBlocks
 from jaxllm.engine import prepare, step_sizes
 from jaxllm.engine.prepare import Prepared, resolve_sizes
 from jaxllm.errors import ConfigError
@@ -24,6 +25,11 @@ DIRECTORY = goldens.golden("llama_gqa").directory
 def prepared(**options) -> Prepared:
     config = EngineConfig.from_options(model=str(DIRECTORY), **{**engines.SMALL, **options})
     return Prepared.of(config, DIRECTORY, (), StartTimes())
+
+
+def test_programs_are_prepared_without_host_memory():
+    """A machine that compiles them for others need not have it."""
+    assert prepared(kv_offloading_size=900_000.0).runner.op_runner(GatherBlocks).num_slots > 1
 
 
 def difference(one: Prepared, other: Prepared) -> set[str]:

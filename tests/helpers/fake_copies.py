@@ -41,11 +41,15 @@ class FakeCopies:
             self.threads[1].append(op)
         elif isinstance(op, ScatterBlocks):
             found = self.staging[op.staging]
-            self.verdicts[op.number] = [content == stored for content, stored in found]
+            self.verdicts[op.number] = [self.is_right(content, stored) for content, stored in found]
             for block, (content, stored) in zip(op.block_ids, found, strict=True):
-                if content == stored:
+                if self.is_right(content, stored):
                     memory[block] = list(content)
             self.threads[2].append(op)
+
+    def is_right(self, content: Block, stored: Block) -> bool:
+        """Whether the device finds that a content is what was stored."""
+        return content == stored
 
     def finished(self) -> list[FinishedCopy]:
         """See Copies."""

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.kv_tiers.slot_store import Transfer
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import SchedulerStats
+
+_STALE = b"before the reset "
 
 
 @dataclass
@@ -38,6 +41,10 @@ class FakeStore:
         self.rng, self.slots, self.writes, self.capacity, self.max_transfers = rng, slots, writes, capacity, max_transfers
         self.share_lost, self.share_damaged = share_lost, share_damaged
         self.contents: dict[bytes, Any] = {}
+        self.listener: TierListener | None = None
+        self.tells = False
+        """Whether it tells its listener what it has."""
+        self._told: set[bytes] = set()
         self.transfers: list[_Transfer] = []
         self.num_read = self.num_written = self.num_wakes = 0
         self.is_stuck = self.is_closed = False
@@ -65,7 +72,20 @@ class FakeStore:
     def finished(self) -> list[Transfer]:
         over = [] if self.is_stuck else [transfer for transfer in self.transfers if self.rng.random() < 0.4]
         self.transfers = [transfer for transfer in self.transfers if transfer not in over]
-        return [Transfer(transfer.number, self._end(transfer), 0.001) for transfer in over]
+        found = [Transfer(transfer.number, self._end(transfer), 0.001) for transfer in over]
+        self._tell()
+        return found
+
+    def _tell(self) -> None:
+        names = self.names
+        for name in self._told ^ names if self.tells and self.listener is not None else ():
+            self.listener("STORAGE", name, name in names)
+        self._told = names
+
+    @property
+    def names(self) -> set[bytes]:
+        """What can be found."""
+        return {name for name in self.contents if not name.startswith(_STALE)}
 
     def _end(self, transfer: _Transfer) -> list[bool]:
         is_right = []
@@ -94,13 +114,15 @@ class FakeStore:
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:
             self.contents.pop(name, None)
+        self._tell()
 
     def reset(self, *, external: bool) -> None:
         self.contents.clear()
+        self._tell()
         # What is written now was computed before.
         for transfer in self.transfers:
             if not transfer.is_read:
-                transfer.names = [b"before the reset " + name for name in transfer.names]
+                transfer.names = [_STALE + name for name in transfer.names]
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """It has none."""

@@ -1,11 +1,12 @@
 """A cache tier that is a dictionary. Its loads take several steps, overtake each other, and may fail."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.device_ops import DeviceOp
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler.cache_tier import TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
@@ -60,11 +61,14 @@ class FakeTier:
         self.rng, self.max_steps, self.share_bad, self.capacity = rng, max_steps, share_bad, capacity
         self.share_stored = share_stored
         self.patience_seconds, self.min_tokens = patience_seconds, 1
+        self.listener: TierListener | None = None
         self.contents: dict[bytes, list[Any]] = {}
         self.stores: dict[bytes, tuple[int, list[Any]]] = {}
         """Contents by name that are right once a step is done."""
         self.loads: dict[int, _Load] = {}
         self.step_id = self.num_loads = self.num_loaded = self.num_waits = 0
+        self.used = set[bytes]()
+        """Contents that were found in the pool before they were offered."""
         self.num_late = 0
         """Contents that left the pool before they were stored ahead."""
         self.is_stuck = False
@@ -95,7 +99,8 @@ class FakeTier:
     def cancel(self, load_id: int) -> None:
         del self.loads[load_id]
 
-    def store(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[DeviceOp]:
+    def store(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[DeviceOp]:
+        self.used.update(used)
         self.num_late += len(self.wants(names))
         return self._store(block_ids, names)
 
@@ -108,7 +113,8 @@ class FakeTier:
                 ops.append(CopyOut(block_id, content))
         return ops
 
-    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes]) -> list[DeviceOp]:
+    def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[DeviceOp]:
+        self.used.update(used)
         some = [pair for pair in zip(block_ids, names, strict=True) if self.rng.random() < self.share_stored]
         return self._store([block_id for block_id, _ in some], [name for _, name in some])
 

@@ -11,6 +11,7 @@ from jaxllm.request import EngineCoreRequest, PromptItem, Request
 from jaxllm.request_options import OPTION_NAMES, RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.admission import AdmissionRoom
+from jaxllm.scheduler.cache_observer import CacheObserver
 from jaxllm.scheduler.cache_tier import CacheTier
 from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.scheduler.scheduler import Scheduler
@@ -31,6 +32,7 @@ def make_scheduler(
     num_stages: int = 1,
     tiers: Sequence[CacheTier] = (),
     kv_transfer_config: dict[str, Any] | None = None,
+    observer: CacheObserver | None = None,
     **options: Any,
 ) -> Scheduler:
     """A scheduler without watermark or run-ahead unless asked."""
@@ -52,6 +54,7 @@ def make_scheduler(
         drafts=drafts,
         num_stages=num_stages,
         tiers=tiers,
+        observer=observer,
     )
 
 

@@ -375,6 +375,22 @@ def test_faults_can_be_injected(make: Any, fault: str) -> None:
         assert engine.read(1, 0) is is_read and engine.stats.num_bad_files == (not is_read)
 
 
+def test_a_listener_is_told_what_comes_and_goes(make: Any) -> None:
+    engine = make()
+    engine.write(1)
+    told: list[tuple[str, int, bool]] = []
+    engine.store.listener = lambda medium, name, is_there: told.append((medium, NAMES.index(name), is_there))
+    engine.write(2)
+    engine.store.discard([NAMES[1]])
+    engine.scan()
+    make(seed=1).write(3)
+    engine.scan()
+    assert told == [("STORAGE", 1, True), ("STORAGE", 2, True), ("STORAGE", 1, False), ("STORAGE", 3, True)]
+    engine.store.reset(external=True)
+    engine.until(lambda: len(told) == 6)
+    assert sorted(told[4:]) == [("STORAGE", 2, False), ("STORAGE", 3, False)]
+
+
 # Resets
 
 

@@ -1,6 +1,8 @@
 """Engines whose blocks leave host memory for files: the tokens are those of engines with room for all, also in engines that start later."""
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from jaxllm.engine.fault_points import injected
 from jaxllm.errors import ConfigError
 from jaxllm.kv_tiers.contents import Contents
 from jaxllm.kv_tiers.disk.store import DiskStore
+from jaxllm.outputs import EngineCoreOutput
 from tests.helpers.engines import make_core
 from tests.helpers.slow import slow_except
 from tests.kv_tiers.test_offloading import Client, expected, make, make_prompts, tier_of
@@ -25,6 +28,8 @@ DISK = {"kv_offloading_size": 0.01, "kv_offloading_disk": "DIR", "kv_offloading_
 FAULTS = ["kv.disk_read:1-5:corrupt", "kv.disk_write:2-9:corrupt", "kv.disk_read:1-:eio", "kv.disk_write:3:enospc"]
 NUM_SLOTS = 24
 """In host memory: fewer than what the prompts need."""
+FEWEST = 4
+"""Files that are written and read in any case: how many depends on when writes are over."""
 
 
 def make_with_disk(directory: Path, name: str = "qwen3", num_slots: int = NUM_SLOTS, **options: Any) -> EngineCore:
@@ -58,6 +63,19 @@ def write_all(core: EngineCore, prompts: list[list[int]], wanted: list[list[int]
         wait_for(lambda: store_of(core)._num_queued_writes == 0)
 
 
+class CountingClient(Client):
+    """Counts the loaded tokens by where they came from."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.sources: Counter[str] = Counter()
+
+    def take(self, outputs: Sequence[EngineCoreOutput]) -> None:
+        super().take(outputs)
+        for output in outputs:
+            self.sources.update(output.loaded_tokens or {})
+
+
 @pytest.mark.parametrize("case", slow_except(CASES[:1], CASES), ids=str)
 def test_another_engine_reads_what_one_wrote_and_writes_the_same_tokens(case: list[Any], tmp_path: Path) -> None:
     name, options = case
@@ -66,13 +84,15 @@ def test_another_engine_reads_what_one_wrote_and_writes_the_same_tokens(case: li
     core = make_with_disk(tmp_path / "kv", name, **options)
     write_all(core, prompts, wanted)
     first = core.stats()
-    assert first.num_disk_writes > NUM_SLOTS // 2 and not first.num_bad_files and not first.num_damaged_blocks
+    assert first.num_disk_writes > FEWEST and not first.num_bad_files and not first.num_damaged_blocks
     core.check_integrity()
     core.shutdown()
     core = make_with_disk(tmp_path / "kv", name, 200, **options)
-    assert Client(core, prompts).run() == wanted
+    client = CountingClient(core, prompts)
+    assert client.run() == wanted
     second = core.stats()
-    assert second.num_disk_reads > NUM_SLOTS // 2 and second.external_prefix_cache_hits > 0
+    assert client.sources["disk"] > 0
+    assert second.num_disk_reads > FEWEST and second.external_prefix_cache_hits > 0
     assert not second.num_bad_files and not second.num_damaged_blocks
     core.check_integrity()
     core.shutdown()
@@ -92,7 +112,7 @@ def test_files_do_not_depend_on_how_many_devices_share_the_heads(name: str, size
         else:
             assert Client(core, prompts).run() == wanted
             stats = core.stats()
-            assert stats.num_disk_reads > NUM_SLOTS // 2 and not stats.num_bad_files and not stats.num_damaged_blocks
+            assert stats.num_disk_reads > FEWEST and not stats.num_bad_files and not stats.num_damaged_blocks
         core.shutdown()
 
 

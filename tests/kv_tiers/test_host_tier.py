@@ -40,7 +40,7 @@ class Store:
     name, writes = "test", True
 
     def __init__(self, *names: bytes):
-        self.contents = set(names)
+        self.contents, self.listener = set(names), None
         self.under_way: dict[int, tuple[str, list[bytes], list[int]]] = {}
         self.over: list[Transfer] = []
         self.seconds_each, self.is_full, self.was_reset = 0.0, False, False
@@ -373,6 +373,34 @@ def test_without_a_protected_share_the_content_used_longest_ago_makes_room() -> 
     assert [name for name in (b"a", b"b", b"c", b"d") if contents.get(name) is None] == [b"b"]
 
 
+def test_without_a_protected_share_contents_that_were_used_on_the_devices_make_room_in_order_too() -> None:
+    contents = Contents(3, protected_share=0.0)
+    evicted = []
+    for index, name in enumerate((b"a", b"b", b"c", b"d", b"e", b"f")):
+        there = contents.ready_names()
+        added = contents.add(name, was_used=index % 2 == 0)
+        assert added is not None
+        contents.make_ready(added)
+        contents.release(added)
+        contents.check_integrity({})
+        evicted += sorted(there - contents.ready_names())
+    assert evicted == [b"a", b"b", b"c"]
+
+
+def test_contents_that_were_used_on_the_devices_outlive_others() -> None:
+    driven = Driven(num_slots=3)
+    driven.step()
+    driven.end(*driven.tier.store([1, 2], [b"a", b"b"], {b"a"}))
+    driven.step()
+    driven.step()
+    driven.end(*driven.store(b"c"))
+    driven.step()
+    driven.end(*driven.store(b"d"))
+    driven.step()
+    driven.step()
+    assert driven.tier.match([b"a", b"b", b"c", b"d"]) == [b"a", b"c", b"d"]
+
+
 def test_what_a_store_has_is_read_first_and_what_it_cannot_read_is_missing_alone() -> None:
     store = Store(b"b", b"c", b"d")
     driven = Driven(stores=[store]).stored(b"a")
@@ -508,6 +536,7 @@ def test_what_is_chosen_is_read_ahead_as_far_as_there_is_room() -> None:
     driven = Driven(num_slots=8, stores=[store])
     assert driven.tier.choose(names, 1000) == names
     assert [read for _, read, _ in store.under_way.values()] == [names[:2], names[2:4]], "half of the slots"
+    assert driven.tier.sources(names[:5]) == ["test"] * 5
     store.end()
     store.end()
     driven.step()
@@ -515,3 +544,4 @@ def test_what_is_chosen_is_read_ahead_as_far_as_there_is_room() -> None:
     assert [read for _, read, _ in store.under_way.values()] == [names[4:5]]
     store.end()
     assert driven.run() == {load: [True] * 5}
+    assert driven.tier.sources(names[:5]) == ["host"] * 5

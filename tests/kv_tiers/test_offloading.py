@@ -201,7 +201,7 @@ def test_a_failed_step_loses_no_request_and_no_right_content(shared: Any) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["op:2:oom", "op:5:oom", "copy:1:error", "copy:5:error"])
+@pytest.mark.parametrize("fault", ["op:2:oom", "op:5:oom", "kv.copy_out:1:error", "kv.verdict:2:error"])
 def test_a_failed_copy_ends_no_request(fault: str) -> None:
     prompts = make_prompts(6, seed=1)
     core = make("qwen3")

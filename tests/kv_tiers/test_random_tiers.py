@@ -40,6 +40,8 @@ def run(seed: int, chosen: dict[str, Any]) -> tuple[int, int, int]:
     def make_tier(rng: random.Random) -> tuple[HostTier, FakeCopies]:
         made.append(FakeCopies(rng, **sizes))
         stores.extend(FakeStore(rng, made[0].slots, **arguments) for arguments in of_stores)
+        if stores:
+            stores[0].tells = True
         return HostTier(made[0], AlwaysWorth(), num_cold=num_cold, stores=stores), made[0]
 
     num_steps = run_load(seed=seed, caching=True, make_tier=make_tier, num_events=NUM_EVENTS, **chosen)

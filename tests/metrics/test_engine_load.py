@@ -1,5 +1,3 @@
-from typing import Any
-
 from jaxllm.metrics.collect import Collected
 from jaxllm.metrics.engine_load import add_load
 from jaxllm.metrics.merge import merged
@@ -72,6 +70,13 @@ def test_the_encoder_cache_is_described_where_the_model_sees_images() -> None:
     assert not [metric for metric in collected() if "jaxllm:mm_" in metric.name]
 
 
+def test_events_are_counted_where_they_are_published() -> None:
+    stats = {"num_kv_event_batches": 3, "num_dropped_kv_events": 2}
+    found = {metric.name: metric.value for metric in collected(**stats) if "jaxllm:kv_event" in metric.name}
+    assert found == {"jaxllm:kv_event_batches": 3, "jaxllm:kv_events_dropped": 2}
+    assert not [metric for metric in collected() if "kv_event" in metric.name]
+
+
 def test_requests_that_wait_for_blocks_are_deferred_too() -> None:
     found = collected(num_waiting=5, num_deferred=1, num_loading=2, num_host_slots=8)
     named = {(metric.name.removeprefix("jaxllm:"), metric.labels.get("reason")): metric for metric in found}
@@ -119,14 +124,16 @@ def test_host_memory_is_described_where_blocks_are_kept_there() -> None:
 def test_the_disk_is_described_where_blocks_are_kept_there() -> None:
     stats = {"disk_bytes": 8, "used_disk_bytes": 2, "disk_written_bytes": 3, "disk_read_bytes": 4, "num_lost_blocks": 5}
     stats |= {"num_bad_files": 6, "disk_write_seconds": 0.5, "disk_read_seconds": 0.25}
-    values = {"store_bytes": 3, "store_time": 0.5, "load_bytes": 4, "load_time": 0.25, "stores_skipped": 5, "bad_blocks": 6}
-    assert offloaded(**stats) == {("disk_usage_perc", ""): 0.25, **{(name, "disk"): value for name, value in values.items()}}
-
-
-def offloaded(**stats: Any) -> dict[tuple[str, str], float]:
-    """The metrics of tiers, by name and tier."""
-    found = [metric for metric in collected(**stats) if metric.name.startswith("jaxllm:kv_offload_")]
-    return {(metric.name.removeprefix("jaxllm:kv_offload_"), metric.labels.get("tier", "")): metric.value for metric in found}
+    found = [metric for metric in collected(**stats) if "_offload_" in metric.name]
+    assert {(metric.name.removeprefix("jaxllm:kv_offload_"), metric.labels.get("tier")): metric.value for metric in found} == {
+        ("disk_usage_perc", None): 0.25,
+        ("disk_store_bytes", None): 3,
+        ("disk_store_time", None): 0.5,
+        ("disk_load_bytes", None): 4,
+        ("disk_load_time", None): 0.25,
+        ("lost_blocks", None): 5,
+        ("bad_blocks", "disk"): 6,
+    }
 
 
 def test_drafts_are_counted_where_the_engine_speculates() -> None:

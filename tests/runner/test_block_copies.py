@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm.cache_spec import CacheArray, CacheLayout
 from jaxllm.device_ops import FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.runner.features.block_copies import arena as arena_module
 from jaxllm.runner.features.block_copies import cuda
 from jaxllm.runner.features.block_copies.arena import Arena, check_memory, check_total
@@ -24,6 +24,7 @@ from jaxllm.runner.features.block_copies.programs import Gather
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.scheduler_output import SchedulerOutput
 from tests.helpers.engines import make_core
+from tests.helpers.scheduling import make_request
 from tests.helpers.slow import slow_except
 
 NUM_BLOCKS = 64
@@ -268,17 +269,22 @@ def cuda_copies(
     format, fake = BlockFormat.of(layout, 2, num_copies), FakeCuda()
     monkeypatch.setattr(cuda, "_load", lambda: fake)
     monkeypatch.setattr(cuda, "_REGISTERED_BYTES", 3 * 4096 + 100)
-    monkeypatch.setattr(arena_module, "check_memory", lambda num_bytes: None)
     arena = Arena(10 * 4096, format)
     arena.open()
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("devices",))
-    return fake, arena, CudaTransfer(arena, format), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+    return (
+        fake,
+        arena,
+        CudaTransfer(arena, format, [0, 1]),
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices")),
+    )
 
 
 @pytest.mark.parametrize("num_copies", [1, 2])
 def test_copies_of_cuda_reach_the_slots_and_come_back(monkeypatch: pytest.MonkeyPatch, num_copies: int) -> None:
     fake, arena, transfer, place = cuda_copies(monkeypatch, num_copies)
     assert sorted(size // 4096 for size in fake.locked.values()) == [1, 3, 3, 3]
+    assert len(fake.streams) == 4, "made before the first copy"
     _, num_parts, part_words = arena.words.shape
     rows = np.random.default_rng(0).integers(0, 2**32, (num_parts, 8, part_words), np.uint32).repeat(num_copies, 0)
     slots = [1, 2, 3, 4, 9, 0]
@@ -312,11 +318,55 @@ def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch
         cuda_copies(monkeypatch, 1)
 
 
+def test_memory_is_unlocked_where_a_stream_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeCuda] = []
+    monkeypatch.setattr(FakeCuda, "cudaStreamCreateWithFlags", lambda self, *args: made.append(self) or 2)
+    with pytest.raises(CudaError, match="cudaStreamCreateWithFlags failed"):
+        cuda_copies(monkeypatch, 1)
+    assert not made[0].locked
+
+
 def test_touching_reaches_every_page_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     _, arena, _, _ = cuda_copies(monkeypatch, 1)  # a slot is longer than its words
     arena.words[:] = 2**32 - 1
     arena.touch()
     assert (arena.words[:, 0, 0] == 0xFFFFFF00).all() and (arena.words[:, 0, 1:] == 2**32 - 1).all()
+
+
+def test_touching_ends_with_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, arena, _, _ = cuda_copies(monkeypatch, 1)
+    arena.words[:] = 2**32 - 1
+    arena.stop()
+    arena.touch()
+    assert (arena.words == 2**32 - 1).all()
+
+
+def test_host_memory_is_taken_once_by_runners_of_the_same_engine() -> None:
+    """The second has programs for a smaller cache."""
+    format = BlockFormat.of(CacheLayout((), (CacheArray(2, 24, "bfloat16"),), (), (), block_size=8, max_step_tokens=8), 1)
+    first, second = (BlockCopier(None, format, 1 << 20, 4) for _ in range(2))
+    first.begin()
+    opening = first._opening
+    second.take_over(first)
+    first.delete_arrays()
+    assert second._opening is opening and second.arena is first.arena
+    opening.result()
+    second.arena.words[0] = 1  # it is there
+    second.delete_arrays()
+    assert second._opening is None and not hasattr(second.arena, "words")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_has_ended_ends_the_engine() -> None:
+    core = make_core("qwen3", kv_offloading_size=0.002, num_gpu_blocks_override=NUM_BLOCKS, warmup="lazy")
+    copier = core.runner.op_runner(GatherBlocks)
+    copier._threads[1]._calls.put(("no call", None))
+    copier._threads[1]._thread.join()
+    core.add_request(make_request("a", [1, 2, 3], max_tokens=2).spec)
+    with pytest.raises(EngineDeadError, match="kv-load, which copies blocks"):
+        while core.has_unfinished_requests():
+            core.step()
+    core.shutdown()
 
 
 def test_host_memory_is_given_back_at_the_end() -> None:

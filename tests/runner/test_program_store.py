@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxllm.env import cache_bytes
 from jaxllm.errors import ConfigError
@@ -58,6 +59,18 @@ def test_a_program_comes_back_with_its_trees_and_donations(tmp_path):
     assert rows.last_token_N.is_deleted()
 
 
+def test_a_program_that_xla_has_in_its_own_cache_comes_back(tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "of XLA"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()  # which remembers the options
+    compiled()
+    assert any((tmp_path / "of XLA").iterdir())
+    jax.clear_caches()
+    new, _ = artifact(tmp_path / "a").load(KEY)(RowArrays(jnp.arange(4), jnp.ones((4, 2)), {}), jnp.asarray(3))
+    assert new.last_token_N.tolist() == [3, 4, 5, 6]
+
+
 def test_a_program_in_pieces_comes_back(tmp_path):
     rows = RowArrays(jnp.arange(4), jnp.ones((4, 2)), {})
     place = jax.sharding.SingleDeviceSharding(DEVICES[0])
@@ -69,10 +82,10 @@ def test_a_program_in_pieces_comes_back(tmp_path):
         layer, x = jax.jit(decoder_layer), rows.last_token_N + 1
         return rows._replace(last_token_N=layer(layer(x)) + 1), None
 
+    store = new_artifact(tmp_path / "a", DEVICES)
     traced = jax.jit(program, donate_argnums=0).trace(rows)
     in_pieces = split(traced, [True, True], place, Pieces()).compile()
     assert [len(in_pieces.wiring.calls), len(in_pieces.pieces)] == [3, 2], "the sums before and behind the layers are alike"
-    store = new_artifact(tmp_path / "a", DEVICES)
     store.save(KEY, in_pieces)
     new, nothing = store.load(KEY)(rows)
     assert isinstance(new, RowArrays) and nothing is None

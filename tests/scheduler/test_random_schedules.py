@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 from jaxllm.cache_events import KEY_BYTES, CacheEvents
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
 from jaxllm.data_parallel.scheduler import RanksScheduler
+from jaxllm.kv_events.messages import Batch, Group
+from jaxllm.kv_events.recorder import Recorder
+from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import FinishReason, PromptItem, Request, RequestStatus
@@ -27,6 +30,7 @@ from jaxllm.scheduler_output import SchedulerOutput
 from tests.helpers.fake_items import PLACEHOLDER, effective_prompt, encoder, image
 from tests.helpers.fake_runner import FakeEngine, FakeRanksEngine, RandomDrafts, digests, oracle_tokens
 from tests.helpers.fake_tier import FakeTier
+from tests.helpers.kv_subscriber import Subscriber
 from tests.helpers.scheduling import make_request, make_scheduler
 
 VOCAB, END, STOP = 12, 3, 5
@@ -43,6 +47,50 @@ class _Reader:
         stored, removed = (_cut(keys) for keys in (events.stored, events.removed))
         assert not stored & removed
         self.known = (set() if events.cleared else self.known) - removed | stored
+
+
+class _Routers:
+    """Subscribers to a scheduler's events. They miss batches at times, as their queue is short."""
+
+    def __init__(self, rng: random.Random, policies: Sequence[CachePolicy], *, has_tiers: bool):
+        groups = [Group("any", getattr(policy, "window", None)) for policy in policies]
+        self.subscriber = Subscriber(block_size=4, groups=groups)
+        self.subscriber.may_have_salts = True
+        self.recorder = Recorder(self, 4, has_tiers=has_tiers)
+        self.scheduler: Scheduler | None = None
+        self._rng, self._queue = rng, list[Batch]()
+
+    def has_room(self) -> bool:
+        return len(self._queue) < 2
+
+    def put(self, batch: Batch) -> bool:
+        if not self.has_room():
+            return False
+        self._queue.append(batch)
+        return True
+
+    def has_lost(self) -> bool:
+        return False
+
+    def check(self, tiers: Sequence[CacheTier]) -> None:
+        """Publish; now and then read all, and compare."""
+        self.recorder.publish()
+        if self._rng.random() < 0.5:
+            return
+        while self._queue:
+            self.read()
+        self.recorder.publish()
+        while self._queue:
+            self.read()
+        assert self.scheduler is not None
+        assert self.subscriber.on("GPU") == set(self.scheduler.cache_manager.pool.cached_hashes())
+        hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
+        assert self.subscriber.on("CPU") == {name for tier in hosts for name in tier.contents.ready_names()}
+        stores = [store for tier in hosts for store in tier._stores._stores if store.tells]
+        assert self.subscriber.on("STORAGE") == {name for store in stores for name in store.names}
+
+    def read(self) -> None:
+        self.subscriber.read(self._queue.pop(0))
 
 
 def _cut(keys: bytes) -> set[bytes]:
@@ -69,6 +117,7 @@ class _Load:
     """Prompts so far that have items."""
     readers: list[_Reader] = field(default_factory=list)
     """Readers from the start; more come later."""
+    check_routers: Callable[[], None] = lambda: None
 
     def event(self) -> None:
         kind = self.rng.random()
@@ -96,6 +145,7 @@ class _Load:
         self.engine.scheduler.check_integrity()
         if self.readers:
             self.publish()
+        self.check_routers()
 
     def publish(self) -> None:
         """The readers know what can be found, even if they read seldom or begin in the middle."""
@@ -327,8 +377,13 @@ def run_load(
     room_sizes = {"item": max_item_tokens, "step": max_step_embeddings, "pages": num_pages, "whole_tokens": whole_tokens}
     room_sizes["decode_step"] = decode_step
 
+    routers: list[_Routers] = []
+
     def new_scheduler() -> Scheduler:
-        return make_scheduler(
+        routers.append(_Routers(random.Random(seed + 3), policies, has_tiers=bool(all_tiers)))
+        for each in all_tiers:
+            each.listener = routers[-1].recorder.note_tier
+        routers[-1].scheduler = scheduler = make_scheduler(
             num_blocks=num_blocks,
             block_size=4,
             max_model_len=max_model_len,
@@ -339,8 +394,10 @@ def run_load(
             num_stages=num_stages,
             tiers=all_tiers,
             rooms=() if item_sizes is None else (encoder(**room_sizes),),
+            observer=routers[-1].recorder,
             **options,
         )
+        return scheduler
 
     depth += num_stages - 1
     if num_ranks == 1:
@@ -360,6 +417,7 @@ def run_load(
         load.readers.append(_Reader())
     else:
         assert scheduler.take_cache_events() is None
+    load.check_routers = lambda: [each.check(all_tiers) for each in routers]
     for _ in range(num_events):
         load.event()
     load.finish()

@@ -307,6 +307,16 @@ def test_a_pause_does_not_make_a_load_late(monkeypatch: pytest.MonkeyPatch) -> N
     assert not tier.loads and not request.loads_blocks
 
 
+def test_tiers_learn_which_contents_were_found_in_the_pool() -> None:
+    engine, tier = make_engine()
+    check_tokens(engine, add(engine, "b"))
+    check_tokens(engine, add(engine, "b2"))
+    for number in range(5):
+        engine.scheduler.add_request(make_request(f"other {number}", [40 + number] * 44, max_tokens=1))
+        engine.run()
+    assert tier.used == set(block_names("b"))
+
+
 def test_contents_that_were_computed_wrongly_leave_the_tier() -> None:
     engine, tier = make_engine()
     names = list(add(engine, "a2").block_hashes)

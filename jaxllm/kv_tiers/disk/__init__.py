@@ -10,13 +10,14 @@ from jaxllm.kv_tiers.disk.folder import open_root
 from jaxllm.kv_tiers.disk.store import DiskStore
 from jaxllm.log import logger
 
+__all__ = ["make", "open_root"]
 
-def make(config: EngineConfig, copies: Any, describe: Callable[[], dict[str, Any]]) -> DiskStore:
-    """The store that an engine's options ask for. copies: a `BlockCopier`. describe: see DiskStore. Raises ConfigError."""
-    options = config.cache
-    assert options.kv_offloading_disk is not None and options.kv_offloading_disk_size is not None
-    max_bytes = int(options.kv_offloading_disk_size * 2**30)
-    root = open_root(Path(options.kv_offloading_disk))
+
+def make(config: EngineConfig, root: Path, copies: Any, describe: Callable[[], dict[str, Any]]) -> DiskStore:
+    """The store that an engine's options ask for. copies: a `BlockCopier`. root, describe: see DiskStore. Raises ConfigError."""
+    size = config.cache.kv_offloading_disk_size
+    assert size is not None
+    max_bytes = int(size * 2**30)
     store = DiskStore(root, max_bytes, copies.arena, describe, copies.wake)
     if max_bytes < (least := 2 * copies.max_blocks * store.file_bytes):
         store.close()

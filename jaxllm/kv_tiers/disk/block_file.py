@@ -47,7 +47,7 @@ class FileFormat:
         buffer[: self.header_bytes] = self._header(name, sums, zlib.crc32(buffer))
 
     def unpack(self, buffer: memoryview, name: bytes) -> tuple[memoryview, memoryview]:
-        """The content and the checksums of a file's bytes. Raises BadFileError."""
+        """The content and the checksums of a file's bytes; faults are injected here. Raises BadFileError."""
         sums = bytes(buffer[_FIELDS.size : _FIELDS.size + self.sums_bytes])
         crc = _FIELDS.unpack_from(buffer)[-1]
         if bytes(buffer[: self.header_bytes]) != self._header(name, sums, crc):
@@ -95,7 +95,7 @@ def check_file(descriptor: int, file_bytes: int) -> os.stat_result:
 
 
 def read_all(descriptor: int, buffer: memoryview) -> None:
-    """Fill a buffer from the beginning of a file; faults are injected here. Raises OSError, BadFileError if it is shorter."""
+    """Fill a buffer from the beginning of a file. Raises OSError, BadFileError if it is shorter."""
     done = 0
     while done < len(buffer):
         if not (count := os.preadv(descriptor, [buffer[done:]], done)):

@@ -5,24 +5,24 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxllm.errors import JaxLLMError
 from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.disk import janitor
-from jaxllm.kv_tiers.disk.block_file import FileFormat, copy
+from jaxllm.kv_tiers.disk.block_file import FileFormat
 from jaxllm.kv_tiers.disk.folder import BlockFolder, folder_of, next_epoch, prepare, read_epoch
 from jaxllm.kv_tiers.disk.pace import Pace
+from jaxllm.kv_tiers.disk.tasks import FileTask, ReadTask, UnderWay, WriteTask
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
-from jaxllm.kv_tiers.workers import Task, Workers
+from jaxllm.kv_tiers.workers import Workers
 from jaxllm.log import logger
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import SchedulerStats
 
 NUM_READERS, NUM_WRITERS = 4, 2
@@ -34,58 +34,9 @@ SCAN_SECONDS, SCAN_SHARE = 10.0, 0.05
 """The directory is read so often, but for less than this share of a thread's time: other engines write to it."""
 QUEUED_BYTES = 256 << 20
 """Most bytes that wait to be written, or one transfer."""
+_TOLD_AT_ONCE = 1000
+"""Most changes that the listener is told in a step."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(eq=False)
-class _UnderWay:
-    """A transfer under way."""
-
-    number: int
-    is_right: list[bool]
-    num_left: int
-    began: float = field(default_factory=time.monotonic)
-
-
-class _File(Task):
-    """One file of a transfer."""
-
-    def __init__(self, store: "DiskStore", folder: BlockFolder, transfer: _UnderWay, index: int, name: bytes, slot: int):
-        self.store, self.folder, self.transfer, self.index, self.name, self.slot = store, folder, transfer, index, name, slot
-
-    def prepare(self, buffer: memoryview) -> None:
-        """Nothing, to read."""
-
-    def complete(self) -> None:
-        """Nothing, when it was written."""
-
-
-class _Read(_File):
-    def run(self, buffer: memoryview) -> None:
-        self.found = self.folder.read(self.name, buffer)
-
-    def complete(self) -> None:
-        content, sums = self.found
-        memory = self.store.memory
-        copy(content, to=memory.view(self.slot))
-        memory.sums[self.slot] = np.frombuffer(sums, np.uint32).reshape(memory.sums[self.slot].shape)
-
-    def end(self, error: Exception | None, seconds: float) -> None:
-        self.store.end_read(self, error, seconds)
-
-
-class _Write(_File):
-    was_written = False
-
-    def prepare(self, buffer: memoryview) -> None:
-        memory = self.store.memory
-        self.folder.format.pack(buffer, self.name, memory.view(self.slot), memory.sums[self.slot].tobytes())
-
-    def run(self, buffer: memoryview) -> None:
-        self.was_written = self.folder.write(self.name, buffer)
-
-    def end(self, error: Exception | None, seconds: float) -> None:
-        self.store.end_write(self, error, seconds)
 
 
 class DiskStore:
@@ -108,6 +59,9 @@ class DiskStore:
         """The contents that files have, as far as is known."""
         self._changed: dict[bytes, bool] = {}
         """Files that were written or lost while the directory was read, and whether they are there."""
+        self._listener: TierListener | None = None
+        self._untold: deque[tuple[bytes, bool]] = deque()
+        """Names that have come or gone since the listener was told."""
         self._used_bytes = self._needed_bytes = 0
         """Of all files, and room that is missing for a write."""
         self._paused_until = self._told_until = 0.0
@@ -144,7 +98,7 @@ class DiskStore:
         if folder is None:
             self._finished.append(Transfer(number, [False] * len(names), 0.0))
             return
-        self._begin(_Read, self._readers, folder, number, names, slots)
+        self._begin(ReadTask, self._readers, folder, number, names, slots)
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         if (folder := self._folder) is None:
@@ -157,21 +111,21 @@ class DiskStore:
                 self._needed_bytes = len(names) * self.file_bytes
                 self._calls.put(self._scan)
             return False
-        self._begin(_Write, self._writers, folder, number, names, slots)
+        self._begin(WriteTask, self._writers, folder, number, names, slots)
         return True
 
     def _begin(
         self,
-        kind: type[_File],
+        kind: type[FileTask],
         workers: Workers,
         folder: BlockFolder,
         number: int,
         names: Sequence[bytes],
         slots: Sequence[int],
     ) -> None:
-        transfer = _UnderWay(number, [False] * len(names), len(names))
+        transfer = UnderWay(number, [False] * len(names), len(names))
         with self._lock:
-            if kind is _Read:
+            if kind is ReadTask:
                 self._num_queued_reads += len(names)
             else:
                 self._num_queued_writes += len(names)
@@ -183,7 +137,26 @@ class DiskStore:
         self._writers.give_up()
         with self._lock:
             found, self._finished = self._finished, []
+        if self._listener is not None:
+            for _ in range(min(_TOLD_AT_ONCE, len(self._untold))):
+                self._listener("STORAGE", *self._untold.popleft())
         return found
+
+    @property
+    def listener(self) -> TierListener | None:
+        """See SlotStore."""
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: TierListener | None) -> None:
+        with self._lock:
+            self._listener = listener
+            self._untold.clear()
+            self._note(self._names, True)
+
+    def _note(self, names: Iterable[bytes], is_there: bool) -> None:
+        if self._listener is not None:
+            self._untold.extend((name, is_there) for name in names)
 
     def discard(self, names: Sequence[bytes]) -> None:
         with self._lock:
@@ -197,6 +170,7 @@ class DiskStore:
     def reset(self, *, external: bool) -> None:
         with self._lock:
             self._num_resets += 1
+            self._note(self._names, False)
             self._folder, self._names = None, set()
             self._is_opening, self._ends_epoch = False, self._ends_epoch or external
         if external:
@@ -221,7 +195,7 @@ class DiskStore:
 
     # Ends of tasks, in their threads
 
-    def end_read(self, task: _File, error: Exception | None, seconds: float) -> None:
+    def end_read(self, task: FileTask, error: Exception | None, seconds: float) -> None:
         """A file was read, or not."""
         is_missing = isinstance(
             error, FileNotFoundError | CancelledError
@@ -243,7 +217,7 @@ class DiskStore:
                 self._calls.put(partial(task.folder.unlink, task.name))
         self._end(task, error is None)
 
-    def end_write(self, task: "_Write", error: Exception | None, seconds: float) -> None:
+    def end_write(self, task: WriteTask, error: Exception | None, seconds: float) -> None:
         """A file was written, or not, or was there."""
         with self._lock:
             self._num_queued_writes -= 1
@@ -251,6 +225,7 @@ class DiskStore:
             if error is None and task.folder is self._folder:
                 self._names.add(task.name)
                 self._changed[task.name] = True
+                self._note([task.name], True)
             if task.was_written:
                 self._num_written += 1
                 self._used_bytes += self.file_bytes
@@ -258,7 +233,7 @@ class DiskStore:
             self._pause(error)
         self._end(task, error is None)
 
-    def _end(self, task: _File, is_right: bool) -> None:
+    def _end(self, task: FileTask, is_right: bool) -> None:
         transfer = task.transfer
         with self._lock:
             transfer.is_right[task.index] = is_right
@@ -272,6 +247,7 @@ class DiskStore:
     def _lose(self, name: bytes) -> None:
         self._names.discard(name)
         self._changed[name] = False
+        self._note([name], False)
 
     def _pause(self, error: Exception) -> None:
         if time.monotonic() < self._paused_until:
@@ -342,6 +318,9 @@ class DiskStore:
             if num_resets == self._num_resets:
                 for name, is_there in self._changed.items():
                     (names.add if is_there else names.discard)(name)
+                if self._listener is not None:
+                    self._note(self._names - names, False)
+                    self._note(names - self._names, True)
                 self._names, self._folder = names, folder
             self._used_bytes, self._needed_bytes = usage.num_bytes, 0
         end = time.monotonic()

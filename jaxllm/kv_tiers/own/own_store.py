@@ -19,6 +19,7 @@ from jaxllm.kv_tiers.own.calls import DIGEST_BYTES, ContentCall, OtherCall, Pend
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
 from jaxllm.kv_tiers.workers import Workers
 from jaxllm.log import logger, warn_once
+from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import SchedulerStats
 
 MAX_FAILURES = 8
@@ -40,6 +41,9 @@ _NEW_SHARE = 0.1
 class OwnStore:
     """A `SlotStore` over a `KVStore`. A content has the digest of its key and the checksums of the devices before the block, so that one
     that the store mixed up or damaged is noticed. The store gets the buffer of a thread, never a slot."""
+
+    listener: TierListener | None = None
+    """Is told nothing: what a store has is known only by asking for names."""
 
     def __init__(
         self,

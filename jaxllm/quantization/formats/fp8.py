@@ -11,18 +11,7 @@ import numpy as np
 from jaxllm.layers.source import Index, Source, Tensor, output_major
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales
 from jaxllm.quantization.formats.patterns import matches, partly_covered, read_names
-from jaxllm.weight_format import (
-    Array,
-    Arrays,
-    Draw,
-    Expected,
-    Files,
-    Options,
-    ParamSpec,
-    Reader,
-    WeightFormat,
-    WeightSpec,
-)
+from jaxllm.weight_format import Array, Arrays, Draw, Expected, Files, Options, ParamSpec, Reader, WeightFormat, WeightSpec
 
 if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig

@@ -29,7 +29,8 @@ FEATURES = (
 
 A module may also have two functions of (config, model_config, model), for the layers of that model: `weights`, a part of the engine with
 weights of its own, or None; `memory_bytes`, what the feature takes of each device's memory in addition to the model. One may have
-`host_plan`, of (config, model_config, memory plan of the devices): what it takes of the host's.
+`host_plan`, of (config, model_config, memory plan of the devices): what it takes of the host's; and `check_machine`, of (config), which
+raises ConfigError before a start if this machine lacks what the feature takes.
 """
 
 
@@ -51,6 +52,13 @@ def weights_of_features(config: EngineConfig, model_config: ModelConfig, model: 
 def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalLM) -> int:
     """Bytes on each device that features take in addition to the model."""
     return sum(module.memory_bytes(config, model_config, model) for module in _modules() if hasattr(module, "memory_bytes"))
+
+
+def check_machine(config: EngineConfig) -> None:
+    """Raise ConfigError if this machine lacks what features take."""
+    for module in _modules():
+        if hasattr(module, "check_machine"):
+            module.check_machine(config)
 
 
 def host_plan(config: EngineConfig, model_config: ModelConfig, plan: MemoryPlan) -> HostPlan | None:

@@ -11,7 +11,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, LatentAttention, Layer
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.topology import Topology
-from jaxllm.runner.features.block_copies.arena import Arena, check_total, slot_bytes
+from jaxllm.runner.features.block_copies.arena import Arena, check_memory, check_total, slot_bytes
 from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.programs import STAGING_BYTES, Gather, Scatter, staging_bytes
@@ -95,6 +95,7 @@ def host_plan(config: EngineConfig, model_config: ModelConfig, plan: MemoryPlan)
     num_bytes, fault = _engine_bytes(config), None
     try:
         Arena(num_bytes, format)
+        check_machine(config)
     except ConfigError as error:
         fault = error
     num_blocks = num_bytes // slot_bytes(format)
@@ -103,13 +104,19 @@ def host_plan(config: EngineConfig, model_config: ModelConfig, plan: MemoryPlan)
     return HostPlan(num_bytes, num_blocks, num_tokens, format.block_bytes, staging, fault)
 
 
+def check_machine(config: EngineConfig) -> None:
+    """Raise ConfigError if there is too little host memory."""
+    if not (size := config.cache.kv_offloading_size):
+        return
+    if (num_engines := config.parallel.num_replicas) > 1:
+        check_total(int(size * 2**30), num_engines)
+    check_memory(_engine_bytes(config))
+
+
 def make(parts: FeatureParts) -> StepFeature | None:
     """For engines that keep blocks in host memory."""
-    size = parts.config.cache.kv_offloading_size
-    if not size:
+    if not parts.config.cache.kv_offloading_size:
         return None
-    if (num_engines := parts.config.parallel.num_replicas) > 1:
-        check_total(int(size * 2**30), num_engines)
     drafter = parts.beside["drafter"]
     layers = (*parts.model_config.layers, *(() if drafter is None else drafter.layers))
     num_bytes = _buffer_bytes(parts.config, parts.model_config, _limit(parts.config))

@@ -1,5 +1,6 @@
 """Host memory for contents of blocks."""
 
+import contextlib
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.runner.features.block_copies.format import BlockFormat
 
 PAGE_BYTES = 4096
-_PIECE_BYTES = 1 << 30
+_PIECE_BYTES = 1 << 28
 """Memory that a thread touches at a time."""
 _SPARE_BYTES = 8 << 30
 """Memory that is left to everything else, or a quarter of what there is."""
@@ -26,7 +27,7 @@ class Arena:
     """Slots for contents, each a whole number of pages: the parts of a block one after the other. Beside them the checksums of each."""
 
     def __init__(self, num_bytes: int, format: BlockFormat):
-        """Takes no memory yet. Raises ConfigError if there is not so much, or it has no slot."""
+        """Takes no memory yet. Raises ConfigError if it has no slot."""
         self._format = format
         self.block_bytes = format.block_bytes
         self.slot_bytes = slot_bytes(format)
@@ -35,13 +36,13 @@ class Arena:
             raise ConfigError(
                 f"kv_offloading_size is {num_bytes / 2**30:.3g} GiB, less than a block ({self.slot_bytes} bytes); raise it"
             )
-        check_memory(num_bytes)
+        self._is_closing = False
 
     def open(self) -> None:
         """Take the memory. Raises ConfigError."""
         format = self._format
         try:
-            memory = mmap.mmap(-1, self.num_bytes)
+            memory = _private_memory(self.num_bytes)
         except OSError as error:
             raise ConfigError(f"kv_offloading_size is {self.num_bytes / 2**30:.3g} GiB: {error.strerror}; lower it") from error
         self._bytes = np.frombuffer(memory, np.uint8)
@@ -49,6 +50,10 @@ class Arena:
         self.words = slots[:, : format.num_parts * format.part_words].reshape(self.num_slots, format.num_parts, -1)
         """uint32 [slots, parts, words]"""
         self.sums = np.zeros((self.num_slots, format.num_parts, format.num_sums), np.uint32)
+
+    def stop(self) -> None:
+        """Have `touch` return soon."""
+        self._is_closing = True
 
     def close(self) -> None:
         """Give the memory back."""
@@ -72,7 +77,8 @@ class Arena:
         """Have the system give the memory now: to lock pages that are not there takes ten times as long. Uses several threads."""
 
         def touch(start: int) -> None:
-            self._bytes[start : start + _PIECE_BYTES : PAGE_BYTES] = 0
+            if not self._is_closing:
+                self._bytes[start : start + _PIECE_BYTES : PAGE_BYTES] = 0
 
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "kv-touch") as threads:
             list(threads.map(touch, range(0, self.num_bytes, _PIECE_BYTES)))
@@ -81,6 +87,17 @@ class Arena:
 def slot_bytes(format: BlockFormat) -> int:
     """Bytes of a slot."""
     return -(-format.block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _private_memory(num_bytes: int) -> mmap.mmap:
+    """Memory of this process alone. In huge pages where the system has them, which are touched and locked in a fraction of the time;
+    systems give them to memory that processes share only if told to. A forked process does not get it: its copies on write would take pages
+    away from under the devices' copies."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with contextlib.suppress(AttributeError, OSError):  # a system without it
+            memory.madvise(getattr(mmap, name))
+    return memory
 
 
 def check_memory(num_bytes: int) -> None:

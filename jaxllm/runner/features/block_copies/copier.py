@@ -1,8 +1,10 @@
 """Runs the parts of copies between blocks and host memory: programs in the order of steps, transfers in threads meanwhile."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -10,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm import device_ops
 from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.errors import EngineDeadError
 from jaxllm.parallel.arrays import delete
 from jaxllm.runner.features.block_copies import programs
 from jaxllm.runner.features.block_copies.arena import Arena
@@ -33,7 +35,7 @@ class BlockCopier(OpRunner):
     ops = (GatherBlocks, StageBlocks, ScatterBlocks)
 
     def __init__(self, runner: Any, format: BlockFormat, arena_bytes: int, num_staging: int):
-        """Raises ConfigError if there is too little host memory."""
+        """Takes no memory. Raises ConfigError if a block does not fit into the arena."""
         self._runner, self.format = runner, format
         self.arena = Arena(arena_bytes, format)
         self.sizes = batch_sizes(format)
@@ -46,6 +48,8 @@ class BlockCopier(OpRunner):
         self._is_woken = False
         self._transfer: Transfer | None = None
         """None, as the threads, before the first `allocate`: engines try runners that never run."""
+        self._opening: Future[Transfer] | None = None
+        """The transfer, once it has its memory."""
         self._threads: tuple[WorkerThread, ...] = ()
         """For stores, loads and verdicts."""
 
@@ -65,7 +69,9 @@ class BlockCopier(OpRunner):
     # Results, for who had plans carry the operations
 
     def finished(self) -> list[FinishedCopy]:
-        """The copies that are over since the last call."""
+        """The copies that are over since the last call. Raises EngineDeadError if a thread ended, whose copies will never be over."""
+        if dead := [thread.name for thread in self._threads if not thread.is_alive]:
+            raise EngineDeadError(f"the thread {dead[0]}, which copies blocks to and from host memory, has ended")
         with self._changed:
             found, self._finished = self._finished, []
         return found
@@ -87,9 +93,9 @@ class BlockCopier(OpRunner):
 
     def _finish(self, op: CopyBlocks, finish: Finish) -> None:
         try:
-            found = device_ops.end_copy(op, finish)
-        except Exception as error:
-            found = FinishedCopy(op.number, error=error)
+            found = finish()
+        except BaseException as error:  # whatever it is: the step loop waits for this copy
+            found = FinishedCopy(op.number, error=error if isinstance(error, Exception) else RuntimeError(repr(error)))
         with self._changed:
             self._finished.append(found)
             self._changed.notify_all()
@@ -138,11 +144,23 @@ class BlockCopier(OpRunner):
 
     # Memory
 
+    def begin(self) -> None:
+        """See OpRunner. Takes host memory, for which large sizes need seconds."""
+        self._opening = WorkerThread("kv-memory").submit(self._open)
+
+    def take_over(self, other: "BlockCopier") -> None:
+        """See OpRunner."""
+        assert other.format == self.format
+        self.arena, self._opening, other._opening = other.arena, other._opening, None
+
     def allocate(self) -> None:
         """See OpRunner. What is in the slots stays right."""
         if self._transfer is None:
+            if self._opening is None:
+                self.begin()
+            assert self._opening is not None
             with self._runner.times.part("host memory"):
-                self._transfer = self._open()
+                self._transfer = self._opening.result()
             self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-verdict")))
         shape = Gather(self.format.num_copies).staging(self._runner.shapes)
         zeros = jax.jit(partial(jnp.zeros, shape.shape, shape.dtype), out_shardings=shape.sharding)
@@ -153,7 +171,8 @@ class BlockCopier(OpRunner):
         if jax.default_backend() == "cpu":
             return PlainTransfer(self.arena, self.format)
         self.arena.touch()
-        return CudaTransfer(self.arena, self.format)
+        local = [device.local_hardware_id for device in self._runner.shapes.mesh.local_devices]
+        return CudaTransfer(self.arena, self.format, local)
 
     def release(self) -> None:
         """See OpRunner."""
@@ -167,10 +186,12 @@ class BlockCopier(OpRunner):
         self.release()
         for thread in self._threads:
             thread.shutdown()
-        if self._transfer is not None:
-            self._transfer.close()
-            self._transfer = None
-            self.arena.close()
+        if self._opening is not None:
+            self.arena.stop()
+            with contextlib.suppress(Exception):  # `allocate` tells
+                self._opening.result().close()
+                self.arena.close()
+            self._opening = self._transfer = None
 
     def _drain(self) -> None:
         """Wait for the transfers, which have addresses of staging buffers."""

@@ -36,14 +36,15 @@ class CudaError(RuntimeError):
 class CudaTransfer:
     """A Transfer between the memory of staging buffers and page-locked slots."""
 
-    def __init__(self, arena: Arena, format: BlockFormat):
-        """Locks the arena's pages. Raises ConfigError if that is not possible."""
+    def __init__(self, arena: Arena, format: BlockFormat, ordinals: Sequence[int]):
+        """Locks the arena's pages, and makes the streams of these devices. Raises ConfigError if the memory cannot be locked."""
         self._format, self._base, self._slot_bytes = format, arena.address, arena.slot_bytes
         self._runtime = _Runtime()
         self._piece_slots = max(1, _REGISTERED_BYTES // arena.slot_bytes)
         self._registered: list[int] = []
         self._streams: dict[tuple[str, int], ctypes.c_void_p] = {}
         """By direction and device."""
+        self._runtime.call("cudaSetDevice", ordinals[0])
         try:
             piece_bytes = self._piece_slots * arena.slot_bytes
             for start in range(0, arena.num_bytes, piece_bytes):
@@ -56,6 +57,16 @@ class CudaTransfer:
                 f"kv_offloading_size is {arena.num_bytes / 2**30:.3g} GiB, and CUDA cannot lock so much memory ({error}); lower it, or "
                 "allow more (ulimit -l, docker's --ulimit memlock=-1)"
             ) from error
+        try:
+            for ordinal in ordinals:
+                self._runtime.call("cudaSetDevice", ordinal)
+                for direction in ("out", "in"):
+                    stream = ctypes.c_void_p()
+                    self._runtime.call("cudaStreamCreateWithFlags", ctypes.byref(stream), _NON_BLOCKING)
+                    self._streams[direction, ordinal] = stream
+        except CudaError:
+            self.close()
+            raise
 
     def to_host(self, staging: jax.Array, slots: Sequence[int]) -> None:
         self._copy("out", staging, slots)
@@ -72,7 +83,9 @@ class CudaTransfer:
             for device, part in by_device(staging):
                 if is_out and device % num_copies:
                     continue  # another device has the same
-                stream = self._stream(direction, part.device.local_hardware_id)  # type: ignore[union-attr]
+                ordinal = part.device.local_hardware_id  # type: ignore[union-attr]
+                self._runtime.call("cudaSetDevice", ordinal)  # of this thread
+                stream = self._streams[direction, ordinal]
                 used.append(stream)
                 rows, offset = part.unsafe_buffer_pointer(), device // num_copies * row_bytes
                 for row, slot, count in runs(slots, self._piece_slots):
@@ -84,14 +97,6 @@ class CudaTransfer:
         finally:  # after an error too: others may get the buffers and slots next
             for stream in used:
                 self._runtime.call("cudaStreamSynchronize", stream)
-
-    def _stream(self, direction: str, ordinal: int) -> ctypes.c_void_p:
-        if (direction, ordinal) not in self._streams:
-            stream = ctypes.c_void_p()
-            self._runtime.call("cudaSetDevice", ordinal)  # of this thread
-            self._runtime.call("cudaStreamCreateWithFlags", ctypes.byref(stream), _NON_BLOCKING)
-            self._streams[direction, ordinal] = stream
-        return self._streams[direction, ordinal]
 
     def close(self) -> None:
         """Unlock the pages, as far as a device that is lost allows it."""

@@ -1,0 +1,65 @@
+"""What the threads of a store do: a file of a transfer each."""
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxllm.kv_tiers.disk.block_file import copy
+from jaxllm.kv_tiers.disk.folder import BlockFolder
+from jaxllm.kv_tiers.workers import Task
+
+if TYPE_CHECKING:
+    from jaxllm.kv_tiers.disk.store import DiskStore
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """A transfer under way."""
+
+    number: int
+    is_right: list[bool]
+    num_left: int
+    began: float = field(default_factory=time.monotonic)
+
+
+class FileTask(Task):
+    """One file of a transfer."""
+
+    def __init__(self, store: "DiskStore", folder: BlockFolder, transfer: UnderWay, index: int, name: bytes, slot: int):
+        self.store, self.folder, self.transfer, self.index, self.name, self.slot = store, folder, transfer, index, name, slot
+
+    def prepare(self, buffer: memoryview) -> None:
+        """Nothing, to read."""
+
+    def complete(self) -> None:
+        """Nothing, when it was written."""
+
+
+class ReadTask(FileTask):
+    def run(self, buffer: memoryview) -> None:
+        self.found = self.folder.read(self.name, buffer)
+
+    def complete(self) -> None:
+        content, sums = self.found
+        memory = self.store.memory
+        copy(content, to=memory.view(self.slot))
+        memory.sums[self.slot] = np.frombuffer(sums, np.uint32).reshape(memory.sums[self.slot].shape)
+
+    def end(self, error: Exception | None, seconds: float) -> None:
+        self.store.end_read(self, error, seconds)
+
+
+class WriteTask(FileTask):
+    was_written = False
+
+    def prepare(self, buffer: memoryview) -> None:
+        memory = self.store.memory
+        self.folder.format.pack(buffer, self.name, memory.view(self.slot), memory.sums[self.slot].tobytes())
+
+    def run(self, buffer: memoryview) -> None:
+        self.was_written = self.folder.write(self.name, buffer)
+
+    def end(self, error: Exception | None, seconds: float) -> None:
+        self.store.end_write(self, error, seconds)
