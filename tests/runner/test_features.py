@@ -61,6 +61,8 @@ def test_features_are_named_only_where_they_are_registered() -> None:
     folder = RUNNER / "features"
     for path in sorted((ROOT / "jaxllm").rglob("*.py")):
         found = set(re.findall(r"runner\.features\.(\w+)", path.read_text(encoding="utf-8")))
+        if path.name == "fault_points.py":
+            continue  # it names functions of all packages, as text
         own = {path.relative_to(folder).parts[0].removesuffix(".py")} if path.is_relative_to(folder) else set()
         assert found <= own, f"{path.relative_to(ROOT)} names {found - own}"
     modules = {path.stem for path in folder.iterdir() if not path.name.startswith("__")}
