@@ -1,26 +1,17 @@
 """Calls of a store of one's own, as tasks of threads (`Workers`)."""
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxllm.kv_tiers.transfers import PendingTransfer
 
 if TYPE_CHECKING:
     from jaxllm.kv_tiers.own.own_store import OwnStore
 
 DIGEST_BYTES = 32
 """Of the key, at the beginning of a content."""
-
-
-@dataclass(eq=False)
-class PendingTransfer:
-    """A transfer under way."""
-
-    number: int
-    is_right: list[bool]
-    num_left: int
-    began: float = field(default_factory=time.monotonic)
 
 
 class StoreCall(ABC):

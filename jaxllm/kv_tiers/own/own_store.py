@@ -15,8 +15,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers.fingerprint import digest
 from jaxllm.kv_tiers.kv_store import KVStore, StoreContext
-from jaxllm.kv_tiers.own.calls import DIGEST_BYTES, ContentCall, OtherCall, PendingTransfer, Read, Write
+from jaxllm.kv_tiers.own.calls import DIGEST_BYTES, ContentCall, OtherCall, Read, Write
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
+from jaxllm.kv_tiers.transfers import PendingTransfer, copy
 from jaxllm.kv_tiers.workers import Workers
 from jaxllm.log import logger, warn_once
 from jaxllm.scheduler.cache_observer import TierListener
@@ -122,7 +123,7 @@ class OwnStore:
     def _begin(
         self, kind: type[Read] | type[Write], workers: Workers, number: int, names: Sequence[bytes], slots: Sequence[int]
     ) -> None:
-        prefix, transfer = self._prefix or "", PendingTransfer(number, [False] * len(names), len(names))
+        prefix, transfer = self._prefix or "", PendingTransfer(number, len(names))
         for index, (name, slot) in enumerate(zip(names, slots, strict=True)):
             workers.submit(kind(self, transfer, index, _key(prefix, name), slot))
 
@@ -172,13 +173,13 @@ class OwnStore:
         """Copy a content to a slot."""
         sums = self._memory.sums[slot]
         sums[:] = np.frombuffer(content[DIGEST_BYTES : self._start], np.uint32).reshape(sums.shape)
-        _copy(content[self._start :], to=self._memory.view(slot))
+        copy(content[self._start :], to=self._memory.view(slot))
 
     def copy_slot(self, slot: int, key: str, content: memoryview) -> None:
         """Copy a slot to a content."""
         content[:DIGEST_BYTES] = _digest(key)
         content[DIGEST_BYTES : self._start] = self._memory.sums[slot].tobytes()
-        _copy(self._memory.view(slot), to=content[self._start :])
+        copy(self._memory.view(slot), to=content[self._start :])
 
     def write_content(self, key: str, content: memoryview) -> bool:
         """Have the store keep a content. Returns whether it was asked to; raises whatever it raises."""
@@ -189,7 +190,6 @@ class OwnStore:
 
     def end_content(self, task: ContentCall, error: Exception | None, seconds: float) -> None:
         """A content is over."""
-        transfer = task.transfer
         if error is not None:
             self.note_failure(task.what, error, is_hanging=not task.has_returned)
         is_right = error is None and task.is_right
@@ -200,12 +200,9 @@ class OwnStore:
                 self._num_writing -= 1
             elif is_right:
                 self._block_seconds += _NEW_SHARE * (seconds / self._readers.num_threads - self._block_seconds)
-            transfer.is_right[task.index] = is_right
-            transfer.num_left -= 1
-            is_over = not transfer.num_left
-            if is_over:
-                self._over.append(Transfer(transfer.number, transfer.is_right, time.monotonic() - transfer.began))
-        if is_over:
+            if (over := task.transfer.end(task.index, is_right)) is not None:
+                self._over.append(over)
+        if over is not None:
             self._wake()
 
     def note_failure(self, what: str, error: Exception, *, is_hanging: bool = False) -> None:
@@ -259,8 +256,3 @@ def _key(prefix: str, name: bytes) -> str:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-def _copy(source: memoryview, *, to: memoryview) -> None:
-    """Copy bytes while other threads run Python, which an assignment to a slice would keep from it."""
-    np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))
