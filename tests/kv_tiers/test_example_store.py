@@ -91,6 +91,29 @@ def test_a_second_engine_loads_what_the_first_has_stored(transfer: dict[str, Any
 
 
 @pytest.mark.slow
+def test_files_and_a_store_of_one_s_own_both_get_what_leaves_host_memory(transfer: dict[str, Any], tmp_path: Path) -> None:
+    directory = Path(transfer["kv_connector_extra_config"]["directory"])
+    prompts = make_prompts(12)
+    files = {"kv_offloading_disk": str(tmp_path / "files"), "kv_offloading_disk_size": 0.1}
+    first = make_sharing(transfer, **files)
+    wanted = run_until_written(Client(first, prompts), directory, 20)
+    stats = first.stats()
+    assert wanted == expected("qwen3", prompts) and stats.num_disk_writes >= 20
+    first.shutdown()
+    of_store = make_sharing(transfer)
+    num_read = count_reads(of_store)
+    assert Client(of_store, prompts).run() == wanted and any(num_read)
+    of_store.shutdown()
+    of_files = make("qwen3", kv_offloading_size=NUM_SLOTS * 4096 / 2**30, **files)
+    client = Client(of_files, prompts)
+    for _ in range(3):
+        assert client.run() == wanted
+    assert of_files.stats().num_disk_reads > 0
+    of_files.check_integrity()
+    of_files.shutdown()
+
+
+@pytest.mark.slow
 def test_damaged_and_lost_files_are_computed_again(transfer: dict[str, Any]) -> None:
     directory = Path(transfer["kv_connector_extra_config"]["directory"])
     prompts = make_prompts(12)
