@@ -4,7 +4,8 @@ usage: bench_tiers.py [MODEL_DIR] [--parts copies,beside,…] [--json FILE] [--m
 
 copies    GB/s from blocks to host memory and back, by batches of one operation each, on an idle engine, and what each part takes
 beside    64 requests decode, without copies, and with a store or a load at all times: time of a step, GB/s
-reload    a prompt of 2048 and one of 32768 tokens that is in host memory: time to the first token, against computing it
+reload    a prompt of 2048 and one of 32768 tokens that is in host memory, in a cache of one and of three such prompts: time to the
+          first token, against computing it
 reuse     conversations whose contexts are four times the device's cache, in turn: tokens/s with host memory and without
 no-reuse  prompts that never come back, in a cache that is too small for them: tokens/s with host memory and without
 
@@ -58,11 +59,13 @@ class Sizes:
     turn: int = 512
     new_prompt: int = 2048
     """Tokens of each prompt that never comes back."""
-    num_output: int = 32
+    new_rows: int = 24
+    """Requests with such prompts at a time: fewer than fit the cache, so that both engines plan the same steps."""
+    num_output: int = 16
     max_model_len: int = 40960
 
 
-TINY = Sizes(0.05, 24, 3, 2, 32, 10, (100, 200), 6, 60, 2, 60, 60, 8, 320)
+TINY = Sizes(0.05, 24, 3, 2, 32, 10, (100, 200), 6, 60, 2, 60, 60, 2, 8, 320)
 TINY_OPTIONS = {
     "dtype": "float32",
     "max_num_seqs": 4,
@@ -155,23 +158,31 @@ class Bench:
         llm.shutdown()
 
     def reload(self) -> None:
-        """The first token of prompts that are in host memory, and of those that are new."""
+        """The first token of prompts that are in host memory, and of those that are new. The cache has room for one prompt of the longest
+        length, whose blocks all have to leave for them, and for three."""
+        for num_prompts in (1, 3):
+            self._reload(num_prompts)
+
+    def _reload(self, num_prompts: int) -> None:
         sizes, goals = self.sizes, {2048: 20.0, 32768: 130.0}
         longest = max(sizes.prompts) + 256
-        llm = self.start(num_gpu_blocks_override=longest // 16 + 2, max_model_len=longest)
+        llm = self.start(num_gpu_blocks_override=num_prompts * longest // 16 + 2, max_model_len=longest)
         core: Any = llm.llm_engine.core
         for length in sizes.prompts:
             computed, loaded = [], []
             for number in range(3):
-                prompt, filler = random_prompts([length, longest - 16], core.model_config.vocab_size, number)
+                prompt, *others = random_prompts([length] + [longest - 16] * num_prompts, core.model_config.vocab_size, number)
                 computed.append(first_token_ms(llm, prompt))
-                first_token_ms(llm, filler)
+                for other in others:
+                    first_token_ms(llm, other)
                 before = core.stats().num_loaded_blocks
                 loaded.append(first_token_ms(llm, prompt))
-                if core.stats().num_loaded_blocks == before:
-                    print(f"nothing of {length} tokens was loaded", flush=True)
-            self.note(f"first token, {length} tokens computed", min(computed), "ms")
-            self.note(f"first token, {length} tokens from host memory", min(loaded), "ms", goals.get(length))
+                if (count := core.stats().num_loaded_blocks - before) < (length - 1) // 16:
+                    print(f"{count} blocks of {length} tokens were loaded", flush=True)
+            note = f"cache of {num_prompts * longest} tokens"
+            self.note(f"first token, {length} tokens computed", min(computed), "ms", note=note)
+            goal = goals.get(length) if num_prompts > 1 else None
+            self.note(f"first token, {length} tokens from host memory", min(loaded), "ms", goal, note=note)
         llm.shutdown()
 
     def reuse(self) -> None:
@@ -208,7 +219,7 @@ class Bench:
         """Prompts that never come back."""
         sizes, speeds = self.sizes, {}
         for tier in (False, True):
-            llm = self.start(tier=tier, num_gpu_blocks_override=sizes.num_blocks)
+            llm = self.start(tier=tier, num_gpu_blocks_override=sizes.num_blocks, max_num_seqs=sizes.new_rows)
             prompts = random_prompts(
                 [sizes.new_prompt] * 4 * sizes.conversations, llm.llm_engine.core.model_config.vocab_size, 7
             )
