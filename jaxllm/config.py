@@ -17,6 +17,8 @@ from jaxllm.context_options import context_faults
 from jaxllm.eplb_options import eplb_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
+from jaxllm.kv_connectors import KVTransferConfig as KVTransferConfig
+from jaxllm.kv_connectors import kv_connector_faults, with_connector_options
 from jaxllm.kv_events_options import kv_events_faults
 from jaxllm.kv_offloading_options import kv_offloading_faults
 from jaxllm.kv_transfer_options import KVTransferOptions, kv_transfer_faults
@@ -141,6 +143,12 @@ class CacheOptions:
     kv_offloading_disk_size: Annotated[
         float | None,
         "GiB for all files in kv_offloading_disk, of all engines that use it: those not used for longest are removed",
+    ] = None
+    kv_transfer_config: Annotated[
+        dict[str, Any] | None,
+        "JSON object of what keeps blocks that leave the devices, with vLLM's names: kv_connector OffloadingConnector for host memory, "
+        "or with kv_connector_module_path a class of your own, whose module is imported, so it is trusted like code "
+        "(docs/KV_OFFLOADING.md); default: none",
     ] = None
     prefix_caching_hash_algo: Annotated[Literal["sha256", "sha256_cbor"], "hash of a block's tokens"] = "sha256"
     disable_hybrid_kv_cache_manager: Annotated[
@@ -357,14 +365,15 @@ class EngineConfig:
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
         """Sort flat options into their groups. Raises ConfigError for unknown names (with the nearest known) and bad values."""
-        return cls(**in_groups(_GROUPS, options, "engine option")).checked()
+        return cls(**in_groups(_GROUPS, with_connector_options(options), "engine option")).checked()
 
     def checked(self) -> "EngineConfig":
         """This config, if every value lies in its range and the values agree. Raises ConfigError with all faults found."""
         flat = self.flat()
         faults = [*type_faults(flags(), flat), *range_faults(_RANGES, flat)]
         faults += [*lora_faults(flat), *hosts_faults(flat), *context_faults(flat), *eplb_faults(flat), *_step_faults(flat)]
-        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat), *kv_transfer_faults(flat), *kv_events_faults(flat)]
+        faults += [*multimodal_faults(flat), *kv_offloading_faults(flat), *kv_connector_faults(flat)]
+        faults += [*kv_transfer_faults(flat), *kv_events_faults(flat)]
         if faults:
             raise ConfigError("; ".join(faults))
         return self

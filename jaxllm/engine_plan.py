@@ -9,7 +9,7 @@ from jaxllm.cache_spec import CacheLayout
 from jaxllm.config import EngineConfig
 from jaxllm.encoder_sizes import most_patches
 from jaxllm.engine import prepare
-from jaxllm.engine.features import check_speculative_config
+from jaxllm.engine.features import check_own_store, check_speculative_config
 from jaxllm.errors import JaxLLMError
 from jaxllm.layers.build import num_parameters, weight_bytes
 from jaxllm.loaders.formats import has_checkpoint
@@ -126,6 +126,7 @@ def plan_engine(asked: EngineConfig, *, device_bytes: int | None = None) -> Engi
     model, topology = asked.model, Topology.of(asked.parallel)
     load_processors(model.logits_processors or ())
     check_speculative_config(asked)
+    check_own_store(asked)
     faults: list[JaxLLMError] = []
     if device_bytes is None:
         memory.reserve_device_memory(asked.cache.gpu_memory_utilization, topology)

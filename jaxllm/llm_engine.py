@@ -10,11 +10,12 @@ from jaxllm.collector import no_collections
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import PauseCalls, SteppedCore
 from jaxllm.engine import fault_points
-from jaxllm.engine.features import check_speculative_config
+from jaxllm.engine.features import check_own_store, check_speculative_config
 from jaxllm.engine.parallel_backends import check_backend
 from jaxllm.engine_args import FromOptions
 from jaxllm.eplb_options import tell_unused_keys
 from jaxllm.errors import ConfigError, EngineError, JaxLLMError
+from jaxllm.kv_connectors import tell_unused_connector_keys
 from jaxllm.lora_calls import LoraCalls, loras_in_this_thread, run_now
 from jaxllm.lora_options import without_effect
 from jaxllm.lora_request import LoRARequest
@@ -141,6 +142,7 @@ def check_model(config: EngineConfig) -> None:
     if unused := without_effect(config.lora):
         log.warn_once(f"{', '.join(unused)} changes nothing without enable_lora (--enable-lora)")
     tell_unused_keys(config.parallel.eplb_config)
+    tell_unused_connector_keys(config.cache.kv_transfer_config)
     directory = text_files(options.model, revision=options.revision, download_dir=options.download_dir)
     model_config = load_model_config(
         directory,
@@ -157,6 +159,7 @@ def check_model(config: EngineConfig) -> None:
         raise ConfigError(f"allowed_local_media_path is {path!r}, must be an existing directory")
     model_config.for_tensor_parallel(Topology.of(config.parallel).tensor)
     check_speculative_config(config)
+    check_own_store(config)
     check_backend(config, model_config)
 
 

@@ -73,7 +73,7 @@ TAKEN = _names("""
     override_generation_config max_logprobs logprobs_mode logits_processors skip_tokenizer_init load_format download_dir
     tensor_parallel_size prefill_context_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel
     enable_eplb eplb_config gpu_memory_utilization
-    kv_cache_memory_bytes kv_offloading_size kv_events_config block_size kv_cache_dtype
+    kv_cache_memory_bytes kv_offloading_size kv_transfer_config kv_events_config block_size kv_cache_dtype
     enable_prefix_caching
     prefix_caching_hash_algo num_gpu_blocks_override disable_hybrid_kv_cache_manager max_num_batched_tokens max_num_seqs
     max_num_queued_reqs max_num_queued_tokens enable_chunked_prefill long_prefill_token_threshold
@@ -274,7 +274,7 @@ _ENGINE = (
     *_refused("/metrics has the acceptance of all requests together (docs/METRICS.md)", values="per_request_spec_decode_metrics",
               harmless=("none",)),
     *_refused("caches and weights are not passed between servers",
-              objects="kv_transfer_config ec_transfer_config ec_manager_config weight_transfer_config"),
+              objects="ec_transfer_config ec_manager_config weight_transfer_config"),
     *_refused("no model here has use for it", objects="diffusion_config engram_config aux_output_config additional_config"),
     *_refused("--watermark is a fraction of the blocks", objects="watermark_config"),
     # Images, audio, video

@@ -12,6 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.preparations import Preparation
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.kernel_policy import KernelPolicy
+from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_events_options import KVEventsConfig
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
@@ -47,6 +48,7 @@ KV_EVENTS: str | None = "jaxllm.kv_events:KVEvents"
 ITEMS: tuple[str, ...] = ("jaxllm.vision:make_items", "jaxllm.audio:make_items")
 """Make what computes a kind of items in prompts, as module:function each; it returns None for an engine without such items."""
 
+_NO_TIERS = "kv_offloading_size is set, but this build has no tiers; leave it out"
 _NO_DRAFTERS = "speculative_config is set, but this build has no drafters; leave it out"
 
 HOSTS: str | None = "jaxllm.hosts:open_hosts"
@@ -59,6 +61,14 @@ def check_speculative_config(config: EngineConfig) -> None:
     if config.speculative.speculative_config is not None:
         module, _ = _maker(DRAFTERS, _NO_DRAFTERS)
         module.of_engine(config)
+
+
+def check_own_store(config: EngineConfig) -> None:
+    """Raise ConfigError if kv_transfer_config names a class that is no store. Imports its module, but not JAX."""
+    transfer = KVTransferConfig.of(config.cache.kv_transfer_config)
+    if transfer.is_own:
+        module, _ = _maker(KV_TIERS, _NO_TIERS)
+        module.check_own_store(transfer)
 
 
 class Speculation(Protocol):
@@ -245,9 +255,7 @@ class Features:
             expert_load = getattr(module, name)(config, model_config)
         kv_tiers: KVTiers | None = None
         if config.cache.kv_offloading_size:
-            module, name = _maker(
-                KV_TIERS, "kv_offloading_size is set, but this build has no tiers; leave it out", "block_copies"
-            )
+            module, name = _maker(KV_TIERS, _NO_TIERS, "block_copies")
             kv_tiers = getattr(module, name)(config)
         made = {entry.partition(":")[0]: _load(entry)(config, model_config) for entry in ITEMS}
         items = {name: found for name, found in made.items() if found is not None}

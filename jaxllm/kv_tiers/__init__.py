@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import GatherBlocks
+from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers import fingerprint
+from jaxllm.kv_tiers.contents import PROTECTED_SHARES
 from jaxllm.kv_tiers.host_tier import STEPS_AHEAD, HostTier
 from jaxllm.kv_tiers.rates import Rates
 from jaxllm.kv_tiers.slot_store import SlotStore
@@ -21,12 +23,20 @@ MIN_LOAD_TOKENS = 64
 """Fewer are computed."""
 
 
+def check_own_store(transfer: KVTransferConfig) -> None:
+    """Import the class that a kv_transfer_config names. Raises ConfigError if it is no store."""
+    from jaxllm.kv_tiers.own import load_class
+
+    load_class(transfer)
+
+
 class KVTiers:
     """The tiers that an engine's options ask for."""
 
     def __init__(self, config: EngineConfig):
         """Raises ConfigError for a directory that cannot be used, before weights are loaded."""
         self._config = config
+        self._transfer = KVTransferConfig.of(config.cache.kv_transfer_config)
         self.preparations: Sequence[RemotePrefills] = ()
         """What requests may wait for before blocks of them are loaded, once there are tiers."""
         self._disk_root: Path | None = None
@@ -53,9 +63,20 @@ class KVTiers:
             role = Role(self._config, copies, describe())
             new_tier, self.preparations = role.new_tier, role.preparations
             stores += role.stores
+        stores += self._stores(copies, describe)
+        policy = self._transfer.host_tier().eviction_policy
+        options = {"num_cold": num_cold, "min_tokens": MIN_LOAD_TOKENS, "protected_share": PROTECTED_SHARES[policy]}
+        return (new_tier(copies, Rates(copies.block_bytes), stores=stores, **options),)
+
+    def _stores(self, copies: Any, describe: Callable[[], dict[str, Any]]) -> list[SlotStore]:
+        """What is behind host memory, the nearest first. copies: the executor's `BlockCopier`. describe: see `fingerprint`."""
+        stores: list[SlotStore] = []
         if self._disk_root is not None:
             from jaxllm.kv_tiers.disk import make
 
             stores.append(make(self._config, self._disk_root, copies, describe))
-        rates = Rates(copies.block_bytes)
-        return (new_tier(copies, rates, num_cold=num_cold, min_tokens=MIN_LOAD_TOKENS, stores=stores),)
+        if self._transfer.is_own:
+            from jaxllm.kv_tiers.own import make as make_own
+
+            stores.append(make_own(self._transfer, copies, describe))
+        return stores

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 PROTECTED_SHARE = 0.8
 """Largest part of the slots for contents that were used."""
+PROTECTED_SHARES = {"slru": PROTECTED_SHARE, "lru": 0.0}
+"""By eviction policy."""
 
 
 @dataclass(eq=False)
@@ -34,17 +36,25 @@ class Content:
 class Contents:
     """Contents by name. New ones are on probation, unless they were used before. One that is used becomes protected, and is on probation
     again when there are too many of these. Those on probation make room first, and of each kind the one that was stored or used longest
-    ago."""
+    ago.
 
-    def __init__(self, num_slots: int, on_change: Callable[[bytes, bool], None] = lambda name, is_there: None):
-        """on_change: called with the name of each content that can be loaded from now on (True), or no longer."""
+    With a protected_share of 0 all are on probation, which is a plain LRU."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        protected_share: float = PROTECTED_SHARE,
+        on_change: Callable[[bytes, bool], None] = lambda name, is_there: None,
+    ):
+        """protected_share: largest part of the slots for protected ones. on_change: called with the name of each content that can be loaded
+        from now on (True), or no longer."""
         self.num_slots, self._on_change = num_slots, on_change
         self._free = list(range(num_slots - 1, -1, -1))
         self._found: dict[bytes, Content] = {}
         """All of them, which are in one of these two."""
         self._probation: OrderedDict[bytes, Content] = OrderedDict()
         self._protected: OrderedDict[bytes, Content] = OrderedDict()
-        self._max_protected = int(PROTECTED_SHARE * num_slots)
+        self._max_protected = int(protected_share * num_slots)
         self.num_added = self.num_evicted = self.num_lost = 0
         """Contents that got a slot, contents that made room for others, and those of them that no store took."""
 

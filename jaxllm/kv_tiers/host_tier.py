@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
 from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
-from jaxllm.kv_tiers.contents import Content, Contents
+from jaxllm.kv_tiers.contents import PROTECTED_SHARE, Content, Contents
 from jaxllm.kv_tiers.copies import Copies, Load, Part, StoreCopy, Worth
 from jaxllm.kv_tiers.copy_counts import CopyCounts, LostBlocks
 from jaxllm.kv_tiers.slot_store import SlotStore
@@ -43,11 +43,21 @@ class HostTier:
 
     patience_seconds = PATIENCE_SECONDS
 
-    def __init__(self, copies: Copies, worth: Worth, *, num_cold: int, min_tokens: int = 1, stores: Sequence[SlotStore] = ()):
-        """num_cold: see CacheTier. min_tokens: fewer are computed. stores: in the order in which they are asked."""
+    def __init__(
+        self,
+        copies: Copies,
+        worth: Worth,
+        *,
+        num_cold: int,
+        min_tokens: int = 1,
+        protected_share: float = PROTECTED_SHARE,
+        stores: Sequence[SlotStore] = (),
+    ):
+        """num_cold: see CacheTier. min_tokens: fewer are computed. protected_share: see Contents. stores: in the order in which they are
+        asked."""
         self._copies, self._worth, self.num_cold, self._min_tokens = copies, worth, num_cold, min_tokens
         self.load_blocks = max(1, copies.num_staging - KEPT_FOR_STORES) * copies.max_blocks
-        self.contents = Contents(copies.num_slots, self._note_change)
+        self.contents = Contents(copies.num_slots, protected_share, self._note_change)
         self._listener: TierListener | None = None
         self._numbers = itertools.count(1)
         self._stores = Stores(stores, self.contents, self._numbers, copies.max_blocks)

@@ -17,6 +17,7 @@ from jaxllm.scheduler.block_pool import BlockPool
 from jaxllm.scheduler.cache_observer import CacheObserver
 from jaxllm.scheduler.cache_tier import CacheTier
 from jaxllm.scheduler.loading import Loading
+from jaxllm.scheduler.store_filter import StoreFilter
 
 _Lookups = list[tuple[CachePolicy, Callable[[bytes], bool]]]
 
@@ -100,7 +101,8 @@ class KVCacheManager:
         """Suffixes that distinguish the hashes of equal tokens in different groups."""
         self._lookups = self._lookups_in(self.pool.is_cached)
         self._tables: dict[str, _BlockTable] = {}
-        self.loading = Loading(self, tiers) if tiers and self.enable_prefix_caching else None
+        self._store_filter = StoreFilter.of(options, self.block_size) if tiers else None
+        self.loading = Loading(self, tiers, self._store_filter) if tiers and self.enable_prefix_caching else None
         """Loads blocks from tiers, if there are any."""
 
     def _lookups_in(self, is_cached: Callable[[bytes], bool]) -> _Lookups:
@@ -245,6 +247,9 @@ class KVCacheManager:
             num_new = max(num_new, min(wanted, num_new + num_spare // len(groups)))
         if table is None:
             self.pool.touch(shared)
+            if self._store_filter is not None:
+                for group in groups:
+                    self._store_filter.note(request, enumerate(group.blocks))
             table = self._tables[request.request_id] = _BlockTable(groups)
             self._keep(request, shared)
         new_blocks = self.pool.allocate(num_new * len(groups))
@@ -296,9 +301,11 @@ class KVCacheManager:
         for index in range(table.num_published, num_full):
             for group, suffix in zip(table.groups, self._suffixes, strict=True):
                 if index >= group.num_expired:
-                    name = request.block_hashes[index] + suffix
-                    if self.pool.publish(group.blocks[index], name) and observer is not None:
+                    name, block = request.block_hashes[index] + suffix, group.blocks[index]
+                    if self.pool.publish(block, name) and observer is not None:
                         observer.stored(name, request, index)
+                    if self._store_filter is not None:
+                        self._store_filter.note(request, [(index, block)])
             self._keep(request, [group.blocks[index] for group in table.groups])
         table.num_published = max(table.num_published, num_full)
 

@@ -9,6 +9,7 @@ from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_tier import CacheTier, KeepingTier
+from jaxllm.scheduler.store_filter import StoreFilter
 from jaxllm.scheduler_stats import SchedulerStats
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ class Loading:
     there; what has not arrived is computed.
     """
 
-    def __init__(self, manager: "KVCacheManager", tiers: Sequence[CacheTier]):
-        self._manager, self._tiers = manager, tiers
+    def __init__(self, manager: "KVCacheManager", tiers: Sequence[CacheTier], store_filter: StoreFilter | None = None):
+        """store_filter: which contents tiers are offered; None: all."""
+        self._manager, self._tiers, self._store_filter = manager, tiers, store_filter
         self._keepers = [tier for tier in tiers if isinstance(tier, KeepingTier)]
         self._loads: dict[str, _Load] = {}
         """Loads by request, in the order of their beginning."""
@@ -265,7 +267,7 @@ class Loading:
             return 0
         self._store_ahead(count)
         blocks = self._manager.pool.next_free(count)
-        names = [block.block_hash for block in blocks if block.block_hash is not None]
+        names = list(self._offered(blocks))
         lost = {name for tier in self._tiers for name in tier.wants(names)}
         return next((index for index, block in enumerate(blocks) if block.block_hash in lost), count)
 
@@ -336,8 +338,14 @@ class Loading:
             tier.forget(stored=stored, external=external)
 
     def _note_eviction(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._leaving.update((block.block_hash, block.block_id) for block in blocks if block.block_hash)
-        self._used.update(block.block_hash for block in blocks if block.block_hash and block.num_hits)
+        offered = self._offered(blocks)
+        self._leaving.update((name, block.block_id) for name, block in offered.items())
+        self._used.update(name for name, block in offered.items() if block.num_hits)
+
+    def _offered(self, blocks: Iterable[KVCacheBlock]) -> dict[bytes, KVCacheBlock]:
+        """The contents of blocks that tiers are offered, with their block."""
+        passes = None if self._store_filter is None else self._store_filter.passes
+        return {block.block_hash: block for block in blocks if block.block_hash and (passes is None or passes(block))}
 
     def _store_ahead(self, num_more: int) -> None:
         """Offer tiers what is evicted soon, so that much is copied at a time, and little when blocks are needed. num_more: blocks that
@@ -345,10 +353,9 @@ class Loading:
         pool = self._manager.pool
         self._num_allocated = pool.num_allocated
         for tier in self._tiers:
-            if blocks := pool.cold(tier.num_cold + num_more):
-                names = [block.block_hash for block in blocks if block.block_hash]
-                used = {block.block_hash for block in blocks if block.block_hash and block.num_hits}
-                self._ops += tier.store_ahead([block.block_id for block in blocks], names, used)
+            if offered := self._offered(pool.cold(tier.num_cold + num_more)):
+                used = {name for name, block in offered.items() if block.num_hits}
+                self._ops += tier.store_ahead([block.block_id for block in offered.values()], list(offered), used)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""

@@ -31,6 +31,7 @@ def make_scheduler(
     drafts: DraftControl | None = None,
     num_stages: int = 1,
     tiers: Sequence[CacheTier] = (),
+    kv_transfer_config: dict[str, Any] | None = None,
     observer: CacheObserver | None = None,
     **options: Any,
 ) -> Scheduler:
@@ -42,7 +43,7 @@ def make_scheduler(
         "async_scheduling": False,
         **options,
     }
-    cache = CacheOptions(block_size=block_size, enable_prefix_caching=caching)
+    cache = CacheOptions(block_size=block_size, enable_prefix_caching=caching, kv_transfer_config=kv_transfer_config)
     return Scheduler(
         SchedulerOptions(**options),
         cache,

@@ -15,7 +15,8 @@ import pytest
 
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import ConfigError
-from jaxllm.kv_tiers.disk import block_file, folder, janitor, store, workers
+from jaxllm.kv_tiers import workers
+from jaxllm.kv_tiers.disk import block_file, folder, janitor, store
 from jaxllm.kv_tiers.disk.block_file import PAGE_BYTES
 from jaxllm.kv_tiers.disk.folder import open_root
 from jaxllm.kv_tiers.disk.pace import Pace

@@ -359,6 +359,34 @@ def test_contents_that_were_used_outlive_new_ones_up_to_a_share() -> None:
     assert evicted == [9, 0, 20, 21, 22], "0 was used, but longest ago of more than are protected"
 
 
+def test_without_a_protected_share_the_content_used_longest_ago_makes_room() -> None:
+    contents = Contents(3, protected_share=0.0)
+    for name in (b"a", b"b", b"c", b"d"):
+        added = contents.add(name)
+        assert added is not None
+        added.is_ready = True
+        contents.release(added)
+        contents.check_integrity({})
+        if (first := contents.get(b"a")) is not None and name == b"c":
+            contents.use(first)
+            contents.release(first)
+    assert [name for name in (b"a", b"b", b"c", b"d") if contents.get(name) is None] == [b"b"]
+
+
+def test_without_a_protected_share_contents_that_were_used_on_the_devices_make_room_in_order_too() -> None:
+    contents = Contents(3, protected_share=0.0)
+    evicted = []
+    for index, name in enumerate((b"a", b"b", b"c", b"d", b"e", b"f")):
+        there = contents.ready_names()
+        added = contents.add(name, was_used=index % 2 == 0)
+        assert added is not None
+        contents.make_ready(added)
+        contents.release(added)
+        contents.check_integrity({})
+        evicted += sorted(there - contents.ready_names())
+    assert evicted == [b"a", b"b", b"c"]
+
+
 def test_contents_that_were_used_on_the_devices_outlive_others() -> None:
     driven = Driven(num_slots=3)
     driven.step()

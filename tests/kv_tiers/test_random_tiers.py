@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm.kv_tiers.contents import PROTECTED_SHARES
 from jaxllm.kv_tiers.host_tier import HostTier
 from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
 from tests.helpers.fake_store import FakeStore
@@ -18,6 +19,7 @@ HOST_CHOICES: dict[str, list[Any]] = {
     "max_blocks": [1, 3, 8],
     "share_damaged": [0.0, 0.0, 0.2],
     "num_cold": [0, 3, 12],
+    "protected_share": list(PROTECTED_SHARES.values()),
     "stores": [
         (),
         ({},),
@@ -33,7 +35,7 @@ OTHERS |= {"num_blocks": [0, 13, 16], "share_again": [0.5, 0.8]}
 def run(seed: int, chosen: dict[str, Any]) -> tuple[int, int, int]:
     """The number of steps, of blocks that came from the host, and of contents that stores behind it read."""
     sizes = {name: chosen.pop(name) for name in HOST_CHOICES}
-    num_cold, of_stores = sizes.pop("num_cold"), sizes.pop("stores")
+    of_stores, of_tier = sizes.pop("stores"), {name: sizes.pop(name) for name in ("num_cold", "protected_share")}
     made: list[FakeCopies] = []
     stores: list[FakeStore] = []
 
@@ -42,7 +44,7 @@ def run(seed: int, chosen: dict[str, Any]) -> tuple[int, int, int]:
         stores.extend(FakeStore(rng, made[0].slots, **arguments) for arguments in of_stores)
         if stores:
             stores[0].tells = True
-        return HostTier(made[0], AlwaysWorth(), num_cold=num_cold, stores=stores), made[0]
+        return HostTier(made[0], AlwaysWorth(), **of_tier, stores=stores), made[0]
 
     num_steps = run_load(seed=seed, caching=True, make_tier=make_tier, num_events=NUM_EVENTS, **chosen)
     return num_steps, made[0].num_written, sum(store.num_read for store in stores)

@@ -80,7 +80,12 @@ def test_times_in_the_core_are_counted_where_the_core_tells_them() -> None:
 
 
 def test_the_cache_is_described_under_vllm_s_names() -> None:
-    metrics = EngineMetrics("m", 100, cache_config=cache_labels(CacheOptions(kv_cache_dtype="fp8", enable_prefix_caching=True)))
+    extra = {"password": "secret"}
+    options = CacheOptions(
+        kv_cache_dtype="fp8", enable_prefix_caching=True, kv_transfer_config={"kv_connector_extra_config": extra}
+    )
+    assert "secret" not in str(cache_labels(options))
+    metrics = EngineMetrics("m", 100, cache_config=cache_labels(options))
     metrics.load = FakeStats(num_cache_blocks=21, max_concurrency=3.0)
     (info,) = [metric for metric in metrics.snapshot() if metric.name == "jaxllm:cache_config_info"]
     assert (

@@ -7,7 +7,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-import numpy as np
+from jaxllm.kv_tiers.transfers import copy
 
 MAGIC, VERSION = b"JAXLLMKV", 1
 PAGE_BYTES = 4096
@@ -61,11 +61,6 @@ class FileFormat:
         sizes = (self.header_bytes, self.block_bytes, self.sums_bytes)
         fields = _FIELDS.pack(MAGIC, VERSION, *sizes, self.fingerprint, len(name), name, crc)
         return (fields + sums).ljust(self.header_bytes, b"\0")
-
-
-def copy(source: memoryview, *, to: memoryview) -> None:
-    """Copy bytes while other threads run Python, which an assignment to a slice would keep from it."""
-    np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _whole_pages(num_bytes: int) -> int:

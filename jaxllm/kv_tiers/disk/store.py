@@ -18,9 +18,10 @@ from jaxllm.kv_tiers.disk import janitor
 from jaxllm.kv_tiers.disk.block_file import FileFormat
 from jaxllm.kv_tiers.disk.folder import BlockFolder, folder_of, next_epoch, prepare, read_epoch
 from jaxllm.kv_tiers.disk.pace import Pace
-from jaxllm.kv_tiers.disk.tasks import FileTask, ReadTask, UnderWay, WriteTask
-from jaxllm.kv_tiers.disk.workers import Workers
+from jaxllm.kv_tiers.disk.tasks import FileTask, ReadTask, WriteTask
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
+from jaxllm.kv_tiers.transfers import PendingTransfer
+from jaxllm.kv_tiers.workers import Workers
 from jaxllm.log import logger
 from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import SchedulerStats
@@ -123,7 +124,7 @@ class DiskStore:
         names: Sequence[bytes],
         slots: Sequence[int],
     ) -> None:
-        transfer = UnderWay(number, [False] * len(names), len(names))
+        transfer = PendingTransfer(number, len(names))
         with self._lock:
             if kind is ReadTask:
                 self._num_queued_reads += len(names)
@@ -234,14 +235,10 @@ class DiskStore:
         self._end(task, error is None)
 
     def _end(self, task: FileTask, is_right: bool) -> None:
-        transfer = task.transfer
         with self._lock:
-            transfer.is_right[task.index] = is_right
-            transfer.num_left -= 1
-            is_over = not transfer.num_left
-            if is_over:
-                self._finished.append(Transfer(transfer.number, transfer.is_right, time.monotonic() - transfer.began))
-        if is_over:
+            if (over := task.transfer.end(task.index, is_right)) is not None:
+                self._finished.append(over)
+        if over is not None:
             self._wake()
 
     def _lose(self, name: bytes) -> None:

@@ -1,33 +1,21 @@
 """What the threads of a store do: a file of a transfer each."""
 
-import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.kv_tiers.disk.block_file import copy
 from jaxllm.kv_tiers.disk.folder import BlockFolder
-from jaxllm.kv_tiers.disk.workers import Task
+from jaxllm.kv_tiers.transfers import PendingTransfer, copy
+from jaxllm.kv_tiers.workers import Task
 
 if TYPE_CHECKING:
     from jaxllm.kv_tiers.disk.store import DiskStore
 
 
-@dataclass(eq=False)
-class UnderWay:
-    """A transfer under way."""
-
-    number: int
-    is_right: list[bool]
-    num_left: int
-    began: float = field(default_factory=time.monotonic)
-
-
 class FileTask(Task):
     """One file of a transfer."""
 
-    def __init__(self, store: "DiskStore", folder: BlockFolder, transfer: UnderWay, index: int, name: bytes, slot: int):
+    def __init__(self, store: "DiskStore", folder: BlockFolder, transfer: PendingTransfer, index: int, name: bytes, slot: int):
         self.store, self.folder, self.transfer, self.index, self.name, self.slot = store, folder, transfer, index, name, slot
 
     def prepare(self, buffer: memoryview) -> None:

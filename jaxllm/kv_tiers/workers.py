@@ -1,4 +1,4 @@
-"""Threads that read and write files, each with a buffer of its own, so that a file that the system never answers for holds up no other."""
+"""Threads of stores that read and write contents, each with a buffer of its own, so that a call that never returns holds up no other."""
 
 import mmap
 import queue

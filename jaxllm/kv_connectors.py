@@ -1,0 +1,202 @@
+"""vLLM's --kv-transfer-config: which connectors are taken, what their keys set here, and which are refused. Does not import JAX."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from jaxllm.errors import ConfigError
+from jaxllm.host_tier_options import NO_EFFECT, OWN_STORE, HostTierOptions
+from jaxllm.log import info_once
+
+NAME = "kv_transfer_config"
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
+DEFAULT_SIMPLE_BYTES = 8 << 30
+"""Host memory of vLLM's SimpleCPUOffloadConnector without cpu_bytes_to_use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVTransferConfig:
+    """What stands in the JSON object, with vLLM's names. Make it with `of`, which checks it."""
+
+    kv_connector: str | None = None
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] | None = None
+    """Whether the connector writes contents, reads them, or both."""
+    engine_id: str | None = None
+    kv_buffer_device: str | None = None
+    kv_port: int | None = None
+    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
+    kv_connector_module_path: str | None = None
+    """Module of a connector of one's own; kv_connector is the name of its class."""
+    enable_permute_local_kv: bool = False
+    kv_load_failure_policy: str = "recompute"
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any] | None) -> "KVTransferConfig":
+        """From the JSON object. Raises ConfigError with the first thing that is wrong."""
+        given, known = dict(raw or {}), {each.name: each for each in fields(cls)}
+        for name, value in given.items():
+            if name not in known:
+                raise ConfigError(f"{NAME} has {name!r}, which is unknown; it takes {', '.join(known)}")
+            if value is not None and not isinstance(value, _TYPES[name]):
+                raise ConfigError(f"{NAME}.{name} is of type {type(value).__name__}, must be {_TYPES[name].__name__}")
+        config = cls(**{name: value for name, value in given.items() if value is not None})
+        if given:
+            config._check()
+        return config
+
+    def _check(self) -> None:
+        if not self.kv_connector:
+            raise ConfigError(f"{NAME} has no kv_connector; name one ({', '.join(_TAKEN)}), or leave all of it out")
+        if self.kv_role is None or self.kv_role not in ROLES:
+            given = "missing" if self.kv_role is None else repr(self.kv_role)
+            raise ConfigError(f"{NAME}.kv_role is {given}, must be {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+        if isinstance(self.kv_port, bool) or not 0 <= (self.kv_port or 0) <= 65535:
+            raise ConfigError(f"{NAME}.kv_port is {self.kv_port!r}, must be 0 to 65535")
+        if self.kv_buffer_device not in (None, "cuda", "cpu"):
+            raise ConfigError(f"{NAME}.kv_buffer_device is {self.kv_buffer_device!r}, must be cuda or cpu; or leave it out")
+        if self.enable_permute_local_kv:
+            raise ConfigError(f"{NAME}.enable_permute_local_kv is set, but all engines here have one layout; leave it out")
+        if self.kv_load_failure_policy != "recompute":
+            raise ConfigError(
+                f"{NAME}.kv_load_failure_policy is {self.kv_load_failure_policy!r}, but blocks that cannot be loaded are always computed; "
+                "give recompute, or leave it out"
+            )
+        if self.kv_connector_module_path is not None:
+            for name in ("kv_connector_module_path", "kv_connector"):
+                if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", getattr(self, name)):
+                    raise ConfigError(
+                        f"{NAME}.{name} is {getattr(self, name)!r}, must be the name of a module, and of a class in it"
+                    )
+        self.options()
+        self.host_tier()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the connector is a class from outside this package."""
+        return self.kv_connector_module_path is not None
+
+    def options(self) -> dict[str, Any]:
+        """The options of ours that the connector sets. Raises ConfigError for a connector that is refused."""
+        if self.kv_connector is None or self.is_own:
+            return {}
+        connector = CONNECTORS.get(self.kv_connector)
+        if connector is None:
+            raise ConfigError(
+                f"{NAME}.kv_connector is {self.kv_connector!r}, which is unknown; name one of {', '.join(_TAKEN)}, or with "
+                "kv_connector_module_path a class of your own (docs/KV_OFFLOADING.md)"
+            )
+        if isinstance(connector, str):
+            raise ConfigError(f"{NAME}.kv_connector {self.kv_connector} is refused: {connector}")
+        return connector(self)
+
+    def host_tier(self) -> "HostTierOptions":
+        """What the connector's own keys say of the host tier."""
+        if self.is_own or CONNECTORS.get(self.kv_connector or "") is not _offloading:
+            return HostTierOptions()
+        return HostTierOptions.of(self.kv_connector_extra_config)
+
+
+_TYPES: Mapping[str, type] = {
+    **dict.fromkeys(("kv_connector", "kv_role", "engine_id", "kv_buffer_device", "kv_connector_module_path"), str),
+    "kv_port": int,
+    "kv_connector_extra_config": dict,
+    "enable_permute_local_kv": bool,
+    "kv_load_failure_policy": str,
+}
+
+
+def _offloading(config: KVTransferConfig) -> dict[str, Any]:
+    """Set the size of the host tier."""
+    if config.kv_role != "kv_both":
+        raise ConfigError(f"{NAME}.kv_role is {config.kv_role}, but host memory is written and read; give kv_both")
+    size = config.host_tier().cpu_bytes_to_use
+    if size is None:
+        if config.kv_connector != "SimpleCPUOffloadConnector":
+            raise ConfigError(
+                "kv_connector_extra_config.cpu_bytes_to_use is missing; give the bytes of host memory for all devices of an engine"
+            )
+        size = DEFAULT_SIMPLE_BYTES
+    return {"kv_offloading_size": size / 2**30}
+
+
+Connector = str | Callable[[KVTransferConfig], dict[str, Any]]
+_PEERS = "engines do not pass their caches on, each computes its own prompts; leave it out, and take --data-parallel-size for several"
+CONNECTORS: Mapping[str, Connector] = {
+    "OffloadingConnector": _offloading,
+    "SimpleCPUOffloadConnector": _offloading,
+    "NixlConnector": _PEERS,
+    "NixlPullConnector": _PEERS,
+    "JaxLLMConnector": _PEERS,
+    **dict.fromkeys(("NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"), _PEERS),
+    **dict.fromkeys(
+        ("LMCacheConnectorV1", "LMCacheMPConnector", "MooncakeStoreConnector", "FlexKVConnectorV1", "HF3FSKVConnector"),
+        OWN_STORE,
+    ),
+    "HiSparseConnector": "no model here attends to chosen blocks in host memory; OffloadingConnector keeps blocks there",
+    "MultiConnector": "an engine has host memory and one connector behind it; name that one",
+    **dict.fromkeys(
+        ("ExampleConnector", "ExampleHiddenStatesConnector", "DecodeBenchConnector"),
+        "it shows vLLM's interface; docs/KV_OFFLOADING.md has an example of this one",
+    ),
+}
+"""vLLM's connectors, and ours: what sets the options of ours, or why it is refused and what to do instead."""
+_TAKEN = [name for name, connector in CONNECTORS.items() if not isinstance(connector, str)]
+
+
+def as_object(raw: Any) -> Any:
+    """The JSON object of a text, or of a `KVTransferConfig`; all else as it is."""
+    if isinstance(raw, KVTransferConfig):
+        return {each.name: value for each in fields(raw) if (value := getattr(raw, each.name)) not in (None, {})}
+    if not isinstance(raw, str):
+        return raw
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw
+
+
+def with_connector_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with those that kv_transfer_config sets. What is wrong with it is reported by `kv_connector_faults`."""
+    if options.get(NAME) is None:
+        return dict(options)
+    raw = as_object(options[NAME])
+    try:
+        found = KVTransferConfig.of(raw).options() if isinstance(raw, dict) else {}
+    except ConfigError:
+        found = {}
+    return {**options, NAME: raw, **{name: value for name, value in found.items() if options.get(name) is None}}
+
+
+def kv_connector_faults(flat: Mapping[str, Any]) -> list[str]:
+    """Describe what is wrong with kv_transfer_config, and what contradicts it."""
+    raw = flat[NAME]
+    if not isinstance(raw, dict):
+        return []
+    try:
+        config = KVTransferConfig.of(raw)
+    except ConfigError as error:
+        return [str(error)]
+    faults = [
+        f"{NAME} sets {name} to {value:g}, but {name} is {flat[name]:g}; leave one of both out"
+        for name, value in config.options().items()
+        if isinstance(flat[name], int | float) and flat[name] != value
+    ]
+    if config.is_own and not flat["kv_offloading_size"]:
+        faults.append(
+            f"{NAME}.kv_connector {config.kv_connector} reads and writes host memory, but kv_offloading_size is not set; set it too"
+        )
+    return faults
+
+
+def tell_unused_connector_keys(raw: Mapping[str, Any] | None) -> None:
+    """Log the keys that change nothing."""
+    config = KVTransferConfig.of(raw)
+    if config.is_own:
+        return  # it gets them all
+    for name in ("engine_id", "kv_buffer_device", "kv_port"):
+        if getattr(config, name) is not None:
+            info_once(f"{NAME}.{name} changes nothing here: host memory belongs to one engine")
+    for name in NO_EFFECT.keys() & config.kv_connector_extra_config.keys():
+        info_once(f"kv_connector_extra_config.{name} changes nothing here: {NO_EFFECT[name]}")
