@@ -443,7 +443,7 @@ def test_a_reset_before_the_directory_was_read_is_not_lost(make: Any, tmp_path: 
 
 def test_weights_that_cannot_be_read_are_tried_again(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "PAUSE_SECONDS", 0.05)
-    failures = [OSError(errno.EIO, "no answer")]
+    failures = [OSError(errno.EIO, "no answer"), ValueError("an error of whatever kind")]
 
     def describe() -> dict[str, Any]:
         if failures:
