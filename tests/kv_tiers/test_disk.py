@@ -1,6 +1,8 @@
 """The store of files alone: what it writes and reads, and what it makes of files that are not what was written."""
 
 import errno
+import importlib.util
+import itertools
 import os
 import signal
 import subprocess
@@ -596,6 +598,25 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(Path, "touch", fail)
     with pytest.raises(ConfigError, match=f"cannot be used: {os.strerror(number)}"):
         open_root(tmp_path / "kv")
+
+
+def test_processes_with_one_host_name_and_number_write_different_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("of_another_process", folder.__file__)
+    assert spec is not None and spec.loader is not None
+    other = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(other)
+    monkeypatch.setattr(folder, "_numbers", itertools.count())
+    assert folder.temporary_of("x") != other.temporary_of("x")
+
+
+def test_a_full_disk_is_not_filled_with_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*paths: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        folder.prepare(tmp_path, bytes(32), {})
+    assert not files(tmp_path)
 
 
 def test_the_pace_is_that_of_reads_and_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
