@@ -507,6 +507,31 @@ def test_of_two_janitors_one_waits_for_no_other(make: Any, tmp_path: Path) -> No
     assert janitor.make_room(tmp_path / "kv", 0) and not engine.path(0).exists()
 
 
+@pytest.mark.parametrize("name", ["00.tmp", "notes", "00" * 32])
+def test_what_is_no_whole_file_does_not_change_how_much_room_there_is(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    engine = make()
+    engine.write(1, 2)
+    (engine.path(1).parent / name).write_bytes(b"x")
+    monkeypatch.setattr(folder, "_listed", lambda path: sorted(os.scandir(path), key=lambda entry: entry.name))
+    assert janitor.measure(tmp_path / "kv").num_bytes == (3 if len(name) == 64 else 2) * FILE_BYTES
+
+
+def test_an_epoch_that_cannot_be_read_now_is_not_the_first_one(make: Any, tmp_path: Path) -> None:
+    engine, other = make(), make(seed=1, model={"model": "b"})
+    engine.write(1)
+    other.write(2)
+    engine.store.reset(external=True)
+    engine.until(lambda: engine.store._folder is not None)
+    epoch = folder.folder_of(tmp_path / "kv", engine.store._folder.format.fingerprint) / "epoch"
+    epoch.unlink()
+    epoch.mkdir()  # cannot be read as a file
+    engine.scan()
+    assert engine.store._folder.epoch == 1
+    assert janitor.measure(tmp_path / "kv").num_bytes == FILE_BYTES
+
+
 def test_old_temporary_files_are_removed_and_new_ones_stay(make: Any) -> None:
     engine = make()
     engine.write(0)
