@@ -272,6 +272,19 @@ def test_a_file_that_cannot_be_read_is_bad(make: Any, monkeypatch: pytest.Monkey
     assert not engine.read(1, 0) and engine.find() == [] and engine.stats.num_bad_files == 1
 
 
+@pytest.mark.parametrize(("number", "stays"), [(errno.EIO, False), (errno.EMFILE, True), (errno.ESTALE, True)])
+def test_a_file_stays_if_the_error_says_nothing_of_it(
+    make: Any, monkeypatch: pytest.MonkeyPatch, number: int, stays: bool
+) -> None:
+    engine = make()
+    engine.write(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(block_file, "read_all", failing(number))
+        assert not engine.read(1, 0) and engine.find() == []
+    engine.scan()  # behind what removes the file
+    assert engine.find() == ([1] if stays else []) and engine.path(1).exists() is stays
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_after_a_failed_write_there_is_a_pause_and_one_warning(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int

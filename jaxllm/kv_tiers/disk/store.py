@@ -37,6 +37,8 @@ QUEUED_BYTES = 256 << 20
 _TOLD_AT_ONCE = 1000
 """Most changes that the listener is told in a step."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_OF_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN)
+"""Errors that say nothing of the file, which other engines may read."""
 
 
 class DiskStore:
@@ -213,7 +215,7 @@ class DiskStore:
             self._warn(
                 f"a file of blocks cannot be used, and its tokens are computed again: {task.folder.path(task.name)}: {error}"
             )
-            if not isinstance(error, TimeoutError):
+            if getattr(error, "errno", None) not in _NOT_OF_FILE and not isinstance(error, TimeoutError | MemoryError):
                 self._calls.put(partial(task.folder.unlink, task.name))
         self._end(task, error is None)
 
