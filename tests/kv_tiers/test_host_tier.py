@@ -530,6 +530,14 @@ def test_what_takes_long_to_read_is_computed_and_the_rest_loaded() -> None:
     assert driven.tier.choose(names, 32) == names
 
 
+def test_what_is_read_ahead_takes_no_place_of_what_is_chosen_too() -> None:
+    store = Store(b"x", b"y")
+    store.is_full = True
+    driven = Driven(num_slots=4, stores=[store]).stored(b"0", b"1", b"2", b"3")
+    assert driven.tier.choose([b"0", b"x", b"y"], 1000)
+    assert driven.tier.match([b"0", b"1", b"2", b"3", b"x", b"y"]) == [b"0", b"3", b"x", b"y"]
+
+
 def test_what_is_chosen_is_read_ahead_as_far_as_there_is_room() -> None:
     names = [b"%d" % number for number in range(9)]
     store = Store(*names)
