@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -345,6 +346,26 @@ def test_with_many_threads_without_an_answer_nothing_is_found(make: Any, monkeyp
     engine.until(lambda: not engine.store._readers.is_stuck)
     engine.scan()
     assert engine.find() and engine.read(engine.find()[0], 0)
+
+
+def test_a_thread_that_cannot_be_replaced_costs_no_more_than_its_task(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = make()
+    engine.write(1)
+    held, read_all = threading.Event(), block_file.read_all
+    monkeypatch.setattr(block_file, "read_all", lambda *arguments: held.wait(10) and read_all(*arguments))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        patched.setattr(engine.store._readers, "_max_seconds", 0.02)
+        engine.store.read(100, [NAMES[1]] * 6, range(2, 8))
+        engine.until(lambda: 100 in engine.over)
+    assert engine.over[100].is_right == [False] * 6 and engine.store._readers.is_stuck
+    held.set()
+    engine.until(lambda: not engine.store._readers.is_stuck)
+    engine.scan()
+    assert engine.read(1, 2)
 
 
 def test_closing_waits_for_no_answer(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
