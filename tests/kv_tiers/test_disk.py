@@ -427,6 +427,24 @@ def test_a_listener_is_told_what_comes_and_goes(make: Any) -> None:
     assert sorted(told[4:]) == [("STORAGE", 2, False), ("STORAGE", 3, False)]
 
 
+def test_what_a_listener_is_to_be_told_is_bounded_by_the_files(make: Any) -> None:
+    engine = make()
+    told: list[bool] = []
+    engine.store.listener = lambda medium, name, is_there: told.append(is_there)
+    engine.write(1)
+    assert told == [True]
+    store = engine.store
+    with store._lock:  # what other engines write while this one is idle
+        for _ in range(100):
+            store._note([NAMES[2]], True)
+            store._note([NAMES[2]], False)
+        assert not store._untold
+        store._note([NAMES[1]], False)
+        store._note([NAMES[1]], True)
+    engine.write(1)
+    assert told == [True], "it was there already, and is again"
+
+
 # Resets
 
 

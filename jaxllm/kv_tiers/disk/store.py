@@ -1,11 +1,11 @@
 """A store of contents in files, which outlive the engine and which engines on one directory share."""
 
 import errno
+import itertools
 import math
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
@@ -62,8 +62,8 @@ class DiskStore:
         self._changed: dict[bytes, bool] = {}
         """Files that were written or lost while the directory was read, and whether they are there."""
         self._listener: TierListener | None = None
-        self._untold: deque[tuple[bytes, bool]] = deque()
-        """Names that have come or gone since the listener was told."""
+        self._untold: dict[bytes, bool] = {}
+        """Names that have come or gone since the listener was told: no more than files, however long no step tells it."""
         self._used_bytes = self._needed_bytes = 0
         """Of all files, and room that is missing for a write."""
         self._paused_until = self._told_until = 0.0
@@ -139,9 +139,12 @@ class DiskStore:
         self._writers.give_up()
         with self._lock:
             found, self._finished = self._finished, []
+            told = list(itertools.islice(self._untold.items(), _TOLD_AT_ONCE))
+            for name, _ in told:
+                del self._untold[name]
         if self._listener is not None:
-            for _ in range(min(_TOLD_AT_ONCE, len(self._untold))):
-                self._listener("STORAGE", *self._untold.popleft())
+            for name, is_there in told:
+                self._listener("STORAGE", name, is_there)
         return found
 
     @property
@@ -157,8 +160,11 @@ class DiskStore:
             self._note(self._names, True)
 
     def _note(self, names: Iterable[bytes], is_there: bool) -> None:
+        """These names have come or gone, and had not before."""
         if self._listener is not None:
-            self._untold.extend((name, is_there) for name in names)
+            for name in names:
+                if self._untold.pop(name, is_there) is is_there:
+                    self._untold[name] = is_there
 
     def discard(self, names: Sequence[bytes]) -> None:
         with self._lock:
@@ -225,9 +231,9 @@ class DiskStore:
             self._num_queued_writes -= 1
             self._write_seconds += seconds
             if error is None and task.folder is self._folder:
+                self._note({task.name} - self._names, True)
                 self._names.add(task.name)
                 self._changed[task.name] = True
-                self._note([task.name], True)
             if task.was_written:
                 self._num_written += 1
                 self._used_bytes += self.file_bytes
@@ -243,9 +249,9 @@ class DiskStore:
             self._wake()
 
     def _lose(self, name: bytes) -> None:
+        self._note({name} & self._names, False)
         self._names.discard(name)
         self._changed[name] = False
-        self._note([name], False)
 
     def _pause(self, error: Exception) -> None:
         if time.monotonic() < self._paused_until:
