@@ -18,7 +18,7 @@ DEFAULT_SIMPLE_BYTES = 8 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class KVTransferConfig:
-    """What stands in the JSON object, with vLLM's names. Make it with `of`, which checks it."""
+    """The keys of the JSON object, with vLLM's names. Make it with `of`, which checks it."""
 
     kv_connector: str | None = None
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] | None = None
@@ -92,7 +92,7 @@ class KVTransferConfig:
         return connector(self)
 
     def host_tier(self) -> "HostTierOptions":
-        """What the connector's own keys say of the host tier."""
+        """The options of the host tier in kv_connector_extra_config."""
         if self.is_own or CONNECTORS.get(self.kv_connector or "") is not _offloading:
             return HostTierOptions()
         return HostTierOptions.of(self.kv_connector_extra_config)

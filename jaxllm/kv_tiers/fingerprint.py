@@ -19,9 +19,9 @@ from jaxllm.hub import WEIGHTS, resolve_model
 from jaxllm.model_config import ModelConfig
 
 FORMAT_VERSION = 1
-"""Of what a content and its checksums consist of."""
+"""Version of the format of contents and their checksums."""
 _NUM_PIECES, _PIECE_BYTES = 64, 4096
-"""What is read of a file of weights: other weights of the same shapes differ nearly everywhere."""
+"""Pieces that are read of a file of weights: other weights of the same shapes differ nearly everywhere."""
 
 
 def describe(

@@ -1,4 +1,4 @@
-"""What the threads of a store do: a file of a transfer each."""
+"""Tasks of a disk store's threads: each reads or writes one file of a transfer."""
 
 from typing import TYPE_CHECKING
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxllm.kv_tiers.own.own_store import OwnStore
 
 DIGEST_BYTES = 32
-"""Of the key, at the beginning of a content."""
+"""Length of the key's digest, at the beginning of a content."""
 
 
 class StoreCall(ABC):
@@ -24,7 +24,7 @@ class StoreCall(ABC):
 
     @abstractmethod
     def call(self, buffer: memoryview) -> None:
-        """What the store is asked for."""
+        """Call the store's method."""
 
     def run(self, buffer: memoryview) -> None:
         try:

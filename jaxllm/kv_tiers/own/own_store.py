@@ -145,7 +145,7 @@ class OwnStore:
             self._writers.submit(OtherCall(self, "clear", self._store.clear))
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """It has no numbers of its own."""
+        """Add nothing: such a store has no separate statistics."""
 
     def close(self) -> None:
         self._is_closed = True
