@@ -84,7 +84,7 @@ class FakeStore:
 
     @property
     def names(self) -> set[bytes]:
-        """What can be found."""
+        """Names that `find` can return."""
         return {name for name in self.contents if not name.startswith(_STALE)}
 
     def _end(self, transfer: _Transfer) -> list[bool]:
