@@ -28,7 +28,7 @@ class KVTransferConfig:
     kv_port: int | None = None
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
     kv_connector_module_path: str | None = None
-    """Module of a connector of one's own; kv_connector is the name of its class."""
+    """Module of a user-defined connector; kv_connector is the name of its class."""
     enable_permute_local_kv: bool = False
     kv_load_failure_policy: str = "recompute"
 

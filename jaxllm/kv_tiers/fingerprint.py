@@ -59,7 +59,7 @@ def digest(described: dict[str, Any]) -> bytes:
 
 
 def weights_digest(model_dir: Path) -> str:
-    """A digest of the names, the sizes and some pieces of a checkpoint's files. The same wherever they lie."""
+    """Hash the names, the sizes and some pieces of a checkpoint's files, whatever their directory."""
     found = hashlib.sha256()
     for file in _weight_files(model_dir):
         with open_regular(file) as stream:

@@ -1,4 +1,4 @@
-"""Calls of a store of one's own, as tasks of threads (`Workers`)."""
+"""Calls of a user-defined store, as tasks of threads (`Workers`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class StoreCall(ABC):
     has_returned = False
 
     def prepare(self, buffer: memoryview) -> None:  # noqa: B027
-        """Nothing."""
+        """Do nothing."""
 
     @abstractmethod
     def call(self, buffer: memoryview) -> None:
@@ -35,7 +35,7 @@ class StoreCall(ABC):
             self.has_returned = True
 
     def complete(self) -> None:  # noqa: B027
-        """Nothing."""
+        """Do nothing."""
 
 
 @dataclass(eq=False)
