@@ -137,7 +137,7 @@ class BatchEncoder:
 
 
 def _runs(changes: Iterable[Change]) -> Iterable[tuple[Medium, bool, list[Block]]]:
-    """Changes that one event can tell of, in an order that leads to the same end."""
+    """Group changes that fit into one event each, in an order with the same result."""
     runs: list[tuple[Medium, bool, list[Block]]] = []
     stored: dict[tuple[Medium, int], list[Block]] = {}
     """The latest run of each medium and group since the latest removal."""

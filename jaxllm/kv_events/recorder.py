@@ -1,4 +1,4 @@
-"""Records which contents each medium has, and what changed since subscribers were last told."""
+"""Records which contents each medium has, and changes since the last batch."""
 
 import time
 from array import array
