@@ -147,6 +147,7 @@ class CacheOptions:
     kv_transfer_config: Annotated[
         dict[str, Any] | None,
         "JSON object of what keeps blocks that leave the devices, with vLLM's names: kv_connector OffloadingConnector for host memory, "
+        "NixlConnector for a prefill or decode engine, "
         "or with kv_connector_module_path a class of your own, whose module is imported, so it is trusted like code "
         "(docs/KV_OFFLOADING.md); default: none",
     ] = None
