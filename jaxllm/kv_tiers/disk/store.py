@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import JaxLLMError
 from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.disk import janitor
 from jaxllm.kv_tiers.disk.block_file import FileFormat
@@ -272,7 +271,7 @@ class DiskStore:
                 return
             try:
                 call()
-            except (OSError, JaxLLMError) as error:
+            except Exception as error:  # whatever it is: without this thread the directory would never be read again
                 self._scan_at = time.monotonic() + PAUSE_SECONDS
                 self._warn(f"{self._root} cannot be used now: {error}")
 
