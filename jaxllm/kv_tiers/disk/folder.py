@@ -55,7 +55,7 @@ def folder_of(root: Path, fingerprint: bytes) -> Path:
 
 
 def prepare(root: Path, fingerprint: bytes, described: dict[str, Any]) -> None:
-    """Make the folder of a fingerprint, and say what it is for. Raises OSError."""
+    """Make the folder of a fingerprint, with a description of its contents. Raises OSError."""
     folder = folder_of(root, fingerprint)
     folder.mkdir(mode=0o700, exist_ok=True)
     if not (folder / META).exists():

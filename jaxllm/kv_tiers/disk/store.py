@@ -35,7 +35,7 @@ SCAN_SECONDS, SCAN_SHARE = 10.0, 0.05
 QUEUED_BYTES = 256 << 20
 """Most bytes that wait to be written, or one transfer."""
 _TOLD_AT_ONCE = 1000
-"""Most changes that the listener is told in a step."""
+"""Most changes that are reported to the listener in a step."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_OF_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN)
 """Errors that say nothing of the file, which other engines may read."""
@@ -63,9 +63,9 @@ class DiskStore:
         """Files that were written or lost while the directory was read, and whether they are there."""
         self._listener: TierListener | None = None
         self._untold: dict[bytes, bool] = {}
-        """Names that have come or gone since the listener was told: no more than files, however long no step tells it."""
+        """Names added or removed, not reported to the listener yet: no more than files, however long no step reports them."""
         self._used_bytes = self._needed_bytes = 0
-        """Of all files, and room that is missing for a write."""
+        """Bytes of all files, and bytes that are missing for a write."""
         self._paused_until = self._told_until = 0.0
         self._finished: list[Transfer] = []
         self._num_queued_writes = self._num_queued_reads = 0
