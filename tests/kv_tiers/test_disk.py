@@ -393,6 +393,15 @@ def test_discarded_contents_are_removed(make: Any) -> None:
     assert engine.find() == [2]
 
 
+def test_discarded_contents_are_removed_also_if_their_file_is_not_known_yet(make: Any) -> None:
+    engine, other = make(), make(seed=1)
+    other.write(1)
+    assert not engine.find()
+    engine.store.discard([NAMES[1]])
+    engine.scan()
+    assert not engine.find() and not other.path(1).exists()
+
+
 def test_other_engines_files_are_found_after_a_while(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "SCAN_SECONDS", 0.05)
     first, second = make(), make(seed=1)

@@ -168,11 +168,10 @@ class DiskStore:
 
     def discard(self, names: Sequence[bytes]) -> None:
         with self._lock:
-            known = self._names & set(names)
-            for name in known:
+            for name in names:
                 self._lose(name)
-        if known and (folder := self._folder) is not None:
-            for name in known:
+        if (folder := self._folder) is not None:
+            for name in names:  # also of files that are not known yet: a write that was given up may have ended
                 self._calls.put(partial(folder.unlink, name))
 
     def reset(self, *, external: bool) -> None:
