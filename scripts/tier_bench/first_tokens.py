@@ -47,7 +47,7 @@ def disk(bench: Bench) -> None:
     """Prompts that an engine left in a directory, on another that starts later."""
     sizes = bench.sizes
     length, blocks = sizes.far_prompt, sizes.far_prompt // 16
-    options = {
+    options: dict[str, Any] = {
         "num_gpu_blocks_override": 3 * blocks // 2 + 2,
         "max_model_len": length + 64,
         "kv_offloading_size": sizes.far_host_gib,
@@ -87,9 +87,8 @@ def _measure_disk(bench: Bench, llm: LLM, prompts: list[Prompt], others: list[Pr
         for prompt in prompts:
             before = core.stats()
             ms, after = first_token_ms(llm, prompt), core.stats()
-            # Programs of copies may have their first run in the first of them.
             found.append((ms, getattr(after, field) - getattr(before, field), after.num_disk_reads - before.num_disk_reads))
-        ms, count, num_read = min(found)
+        ms, count, num_read = sorted(found)[len(found) // 2]
         note = f"{count} blocks of {length // 16}" + f", {num_read} of them from files" * (field != "num_disk_reads")
         bench.rows.note(f"first token, {length} tokens from {name}", ms, "ms", note=note)
         speed = count * core.stats().host_block_bytes / ms / 1e6

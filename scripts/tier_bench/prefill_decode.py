@@ -62,7 +62,7 @@ def _through_both(prefill: LLM, decode: LLM, prompt: Prompt) -> tuple[float, flo
     return computed - began, done - computed
 
 
-def _first_output(llm: LLM, prompt: Prompt, num_tokens: int, transfer: KVTransfer) -> EngineCoreOutput:
+def _first_output(llm: LLM, prompt: Prompt, num_tokens: int, transfer: KVTransfer | None) -> EngineCoreOutput:
     """The output that has a request's first token, on an idle engine."""
     engine = llm.llm_engine
     options = RequestOptions(kv_transfer=transfer)
