@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.framing import WireError
 from jaxllm.kv_tiers.peers import messages
 from jaxllm.kv_tiers.peers.channel import Channel
@@ -99,6 +99,14 @@ class Server:
             self._listen(local)
         logger.info("decode engines find this engine at %s, port %d", host, self.port)
 
+    def reset(self) -> None:
+        """The weights may be others from now on: decode engines connect anew, to be compared with this one."""
+        self._identity.forget_facts()
+        with self._lock:
+            channels = [*self._strangers, *self._guests]
+        for channel in channels:
+            channel.interrupt()
+
     def close(self) -> None:
         """Close all connections, and wait for their threads. May be called again."""
         with self._lock:
@@ -157,6 +165,8 @@ class Server:
                     self._answer(channel, channel.receive(SILENCE_SECONDS))
         except WireError as error:
             logger.debug("a decode engine is gone: %s", error)
+        except (JaxLLMError, OSError) as error:
+            logger.warning("a decode engine cannot be compared with this one: %s", error)
         finally:
             channel.close()
             with self._lock:

@@ -92,6 +92,29 @@ def test_engines_that_differ_are_refused(memory: FakeMemory, options: dict[str, 
         pass
 
 
+def test_a_prefill_engine_with_other_weights_is_compared_anew(memory: FakeMemory) -> None:
+    facts = {"model": "one"}
+    with prefill(facts=lambda: dict(facts)) as engine:
+        lease = engine.lease()
+        with connected(engine, memory) as connection:
+            assert connection.pull(lease.number, lease.names, range(4)) == [True] * 4
+            facts["model"] = "two"
+            engine.server.reset()
+            with pytest.raises(WireError):
+                connection.attach(lease.number)
+        with pytest.raises(RefusedError, match="differ in model: two and one"), connected(engine, memory):
+            pass
+
+
+def test_facts_that_cannot_be_found_close_the_connection(memory: FakeMemory, caplog: pytest.LogCaptureFixture) -> None:
+    def find() -> dict[str, str]:
+        raise FileNotFoundError("the weights are gone")
+
+    with prefill(facts=find) as engine, pytest.raises(WireError), connected(engine, memory):
+        pass
+    assert "cannot be compared with this one: the weights are gone" in caplog.text
+
+
 def test_another_engine_at_the_port_is_refused(memory: FakeMemory) -> None:
     with prefill() as engine:
         target = engine.target.__class__("of before", engine.target.host, engine.target.port)
