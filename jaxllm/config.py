@@ -147,6 +147,7 @@ class CacheOptions:
     kv_transfer_config: Annotated[
         dict[str, Any] | None,
         "JSON object of what keeps blocks that leave the devices, with vLLM's names: kv_connector OffloadingConnector for host memory, "
+        "NixlConnector for a prefill or decode engine, "
         "or with kv_connector_module_path a class of your own, whose module is imported, so it is trusted like code "
         "(docs/KV_OFFLOADING.md); default: none",
     ] = None
@@ -338,8 +339,8 @@ class ObserveOptions:
     ] = None
     kv_events_config: Annotated[
         dict[str, Any] | None,
-        "tells routers which blocks the prefix cache has, by ZeroMQ: a JSON object with enable_kv_cache_events, endpoint and others "
-        "(docs/REPLICAS.md); default: none is told",
+        "publish which blocks the prefix cache has, by ZeroMQ, for routers: a JSON object with enable_kv_cache_events, endpoint and "
+        "others (docs/REPLICAS.md); default: off",
     ] = None
     kv_events_use_int_block_hashes: Annotated[
         bool, "write hashes of blocks in these events as integers, their last 64 bits; off: all their bytes"

@@ -18,7 +18,7 @@ DEFAULT_SIMPLE_BYTES = 8 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class KVTransferConfig:
-    """What stands in the JSON object, with vLLM's names. Make it with `of`, which checks it."""
+    """The keys of the JSON object, with vLLM's names. Make it with `of`, which checks it."""
 
     kv_connector: str | None = None
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] | None = None
@@ -28,7 +28,7 @@ class KVTransferConfig:
     kv_port: int | None = None
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
     kv_connector_module_path: str | None = None
-    """Module of a connector of one's own; kv_connector is the name of its class."""
+    """Module of a user-defined connector; kv_connector is the name of its class."""
     enable_permute_local_kv: bool = False
     kv_load_failure_policy: str = "recompute"
 
@@ -58,10 +58,11 @@ class KVTransferConfig:
             raise ConfigError(f"{NAME}.kv_buffer_device is {self.kv_buffer_device!r}, must be cuda or cpu; or leave it out")
         if self.enable_permute_local_kv:
             raise ConfigError(f"{NAME}.enable_permute_local_kv is set, but all engines here have one layout; leave it out")
-        if self.kv_load_failure_policy != "recompute":
+        policies = ("recompute", "fail") if self.is_of_roles and self.kv_role != "kv_producer" else ("recompute",)
+        if self.kv_load_failure_policy not in policies:
             raise ConfigError(
-                f"{NAME}.kv_load_failure_policy is {self.kv_load_failure_policy!r}, but blocks that cannot be loaded are always computed; "
-                "give recompute, or leave it out"
+                f"{NAME}.kv_load_failure_policy is {self.kv_load_failure_policy!r}, but this connector takes {' or '.join(policies)} alone; "
+                "give that, or leave it out"
             )
         if self.kv_connector_module_path is not None:
             for name in ("kv_connector_module_path", "kv_connector"):
@@ -76,6 +77,11 @@ class KVTransferConfig:
     def is_own(self) -> bool:
         """Whether the connector is a class from outside this package."""
         return self.kv_connector_module_path is not None
+
+    @property
+    def is_of_roles(self) -> bool:
+        """Whether blocks are passed between prefill and decode engines."""
+        return not self.is_own and CONNECTORS.get(self.kv_connector or "") is _roles
 
     def options(self) -> dict[str, Any]:
         """The options of ours that the connector sets. Raises ConfigError for a connector that is refused."""
@@ -92,7 +98,7 @@ class KVTransferConfig:
         return connector(self)
 
     def host_tier(self) -> "HostTierOptions":
-        """What the connector's own keys say of the host tier."""
+        """The options of the host tier in kv_connector_extra_config."""
         if self.is_own or CONNECTORS.get(self.kv_connector or "") is not _offloading:
             return HostTierOptions()
         return HostTierOptions.of(self.kv_connector_extra_config)
@@ -121,15 +127,30 @@ def _offloading(config: KVTransferConfig) -> dict[str, Any]:
     return {"kv_offloading_size": size / 2**30}
 
 
+_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+
+
+def _roles(config: KVTransferConfig) -> dict[str, Any]:
+    """Set the role of a prefill or decode engine, its port, and the policy of a decode engine."""
+    if config.kv_connector_extra_config:
+        raise ConfigError(
+            f"{NAME}.kv_connector_extra_config is set, but {config.kv_connector} takes no keys here; leave it out"
+        )
+    found: dict[str, Any] = {"kv_role": _ROLES[config.kv_role or ""]}
+    if config.kv_port is not None and config.kv_role != "kv_consumer":
+        found["kv_port"] = config.kv_port
+    if config.kv_load_failure_policy != "recompute":
+        found["kv_load_failure_policy"] = config.kv_load_failure_policy
+    return found
+
+
 Connector = str | Callable[[KVTransferConfig], dict[str, Any]]
-_PEERS = "engines do not pass their caches on, each computes its own prompts; leave it out, and take --data-parallel-size for several"
+_OTHERS = "engines pass blocks to engines of jaxllm; NixlConnector and JaxLLMConnector do that here (docs/PREFILL_DECODE.md)"
 CONNECTORS: Mapping[str, Connector] = {
     "OffloadingConnector": _offloading,
     "SimpleCPUOffloadConnector": _offloading,
-    "NixlConnector": _PEERS,
-    "NixlPullConnector": _PEERS,
-    "JaxLLMConnector": _PEERS,
-    **dict.fromkeys(("NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"), _PEERS),
+    **dict.fromkeys(("NixlConnector", "NixlPullConnector", "JaxLLMConnector"), _roles),
+    **dict.fromkeys(("NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"), _OTHERS),
     **dict.fromkeys(
         ("LMCacheConnectorV1", "LMCacheMPConnector", "MooncakeStoreConnector", "FlexKVConnectorV1", "HF3FSKVConnector"),
         OWN_STORE,
@@ -179,9 +200,9 @@ def kv_connector_faults(flat: Mapping[str, Any]) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     faults = [
-        f"{NAME} sets {name} to {value:g}, but {name} is {flat[name]:g}; leave one of both out"
+        f"{NAME} sets {name} to {_shown(value)}, but {name} is {_shown(flat[name])}; leave one of both out"
         for name, value in config.options().items()
-        if isinstance(flat[name], int | float) and flat[name] != value
+        if isinstance(flat[name], int | float | str) and flat[name] != value
     ]
     if config.is_own and not flat["kv_offloading_size"]:
         faults.append(
@@ -190,13 +211,21 @@ def kv_connector_faults(flat: Mapping[str, Any]) -> list[str]:
     return faults
 
 
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
 def tell_unused_connector_keys(raw: Mapping[str, Any] | None) -> None:
     """Log the keys that change nothing."""
     config = KVTransferConfig.of(raw)
     if config.is_own:
         return  # it gets them all
+    if config.is_of_roles:
+        info_once(
+            f"{NAME}.kv_connector {config.kv_connector}: blocks are passed between engines of jaxllm, not to or from vLLM's"
+        )
     for name in ("engine_id", "kv_buffer_device", "kv_port"):
-        if getattr(config, name) is not None:
-            info_once(f"{NAME}.{name} changes nothing here: host memory belongs to one engine")
+        if getattr(config, name) is not None and name not in config.options():
+            info_once(f"{NAME}.{name} changes nothing here")
     for name in NO_EFFECT.keys() & config.kv_connector_extra_config.keys():
         info_once(f"kv_connector_extra_config.{name} changes nothing here: {NO_EFFECT[name]}")

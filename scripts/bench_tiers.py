@@ -177,7 +177,7 @@ class Bench:
                     first_token_ms(llm, other)
                 before = core.stats().num_loaded_blocks
                 loaded.append(first_token_ms(llm, prompt))
-                if (count := core.stats().num_loaded_blocks - before) < (length - 1) // 16:
+                if (count := core.stats().num_loaded_blocks - before) < 0.9 * (length // 16):
                     print(f"{count} blocks of {length} tokens were loaded", flush=True)
             note = f"cache of {num_prompts * longest} tokens"
             self.note(f"first token, {length} tokens computed", min(computed), "ms", note=note)

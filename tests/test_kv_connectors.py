@@ -23,7 +23,7 @@ def offloading(extra: Any = None, **more: Any) -> dict[str, Any]:
 
 
 def own(**more: Any) -> dict[str, Any]:
-    """The object for a class of one's own, with changes."""
+    """The JSON object for a user-defined class, with changes."""
     return {"kv_connector": "Store", "kv_role": "kv_both", "kv_connector_module_path": "my.stores", **more}
 
 
@@ -79,7 +79,7 @@ def test_keys_of_the_host_tier_are_read() -> None:
         (offloading(kv_port=True), "kv_port is True"),
         (offloading(kv_buffer_device="xpu"), "kv_buffer_device is 'xpu', must be cuda or cpu"),
         (offloading(enable_permute_local_kv=True), "one layout; leave it out"),
-        (offloading(kv_load_failure_policy="fail"), "give recompute, or leave it out"),
+        (offloading(kv_load_failure_policy="fail"), "takes recompute alone; give that"),
         (offloading([]), "kv_connector_extra_config is of type list, must be dict"),
         (offloading({}), "cpu_bytes_to_use is missing"),
         (offloading({"cpu_bytes_to_use": 0}), "cpu_bytes_to_use is 0, must be a number of bytes, at least 1"),
@@ -121,6 +121,30 @@ def test_other_connectors_are_refused_with_the_way_out(name: str) -> None:
         config_of({"kv_connector": name, "kv_role": "kv_producer"})
 
 
+@pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector", "JaxLLMConnector"])
+def test_connectors_between_engines_set_roles(name: str) -> None:
+    def transfer(kv_role: str, **more: Any) -> Any:
+        return config_of({"kv_connector": name, "kv_role": kv_role, **more}, kv_offloading_size=1.0).kv_transfer
+
+    prefill, decode = (
+        transfer("kv_producer", kv_port=5000),
+        transfer("kv_consumer", kv_port=5000, kv_load_failure_policy="fail"),
+    )
+    assert (prefill.kv_role, prefill.kv_port, prefill.kv_load_failure_policy) == ("prefill", 5000, "recompute")
+    assert (decode.kv_role, decode.kv_load_failure_policy) == ("decode", "fail") and decode.kv_port != 5000
+    assert transfer("kv_both").kv_role == "both"
+    raw = {"kv_connector": name, "kv_role": "kv_producer"}
+    for changed, told in (
+        ({}, "kv_offloading_size"),
+        ({"kv_load_failure_policy": "fail"}, "takes recompute alone"),
+        ({"kv_connector_extra_config": {"backends": ["UCX"]}}, f"{name} takes no keys here"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            config_of(raw | changed)
+    with pytest.raises(ConfigError, match="sets kv_role to prefill, but kv_role is decode; leave one of both out"):
+        config_of(raw, kv_role="decode", kv_offloading_size=1.0)
+
+
 def test_a_size_of_its_own_may_not_contradict() -> None:
     assert config_of(offloading(), kv_offloading_size=1.0).cache.kv_offloading_size == 1
     with pytest.raises(ConfigError, match="sets kv_offloading_size to 1, but kv_offloading_size is 2; leave one of both out"):
@@ -135,7 +159,10 @@ def test_what_changes_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(kv_connectors, "info_once", said.append)
     tell_unused_connector_keys(offloading({"cpu_bytes_to_use": GIB, "lazy_offload": False}, kv_port=5, kv_buffer_device="cuda"))
-    assert len(said) == 3 and "kv_port changes nothing here" in said[1] and "lazy_offload changes nothing" in said[2]
+    assert len(said) == 3 and said[1].endswith("kv_port changes nothing here")
+    assert "lazy_offload changes nothing" in said[2]
     tell_unused_connector_keys(own(kv_port=5))
     tell_unused_connector_keys(None)
     assert len(said) == 3
+    tell_unused_connector_keys({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_port": 5, "engine_id": "a"})
+    assert "not to or from vLLM's" in said[3] and said[4].endswith("engine_id changes nothing here") and len(said) == 5

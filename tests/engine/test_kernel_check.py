@@ -24,6 +24,7 @@ from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import ConfigError, KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.model_parts import MLP, Audio, Vision
+from jaxllm.model_parts.audio import AudioTokens
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.runner.step_programs import StepPrograms
@@ -489,7 +490,7 @@ def test_linear_attention_has_a_kernel_that_is_checked_in_its_shapes():
 
 
 @pytest.mark.parametrize("encoder", [{"vision": VISION}, {"audio": Audio(80, 50, 144, 2, 2, MLP(32))}])
-def test_an_encoder_has_a_kernel_that_is_checked_in_its_shapes(tmp_path, encoder):
+def test_an_encoder_has_a_kernel_that_is_checked_in_its_shapes(tmp_path, monkeypatch, encoder):
     config = EngineConfig.from_options(model=str(DIRECTORY), **engines.SMALL)
     prepared = Prepared.of(config, DIRECTORY, (), StartTimes())
     text, plan, mesh = prepared.model_config, prepared.plan, prepared.mesh
@@ -500,6 +501,14 @@ def test_an_encoder_has_a_kernel_that_is_checked_in_its_shapes(tmp_path, encoder
     assert kernel_choice.candidates("xla", model, plan, mesh, on_gpu=False)["segment_attention"] == ("xla",)
     found = kernel_choice.candidates("triton", model, plan, mesh, on_gpu=False)
     assert found["segment_attention"] == ("triton", "xla")
+    monkeypatch.setattr(kernel_choice, "attention_candidates", lambda *_, **__: {"paged_attention": ("triton", "xla")})
+    by_default = partial(kernel_choice.candidates, "auto", plan=plan, mesh=mesh, on_gpu=True)
+    assert by_default(model)["segment_attention"][0] != "xla"
+    if model.audio is not None:
+        alone = dataclasses.replace(
+            model, audio=dataclasses.replace(model.audio, tokens=AudioTokens(1, "<audio>", "projector", ()))
+        )
+        assert by_default(alone)["segment_attention"] == ("xla",), "no GPU has checked its tokens yet"
     shapes = kernel_shapes.shapes_of(config, model, plan)
     assert shapes["segment_attention"] == (segment_attention.Shapes("float32", 2, 72),)
     device, store = jax.devices("cpu")[0], VerdictStore(tmp_path)

@@ -1,4 +1,4 @@
-"""What two engines show each other before one fetches blocks of the other, and the signature of what a prefill engine answers."""
+"""Identities that two engines exchange before one fetches blocks of the other, and signatures of a prefill engine's answers."""
 
 import hashlib
 import hmac
@@ -20,8 +20,8 @@ class Identity:
     def __init__(
         self, engine_id: str, facts: Mapping[str, str] | Callable[[], Mapping[str, str]], block_bytes: int, token: bytes = b""
     ):
-        """facts: what bytes of contents depend on, by names for error messages: equal for engines with the same bytes for the same tokens;
-        or what finds this out, in any thread. block_bytes: bytes of a block's content. token: the secret of all engines that pass blocks to
+        """facts: all that bytes of contents depend on, by names for error messages: equal for engines with the same bytes for the same
+        tokens; or a function that finds this out, in any thread. block_bytes: bytes of a block's content. token: the secret of all engines that pass blocks to
         each other."""
         self.engine_id, self.block_bytes, self.token = engine_id, block_bytes, token
         self._find = facts if callable(facts) else lambda: facts
@@ -42,7 +42,7 @@ class Identity:
         self._num_changes += 1
 
     def difference(self, facts: Mapping[str, str], block_bytes: int) -> str | None:
-        """What keeps another engine from using this one's blocks, with the values of both; None if nothing does."""
+        """Describe why another engine cannot use this one's blocks, with the values of both; None if it can."""
         own, other = (
             {**each, "bytes of a block": str(size)} for each, size in ((self.facts, self.block_bytes), (facts, block_bytes))
         )
@@ -54,7 +54,7 @@ class Identity:
 
 
 def facts_of(described: Mapping[str, Any]) -> dict[str, str]:
-    """What `fingerprint.describe` found, in short: long values as a digest."""
+    """Shorten the result of `fingerprint.describe`: long values become a digest."""
     texts = {name: json.dumps(value, sort_keys=True) for name, value in described.items()}
     return {
         name: text if len(text) <= _SHORT else f"digest {hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -31,7 +31,7 @@ class CheckedTier(PrefillTier):
         super().__init__(copies, AlwaysWorth(), leases, no_server, lambda *args: {"lease": args[1]}, **options)
         self.rng, self.copies = rng, copies
         self.found: dict[Content, Any] = {}
-        """What was in the slots of held contents when they became ready."""
+        """Data in the slots of held contents when these became ready."""
         self.readers: list[tuple[ExitStack, Lease]] = []
         self.num_held = self.num_lost = 0
 
