@@ -21,8 +21,8 @@ class Identity:
         self, engine_id: str, facts: Mapping[str, str] | Callable[[], Mapping[str, str]], block_bytes: int, token: bytes = b""
     ):
         """facts: all that bytes of contents depend on, by names for error messages: equal for engines with the same bytes for the same
-        tokens; or a function that finds this out, in any thread. block_bytes: bytes of a block's content. token: the secret of all engines that pass blocks to
-        each other."""
+        tokens; or a function that finds this out, in any thread. block_bytes: bytes of a block's content. token: the secret of
+        all engines that pass blocks to each other."""
         self.engine_id, self.block_bytes, self.token = engine_id, block_bytes, token
         self._find = facts if callable(facts) else lambda: facts
         self._num_changes = 0
