@@ -339,8 +339,8 @@ class ObserveOptions:
     ] = None
     kv_events_config: Annotated[
         dict[str, Any] | None,
-        "tells routers which blocks the prefix cache has, by ZeroMQ: a JSON object with enable_kv_cache_events, endpoint and others "
-        "(docs/REPLICAS.md); default: none is told",
+        "publish which blocks the prefix cache has, by ZeroMQ, for routers: a JSON object with enable_kv_cache_events, endpoint and "
+        "others (docs/REPLICAS.md); default: off",
     ] = None
     kv_events_use_int_block_hashes: Annotated[
         bool, "write hashes of blocks in these events as integers, their last 64 bits; off: all their bytes"

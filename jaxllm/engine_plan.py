@@ -95,7 +95,7 @@ class EnginePlan:
         }
 
     def describe_memory(self) -> str:
-        """Memory of devices and host in a few lines for people."""
+        """Format the memory of devices and host as a few lines for the log."""
         return "\n".join(plan.describe() for plan in (self.memory, self.host) if plan is not None)
 
     def _images(self) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ DEFAULT_SIMPLE_BYTES = 8 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class KVTransferConfig:
-    """What stands in the JSON object, with vLLM's names. Make it with `of`, which checks it."""
+    """The keys of the JSON object, with vLLM's names. Make it with `of`, which checks it."""
 
     kv_connector: str | None = None
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] | None = None
@@ -28,7 +28,7 @@ class KVTransferConfig:
     kv_port: int | None = None
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
     kv_connector_module_path: str | None = None
-    """Module of a connector of one's own; kv_connector is the name of its class."""
+    """Module of a user-defined connector; kv_connector is the name of its class."""
     enable_permute_local_kv: bool = False
     kv_load_failure_policy: str = "recompute"
 
@@ -98,7 +98,7 @@ class KVTransferConfig:
         return connector(self)
 
     def host_tier(self) -> "HostTierOptions":
-        """What the connector's own keys say of the host tier."""
+        """The options of the host tier in kv_connector_extra_config."""
         if self.is_own or CONNECTORS.get(self.kv_connector or "") is not _offloading:
             return HostTierOptions()
         return HostTierOptions.of(self.kv_connector_extra_config)

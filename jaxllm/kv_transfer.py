@@ -1,4 +1,4 @@
-"""What a request says about KV cache that another engine computes or has computed: `kv_transfer_params` of vLLM's API, as a KVTransfer.
+"""Parameters of requests whose KV cache another engine computes or has computed: `kv_transfer_params` of vLLM's API, as a KVTransfer.
 
 A router sends a prompt to a prefill engine with `do_remote_decode`, and its answer's `kv_transfer_params`, unchanged, with the same
 prompt to a decode engine. Types and sizes are checked here; whether a lease is valid and where an engine may connect, by the engine.

@@ -31,8 +31,8 @@ class KVTransferOptions:
     ] = PORT
     kv_peers: Annotated[
         list[str] | None,
-        "hosts and networks, such as 10.1.0.0/16, from which this decode engine fetches blocks, several after one flag; default: "
-        "loopback alone",
+        "hosts and networks, such as 10.1.0.0/16, from which this decode engine fetches blocks, several after one flag; except for "
+        "loopback JAXLLM_KV_TOKEN must be set; default: loopback alone",
     ] = None
     kv_pull_timeout: Annotated[
         float, "most seconds that a request waits for a prefill engine; after that its prompt is computed here"
@@ -118,7 +118,21 @@ def _peers_faults(peers: Sequence[Any]) -> list[str]:
             network(peer)
         except ValueError as error:
             faults.append(f"kv_peers has {peer!r}, which is no host and no network ({error}); write e.g. 10.1.0.0/16")
+    beyond = [peer for peer in peers if isinstance(peer, str) and not _is_loopback_peer(peer)]
+    if beyond and not faults and not token():
+        faults.append(
+            f"kv_peers has {beyond[0]}, but {env.KV_TOKEN} is not set: any client could have this engine connect there; set the secret of "
+            "the prefill engines, or leave kv_peers out"
+        )
     return faults
+
+
+def _is_loopback_peer(peer: str) -> bool:
+    try:
+        found = network(peer)
+    except ValueError:
+        return False  # reported already
+    return is_loopback(peer) if found is None else found.is_loopback
 
 
 def network(peer: str) -> "ipaddress.IPv4Network | ipaddress.IPv6Network | None":

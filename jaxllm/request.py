@@ -247,7 +247,7 @@ class Request:
     loaded_tokens: dict[str, int] | None = None
     """The part of `num_cached_tokens` that tiers loaded, by source; None: there is none."""
     kv_transfer_params: dict[str, Any] | None = None
-    """What a decode engine is to be sent with its prompt, whose blocks are kept, once it has ended."""
+    """Parameters for the decode engine that gets its prompt, whose blocks are kept. Set once it has ended."""
 
     def __post_init__(self) -> None:
         spec, params = self.spec, self.spec.sampling_params

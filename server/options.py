@@ -251,7 +251,7 @@ class ProcessOptions:
     ] = False
     prefill: Annotated[
         int | None,
-        "engine processes that compute long prompts for those of --decode (docs/PREFILL_DECODE.md), each on GPUs of its own; needs "
+        "engine processes that compute long prompts for those of --decode (docs/PREFILL_DECODE.md), each on its own GPUs; needs "
         "kv_offloading_size; default: every engine does both",
     ] = None
     decode: Annotated[int | None, "engine processes that compute answers, with --prefill"] = None

@@ -65,6 +65,6 @@ class Roles(NamedTuple):
         return {rank: prefill if rank < self.num_prefill else decode for rank in range(self.num_prefill + self.num_decode)}
 
     def with_secret(self, environments: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-        """The environments of the engines with a secret that they alone know: other processes of this machine fetch no blocks."""
+        """Add a common secret to the environments of the engines, so that other processes of this machine cannot fetch blocks."""
         secret = {env.KV_TOKEN: secrets.token_hex(32)}
         return [{**given, **secret} for given in environments]

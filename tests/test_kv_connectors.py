@@ -23,7 +23,7 @@ def offloading(extra: Any = None, **more: Any) -> dict[str, Any]:
 
 
 def own(**more: Any) -> dict[str, Any]:
-    """The object for a class of one's own, with changes."""
+    """The JSON object for a user-defined class, with changes."""
     return {"kv_connector": "Store", "kv_role": "kv_both", "kv_connector_module_path": "my.stores", **more}
 
 

@@ -31,6 +31,8 @@ DECODE = {"kv_role": "decode", "kv_offloading_size": 1.0}
         ({**DECODE, "kv_peers": []}, "kv_peers is empty"),
         ({**DECODE, "kv_peers": ["10.0.0.1/8"]}, "kv_peers has '10.0.0.1/8', which is no host and no network"),
         ({**DECODE, "kv_peers": ["300.0.0.1"]}, "kv_peers has '300.0.0.1', which is no host"),
+        ({**DECODE, "kv_peers": ["127.0.0.0/8", "10.0.0.0/8"]}, "kv_peers has 10.0.0.0/8, but JAXLLM_KV_TOKEN is not set: any client"),
+        ({**DECODE, "kv_peers": ["prefill-1"]}, "kv_peers has prefill-1, but JAXLLM_KV_TOKEN is not set"),
         ({**DECODE, "kv_pull_timeout": 0.0}, "kv_pull_timeout is 0.0, must be above 0"),
     ],
     ids=str,
@@ -42,9 +44,11 @@ def test_options_that_contradict(options: dict[str, Any], text: str, monkeypatch
 
 
 def test_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(env.KV_TOKEN, raising=False)
+    assert EngineConfig.from_options(**DECODE, kv_peers=["127.0.0.0/8", "::1", "localhost"]).kv_transfer.is_decode
+    monkeypatch.setenv(env.KV_TOKEN, "secret")
     config = EngineConfig.from_options(kv_role="both", kv_offloading_size=1.0, kv_peers=["10.0.0.0/8", "::1", "prefill-1"])
     assert config.kv_transfer.is_prefill and config.kv_transfer.is_decode
     assert network("prefill-1") is None and network("::1") is not None
     assert not EngineConfig.from_options().kv_transfer.is_prefill
-    monkeypatch.setenv(env.KV_TOKEN, "secret")
     assert EngineConfig.from_options(**PREFILL, kv_host="10.0.0.1").kv_transfer.kv_host == "10.0.0.1"

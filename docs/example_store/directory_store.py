@@ -1,4 +1,4 @@
-"""A store of one's own: contents in a directory, which engines that are told the same directory share.
+"""An example of a store: keeps contents in a directory, which engines with the same directory share.
 
 PYTHONPATH=docs/example_store jaxllm serve MODEL --config store.yaml, with this in store.yaml:
 

@@ -49,8 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = plan_engine(EngineConfig.from_options(**options.engine_options(arguments)), device_bytes=arguments.device_memory)
     report, fault = plan.described(), plan.fault
     if arguments.json:
-        memory = {**_memory(plan.memory), "fits": fault is None}
-        host = plan.host and plan.host.described()
+        memory, host = {**_memory(plan.memory), "fits": fault is None}, plan.host and plan.host.described()
         print(json.dumps({**report, "memory_plan": memory, "host_memory": host, "fault": fault and str(fault)}))
         return 0 if fault is None else 1
     texts = {name: [_as_text(name, value)] for name, value in report.items()}

@@ -308,7 +308,11 @@ class EngineCore:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See ControlCalls."""
         self._check_alive()
+        reads_weights = self._sleep.level > 1
         self._sleep.wake_up(tags)
+        if reads_weights:  # what a reset during sleep had tiers find out about weights may be of those before
+            self.scheduler.reset_prefix_cache()
+            self._publish_kv_events()
 
     def is_sleeping(self) -> bool:
         """Whether the engine sleeps."""

@@ -160,7 +160,7 @@ class DeviceRunner(Executor, Protocol):
         """Start a thread that loads or compiles all programs while the engine is idle."""
 
     def begin_ops(self) -> None:
-        """Begin what operations of plans need beside the devices, e.g. host memory, in the background."""
+        """Prepare what operations of plans need in addition to the devices, e.g. host memory, in the background."""
 
     def load_weights(self, model_dir: Path, progress: Progress) -> None:
         """Read the weights. Waits until they are on the devices. Raises ModelLoadError."""

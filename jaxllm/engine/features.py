@@ -142,7 +142,7 @@ class KVTiers(Protocol):
 
     @property
     def preparations(self) -> Sequence[Preparation]:
-        """What requests may wait for before blocks of them are loaded, once there are tiers."""
+        """Preparations that requests may wait for before their blocks are loaded, once there are tiers."""
 
     def new_tiers(self, executor: "Executor", num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks. model_dir: where the weights are. Raises ConfigError."""
@@ -212,7 +212,7 @@ def open_hosts(config: EngineConfig, model_dir: Path) -> Hosts | None:
 
 
 def open_kv_events(config: EngineConfig, replica: int) -> KVEvents | None:
-    """What publishes the events of the engine with this number, if any are asked for. Raises ConfigError if an address cannot be used."""
+    """Open the publisher of events of engine `replica`; None if events are off. Raises ConfigError if an address cannot be used."""
     if not KVEventsConfig.of(config.observe.kv_events_config).publishes:
         return None
     module, name = _maker(KV_EVENTS, "kv_events_config is on, but this build publishes no events; leave it out")

@@ -71,7 +71,7 @@ class KVEvents:
 
 
 def _group(group: CacheGroup, model: ModelConfig) -> Group:
-    """What vLLM calls a group of layers."""
+    """Return vLLM's description of a group of layers."""
     if isinstance(group.policy, WindowPolicy):
         return Group("sliding_window", group.policy.window)
     has_latents = any(isinstance(model.layers[layer].attention, LatentAttention) for layer in group.layers)

@@ -1,4 +1,4 @@
-"""What subscribers get: vLLM 0.33's events about the prefix cache, as msgpack. Fields keep vLLM's names and order."""
+"""Messages for subscribers: vLLM 0.33's events about the prefix cache, as msgpack. Fields keep vLLM's names and order."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
@@ -23,7 +23,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
     adapter: tuple[int, str] | None = None
     """Number and name of its adapter."""
     extra_keys: tuple[object, ...] | None = None
-    """What its hash covers in addition to tokens, but no salt: the adapter's name, and (hash, offset) of each item that it overlaps."""
+    """Hashed in addition to tokens, without the salt: the adapter's name, and (hash, offset) of each item that it overlaps."""
     session_id: str | None = None
     """The session of the request that computed it."""
 
@@ -70,7 +70,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True, kw_
     medium: str
     lora_name: str | None
     extra_keys: list[tuple[object, ...] | None] | None = None
-    """Of each block."""
+    """One element per block, see Block."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -137,7 +137,7 @@ class BatchEncoder:
 
 
 def _runs(changes: Iterable[Change]) -> Iterable[tuple[Medium, bool, list[Block]]]:
-    """Changes that one event can tell of, in an order that leads to the same end."""
+    """Group changes that fit into one event each, in an order with the same result."""
     runs: list[tuple[Medium, bool, list[Block]]] = []
     stored: dict[tuple[Medium, int], list[Block]] = {}
     """The latest run of each medium and group since the latest removal."""
@@ -158,6 +158,6 @@ def _runs(changes: Iterable[Change]) -> Iterable[tuple[Medium, bool, list[Block]
 
 
 def _follows(block: Block, other: Block) -> bool:
-    """Whether the second can be told of in one event with the first, after it."""
+    """Whether one event can hold both blocks, the second after the first."""
     is_next = other.parent == block.name[:HASH_BYTES] and bool(block.token_ids)
     return is_next and other.adapter == block.adapter and other.session_id == block.session_id

@@ -1,4 +1,4 @@
-"""Sends batches to subscribers, in a thread of its own, and the latest again to those that ask for them."""
+"""Sends batches to subscribers in a separate thread, and the latest again on request."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ _CLOSE_SECONDS = 2.0
 _REUSE_SECONDS = 1.0
 """Time until an address must be free: a thread of ZeroMQ closes the sockets of an engine that has ended."""
 _MAX_REQUEST_BYTES = 1024
-"""Who sends more is disconnected."""
+"""A client that sends more is disconnected."""
 
 
 class Publisher:
@@ -151,7 +151,7 @@ class Publisher:
             )
             return
         client, first = frames[0], int.from_bytes(frames[2], "big")
-        with contextlib.suppress(zmq.ZMQError):  # the client is gone
+        with contextlib.suppress(zmq.ZMQError):  # the client has disconnected
             for number, payload in self._kept:
                 if number >= first:
                     socket.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload), zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""Records which contents each medium has, and what changed since subscribers were last told."""
+"""Records which contents each medium has, and changes since the last batch."""
 
 import time
 from array import array
@@ -39,7 +39,7 @@ class Recorder:
         """Contents that no medium has any longer, the latest last."""
         self._changes: list[Change] = []
         self._is_behind = False
-        """Whether subscribers must be told of everything, because they missed changes or the changes are too many to tell."""
+        """Whether the next batch must have everything, because subscribers missed changes or there were too many to send."""
         self.num_batches = self.num_dropped = 0
         """Batches that were handed on, and changes that were not."""
 

@@ -38,7 +38,7 @@ class KVTiers:
         self._config = config
         self._transfer = KVTransferConfig.of(config.cache.kv_transfer_config)
         self.preparations: Sequence[RemotePrefills] = ()
-        """What requests may wait for before blocks of them are loaded, once there are tiers."""
+        """Preparations that requests may wait for before their blocks are loaded, once there are tiers."""
         self._disk_root: Path | None = None
         if config.cache.kv_offloading_disk is not None:
             from jaxllm.kv_tiers.disk import open_root
@@ -69,7 +69,7 @@ class KVTiers:
         return (new_tier(copies, Rates(copies.block_bytes), stores=stores, **options),)
 
     def _stores(self, copies: Any, describe: Callable[[], dict[str, Any]]) -> list[SlotStore]:
-        """What is behind host memory, the nearest first. copies: the executor's `BlockCopier`. describe: see `fingerprint`."""
+        """Make the stores behind host memory, the nearest first. copies: the executor's `BlockCopier`. describe: see `fingerprint`."""
         stores: list[SlotStore] = []
         if self._disk_root is not None:
             from jaxllm.kv_tiers.disk import make

@@ -1,4 +1,4 @@
-"""What the host tier needs of copies, and its records of those under way."""
+"""The interface of copies for the host tier, and its records of copies under way."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -57,7 +57,7 @@ class Part:
 
     load: "Load"
     indices: list[int]
-    """Those of its blocks in the load."""
+    """Indices of its blocks in the load."""
     block_ids: list[int]
     contents: list[Content]
     staging: int = -1

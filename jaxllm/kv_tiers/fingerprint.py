@@ -19,9 +19,9 @@ from jaxllm.hub import WEIGHTS, resolve_model
 from jaxllm.model_config import ModelConfig
 
 FORMAT_VERSION = 1
-"""Of what a content and its checksums consist of."""
+"""Version of the format of contents and their checksums."""
 _NUM_PIECES, _PIECE_BYTES = 64, 4096
-"""What is read of a file of weights: other weights of the same shapes differ nearly everywhere."""
+"""Pieces that are read of a file of weights: other weights of the same shapes differ nearly everywhere."""
 
 
 def describe(
@@ -59,7 +59,7 @@ def digest(described: dict[str, Any]) -> bytes:
 
 
 def weights_digest(model_dir: Path) -> str:
-    """A digest of the names, the sizes and some pieces of a checkpoint's files. The same wherever they lie."""
+    """Hash the names, the sizes and some pieces of a checkpoint's files, whatever their directory."""
     found = hashlib.sha256()
     for file in _weight_files(model_dir):
         with open_regular(file) as stream:

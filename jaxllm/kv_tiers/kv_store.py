@@ -1,4 +1,4 @@
-"""The interface of a store of one's own behind host memory, e.g. an object store: a class that kv_transfer_config names."""
+"""The interface of user-defined stores behind host memory, e.g. an object store: a class that kv_transfer_config names."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -9,7 +9,7 @@ from jaxllm.kv_connectors import KVTransferConfig
 
 @dataclass(frozen=True)
 class StoreContext:
-    """What a store is told of its engine."""
+    """Facts about the engine that makes a store."""
 
     config: KVTransferConfig
     """The kv_transfer_config; what is meant for the store is its kv_connector_extra_config."""

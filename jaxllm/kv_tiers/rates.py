@@ -22,9 +22,9 @@ class Rates:
 
     def __init__(self, block_bytes: int):
         self._block_seconds = deque([block_bytes / _BYTES_PER_SECOND], _NUM_RECENT)
-        """Of recent copies."""
+        """Seconds per block of recent copies."""
         self._token_seconds: deque[float] = deque(maxlen=_NUM_RECENT)
-        """Of recent large steps."""
+        """Seconds per token of recent large steps."""
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step took so long."""

@@ -10,7 +10,7 @@ from jaxllm.scheduler_stats import SchedulerStats
 
 
 class SlotMemory(Protocol):
-    """What a store may touch of host memory: the slots that it was given, until their transfer is over."""
+    """Host memory that a store may access: the slots that it was given, until their transfer is over."""
 
     block_bytes: int
     """Bytes of a block's content."""
@@ -31,7 +31,7 @@ class Transfer(NamedTuple):
 
 
 class SlotStore(Protocol):
-    """Keeps contents by name, and copies them from and to slots in threads of its own. The step loop's thread calls all methods, and none
+    """Keeps contents by name, and copies them from and to slots in its own threads. The step loop's thread calls all methods, and none
     waits. Whenever a transfer is over, the store calls the function `wake` that it was made with."""
 
     name: str
@@ -39,8 +39,8 @@ class SlotStore(Protocol):
     writes: bool
     """Whether it takes contents that leave host memory."""
     listener: TierListener | None
-    """If set, one that has contents of its own, as files are, tells it in the step loop's thread which it has from now on, with the medium
-    STORAGE, and which no longer. At most one store of a tier does."""
+    """If set, a store with its own contents, e.g. files, calls it in the step loop's thread when contents are added or removed, with the
+    medium STORAGE. At most one store of a tier does."""
 
     def find(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can probably read now."""

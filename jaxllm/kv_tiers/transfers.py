@@ -1,4 +1,4 @@
-"""What stores with threads (`Workers`) have in common: transfers whose contents are tasks of their own, and how these copy bytes."""
+"""Common parts of stores with threads (`Workers`): transfers with one task per content, and copies of bytes."""
 
 import time
 

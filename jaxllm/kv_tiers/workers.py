@@ -1,4 +1,4 @@
-"""Threads of stores that read and write contents, each with a buffer of its own, so that a call that never returns holds up no other."""
+"""Threads of stores that read and write contents, each with its own buffer, so that a call that never returns holds up no other."""
 
 import mmap
 import queue
@@ -12,7 +12,7 @@ MAX_LOST = 8
 
 
 class Task(Protocol):
-    """What a thread does."""
+    """A task of a thread, in three parts."""
 
     def prepare(self, buffer: memoryview) -> None:
         """The part before, which never waits for a disk."""

@@ -22,7 +22,7 @@ TIERS = (*TIER_LABELS.values(), OTHER_TIER)
 
 
 def cache_labels(options: CacheOptions) -> dict[str, str]:
-    """The options of the KV cache under vLLM's names, without objects, which a store of one's own reads."""
+    """The options of the KV cache under vLLM's names, without objects, which a user-defined store reads."""
     values = {name: value for name, value in asdict(options).items() if name != "kv_transfer_config"}
     return {name.replace("kv_cache_dtype", "cache_dtype"): str(value) for name, value in values.items()}
 

@@ -154,7 +154,7 @@ class PrefillDecode(Replicas):
 
     def _take_outputs(self, rank: int, message: Outputs) -> None:
         ended = [each for each in message.outputs if each.finish_reason is not None and each.request_id in self._legs]
-        super()._take_outputs(rank, message)  # callers know no first legs
+        super()._take_outputs(rank, message)  # listeners have no request with the id of a first leg
         for output in ended:
             if output.finish_reason is FinishReason.ABORT or output.error_kind in _ENDS_REQUEST:
                 self._end_waiting(output.request_id, output)

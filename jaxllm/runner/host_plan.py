@@ -27,7 +27,7 @@ class HostPlan:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "fault"}
 
     def describe(self) -> str:
-        """The same in a line for people."""
+        """Format the numbers as a line for the log."""
         return (
             f"host memory for blocks: {self.num_bytes / 2**30:.2f} GiB: {self.num_blocks} blocks of {self.block_bytes / 2**10:.1f} KiB, "
             f"{self.num_tokens} tokens; copies take {self.staging_bytes / 2**20:.1f} MiB of each device"

@@ -118,7 +118,7 @@ class ProgramStore:
 
 
 def _leave_persistent_cache() -> None:
-    """Have XLA compile anew what it has in a cache of its own (JAX_COMPILATION_CACHE_DIR): on a CPU, a program that was read from there
+    """Turn off JAX's compilation cache (JAX_COMPILATION_CACHE_DIR), so that XLA compiles anew: on a CPU, a program that was read from there
     cannot be serialized again, which shows when it runs."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # which remembers the option

@@ -26,7 +26,7 @@ class BlockPool:
         self.events: EventCollector | None = None
         """If set, receives which contents came with their first block and left with their last."""
         self.observer: CacheObserver | None = None
-        """If set, is told which contents left with their last block. Who publishes blocks tells it which came."""
+        """If set, notified of contents that left with their last block. Code that publishes blocks reports new contents to it."""
         self.num_allocated = 0
         """Blocks that were allocated since the start."""
         self.evicting: Callable[[Sequence[KVCacheBlock]], None] | None = None

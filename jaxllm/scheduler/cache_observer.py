@@ -1,4 +1,4 @@
-"""What is told which contents the blocks of a pool have, and tiers in addition."""
+"""Interfaces for observers of the contents of a pool's blocks and of tiers."""
 
 from collections.abc import Callable
 from typing import Literal, Protocol

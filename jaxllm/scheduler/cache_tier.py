@@ -34,13 +34,13 @@ class CacheTier(Protocol):
     load_blocks: int
     """So many blocks keep it busy: a load of more is begun a part at a time."""
     listener: TierListener | None
-    """If set, is told which contents can be loaded from now on, and which no longer."""
+    """If set, called with contents that can be loaded from now on, and with those that no longer can."""
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can load now."""
 
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
-        """Those of these contents to load, so that so many tokens need not be computed: all, if that takes less time than to compute them;
+        """Choose which of these contents to load instead of computing so many tokens: all, if that takes less time than to compute them;
         else those that come faster, about which it is asked again, or none."""
 
     def sources(self, names: Sequence[bytes]) -> Sequence[str]:

@@ -87,7 +87,7 @@ class KVCacheManager:
         """max_step_tokens: most tokens of a request that one step computes. policies: of each group. num_lookahead: slots that a
         request gets behind the tokens of a step that draws, up to its most tokens, for a drafter to write to. block_size: tokens of a
         block over all devices that split it; None: the option's. tiers: asked in this order for blocks that the pool does not have.
-        observer: is told what the pool has, which is nothing at first."""
+        observer: notified of the contents of the pool, which is empty at first."""
         self.block_size = block_size or options.block_size
         self.enable_prefix_caching = bool(options.enable_prefix_caching)
         self.pool = BlockPool(num_blocks)

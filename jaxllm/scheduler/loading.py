@@ -40,9 +40,9 @@ class _Load:
 
     request: Request
     names: list[bytes]
-    """Those of the prefix, in the order of the sequence."""
+    """Contents of the prefix, in the order of the sequence."""
     left: list[bytes]
-    """Those that it has no block for yet."""
+    """Contents for which it has no block yet."""
     deadline: float
     """When it ends, if it could get blocks and got none."""
     held: dict[bytes, KVCacheBlock] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Loading:
         self._leaving: dict[bytes, int] = {}
         """Contents that leave the pool in this step, with the blocks that have them until it runs."""
         self._used: set[bytes] = set()
-        """Those of them that were found while they were in the pool."""
+        """Leaving contents that requests found while they were in the pool."""
         self._num_allocated = 0
         """Blocks that were allocated when tiers were last offered cold ones."""
         self._num_cold = max(tier.num_cold for tier in tiers)

@@ -56,7 +56,7 @@ def texts_of(answer: dict[str, Any]) -> list[str]:
 
 
 def loaded_bytes(client: httpx.Client) -> float:
-    """What the decode engine has loaded from host memory, into which it fetches blocks."""
+    """Bytes that the decode engine has loaded from host memory, into which it fetches blocks."""
     lines = [
         line for line in client.get("/metrics").text.splitlines() if line.startswith("jaxllm:kv_offload_load_bytes_total{")
     ]

@@ -43,7 +43,7 @@ class FakeStore:
         self.contents: dict[bytes, Any] = {}
         self.listener: TierListener | None = None
         self.tells = False
-        """Whether it tells its listener what it has."""
+        """Whether it reports its contents to its listener."""
         self._told: set[bytes] = set()
         self.transfers: list[_Transfer] = []
         self.num_read = self.num_written = self.num_wakes = 0
@@ -84,7 +84,7 @@ class FakeStore:
 
     @property
     def names(self) -> set[bytes]:
-        """What can be found."""
+        """Names that `find` can return."""
         return {name for name in self.contents if not name.startswith(_STALE)}
 
     def _end(self, transfer: _Transfer) -> list[bool]:
@@ -125,7 +125,7 @@ class FakeStore:
                 transfer.names = [_STALE + name for name in transfer.names]
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """It has none."""
+        """Add nothing."""
 
     def close(self) -> None:
         self.is_closed = True

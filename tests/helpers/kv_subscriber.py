@@ -1,4 +1,4 @@
-"""A router that knows a prefix cache by its events alone."""
+"""A router that reconstructs a prefix cache from its events alone."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +58,7 @@ class Subscriber:
             parent = name
 
     may_have_salts = False
-    """Whether hashes cover what events do not say."""
+    """Whether hashes cover salts, which events do not have."""
 
     def BlockRemoved(self, *, block_hashes: list[bytes], group_idx: int, medium: str) -> None:  # noqa: N802
         suffix = group_idx.to_bytes(2, "little") if group_idx else b""

@@ -26,7 +26,7 @@ NUM_RANKS = 3
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody uses, below those that systems give to connections."""
+    """The first of so many unused ports in a row, below those that systems give to connections."""
     while True:
         first = random.randrange(10_000, 32_000)
         if all(map(is_free, range(first, first + count))):

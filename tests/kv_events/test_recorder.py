@@ -184,7 +184,7 @@ def test_what_arrives_in_a_tier_after_it_left_the_devices_has_its_tokens(monkeyp
 
 
 def test_the_view_of_a_subscriber(tmp_path: object) -> None:
-    """What batches say, read from their payloads."""
+    """A subscriber's view of the cache, from the payloads of batches."""
     sink, subscriber = Sink(), Subscriber(block_size=SIZE)
     scheduler, recorder = made(sink, num_blocks=5)
     for number in range(4):

@@ -1,6 +1,8 @@
 """The store of files alone: what it writes and reads, and what it makes of files that are not what was written."""
 
 import errno
+import importlib.util
+import itertools
 import os
 import signal
 import subprocess
@@ -443,7 +445,7 @@ def test_a_reset_before_the_directory_was_read_is_not_lost(make: Any, tmp_path: 
 
 def test_weights_that_cannot_be_read_are_tried_again(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "PAUSE_SECONDS", 0.05)
-    failures = [OSError(errno.EIO, "no answer")]
+    failures = [OSError(errno.EIO, "no answer"), ValueError("an error of whatever kind")]
 
     def describe() -> dict[str, Any]:
         if failures:
@@ -596,6 +598,25 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(Path, "touch", fail)
     with pytest.raises(ConfigError, match=f"cannot be used: {os.strerror(number)}"):
         open_root(tmp_path / "kv")
+
+
+def test_processes_with_one_host_name_and_number_write_different_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("of_another_process", folder.__file__)
+    assert spec is not None and spec.loader is not None
+    other = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(other)
+    monkeypatch.setattr(folder, "_numbers", itertools.count())
+    assert folder.temporary_of("x") != other.temporary_of("x")
+
+
+def test_a_full_disk_is_not_filled_with_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*paths: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        folder.prepare(tmp_path, bytes(32), {})
+    assert not files(tmp_path)
 
 
 def test_the_pace_is_that_of_reads_and_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,16 @@ def test_tokens_are_right_whatever_the_disk_does(fault: str, tmp_path: Path) -> 
         core.shutdown()
 
 
+def test_a_reset_during_sleep_does_not_settle_which_weights_contents_are_of(tmp_path: Path) -> None:
+    core = make_with_disk(tmp_path / "kv")
+    core.sleep(2)
+    assert core.reset_prefix_cache(reset_external=True)
+    wait_for(lambda: store_of(core)._folder is not None)
+    core.wake_up()
+    assert store_of(core)._folder is None, "the weights are looked at again"
+    core.shutdown()
+
+
 @pytest.mark.slow
 def test_sleep_keeps_files_and_a_reset_of_external_contents_does_not(tmp_path: Path) -> None:
     prompts = make_prompts(8)

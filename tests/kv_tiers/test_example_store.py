@@ -19,7 +19,7 @@ from tests.kv_tiers.test_offloading import Client, expected, make, make_prompts,
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_SLOTS = 40
-"""Of host memory: the blocks of all prompts do not fit into it either."""
+"""Slots of host memory: too few for the blocks of all prompts."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def make_sharing(transfer: dict[str, Any], **options: Any) -> EngineCore:
 
 
 def store_of(core: EngineCore) -> OwnStore:
-    """What stands behind the host memory of an engine."""
+    """The store behind the host memory of an engine."""
     (store,) = tier_of(core)._stores._stores
     assert isinstance(store, OwnStore)
     return store

@@ -1,4 +1,4 @@
-"""What engines must have in common to use each other's contents."""
+"""Facts that engines must have in common to use each other's contents."""
 
 import dataclasses
 from pathlib import Path

@@ -78,7 +78,7 @@ class Store:
         self.was_reset = True
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """It has none."""
+        """Add nothing."""
 
     def close(self) -> None:
         """It has no threads."""

@@ -1,4 +1,4 @@
-"""A store of one's own between slots and a class: what it is asked for, and what its failures cost."""
+"""Copies between slots and a user-defined store: its calls, and the cost of its failures."""
 
 import random
 import threading

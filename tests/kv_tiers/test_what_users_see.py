@@ -1,4 +1,4 @@
-"""What a server tells of blocks that leave for host memory and come back."""
+"""Replies, metrics and log lines about blocks that leave for host memory and come back."""
 
 import logging
 

@@ -67,7 +67,7 @@ class FakeClient:
 
 
 class Listener:
-    """Records what callers would be told."""
+    """Records the outputs, errors and moves that callers would receive."""
 
     def __init__(self) -> None:
         self.outputs: list[EngineCoreOutput] = []

@@ -1,4 +1,4 @@
-"""What each leg of a request asks for, and how a balancer counts requests whose prompt is computed elsewhere."""
+"""The two legs of a request, and how a balancer counts requests whose prompt is computed elsewhere."""
 
 from dataclasses import replace
 

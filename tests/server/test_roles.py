@@ -101,7 +101,7 @@ def test_too_few_gpus_are_told_by_the_options_that_were_given(monkeypatch: pytes
 
 
 def legs(model: Path) -> list[dict[str, Any]]:
-    """What the engines recorded since the last call."""
+    """The records that the engines wrote since the last call."""
     file = model / "legs.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     file.unlink(missing_ok=True)

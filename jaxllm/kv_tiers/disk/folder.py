@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ REFRESH_SECONDS = 3600
 _ENTRIES_AT_ONCE, _REST_SECONDS = 100, 0.0002
 _EPOCH, _LOCK, META = "epoch", "lock", "meta.json"
 _numbers = itertools.count()
+_PROCESS = secrets.token_hex(4)
+"""Containers may have the same host name and process ids."""
 
 
 def open_root(path: Path) -> Path:
@@ -36,7 +39,7 @@ def open_root(path: Path) -> Path:
         raise ConfigError(f"{named}, but {path.parent} is no directory; make it, or mount what is missing")
     try:
         with trusted_files.open_directory(path, make=True) as opened:
-            probe = opened.path / f"probe.{os.getpid()}{TEMPORARY}"
+            probe = Path(temporary_of(str(opened.path / "probe")))
             probe.touch(mode=0o600)
             probe.unlink()
             return opened.path
@@ -52,7 +55,7 @@ def folder_of(root: Path, fingerprint: bytes) -> Path:
 
 
 def prepare(root: Path, fingerprint: bytes, described: dict[str, Any]) -> None:
-    """Make the folder of a fingerprint, and say what it is for. Raises OSError."""
+    """Make the folder of a fingerprint, with a description of its contents. Raises OSError."""
     folder = folder_of(root, fingerprint)
     folder.mkdir(mode=0o700, exist_ok=True)
     if not (folder / META).exists():
@@ -92,14 +95,19 @@ def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
 def _replace(path: Path, text: str) -> None:
     temporary = temporary_of(str(path))
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def temporary_of(path: str) -> str:
     """A name for a file that becomes `path` once it is complete: no other process, on any host, has it."""
-    return f"{path}.{os.uname().nodename[:32]}.{os.getpid()}.{next(_numbers)}{TEMPORARY}"
+    return f"{path}.{os.uname().nodename[:32]}.{os.getpid()}.{_PROCESS}.{next(_numbers)}{TEMPORARY}"
 
 
 class BlockFolder:

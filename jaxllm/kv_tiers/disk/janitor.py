@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.kv_tiers.disk.folder import TEMPORARY, entries_of, is_block, locked, read_epoch
 
 ROOM_SHARE = 0.9
-"""What is left when room is made, so that it is not made for each file."""
+"""Share of the limit to which usage is reduced, so that files need not be deleted before each write."""
 TEMPORARY_SECONDS = 600
 """A temporary file that was last written so long ago is of a process that is no more."""
 _EARLY_SECONDS = 60
@@ -22,7 +22,7 @@ _EARLY_SECONDS = 60
 
 
 class Usage(NamedTuple):
-    """What lies in a directory."""
+    """Disk usage of a directory."""
 
     num_bytes: int
     has_waste: bool

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import JaxLLMError
 from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.disk import janitor
 from jaxllm.kv_tiers.disk.block_file import FileFormat
@@ -36,7 +35,7 @@ SCAN_SECONDS, SCAN_SHARE = 10.0, 0.05
 QUEUED_BYTES = 256 << 20
 """Most bytes that wait to be written, or one transfer."""
 _TOLD_AT_ONCE = 1000
-"""Most changes that the listener is told in a step."""
+"""Most changes that are reported to the listener in a step."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -62,9 +61,9 @@ class DiskStore:
         """Files that were written or lost while the directory was read, and whether they are there."""
         self._listener: TierListener | None = None
         self._untold: deque[tuple[bytes, bool]] = deque()
-        """Names that have come or gone since the listener was told."""
+        """Names added or removed, not reported to the listener yet."""
         self._used_bytes = self._needed_bytes = 0
-        """Of all files, and room that is missing for a write."""
+        """Bytes of all files, and bytes that are missing for a write."""
         self._paused_until = self._told_until = 0.0
         self._finished: list[Transfer] = []
         self._num_queued_writes = self._num_queued_reads = 0
@@ -272,7 +271,7 @@ class DiskStore:
                 return
             try:
                 call()
-            except (OSError, JaxLLMError) as error:
+            except Exception as error:  # whatever it is: without this thread the directory would never be read again
                 self._scan_at = time.monotonic() + PAUSE_SECONDS
                 self._warn(f"{self._root} cannot be used now: {error}")
 

@@ -1,4 +1,4 @@
-"""What the threads of a store do: a file of a transfer each."""
+"""Tasks of a disk store's threads: each reads or writes one file of a transfer."""
 
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,10 @@ class FileTask(Task):
         self.store, self.folder, self.transfer, self.index, self.name, self.slot = store, folder, transfer, index, name, slot
 
     def prepare(self, buffer: memoryview) -> None:
-        """Nothing, to read."""
+        """Do nothing: a read has no first part."""
 
     def complete(self) -> None:
-        """Nothing, when it was written."""
+        """Do nothing: a write has no last part."""
 
 
 class ReadTask(FileTask):

@@ -1,4 +1,4 @@
-"""A store of one's own: the class that kv_transfer_config names, behind host memory."""
+"""A user-defined store behind host memory: the class that kv_transfer_config names."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""Calls of a store of one's own, as tasks of threads (`Workers`)."""
+"""Calls of a user-defined store, as tasks of threads (`Workers`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxllm.kv_tiers.own.own_store import OwnStore
 
 DIGEST_BYTES = 32
-"""Of the key, at the beginning of a content."""
+"""Length of the key's digest, at the beginning of a content."""
 
 
 class StoreCall(ABC):
@@ -20,11 +20,11 @@ class StoreCall(ABC):
     has_returned = False
 
     def prepare(self, buffer: memoryview) -> None:  # noqa: B027
-        """Nothing."""
+        """Do nothing."""
 
     @abstractmethod
     def call(self, buffer: memoryview) -> None:
-        """What the store is asked for."""
+        """Call the store's method."""
 
     def run(self, buffer: memoryview) -> None:
         try:
@@ -35,7 +35,7 @@ class StoreCall(ABC):
             self.has_returned = True
 
     def complete(self) -> None:  # noqa: B027
-        """Nothing."""
+        """Do nothing."""
 
 
 @dataclass(eq=False)

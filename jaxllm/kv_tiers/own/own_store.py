@@ -1,4 +1,4 @@
-"""Copies contents between slots of host memory and a store of one's own, whose failures cost no request."""
+"""Copies contents between slots of host memory and a user-defined store, whose failures cost no request."""
 
 import hashlib
 import threading
@@ -44,7 +44,7 @@ class OwnStore:
     that the store mixed up or damaged is noticed. The store gets the buffer of a thread, never a slot."""
 
     listener: TierListener | None = None
-    """Is told nothing: what a store has is known only by asking for names."""
+    """Never called: the store has no list of its contents, only `find`."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class OwnStore:
             self._writers.submit(OtherCall(self, "clear", self._store.clear))
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """It has no numbers of its own."""
+        """Add nothing: such a store has no separate statistics."""
 
     def close(self) -> None:
         self._is_closed = True

@@ -11,7 +11,7 @@ from jaxllm.framing import Accepted, ClosedError, Incoming, Message, WireError, 
 
 
 class Channel:
-    """All waits are limited. Methods raise ClosedError if the other end is gone, and another WireError if it took too long."""
+    """All waits are limited. Methods raise ClosedError if the other end has closed it, and another WireError if it took too long."""
 
     def __init__(self, stream: socket.socket, accepted: Accepted):
         self._socket, self._incoming = stream, Incoming(accepted)

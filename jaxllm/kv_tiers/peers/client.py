@@ -82,7 +82,7 @@ class Mapping:
 
 
 class Connection:
-    """A connection whose handshake is over. For one thread at a time. Methods raise WireError if the other end is gone or breaks the
+    """A connection whose handshake is over. For one thread at a time. Methods raise WireError if the other end closes it or breaks the
     protocol, and RefusedError; after the first the connection is of no use."""
 
     def __init__(self, channel: Channel, memory: SlotMemory, seconds: float):

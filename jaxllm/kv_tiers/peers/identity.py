@@ -1,4 +1,4 @@
-"""What two engines show each other before one fetches blocks of the other, and the signature of what a prefill engine answers."""
+"""Identities that two engines exchange before one fetches blocks of the other, and signatures of a prefill engine's answers."""
 
 import hashlib
 import hmac
@@ -21,14 +21,14 @@ class Identity:
 
     engine_id: str
     facts: Mapping[str, str]
-    """What bytes of contents depend on, by names for error messages: equal for engines with the same bytes for the same tokens."""
+    """All that bytes of contents depend on, by names for error messages: equal for engines with the same bytes for the same tokens."""
     block_bytes: int
     """Bytes of a block's content."""
     token: bytes = b""
     """The secret of all engines that pass blocks to each other."""
 
     def difference(self, facts: Mapping[str, str], block_bytes: int) -> str | None:
-        """What keeps another engine from using this one's blocks, with the values of both; None if nothing does."""
+        """Describe why another engine cannot use this one's blocks, with the values of both; None if it can."""
         own, other = (
             {**each, "bytes of a block": str(size)} for each, size in ((self.facts, self.block_bytes), (facts, block_bytes))
         )
@@ -40,7 +40,7 @@ class Identity:
 
 
 def facts_of(described: Mapping[str, Any]) -> dict[str, str]:
-    """What `fingerprint.describe` found, in short: long values as a digest."""
+    """Shorten the result of `fingerprint.describe`: long values become a digest."""
     texts = {name: json.dumps(value, sort_keys=True) for name, value in described.items()}
     return {
         name: text if len(text) <= _SHORT else f"digest {hashlib.sha256(text.encode()).hexdigest()[:16]}"

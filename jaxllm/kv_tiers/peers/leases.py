@@ -26,7 +26,7 @@ class Lease:
     """Contents that are kept together."""
 
     number: str
-    """Cannot be guessed: who has it may fetch the contents."""
+    """Random, since any engine that has it may fetch the contents."""
     names: Sequence[bytes]
     expires_at: float
     pending: set[bytes]

@@ -14,9 +14,9 @@ from jaxllm.framing import Accepted, Message
 PROTOCOL = 1
 """Version of these messages."""
 FIRST_BYTES = 16 << 10
-"""The most that a message may have which comes before the other end has shown who it is."""
+"""Most bytes of a message before the other end is authenticated."""
 MAX_BYTES = 8 << 20
-"""The most that a later one may have: the names of a prompt of a million tokens take 3 MB."""
+"""Most bytes of a later message: the names of a prompt of a million tokens take 3 MB."""
 
 
 class Hello(Message, tag="hello"):
@@ -33,7 +33,7 @@ class Hello(Message, tag="hello"):
 
 
 class Proof(Message, tag="proof"):
-    """Shows that this end knows the token."""
+    """Proves that this end has the token."""
 
     hmac: bytes
 

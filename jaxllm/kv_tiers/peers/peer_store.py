@@ -58,7 +58,7 @@ class PeerStore:
 
     name, writes = "peer", False
     listener: TierListener | None = None
-    """What other engines keep is not told."""
+    """Never called: contents of other engines are not reported."""
 
     def __init__(
         self, own: Identity, memory: SlotMemory, wake: Callable[[], None], peers: Sequence[str] | None, timeout_seconds: float
@@ -312,7 +312,7 @@ class PeerStore:
             self._timer.join()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a lease is used by nobody. Called without unfinished requests."""
+        """Raise AssertionError if a lease is kept for a request that has ended. Called without unfinished requests."""
         with self._lock:
             assert not any(lease.users for lease in self._leases.values()), "a lease is kept for a request that has ended"
             known = set(self._leases.values())

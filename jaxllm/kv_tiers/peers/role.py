@@ -1,4 +1,4 @@
-"""What an engine with a role has in addition to a host tier."""
+"""The parts that an engine with a role has in addition to a host tier."""
 
 import uuid
 from collections.abc import Mapping

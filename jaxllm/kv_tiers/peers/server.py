@@ -43,7 +43,7 @@ STORE_SECONDS = 5.0
 MAX_STRANGERS = 64
 """Connections whose handshake is not over: for one more, the oldest is closed."""
 MAX_CONNECTIONS = 512
-"""Those whose handshake is over: one more is closed."""
+"""Connections whose handshake is over: one more is closed."""
 _BACKLOG = 1024
 
 
@@ -51,7 +51,7 @@ class ServedMemory(SlotMemory, Protocol):
     """The slots of a prefill engine."""
 
     descriptor: int | None
-    """Of the file that has all slots, if processes can share it."""
+    """File descriptor of all slots, if processes can share it."""
 
     def offset(self, slot: int) -> int:
         """Where they begin in that file."""

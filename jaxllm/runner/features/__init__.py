@@ -62,7 +62,7 @@ def check_machine(config: EngineConfig) -> None:
 
 
 def host_plan(config: EngineConfig, model_config: ModelConfig, plan: MemoryPlan) -> HostPlan | None:
-    """What features take of the host's memory; None: nothing, as far as they say so."""
+    """Plan the host memory of features; None: no feature plans any."""
     plans = (module.host_plan(config, model_config, plan) for module in _modules() if hasattr(module, "host_plan"))
     return next((found for found in plans if found is not None), None)
 

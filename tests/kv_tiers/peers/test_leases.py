@@ -1,4 +1,4 @@
-"""Leases: who holds what, and when they end. By a clock of the test."""
+"""Holders and expiry of leases, with a fake clock."""
 
 import random
 import threading

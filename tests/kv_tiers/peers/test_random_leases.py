@@ -30,7 +30,7 @@ class CheckedTier(PrefillTier):
         super().__init__(copies, AlwaysWorth(), leases, no_server, lambda *args: {"lease": args[1]}, **options)
         self.rng, self.copies = rng, copies
         self.found: dict[Content, Any] = {}
-        """What was in the slots of held contents when they became ready."""
+        """Data in the slots of held contents when these became ready."""
         self.readers: list[tuple[ExitStack, Lease]] = []
         self.num_held = self.num_lost = 0
 
@@ -81,13 +81,13 @@ class CheckedTier(PrefillTier):
 
 def run(seed: int, chosen: dict[str, Any]) -> CheckedTier:
     sizes = {name: chosen.pop(name) for name in HOST_CHOICES}
-    num_cold, of_stores = sizes.pop("num_cold"), sizes.pop("stores")
+    of_stores, of_tier = sizes.pop("stores"), {name: sizes.pop(name) for name in ("num_cold", "protected_share")}
     made: list[CheckedTier] = []
 
     def make_tier(rng: random.Random) -> tuple[PrefillTier, FakeCopies]:
         copies = FakeCopies(rng, **sizes)
         stores = [FakeStore(rng, copies.slots, **arguments) for arguments in of_stores]
-        made.append(CheckedTier(rng, copies, num_cold=num_cold, stores=stores))
+        made.append(CheckedTier(rng, copies, **of_tier, stores=stores))
         return made[0], copies
 
     run_load(seed=seed, caching=True, make_tier=make_tier, num_events=NUM_EVENTS, **chosen)

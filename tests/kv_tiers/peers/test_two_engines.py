@@ -80,7 +80,7 @@ class Runner:
         return self.finish()[request_id]
 
     def prefill(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **options: Any) -> dict[str, Any] | None:
-        """What a prefill engine answers."""
+        """Compute a prompt on a prefill engine, and return the `kv_transfer_params` of its answer."""
         one = SamplingParams(temperature=params.temperature, seed=params.seed, max_tokens=1)
         _, last = self.run(prompt, one, KVTransfer(keep_for_decode=True), **options)
         return last.kv_transfer_params
@@ -258,7 +258,7 @@ def test_leases_keep_half_of_host_memory(engines: Any) -> None:
 
 
 def test_a_failed_step_of_the_prefill_engine(engines: Any) -> None:
-    """What was ready stays so; what was being stored may be lost."""
+    """Contents that were ready stay ready; contents that were being stored may be lost."""
     one, prefill, decode = engines
     prompt = prompt_of(90, 51)
     answer = prefill.prefill(prompt)

@@ -91,7 +91,7 @@ def memory_bytes(config: EngineConfig, model_config: ModelConfig, model: CausalL
 
 
 def host_plan(config: EngineConfig, model_config: ModelConfig, plan: MemoryPlan) -> HostPlan | None:
-    """What fits in host memory beside devices with this plan."""
+    """Plan the host memory for blocks, given the plan of the devices' memory; None: host memory is off."""
     if not config.cache.kv_offloading_size:
         return None
     format = BlockFormat.of(plan.cache, Topology.of(config.parallel).tensor, _num_copies(model_config.layers))

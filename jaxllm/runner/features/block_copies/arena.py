@@ -31,7 +31,7 @@ class Arena:
         """Takes no memory yet. is_shared: other processes may map it. Raises ConfigError if it has no slot."""
         self._format, self._is_shared = format, is_shared
         self.descriptor: int | None = None
-        """Of the file that has all slots, if others may map it: of use for reading alone."""
+        """File descriptor of all slots, if other processes may map it, only to read."""
         self.block_bytes = format.block_bytes
         self.slot_bytes = slot_bytes(format)
         self.num_slots = num_bytes // self.slot_bytes

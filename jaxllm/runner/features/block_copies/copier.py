@@ -188,7 +188,7 @@ class BlockCopier(OpRunner):
             thread.shutdown()
         if self._opening is not None:
             self.arena.stop()
-            with contextlib.suppress(Exception):  # `allocate` tells
+            with contextlib.suppress(Exception):  # `allocate` raises it
                 self._opening.result().close()
                 self.arena.close()
             self._opening = self._transfer = None
