@@ -222,33 +222,41 @@ async def serve_again(server: RehearsedServer, row: Row, since: float, *, is_new
 
 
 async def prefill_killed_in_first_legs(server: RehearsedServer, row: Row) -> None:
-    await prefill_killed(server, row, "num_requests_running")
-    row.expect("decode engines compute them" in server.log.read_text(), "no first leg was under way")
+    since, answers = await prefill_lost(server, row, "num_requests_running")
+    row.expect("decode engines compute them" in server.log.read_text(), "no prompt was being computed")
+    await two_roles_again(server, row, since, answers)
 
 
 async def prefill_killed_in_pulls(server: RehearsedServer, row: Row) -> None:
-    await prefill_killed(server, row, "kv_leases")
-    row.expect("closed" in server.log.read_text(), "no blocks were being fetched")
+    since, answers = await prefill_lost(server, row, "kv_leases")
+    async with ServerClient(server.url) as client:
+        failures = [await metric(client, "kv_pull_failures_total", rank) for rank in (1, 2)]
+    row.expect(any(failures), "no blocks were being fetched")
+    await two_roles_again(server, row, since, answers)
 
 
-async def prefill_killed(server: RehearsedServer, row: Row, gauge: str) -> None:
-    """Kill the prefill engine under load as soon as this gauge of it is 2: no client learns of it."""
-    await fetch_to_all(server, "before")
-    load = Streams(server.url, answers := mixed(NUM_STREAMS, SHORT, "during"))
-    load.start()
-    await until_metric(server, gauge, lambda value: value >= 2)
+async def prefill_lost(server: RehearsedServer, row: Row, gauge: str) -> tuple[float, list[Answer]]:
+    """Kill the prefill engine under load as soon as this gauge of it is 2: no client learns of it. Returns when, and the answers."""
+    load, answers = await mixed_load(server, gauge)
     since = time.monotonic()
     os.kill(min(server.pids("engine.process")), signal.SIGKILL)  # the first that was started
     counts = await outcomes(row, load, [WHOLE, LEFT])
     row.expect(counts[LEFT] > 0, "no client left")
-    await two_roles_again(server, row, since, answers)
+    return since, answers
+
+
+async def mixed_load(server: RehearsedServer, gauge: str) -> tuple[Streams, list[Answer]]:
+    """Requests of all kinds, once this gauge of the prefill engine is 2."""
+    await fetch_to_all(server, "before")
+    answers = mixed(NUM_STREAMS, SHORT, "during")
+    load = Streams(server.url, answers)
+    load.start()
+    await until_metric(server, gauge, lambda value: value >= 2)
+    return load, answers
 
 
 async def decode_killed(server: RehearsedServer, row: Row) -> None:
-    await fetch_to_all(server, "before")
-    load = Streams(server.url, answers := mixed(NUM_STREAMS, SHORT, "during"))
-    load.start()
-    await until_metric(server, "kv_leases", lambda value: value >= 2)
+    load, answers = await mixed_load(server, "kv_leases")
     since = time.monotonic()
     os.kill(max(server.pids("engine.process")), signal.SIGKILL)
     lost = ["error event replica_lost", "503 replica_lost"]
