@@ -36,7 +36,7 @@ SILENCE_SECONDS = 10.0
 """Within which a host that is silent, and not gone, must be noticed."""
 ON_TWO_HOSTS = "--data-parallel-size 2 --nnodes 2"
 STAGES_ON_TWO_HOSTS = "--pipeline-parallel-size 2 --nnodes 2 --warmup background"
-TWO_ROLES = f"--prefill 1 --decode 2 --prefill-threshold {THRESHOLD} --kv-offloading-size 0.5"
+TWO_ROLES = f"--prefill 1 --decode 2 --prefill-threshold {THRESHOLD} --kv-offloading-size 0.5 --warmup lazy"
 LEASES_END_WITHIN_SECONDS = 45.0
 """Those that no engine asked for end after 30 s."""
 LAYERS_ON_TWO_HOSTS = "--tensor-parallel-size 2 --nnodes 2 --warmup background"
@@ -236,8 +236,8 @@ async def prefill_killed_in_pulls(server: RehearsedServer, row: Row) -> None:
 
 
 async def prefill_lost(server: RehearsedServer, row: Row, gauge: str) -> tuple[float, list[Answer]]:
-    """Kill the prefill engine under load as soon as this gauge of it is 2: no client learns of it. Returns when, and the answers."""
-    load, answers = await mixed_load(server, gauge)
+    """Kill the prefill engine under load as soon as this gauge of it is above 0: no client learns of it. Returns when, and the answers."""
+    load, answers = await mixed_load(server, gauge, 0)
     since = time.monotonic()
     os.kill(min(server.pids("engine.process")), signal.SIGKILL)  # the first that was started
     counts = await outcomes(row, load, [WHOLE, LEFT])
@@ -245,20 +245,20 @@ async def prefill_lost(server: RehearsedServer, row: Row, gauge: str) -> tuple[f
     return since, answers
 
 
-async def mixed_load(server: RehearsedServer, gauge: str) -> tuple[Streams, list[Answer]]:
-    """Requests of all kinds, once this gauge of the prefill engine is 2."""
+async def mixed_load(server: RehearsedServer, gauge: str, rank: int) -> tuple[Streams, list[Answer]]:
+    """Requests of all kinds, once this gauge of this engine is above 0."""
     await fetch_to_all(server, "before")
     answers = mixed(NUM_STREAMS, SHORT, "during")
     load = Streams(server.url, answers)
     load.start()
-    await until_metric(server, gauge, lambda value: value >= 2)
+    await until_metric(server, gauge, rank, lambda value: value > 0)
     return load, answers
 
 
 async def decode_killed(server: RehearsedServer, row: Row) -> None:
-    load, answers = await mixed_load(server, "kv_leases")
+    load, answers = await mixed_load(server, "num_requests_running", 2)
     since = time.monotonic()
-    os.kill(max(server.pids("engine.process")), signal.SIGKILL)
+    os.kill(max(server.pids("engine.process")), signal.SIGKILL)  # the last that was started
     lost = ["error event replica_lost", "503 replica_lost"]
     counts = await outcomes(row, load, [WHOLE, LEFT, *lost], since)
     row.expect(counts[WHOLE] > 0 and counts[LEFT] > 0, "the other engine's clients must be served, and some leave")
@@ -272,13 +272,13 @@ async def two_roles_again(server: RehearsedServer, row: Row, since: float, answe
     seconds = await all_serve(server, since)
     row.wrong += await differences(server.url, answers)
     await fetch_to_all(server, "after", is_first=False)
-    await until_metric(server, "kv_leases", lambda value: not value, LEASES_END_WITHIN_SECONDS)
+    await until_metric(server, "kv_leases", 0, lambda value: not value, LEASES_END_WITHIN_SECONDS)
     await goes_on(server, row, f"serves on, with all engines again {seconds:.0f} s after the fault")
 
 
 async def fetch_to_all(server: RehearsedServer, name: str, *, is_first: bool = True) -> None:
     """Have both decode engines fetch blocks of the prefill engine. is_first: the connections that this makes may stay."""
-    async with ServerClient(server.url) as client, asyncio.timeout(60):
+    async with ServerClient(server.url) as client, asyncio.timeout(120):
         before = [await metric(client, "kv_pull_bytes_total", rank) for rank in (1, 2)]
         load = Streams(server.url, [each for each in mixed(NUM_STREAMS, 8, name) if each.leaves_after_seconds is None])
         load.start()
@@ -291,12 +291,12 @@ async def fetch_to_all(server: RehearsedServer, name: str, *, is_first: bool = T
 
 
 async def until_metric(
-    server: RehearsedServer, name: str, holds: Callable[[float], bool], within_seconds: float = 20.0
+    server: RehearsedServer, name: str, rank: int, holds: Callable[[float], bool], within_seconds: float = 20.0
 ) -> None:
-    """Wait until this metric of the prefill engine is as it must be."""
+    """Wait until this metric of an engine is as it must be. Raises AssertionError."""
     async with ServerClient(server.url) as client:
         deadline = time.monotonic() + within_seconds
-        while not holds(value := await metric(client, name, 0)):
+        while not holds(value := await metric(client, name, rank)):
             assert time.monotonic() < deadline, f"{name} is {value:g} after {within_seconds:g} s"
             await asyncio.sleep(0.02)
 
@@ -506,7 +506,7 @@ FAULTS = {
     ),
     "prefill": Fault("kill -9 of the prefill engine while it computes prompts", prefill_killed_in_first_legs, TWO_ROLES),
     "prefill-pulls": Fault(
-        "kill -9 of the prefill engine while others fetch from it", prefill_killed_in_pulls, TWO_ROLES, "kv.pull:1-:hang=0.2"
+        "kill -9 of the prefill engine while others fetch from it", prefill_killed_in_pulls, TWO_ROLES, "kv.pull:1-:hang=1"
     ),
     "decode": Fault("kill -9 of one of 2 decode engines", decode_killed, TWO_ROLES),
     "remote-replica": Fault("kill -9 of the replica on host 1 of 2", remote_replica_killed, ON_TWO_HOSTS, has_other_host=True),
