@@ -245,18 +245,18 @@ async def prefill_lost(server: RehearsedServer, row: Row, gauge: str) -> tuple[f
     return since, answers
 
 
-async def mixed_load(server: RehearsedServer, gauge: str, rank: int) -> tuple[Streams, list[Answer]]:
-    """Requests of all kinds, once this gauge of this engine is above 0."""
+async def mixed_load(server: RehearsedServer, gauge: str, rank: int, at_least: int = 1) -> tuple[Streams, list[Answer]]:
+    """Requests of all kinds, once this gauge of this engine has this value."""
     await fetch_to_all(server, "before")
     answers = mixed(NUM_STREAMS, SHORT, "during")
     load = Streams(server.url, answers)
     load.start()
-    await until_metric(server, gauge, rank, lambda value: value > 0)
+    await until_metric(server, gauge, rank, lambda value: value >= at_least)
     return load, answers
 
 
 async def decode_killed(server: RehearsedServer, row: Row) -> None:
-    load, answers = await mixed_load(server, "num_requests_running", 2)
+    load, answers = await mixed_load(server, "num_requests_running", 2, at_least=5)
     since = time.monotonic()
     os.kill(max(server.pids("engine.process")), signal.SIGKILL)  # the last that was started
     lost = ["error event replica_lost", "503 replica_lost"]
