@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm.http_client.client import ServerClient, ServerError
 from scripts.rehearsing.attackers import HOSTILE, NUM_ATTACKERS, attack
+from scripts.rehearsing.mixed_load import THRESHOLD, Answer, differences, mixed
 from scripts.rehearsing.other_host import OtherHost
 from scripts.rehearsing.server import RehearsedServer, rehearsed
-from scripts.rehearsing.streams import CLOSED, WHOLE, Streams, is_among, told
+from scripts.rehearsing.streams import CLOSED, LEFT, WHOLE, Streams, alike, is_among, told
 from scripts.soak import gauges_at_rest, hold
 
 NUM_STREAMS = 32
@@ -35,6 +36,9 @@ SILENCE_SECONDS = 10.0
 """Within which a host that is silent, and not gone, must be noticed."""
 ON_TWO_HOSTS = "--data-parallel-size 2 --nnodes 2"
 STAGES_ON_TWO_HOSTS = "--pipeline-parallel-size 2 --nnodes 2 --warmup background"
+TWO_ROLES = f"--prefill 1 --decode 2 --prefill-threshold {THRESHOLD} --kv-offloading-size 0.5 --warmup lazy"
+LEASES_END_WITHIN_SECONDS = 45.0
+"""Those that no engine asked for end after 30 s."""
 LAYERS_ON_TWO_HOSTS = "--tensor-parallel-size 2 --nnodes 2 --warmup background"
 
 
@@ -73,7 +77,7 @@ class Fault:
 
 async def streams_of(server: RehearsedServer, num_tokens: int) -> Streams:
     """Streams that have all begun (or been refused)."""
-    streams = Streams(server.url, NUM_STREAMS, num_tokens)
+    streams = Streams(server.url, alike(NUM_STREAMS, num_tokens))
     streams.start()
     await streams.begun()
     return streams
@@ -198,18 +202,109 @@ async def is_not_ready_meanwhile(server: RehearsedServer, row: Row, streams: Str
         row.after = f"is not ready {noticed - began:.1f} s after the last token, ready after {ready:.1f} s, serves on"
 
 
-async def serve_again(server: RehearsedServer, row: Row, since: float, *, is_new_family: bool = False) -> None:
-    """All replicas serve again; note how long after the fault. `is_new_family`: there may be more processes than before, for
-    chat templates and grammars."""
+async def all_serve(server: RehearsedServer, since: float) -> float:
+    """Wait until all replicas serve again. Returns how long after the fault."""
     async with ServerClient(server.url, timeout_seconds=60) as client, asyncio.timeout(120):
         while any(replica["state"] != "serving" for replica in (await client.get_json("/health"))["replicas"]):
             await asyncio.sleep(0.05)
-    seconds = time.monotonic() - since
+    return time.monotonic() - since
+
+
+async def serve_again(server: RehearsedServer, row: Row, since: float, *, is_new_family: bool = False) -> None:
+    """All replicas serve again; note how long after the fault. `is_new_family`: there may be more processes than before, for
+    chat templates and grammars."""
+    seconds = await all_serve(server, since)
     if is_new_family:
         server.note_family()
     await asyncio.to_thread(server.wait_whole)
     await goes_on(server, row)
     row.after += f", with both replicas again {seconds:.0f} s after the fault"
+
+
+async def prefill_killed_in_first_legs(server: RehearsedServer, row: Row) -> None:
+    since, answers = await prefill_lost(server, row, "num_requests_running")
+    row.expect("decode engines compute them" in server.log.read_text(), "no prompt was being computed")
+    await two_roles_again(server, row, since, answers)
+
+
+async def prefill_killed_in_pulls(server: RehearsedServer, row: Row) -> None:
+    since, answers = await prefill_lost(server, row, "kv_leases")
+    async with ServerClient(server.url) as client:
+        failures = [await metric(client, "kv_pull_failures_total", rank) for rank in (1, 2)]
+    row.expect(any(failures), "no blocks were being fetched")
+    await two_roles_again(server, row, since, answers)
+
+
+async def prefill_lost(server: RehearsedServer, row: Row, gauge: str) -> tuple[float, list[Answer]]:
+    """Kill the prefill engine under load as soon as this gauge of it is above 0: no client learns of it. Returns when, and the answers."""
+    load, answers = await mixed_load(server, gauge, 0)
+    since = time.monotonic()
+    os.kill(min(server.pids("engine.process")), signal.SIGKILL)  # the first that was started
+    counts = await outcomes(row, load, [WHOLE, LEFT])
+    row.expect(counts[LEFT] > 0, "no client left")
+    return since, answers
+
+
+async def mixed_load(server: RehearsedServer, gauge: str, rank: int, at_least: int = 1) -> tuple[Streams, list[Answer]]:
+    """Requests of all kinds, once this gauge of this engine has this value."""
+    await fetch_to_all(server, "before")
+    answers = mixed(NUM_STREAMS, SHORT, "during")
+    load = Streams(server.url, answers)
+    load.start()
+    await until_metric(server, gauge, rank, lambda value: value >= at_least)
+    return load, answers
+
+
+async def decode_killed(server: RehearsedServer, row: Row) -> None:
+    load, answers = await mixed_load(server, "num_requests_running", 2, at_least=5)
+    since = time.monotonic()
+    os.kill(max(server.pids("engine.process")), signal.SIGKILL)  # the last that was started
+    lost = ["error event replica_lost", "503 replica_lost"]
+    counts = await outcomes(row, load, [WHOLE, LEFT, *lost], since)
+    row.expect(counts[WHOLE] > 0 and counts[LEFT] > 0, "the other engine's clients must be served, and some leave")
+    row.expect(any(counts[each] for each in lost), "the engine had no request")
+    row.expect((row.seconds or 0) < KNOWN_WITHIN_SECONDS, f"they knew after {row.seconds:.2f} s")
+    await two_roles_again(server, row, since, answers)
+
+
+async def two_roles_again(server: RehearsedServer, row: Row, since: float, answers: Sequence[Answer]) -> None:
+    """All engines serve again and pass blocks on, no prompt is kept any more, and what clients got is what one engine answers."""
+    seconds = await all_serve(server, since)
+    row.wrong += await differences(server.url, answers)
+    await fetch_to_all(server, "after", is_first=False)
+    await until_metric(server, "kv_leases", 0, lambda value: not value, LEASES_END_WITHIN_SECONDS)
+    await goes_on(server, row, f"serves on, with all engines again {seconds:.0f} s after the fault")
+
+
+async def fetch_to_all(server: RehearsedServer, name: str, *, is_first: bool = True) -> None:
+    """Have both decode engines fetch blocks of the prefill engine. is_first: the connections that this makes may stay."""
+    async with ServerClient(server.url) as client, asyncio.timeout(120):
+        before = [await metric(client, "kv_pull_bytes_total", rank) for rank in (1, 2)]
+        load = Streams(server.url, [each for each in mixed(NUM_STREAMS, 8, name) if each.leaves_after_seconds is None])
+        load.start()
+        await load.ended()
+        for rank, fetched in zip((1, 2), before, strict=True):
+            while await metric(client, "kv_pull_bytes_total", rank) <= fetched:
+                await asyncio.sleep(0.1)
+    if is_first:
+        server.note_family()
+
+
+async def until_metric(
+    server: RehearsedServer, name: str, rank: int, holds: Callable[[float], bool], within_seconds: float = 20.0
+) -> None:
+    """Wait until this metric of an engine is as it must be. Raises AssertionError."""
+    async with ServerClient(server.url) as client:
+        deadline = time.monotonic() + within_seconds
+        while not holds(value := await metric(client, name, rank)):
+            assert time.monotonic() < deadline, f"{name} is {value:g} after {within_seconds:g} s"
+            await asyncio.sleep(0.02)
+
+
+async def metric(client: ServerClient, name: str, rank: int) -> float:
+    """A metric of one engine; 0 if it has none."""
+    lines = (await client.get("/metrics")).decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f'jaxllm:{name}{{engine="{rank}"'))
 
 
 async def remote_replica_killed(server: RehearsedServer, row: Row) -> None:
@@ -245,7 +340,7 @@ async def host_told_to_stop(server: RehearsedServer, row: Row) -> None:
     streams = await streams_of(server, LONG // 4)
     _other(server).process.send_signal(signal.SIGTERM)
     await asyncio.sleep(0.5)
-    late = Streams(server.url, 4, SHORT)
+    late = Streams(server.url, alike(4, SHORT))
     late.start()
     await outcomes(row, streams, [WHOLE])
     await late.ended()
@@ -342,7 +437,7 @@ async def told_to_stop(server: RehearsedServer, row: Row) -> None:
     streams = await streams_of(server, SHORT)
     server.process.send_signal(signal.SIGTERM)
     await asyncio.sleep(0.5)
-    late = Streams(server.url, 4, 4)
+    late = Streams(server.url, alike(4, 4))
     late.start()
     await late.ended()
     await outcomes(row, streams, [WHOLE])
@@ -371,7 +466,7 @@ async def told_twice(server: RehearsedServer, row: Row) -> None:
 
 
 async def full(server: RehearsedServer, row: Row) -> None:
-    streams = Streams(server.url, NUM_STREAMS, SHORT)
+    streams = Streams(server.url, alike(NUM_STREAMS, SHORT))
     since = time.monotonic()
     streams.start()
     counts = await outcomes(row, streams, [WHOLE, "503 overloaded"], since)
@@ -409,6 +504,11 @@ FAULTS = {
         replica_killed_under_attack,
         "--data-parallel-size 2",
     ),
+    "prefill": Fault("kill -9 of the prefill engine while it computes prompts", prefill_killed_in_first_legs, TWO_ROLES),
+    "prefill-pulls": Fault(
+        "kill -9 of the prefill engine while others fetch from it", prefill_killed_in_pulls, TWO_ROLES, "kv.pull:1-:hang=1"
+    ),
+    "decode": Fault("kill -9 of one of 2 decode engines", decode_killed, TWO_ROLES),
     "remote-replica": Fault("kill -9 of the replica on host 1 of 2", remote_replica_killed, ON_TWO_HOSTS, has_other_host=True),
     "host": Fault("kill -9 of all processes of host 1", host_killed, ON_TWO_HOSTS, has_other_host=True),
     "stopped-host": Fault("SIGSTOP of all processes of host 1", host_stopped, ON_TWO_HOSTS, has_other_host=True),

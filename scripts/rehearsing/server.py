@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from scripts.rehearsing.other_host import OtherHost, host_environment
@@ -46,15 +46,17 @@ class RehearsedServer:
             self.other = OtherHost([*FLAGS, *flags], port, directory)
         self.family: dict[int, str] = {}
         self._num_sockets: dict[int, int] = {}
+        self._num_files = 0
 
     def wait_ready(self) -> None:
         wait_until_healthy(self.url, self.process, self.log, START_SECONDS)
         self.note_family()
 
     def note_family(self) -> None:
-        """Record its processes and their sockets, as those that it may have later."""
+        """Record its processes, their sockets and its files, as those that it may have later."""
         self.family = processes_below(self.process.pid)
         self._num_sockets = {pid: _num_sockets(pid) for pid in self.family}
+        self._num_files = _num_files(self.temporary)
 
     def pids(self, module: str) -> list[int]:
         """Its processes that run a module ("engine.process", "server.api_server")."""
@@ -82,6 +84,14 @@ class RehearsedServer:
 
         if not _soon(lambda: not grown()):
             found += [f"{_num_sockets(pid)} sockets, {self._num_sockets[pid]} before: {self.family[pid]}" for pid in grown()]
+        if not _soon(lambda: _num_files(self.temporary) <= self._num_files):
+            found.append(f"{_num_files(self.temporary)} temporary files, {self._num_files} before")
+
+        def holding() -> list[int]:
+            return holders_of_dead_memory(processes_below(self.process.pid))
+
+        if not _soon(lambda: not holding()):
+            found.append(f"blocks in host memory of a process that has ended, held by {holding()}")
         return found
 
     def left_behind(self) -> list[str]:
@@ -151,6 +161,26 @@ def _num_sockets(pid: int) -> int:
             with contextlib.suppress(OSError):
                 count += os.readlink(each).startswith("socket:")
     return count
+
+
+def _num_files(directory: Path) -> int:
+    return sum(1 for _ in directory.rglob("*"))
+
+
+def holders_of_dead_memory(pids: Iterable[int]) -> list[int]:
+    """Those of these processes that map blocks in host memory (`Arena`) of a process that is not among them. Their owner alone may
+    write them."""
+    owned, readers = set(), []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if "/memfd:jaxllm-kv" in line:
+                    _, access, _, _, inode, *_ = line.split()
+                    if "w" in access:
+                        owned.add(inode)
+                    else:
+                        readers.append((pid, inode))
+    return sorted({pid for pid, inode in readers if inode not in owned})
 
 
 def _shared_memory() -> set[str]:

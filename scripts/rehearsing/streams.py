@@ -1,11 +1,12 @@
-"""Streams observed to their end: how each ended, from its client's view, and when."""
+"""Requests observed to their end: how each ended, from its client's view, and when."""
 
 import asyncio
 import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -15,26 +16,40 @@ from jaxllm.http_client.sse import EventParser
 WHOLE = "whole"
 CLOSED = "connection closed"
 REFUSED = "connection refused"
+LEFT = "left"
 
 
 @dataclass
 class Stream:
-    """One stream. Times are those of `time.monotonic`."""
+    """One completion, streamed or not. Times are those of `time.monotonic`."""
 
+    body: dict[str, Any] = field(repr=False)
+    leaves_after_seconds: float | None = None
+    """When its client closes the connection; None: never."""
     outcome: str = ""
-    """WHOLE, CLOSED, REFUSED, "error event CODE" or "STATUS CODE"."""
+    """WHOLE, CLOSED, REFUSED, LEFT, "error event CODE" or "STATUS CODE"."""
     num_events: int = 0
     last_output: float = 0.0
     end: float = 0.0
 
+    def take(self, event: bytes) -> None:
+        """An event of the stream, or the whole answer, has come."""
+        self.num_events += 1
+        self.last_output = time.monotonic()
+
+
+def alike(count: int, num_tokens: int) -> list[Stream]:
+    """Streams of so many tokens."""
+    body = {"prompt": "import ", "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    return [Stream(body) for _ in range(count)]
+
 
 class Streams:
-    """So many requests at the same time."""
+    """Requests that are sent at the same time."""
 
-    def __init__(self, url: str, count: int, num_tokens: int):
-        self.streams = [Stream() for _ in range(count)]
+    def __init__(self, url: str, streams: Sequence[Stream]):
+        self.streams = streams
         self._url = url
-        self._body = {"prompt": "import ", "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -61,8 +76,8 @@ class Streams:
 
     @property
     def last_failure(self) -> float:
-        """When the last client knew that its answer will not be whole; 0 if all are."""
-        return max((stream.end for stream in self.streams if stream.outcome != WHOLE), default=0.0)
+        """When the last client that stayed knew that its answer will not be whole; 0 if all are."""
+        return max((stream.end for stream in self.streams if stream.outcome not in (WHOLE, LEFT)), default=0.0)
 
     async def _watch_all(self) -> None:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -71,11 +86,19 @@ class Streams:
 
     async def _watch(self, session: aiohttp.ClientSession, stream: Stream) -> None:
         try:
-            async with session.post(f"{self._url}/v1/completions", json=self._body) as reply:
+            async with (
+                asyncio.timeout(stream.leaves_after_seconds),
+                session.post(f"{self._url}/v1/completions", json=stream.body) as reply,
+            ):
                 if reply.status != 200:
                     stream.outcome = f"{reply.status} {_code(await reply.read())}"
-                else:
+                elif stream.body["stream"]:
                     stream.outcome = await self._follow(reply, stream)
+                else:
+                    stream.take(await reply.read())
+                    stream.outcome = WHOLE
+        except TimeoutError:
+            stream.outcome = LEFT
         except aiohttp.ClientConnectorError:
             stream.outcome = REFUSED
         except (aiohttp.ClientError, ConnectionError):
@@ -90,8 +113,7 @@ class Streams:
                     return WHOLE
                 if b'"error"' in event and (code := _code(event)):
                     return f"error event {code}"
-                stream.num_events += 1
-                stream.last_output = time.monotonic()
+                stream.take(event)
         return CLOSED
 
 

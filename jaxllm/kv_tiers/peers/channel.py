@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import socket
 import time
 from typing import Any
@@ -28,6 +29,13 @@ class Channel:
         """The user of the other end, which is on the same host."""
         found = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         return int.from_bytes(found[4:8], "little")
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the other end has closed it. Reads nothing: another thread may use it meanwhile."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def accept(self, accepted: Accepted) -> None:
         """Expect these messages from now on."""

@@ -173,6 +173,11 @@ class Connection:
             raise WireError(f"checksums of {len(sums)} bytes were sent, they must have {own.nbytes}")
         own[...] = np.frombuffer(sums, np.uint32).reshape(own.shape)
 
+    @property
+    def is_left(self) -> bool:
+        """See Channel."""
+        return self._channel.is_left
+
     def interrupt(self) -> None:
         """See Channel."""
         self._channel.interrupt()

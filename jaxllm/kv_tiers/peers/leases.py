@@ -54,7 +54,9 @@ class Leases:
         self.num_opened = self.num_refused = self.num_expired = 0
 
     def __len__(self) -> int:
-        return len(self._leases)
+        """Leases that are not over, whether or not `take_ended` has returned the others."""
+        with self._changed:
+            return sum(not self._is_over(lease) for lease in self._leases.values())
 
     # The step loop's thread
 

@@ -56,6 +56,12 @@ class Lane:
                 self._connection = None
             raise
 
+    @property
+    def is_left(self) -> bool:
+        """Whether it has a connection that the other end has closed."""
+        with self._lock:
+            return not self._is_closed and self._connection is not None and self._connection.is_left
+
     def close(self) -> None:
         """Close the connection under the calls that use it; those that wait fail."""
         with self._lock:
@@ -107,6 +113,11 @@ class Peer:
             batches.append((start, self._lanes[self._next].submit(pull)))
             self._next = (self._next + 1) % NUM_CONNECTIONS
         return batches
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the prefill engine has closed its connection, because it has ended, or because nothing came for long."""
+        return self._control.is_left
 
     def close(self) -> None:
         """Close all connections. Returns at once."""

@@ -208,7 +208,7 @@ class PeerStore:
                         self._peers[target] = peer, now
                         renewing = peer.renew([lease.number for lease in leases])
                         renewing.add_done_callback(partial(self._note_renewed, leases[0]))
-                    elif now - used_at > IDLE_SECONDS:
+                    elif now - used_at > IDLE_SECONDS or peer.is_left:  # its memory is not free as long as it is mapped here
                         self._drop(peer)
                 for peer in self._closing:
                     peer.close()

@@ -513,6 +513,22 @@ def test_a_prefill_engine_in_another_process_that_is_killed(memory: FakeMemory, 
         process.stdout.close()
 
 
+def test_the_memory_of_an_engine_that_ends_unused_is_given_back(memory: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_store, "RENEW_SECONDS", 0.02)
+    engine = Prefill(is_shared=True)
+    with stored(memory) as (store, woken):
+        lease = engine.lease(2)
+        names = store.attach("a", engine.target, lease.number).result(5.0)
+        woken.until(lambda: len(store.find(names)) == 2)
+        assert read(store, woken, names, [0, 1]) == [True] * 2
+        store.detach("a")
+        woken.until(lambda: lease.is_over)
+        time.sleep(0.1)
+        assert maps_another(), "the next request needs it"
+        engine.close()
+        woken.until(lambda: not maps_another())
+
+
 def maps_another() -> bool:
     """Whether this process maps memory of another to read it."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
