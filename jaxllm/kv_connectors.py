@@ -61,8 +61,8 @@ class KVTransferConfig:
         policies = ("recompute", "fail") if self.is_of_roles and self.kv_role != "kv_producer" else ("recompute",)
         if self.kv_load_failure_policy not in policies:
             raise ConfigError(
-                f"{NAME}.kv_load_failure_policy is {self.kv_load_failure_policy!r}, but this connector takes {' or '.join(policies)} alone; "
-                "give that, or leave it out"
+                f"{NAME}.kv_load_failure_policy is {self.kv_load_failure_policy!r}, but this connector takes {' or '.join(policies)} "
+                "alone; give that, or leave it out"
             )
         if self.kv_connector_module_path is not None:
             for name in ("kv_connector_module_path", "kv_connector"):

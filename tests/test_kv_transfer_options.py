@@ -31,7 +31,10 @@ DECODE = {"kv_role": "decode", "kv_offloading_size": 1.0}
         ({**DECODE, "kv_peers": []}, "kv_peers is empty"),
         ({**DECODE, "kv_peers": ["10.0.0.1/8"]}, "kv_peers has '10.0.0.1/8', which is no host and no network"),
         ({**DECODE, "kv_peers": ["300.0.0.1"]}, "kv_peers has '300.0.0.1', which is no host"),
-        ({**DECODE, "kv_peers": ["127.0.0.0/8", "10.0.0.0/8"]}, "kv_peers has 10.0.0.0/8, but JAXLLM_KV_TOKEN is not set: any client"),
+        (
+            {**DECODE, "kv_peers": ["127.0.0.0/8", "10.0.0.0/8"]},
+            "kv_peers has 10.0.0.0/8, but JAXLLM_KV_TOKEN is not set: any client",
+        ),
         ({**DECODE, "kv_peers": ["prefill-1"]}, "kv_peers has prefill-1, but JAXLLM_KV_TOKEN is not set"),
         ({**DECODE, "kv_pull_timeout": 0.0}, "kv_pull_timeout is 0.0, must be above 0"),
     ],

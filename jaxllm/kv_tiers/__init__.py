@@ -60,7 +60,7 @@ class KVTiers:
         if self._config.kv_transfer.kv_role is not None:
             from jaxllm.kv_tiers.peers.role import Role
 
-            role = Role(self._config, copies, describe())
+            role = Role(self._config, copies, describe)
             new_tier, self.preparations = role.new_tier, role.preparations
             stores += role.stores
         stores += self._stores(copies, describe)

@@ -90,13 +90,17 @@ class HostTier:
         here = [name for name in names if self.contents.is_ready(name)]
         behind = self._stores.find([name for name in names if name not in self.contents])
         if self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
+            self._protect(names)  # what is read must not take their place
             # They are loaded a part at a time, but read at once: host memory has room for them before the blocks are free.
             self._stores.read([name for name in names if name in behind][: int(READ_AHEAD_SHARE * self.contents.num_slots)])
-            for content in map(self.contents.get, names):
-                if content is not None:  # what is stored until it is loaded must not take its place
-                    self.contents.protect(content)
+            self._protect(names)  # nor what is stored until they are loaded
             return names
         return here if len(here) < len(names) else ()
+
+    def _protect(self, names: Sequence[bytes]) -> None:
+        for content in map(self.contents.get, names):
+            if content is not None:
+                self.contents.protect(content)
 
     def sources(self, names: Sequence[bytes]) -> Sequence[str]:
         behind = self._stores.find([name for name in names if name not in self.contents])

@@ -99,12 +99,17 @@ class Stores:
         cold = [content for content in self._contents.cold(self._num_cold - num_writing) if not content.was_offered]
         for part in _cut(cold, self._max_blocks):
             for store in writers:
+                there = set(store.find([content.name for content in part]))
+                for content in part:
+                    content.was_offered |= content.name in there
+                if not (new := [content for content in part if content.name not in there]):
+                    continue
                 number = next(self._numbers)
-                if not store.write(number, [content.name for content in part], [content.slot for content in part]):
+                if not store.write(number, [content.name for content in new], [content.slot for content in new]):
                     self._was_refused = True
                     continue
-                self._writes[number] = store, part
-                for content in part:
+                self._writes[number] = store, new
+                for content in new:
                     content.was_offered = True
                     self._contents.hold(content)
 

@@ -7,6 +7,8 @@ import time
 from concurrent.futures import CancelledError
 from typing import Protocol
 
+from jaxllm.log import logger
+
 MAX_LOST = 8
 """Threads without an answer at a time: with more, no task is taken."""
 
@@ -52,10 +54,22 @@ class Workers:
             self._start()
 
     def _start(self) -> None:
-        worker = _Worker()
-        worker.thread = threading.Thread(target=self._work, args=(worker,), name=self._name, daemon=True)
+        """Start a thread. Raises OSError or RuntimeError if the system has no memory or thread for it."""
+        worker, buffer = _Worker(), memoryview(mmap.mmap(-1, self._buffer_bytes))  # whose address is that of a page
+        worker.thread = threading.Thread(target=self._work, args=(worker, buffer), name=self._name, daemon=True)
         self._workers.append(worker)
-        worker.thread.start()
+        try:
+            worker.thread.start()
+        except RuntimeError:
+            self._workers.remove(worker)
+            raise
+
+    def _replace(self) -> None:
+        """Start a thread in place of one without an answer, unless there can be no more."""
+        try:
+            self._start()
+        except (OSError, RuntimeError) as error:
+            logger.warning("%s goes on with %d threads: %s", self._name, len(self._workers), error)
 
     def submit(self, task: Task) -> None:
         """Have a thread do a task. Returns at once."""
@@ -63,8 +77,8 @@ class Workers:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no task is taken, because so many threads have no answer."""
-        return self._is_closed or self._num_lost > MAX_LOST
+        """Whether no task is taken, because so many threads have no answer, or there is none."""
+        return self._is_closed or self._num_lost > MAX_LOST or not self._workers
 
     def give_up(self, max_seconds: float | None = None) -> None:
         """Give up the tasks that take too long; other threads do what follows."""
@@ -77,8 +91,8 @@ class Workers:
                     worker.task = None
                     self._workers.remove(worker)
                     self._num_lost += 1
-                    if not self.is_stuck:
-                        self._start()
+                    if self._num_lost <= MAX_LOST and not self._is_closed:
+                        self._replace()
         for task, seconds in late:
             task.end(TimeoutError(f"no answer in {seconds:.1f} s"), seconds)
         if self.is_stuck and not self._is_closed:
@@ -91,8 +105,7 @@ class Workers:
         except queue.Empty:
             return
 
-    def _work(self, worker: _Worker) -> None:
-        buffer = memoryview(mmap.mmap(-1, self._buffer_bytes))  # whose address is that of a page
+    def _work(self, worker: _Worker, buffer: memoryview) -> None:
         while (task := self._tasks.get()) is not None:
             if not self._do(worker, task, buffer):
                 return
@@ -125,7 +138,7 @@ class Workers:
             if was_given_up:
                 self._num_lost -= 1
                 if not self._is_closed and len(self._workers) < self.num_threads:
-                    self._start()
+                    self._replace()
             return was_given_up
 
     def close(self, seconds: float) -> None:

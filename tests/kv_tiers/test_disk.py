@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -272,6 +273,19 @@ def test_a_file_that_cannot_be_read_is_bad(make: Any, monkeypatch: pytest.Monkey
     assert not engine.read(1, 0) and engine.find() == [] and engine.stats.num_bad_files == 1
 
 
+@pytest.mark.parametrize(("number", "stays"), [(errno.EIO, False), (errno.EMFILE, True), (errno.ESTALE, True)])
+def test_a_file_stays_if_the_error_says_nothing_of_it(
+    make: Any, monkeypatch: pytest.MonkeyPatch, number: int, stays: bool
+) -> None:
+    engine = make()
+    engine.write(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(block_file, "read_all", failing(number))
+        assert not engine.read(1, 0) and engine.find() == []
+    engine.scan()  # behind what removes the file
+    assert engine.find() == ([1] if stays else []) and engine.path(1).exists() is stays
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_after_a_failed_write_there_is_a_pause_and_one_warning(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
@@ -334,6 +348,26 @@ def test_with_many_threads_without_an_answer_nothing_is_found(make: Any, monkeyp
     assert engine.find() and engine.read(engine.find()[0], 0)
 
 
+def test_a_thread_that_cannot_be_replaced_costs_no_more_than_its_task(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = make()
+    engine.write(1)
+    held, read_all = threading.Event(), block_file.read_all
+    monkeypatch.setattr(block_file, "read_all", lambda *arguments: held.wait(10) and read_all(*arguments))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        patched.setattr(engine.store._readers, "_max_seconds", 0.02)
+        engine.store.read(100, [NAMES[1]] * 6, range(2, 8))
+        engine.until(lambda: 100 in engine.over)
+    assert engine.over[100].is_right == [False] * 6 and engine.store._readers.is_stuck
+    held.set()
+    engine.until(lambda: not engine.store._readers.is_stuck)
+    engine.scan()
+    assert engine.read(1, 2)
+
+
 def test_closing_waits_for_no_answer(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     engine.write(1)
@@ -357,6 +391,15 @@ def test_discarded_contents_are_removed(make: Any) -> None:
     engine.until(lambda: not engine.path(1).exists())
     engine.scan()
     assert engine.find() == [2]
+
+
+def test_discarded_contents_are_removed_also_if_their_file_is_not_known_yet(make: Any) -> None:
+    engine, other = make(), make(seed=1)
+    other.write(1)
+    assert not engine.find()
+    engine.store.discard([NAMES[1]])
+    engine.scan()
+    assert not engine.find() and not other.path(1).exists()
 
 
 def test_other_engines_files_are_found_after_a_while(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,6 +434,24 @@ def test_a_listener_is_told_what_comes_and_goes(make: Any) -> None:
     engine.store.reset(external=True)
     engine.until(lambda: len(told) == 6)
     assert sorted(told[4:]) == [("STORAGE", 2, False), ("STORAGE", 3, False)]
+
+
+def test_what_a_listener_is_to_be_told_is_bounded_by_the_files(make: Any) -> None:
+    engine = make()
+    told: list[bool] = []
+    engine.store.listener = lambda medium, name, is_there: told.append(is_there)
+    engine.write(1)
+    assert told == [True]
+    store = engine.store
+    with store._lock:  # what other engines write while this one is idle
+        for _ in range(100):
+            store._note([NAMES[2]], True)
+            store._note([NAMES[2]], False)
+        assert not store._untold
+        store._note([NAMES[1]], False)
+        store._note([NAMES[1]], True)
+    engine.write(1)
+    assert told == [True], "it was there already, and is again"
 
 
 # Resets
@@ -505,6 +566,31 @@ def test_of_two_janitors_one_waits_for_no_other(make: Any, tmp_path: Path) -> No
         assert is_ours and not janitor.make_room(tmp_path / "kv", 0)
         assert engine.path(0).exists()
     assert janitor.make_room(tmp_path / "kv", 0) and not engine.path(0).exists()
+
+
+@pytest.mark.parametrize("name", ["00.tmp", "notes", "00" * 32])
+def test_what_is_no_whole_file_does_not_change_how_much_room_there_is(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    engine = make()
+    engine.write(1, 2)
+    (engine.path(1).parent / name).write_bytes(b"x")
+    monkeypatch.setattr(folder, "_listed", lambda path: sorted(os.scandir(path), key=lambda entry: entry.name))
+    assert janitor.measure(tmp_path / "kv").num_bytes == (3 if len(name) == 64 else 2) * FILE_BYTES
+
+
+def test_an_epoch_that_cannot_be_read_now_is_not_the_first_one(make: Any, tmp_path: Path) -> None:
+    engine, other = make(), make(seed=1, model={"model": "b"})
+    engine.write(1)
+    other.write(2)
+    engine.store.reset(external=True)
+    engine.until(lambda: engine.store._folder is not None)
+    epoch = folder.folder_of(tmp_path / "kv", engine.store._folder.format.fingerprint) / "epoch"
+    epoch.unlink()
+    epoch.mkdir()  # cannot be read as a file
+    engine.scan()
+    assert engine.store._folder.epoch == 1
+    assert janitor.measure(tmp_path / "kv").num_bytes == FILE_BYTES
 
 
 def test_old_temporary_files_are_removed_and_new_ones_stay(make: Any) -> None:

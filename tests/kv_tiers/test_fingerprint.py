@@ -1,6 +1,7 @@
 """Facts that engines must have in common to use each other's contents."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,18 @@ def test_all_parts_of_a_gguf_file_count(tmp_path: Path) -> None:
     second = fingerprint.weights_digest(parts[0])
     (tmp_path / "other-00001-of-00002.gguf").write_bytes(b"2")
     assert fingerprint.weights_digest(parts[0]) == second
+
+
+def test_weights_that_differ_in_a_bias_alone_are_told_apart(tmp_path: Path) -> None:
+    ranges = {"first": [0, 1_000_000], "bias": [1_000_000, 1_000_064], "last": [1_000_064, 2_000_000]}
+    tensors = {
+        name: {"dtype": "I8", "shape": [end - start], "data_offsets": [start, end]} for name, (start, end) in ranges.items()
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+    file, content = tmp_path / "a.safetensors", bytearray(2_000_000)
+    digests = set()
+    for value in range(3):
+        content[1_000_040] = value
+        file.write_bytes(len(header).to_bytes(8, "little") + header + content)
+        digests.add(fingerprint.weights_digest(file))
+    assert len(digests) == 3

@@ -458,6 +458,19 @@ def test_what_makes_room_next_is_written_before_it_goes() -> None:
     assert driven.tier.contents.get(b"0") is None and sorted(driven.tier.match([b"0", b"1", b"2"])) == [b"0", b"1"]
 
 
+def test_what_a_store_has_is_not_written_to_it_again_nor_lost() -> None:
+    store = Store(b"x")
+    driven = Driven(num_slots=4, protected_share=0.0, stores=[store])
+    driven.tier.load([5], [b"x"])
+    store.end()
+    driven.run()
+    driven.stored(b"0", b"1", b"2")
+    assert not store.under_way, "x makes room next, and is there"
+    driven.stored(b"3")
+    assert [names for _, names, _ in store.under_way.values()] == [[b"0"]]
+    assert b"x" not in driven.tier.contents and driven.stats.num_lost_blocks == 0
+
+
 def test_a_store_that_is_full_is_asked_again_and_loses_nothing_else() -> None:
     store = Store()
     store.is_full = True
@@ -528,6 +541,14 @@ def test_what_takes_long_to_read_is_computed_and_the_rest_loaded() -> None:
     assert driven.tier.choose(names, 32) == [b"a"] == driven.tier.choose([b"a"], 16) and not store.under_way
     store.seconds_each = 0.0
     assert driven.tier.choose(names, 32) == names
+
+
+def test_what_is_read_ahead_takes_no_place_of_what_is_chosen_too() -> None:
+    store = Store(b"x", b"y")
+    store.is_full = True
+    driven = Driven(num_slots=4, stores=[store]).stored(b"0", b"1", b"2", b"3")
+    assert driven.tier.choose([b"0", b"x", b"y"], 1000)
+    assert driven.tier.match([b"0", b"1", b"2", b"3", b"x", b"y"]) == [b"0", b"3", b"x", b"y"]
 
 
 def test_what_is_chosen_is_read_ahead_as_far_as_there_is_room() -> None:

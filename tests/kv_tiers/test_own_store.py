@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
@@ -241,6 +242,17 @@ def test_a_transfer_that_takes_too_long_is_given_up_and_touches_no_slot_later() 
     driven.own.held.set()
     driven.store.close()
     assert driven.own.is_closed and driven.memory.has(2, 0) and driven.memory.has(3, 0)
+
+
+def test_weights_that_were_not_looked_at_because_calls_hang_are_looked_at_later(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven.write(1, [A], [1])
+    driven.store.reset(external=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(driven.store._writers, "submit", lambda task: task.end(CancelledError(), 0.0))
+        assert not driven.store.find([A])
+    driven.until(lambda: list(driven.store.find([A])) == [A])
 
 
 def test_writes_that_pile_up_are_refused_and_hold_up_no_reads(driven: Driven) -> None:

@@ -64,10 +64,11 @@ def prepare(root: Path, fingerprint: bytes, described: dict[str, Any]) -> None:
 
 
 def read_epoch(folder: Path) -> int:
-    """The current epoch of a fingerprint's folder."""
+    """The current epoch of a fingerprint's folder. Raises OSError if it cannot be read now: to take it for the first one would bring back
+    what was dropped."""
     try:
         return int((folder / _EPOCH).read_text(encoding="ascii")[:20])
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return 0
 
 

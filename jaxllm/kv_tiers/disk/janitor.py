@@ -17,6 +17,8 @@ ROOM_SHARE = 0.9
 """Share of the limit to which usage is reduced, so that files need not be deleted before each write."""
 TEMPORARY_SECONDS = 600
 """A temporary file that was last written so long ago is of a process that is no more."""
+_NUM_MEASURED = 16
+"""Files of an epoch whose size is looked at: a crash may leave some shorter than the others."""
 _EARLY_SECONDS = 60
 """Clocks of machines may differ so much."""
 
@@ -33,13 +35,15 @@ def measure(root: Path) -> Usage:
     """Count the files of all fingerprints: those of a folder have equal sizes. Raises OSError."""
     num_bytes, has_waste = 0, False
     for epoch_path, is_current in _epochs(root):
-        size = 0
+        size = num_files = 0
         for entry in entries_of(epoch_path):
-            if not size:
-                with contextlib.suppress(OSError):
-                    size = entry.stat(follow_symlinks=False).st_size
-            num_bytes += size
+            if is_block(entry):
+                if num_files < _NUM_MEASURED:
+                    with contextlib.suppress(OSError):
+                        size = max(size, entry.stat(follow_symlinks=False).st_size)
+                num_files += 1
             has_waste |= not is_current or (entry.name.endswith(TEMPORARY) and _is_old(entry))
+        num_bytes += num_files * size
     return Usage(num_bytes, has_waste)
 
 
@@ -87,7 +91,10 @@ def _epochs(root: Path) -> Iterator[tuple[str, bool]]:
     """The paths of all epochs of all fingerprints, and whether each is the current one."""
     for folder in root.iterdir():
         if re.fullmatch(r"[0-9a-f]{16}", folder.name) and folder.is_dir() and not folder.is_symlink():
-            current = read_epoch(folder)
+            try:
+                current = read_epoch(folder)
+            except OSError:  # its files can be neither counted nor removed now
+                continue
             for epoch in folder.iterdir():
                 if epoch.name.isdigit() and epoch.is_dir() and not epoch.is_symlink():
                     yield str(epoch), int(epoch.name) >= current

@@ -1,11 +1,11 @@
 """A store of contents in files, which outlive the engine and which engines on one directory share."""
 
 import errno
+import itertools
 import math
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
@@ -37,6 +37,8 @@ QUEUED_BYTES = 256 << 20
 _TOLD_AT_ONCE = 1000
 """Most changes that are reported to the listener in a step."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_OF_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN)
+"""Errors that say nothing of the file, which other engines may read."""
 
 
 class DiskStore:
@@ -60,8 +62,8 @@ class DiskStore:
         self._changed: dict[bytes, bool] = {}
         """Files that were written or lost while the directory was read, and whether they are there."""
         self._listener: TierListener | None = None
-        self._untold: deque[tuple[bytes, bool]] = deque()
-        """Names added or removed, not reported to the listener yet."""
+        self._untold: dict[bytes, bool] = {}
+        """Names added or removed, not reported to the listener yet: no more than files, however long no step reports them."""
         self._used_bytes = self._needed_bytes = 0
         """Bytes of all files, and bytes that are missing for a write."""
         self._paused_until = self._told_until = 0.0
@@ -137,9 +139,12 @@ class DiskStore:
         self._writers.give_up()
         with self._lock:
             found, self._finished = self._finished, []
+            told = list(itertools.islice(self._untold.items(), _TOLD_AT_ONCE))
+            for name, _ in told:
+                del self._untold[name]
         if self._listener is not None:
-            for _ in range(min(_TOLD_AT_ONCE, len(self._untold))):
-                self._listener("STORAGE", *self._untold.popleft())
+            for name, is_there in told:
+                self._listener("STORAGE", name, is_there)
         return found
 
     @property
@@ -155,16 +160,18 @@ class DiskStore:
             self._note(self._names, True)
 
     def _note(self, names: Iterable[bytes], is_there: bool) -> None:
+        """These names have come or gone, and had not before."""
         if self._listener is not None:
-            self._untold.extend((name, is_there) for name in names)
+            for name in names:
+                if self._untold.pop(name, is_there) is is_there:
+                    self._untold[name] = is_there
 
     def discard(self, names: Sequence[bytes]) -> None:
         with self._lock:
-            known = self._names & set(names)
-            for name in known:
+            for name in names:
                 self._lose(name)
-        if known and (folder := self._folder) is not None:
-            for name in known:
+        if (folder := self._folder) is not None:
+            for name in names:  # also of files that are not known yet: a write that was given up may have ended
                 self._calls.put(partial(folder.unlink, name))
 
     def reset(self, *, external: bool) -> None:
@@ -213,7 +220,7 @@ class DiskStore:
             self._warn(
                 f"a file of blocks cannot be used, and its tokens are computed again: {task.folder.path(task.name)}: {error}"
             )
-            if not isinstance(error, TimeoutError):
+            if getattr(error, "errno", None) not in _NOT_OF_FILE and not isinstance(error, TimeoutError | MemoryError):
                 self._calls.put(partial(task.folder.unlink, task.name))
         self._end(task, error is None)
 
@@ -223,9 +230,9 @@ class DiskStore:
             self._num_queued_writes -= 1
             self._write_seconds += seconds
             if error is None and task.folder is self._folder:
+                self._note({task.name} - self._names, True)
                 self._names.add(task.name)
                 self._changed[task.name] = True
-                self._note([task.name], True)
             if task.was_written:
                 self._num_written += 1
                 self._used_bytes += self.file_bytes
@@ -241,9 +248,9 @@ class DiskStore:
             self._wake()
 
     def _lose(self, name: bytes) -> None:
+        self._note({name} & self._names, False)
         self._names.discard(name)
         self._changed[name] = False
-        self._note([name], False)
 
     def _pause(self, error: Exception) -> None:
         if time.monotonic() < self._paused_until:

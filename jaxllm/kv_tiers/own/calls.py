@@ -86,10 +86,12 @@ class OtherCall(StoreCall):
     store: "OwnStore"
     what: str
     method: Callable[[], Any]
+    is_over: bool = False
 
     def call(self, buffer: memoryview) -> None:
         self.method()
 
     def end(self, error: Exception | None, seconds: float) -> None:
+        self.is_over = True
         if error is not None:
             self.store.note_failure(self.what, error, is_hanging=not self.has_returned)

@@ -66,7 +66,9 @@ class OwnStore:
         content_bytes = self._start + memory.block_bytes
         self._prefix: str | None = _prefix_of(describe())
         """Beginning of all keys; None: it has to be found, or is being found."""
-        self._is_finding = self._is_closed = False
+        self._finding: OtherCall | None = None
+        """The last call that finds it."""
+        self._is_closed = False
         self._num_resets = 0
         self._block_seconds = memory.block_bytes / _FIRST_RATE
         self._lock = threading.Lock()
@@ -140,7 +142,7 @@ class OwnStore:
     def reset(self, *, external: bool) -> None:
         with self._lock:
             self._num_resets += 1
-            self._prefix, self._is_finding = None, False
+            self._prefix = self._finding = None
         if external:
             self._writers.submit(OtherCall(self, "clear", self._store.clear))
 
@@ -230,20 +232,16 @@ class OwnStore:
     def _known_prefix(self) -> str | None:
         """The beginning of keys; None while weights are looked at."""
         with self._lock:
-            if self._prefix is None and not self._is_finding:
-                self._is_finding = True
-                self._writers.submit(OtherCall(self, "the fingerprint", partial(self._find_prefix, self._num_resets)))
+            if self._prefix is None and (self._finding is None or self._finding.is_over):
+                self._finding = OtherCall(self, "the fingerprint", partial(self._find_prefix, self._num_resets))
+                self._writers.submit(self._finding)
             return self._prefix
 
     def _find_prefix(self, num_resets: int) -> None:
-        try:
-            prefix = _prefix_of(self._describe())
-        except Exception:
-            self._is_finding = False
-            raise
+        prefix = _prefix_of(self._describe())
         with self._lock:
             if num_resets == self._num_resets:
-                self._prefix, self._is_finding = prefix, False
+                self._prefix = prefix
 
 
 def _prefix_of(described: dict[str, Any]) -> str:

@@ -3,8 +3,7 @@
 import hashlib
 import hmac
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -15,17 +14,32 @@ _SHORT, _MOST_NAMED = 80, 3
 """Characters of a value that is shown as it is, and differences that an error names."""
 
 
-@dataclass(frozen=True)
 class Identity:
     """One engine."""
 
-    engine_id: str
-    facts: Mapping[str, str]
-    """All that bytes of contents depend on, by names for error messages: equal for engines with the same bytes for the same tokens."""
-    block_bytes: int
-    """Bytes of a block's content."""
-    token: bytes = b""
-    """The secret of all engines that pass blocks to each other."""
+    def __init__(
+        self, engine_id: str, facts: Mapping[str, str] | Callable[[], Mapping[str, str]], block_bytes: int, token: bytes = b""
+    ):
+        """facts: all that bytes of contents depend on, by names for error messages: equal for engines with the same bytes for the same
+        tokens; or a function that finds this out, in any thread. block_bytes: bytes of a block's content. token: the secret of
+        all engines that pass blocks to each other."""
+        self.engine_id, self.block_bytes, self.token = engine_id, block_bytes, token
+        self._find = facts if callable(facts) else lambda: facts
+        self._num_changes = 0
+        self._found: tuple[int, Mapping[str, str]] | None = None
+        """The facts, and how many changes there had been before they were looked up."""
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """The facts, which are looked up if the weights may have changed. Raises what that raises."""
+        num_changes, found = self._num_changes, self._found
+        if found is None or found[0] != num_changes:
+            self._found = found = num_changes, self._find()
+        return found[1]
+
+    def forget_facts(self) -> None:
+        """The weights may be others from now on."""
+        self._num_changes += 1
 
     def difference(self, facts: Mapping[str, str], block_bytes: int) -> str | None:
         """Describe why another engine cannot use this one's blocks, with the values of both; None if it can."""

@@ -3,6 +3,7 @@
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class Leases:
     def __init__(self, max_blocks: int, clock: Callable[[], float] = time.monotonic):
         self.max_blocks, self._clock = max_blocks, clock
         self._leases: dict[str, Lease] = {}
+        self._kept: Counter[bytes] = Counter()
+        """How many leases have each content: to look at all their names takes long in the step loop."""
         self._changed = threading.Condition()
         self.num_opened = self.num_refused = self.num_expired = 0
 
@@ -60,12 +63,12 @@ class Leases:
     def open(self, names: Sequence[bytes]) -> Lease | None:
         """A lease for contents that are about to be stored. None if too many are kept already."""
         with self._changed:
-            kept = {name for lease in self._leases.values() for name in lease.names}
-            if len(kept.union(names)) > self.max_blocks:
+            if len(self._kept) + sum(name not in self._kept for name in set(names)) > self.max_blocks:
                 self.num_refused += 1
                 return None
             lease = Lease(secrets.token_hex(16), names, self._clock() + LEASE_SECONDS, set(names))
             self._leases[lease.number] = lease
+            self._kept.update(names)
             self.num_opened += 1
             return lease
 
@@ -101,6 +104,10 @@ class Leases:
             ended = [lease for lease in self._leases.values() if lease.is_over and not lease.num_readers]
             for lease in ended:
                 del self._leases[lease.number]
+                for name in lease.names:
+                    self._kept[name] -= 1
+                    if not self._kept[name]:
+                        del self._kept[name]
             return ended
 
     def end_all(self) -> None:

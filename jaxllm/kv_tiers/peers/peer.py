@@ -70,6 +70,11 @@ class Lane:
                 self._connection.interrupt()
         self._thread.abandon()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has ended, so that `join` does not wait."""
+        return not self._thread.is_alive
+
     def join(self) -> None:
         """Wait for the thread, once it was closed."""
         self._thread.shutdown()
@@ -118,6 +123,11 @@ class Peer:
         """Close all connections. Returns at once."""
         for lane in (self._control, *self._lanes):
             lane.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all threads have ended, so that `join` does not wait."""
+        return all(lane.has_ended for lane in (self._control, *self._lanes))
 
     def join(self) -> None:
         """Wait for all threads, once it was closed."""

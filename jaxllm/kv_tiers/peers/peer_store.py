@@ -70,6 +70,7 @@ class PeerStore:
         self._peers: dict[Target, tuple[Peer, float]] = {}
         """With the time of the latest use."""
         self._closing: list[Peer] = []
+        """Those that are closed, or will be soon, with threads that may not have ended."""
         self._bad: dict[Target, tuple[float, str]] = {}
         self._leases: dict[tuple[Target, str], _Lease] = {}
         self._leases_of: dict[bytes, list[_Lease]] = {}
@@ -209,8 +210,13 @@ class PeerStore:
                         renewing.add_done_callback(partial(self._note_renewed, leases[0]))
                     elif now - used_at > IDLE_SECONDS or peer.is_left:  # its memory is not free as long as it is mapped here
                         self._drop(peer)
-                closing, self._closing = self._closing, []
-            for peer in closing:
+                for peer in self._closing:
+                    peer.close()
+                ended = [
+                    peer for peer in self._closing if peer.has_ended
+                ]  # others may wait for long, and leases must be renewed
+                self._closing = [peer for peer in self._closing if peer not in ended]
+            for peer in ended:
                 peer.join()
 
     def _note_renewed(self, lease: _Lease, future: "Future[None]") -> None:
@@ -291,9 +297,15 @@ class PeerStore:
                     self._blame(lease, "some of them came damaged")
 
     def reset(self, *, external: bool) -> None:
-        """Leases were of other weights, as far as this engine knows."""
+        """Leases were of other weights, as far as this engine knows, and prefill engines must be compared with it anew."""
         with self._lock:
-            self._leases_of.clear()
+            self._own.forget_facts()
+            self._bad.clear()
+            for lease in list(self._leases.values()):
+                if self._forget(lease):
+                    lease.peer.end(lease.number).add_done_callback(_error_of)
+            self._closing += [peer for peer, _ in self._peers.values()]  # soon, once these are sent
+            self._peers.clear()
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """See SlotStore."""
@@ -306,6 +318,8 @@ class PeerStore:
             for peer, _ in list(self._peers.values()):
                 self._drop(peer)
             closing, self._closing = self._closing, []
+        for peer in closing:
+            peer.close()
         for peer in closing:
             peer.join()
         if self._timer is not None:

@@ -77,6 +77,7 @@ class PrefillTier(HostTier):
         self._wanted.clear()
         if stored:
             self._leases.end_all()
+            self._server.reset()
         else:
             for lease in self._pending:
                 self._leases.note(lease, (), lost=set(lease.pending))

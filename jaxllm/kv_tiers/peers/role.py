@@ -1,7 +1,7 @@
 """The parts that an engine with a role has in addition to a host tier."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,16 @@ from jaxllm.kv_tiers.peers.remote_prefills import RemotePrefills
 from jaxllm.kv_tiers.peers.server import Server
 from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.kv_transfer_options import token
+from jaxllm.log import logger
 
 
 class Role:
-    """The parts of one engine. copies: a `BlockCopier`, whose arena is open. described: see `fingerprint.describe`."""
+    """The parts of one engine. copies: a `BlockCopier`, whose arena is open. describe: see `fingerprint`; raises its errors."""
 
-    def __init__(self, config: EngineConfig, copies: Any, described: Mapping[str, Any]):
+    def __init__(self, config: EngineConfig, copies: Any, describe: Callable[[], Mapping[str, Any]]):
         self._config = config
-        self._own = Identity(uuid.uuid4().hex, facts_of(described), copies.arena.block_bytes, token())
+        self._own = Identity(uuid.uuid4().hex, lambda: facts_of(describe()), copies.arena.block_bytes, token())
+        logger.debug("blocks depend on %s", self._own.facts)  # now, as files may be missing
         self.stores: tuple[SlotStore, ...] = ()
         self.preparations: tuple[RemotePrefills, ...] = ()
         options = config.kv_transfer

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.framing import WireError
 from jaxllm.kv_tiers.peers import messages
 from jaxllm.kv_tiers.peers.channel import Channel
@@ -85,9 +85,10 @@ class Server:
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second for a name that cannot be one
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"kv_host is {host} and kv_port {port}, where this engine cannot listen ({error.strerror or error}); choose an address of "
+                f"kv_host is {host} and kv_port {port}, where this engine cannot listen ({reason}); choose an address of "
                 "this host and a free port, or port 0 for any"
             ) from error
         self.port = listener.getsockname()[1]
@@ -98,6 +99,14 @@ class Server:
             local.listen(_BACKLOG)
             self._listen(local)
         logger.info("decode engines find this engine at %s, port %d", host, self.port)
+
+    def reset(self) -> None:
+        """The weights may be others from now on: decode engines connect anew, to be compared with this one."""
+        self._identity.forget_facts()
+        with self._lock:
+            channels = [*self._strangers, *self._guests]
+        for channel in channels:
+            channel.interrupt()
 
     def close(self) -> None:
         """Close all connections, and wait for their threads. May be called again."""
@@ -125,9 +134,8 @@ class Server:
     def _start(self, run: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:
-            self._threads = [each for each in self._threads if each.is_alive()]
-            self._threads.append(thread)
             thread.start()
+            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -148,7 +156,13 @@ class Server:
                     del self._strangers[oldest]
                     oldest.interrupt()
                 self._strangers[channel] = None
-            self._start(lambda channel=channel: self._serve(channel), "kv-serve")  # type: ignore[misc]
+            try:
+                self._start(lambda channel=channel: self._serve(channel), "kv-serve")  # type: ignore[misc]
+            except RuntimeError as error:  # there are too many threads
+                logger.warning("a connection of a decode engine is closed: %s", error)
+                with self._lock:
+                    self._strangers.pop(channel, None)
+                channel.close()
 
     def _serve(self, channel: Channel) -> None:
         try:
@@ -157,6 +171,8 @@ class Server:
                     self._answer(channel, channel.receive(SILENCE_SECONDS))
         except WireError as error:
             logger.debug("a decode engine is gone: %s", error)
+        except (JaxLLMError, OSError) as error:
+            logger.warning("a decode engine cannot be compared with this one: %s", error)
         finally:
             channel.close()
             with self._lock:

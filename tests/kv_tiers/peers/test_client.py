@@ -328,8 +328,10 @@ class Woken:
 def stored(memory: FakeMemory, **options: Any) -> Iterator[tuple[PeerStore, Woken]]:
     woken = Woken()
     store = PeerStore(identity(**options), memory, woken, None, 1.0)
-    yield store, woken
-    store.close()
+    try:
+        yield store, woken
+    finally:
+        store.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name in ("kv-renew", "kv-peer")]
 
 
@@ -409,6 +411,56 @@ def test_a_prefill_engine_that_differs_is_asked_once(memory: FakeMemory) -> None
         with pytest.raises(RefusedError, match="differ in model"):
             store.attach("b", engine.target, "x")
         store.detach("a")
+
+
+def test_a_decode_engine_with_other_weights_is_compared_anew(memory: FakeMemory) -> None:
+    facts = {"weights": "old"}
+    with prefill(facts={"weights": "old"}) as engine, stored(memory, facts=lambda: dict(facts)) as (store, woken):
+        lease = engine.lease()
+        names = store.attach("a", engine.target, lease.number).result(5.0)
+        woken.until(lambda: len(store.find(names)) == 4)
+        facts["weights"] = "new"
+        store.reset(external=False)
+        assert not store.find(names) and store.fault_of("a") is None
+        assert read(store, woken, names, range(4)) == [False] * 4
+        with pytest.raises(RefusedError, match="differ in weights: .*old"):
+            store.attach("b", engine.target, lease.number).result(5.0)
+        facts["weights"] = "old"
+        store.reset(external=False)
+        again = engine.lease()
+        assert store.attach("c", engine.target, again.number).result(5.0) == names
+        for request_id in "abc":
+            store.detach(request_id)
+        store.check_integrity()
+
+
+def test_leases_are_renewed_while_another_engine_hangs(memory: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_store, "RENEW_SECONDS", 0.02)
+    connect, hangs = Connection.to, threading.Event()
+
+    def hang(target: Target, **options: Any) -> Connection:
+        if target.engine_id == "hangs":
+            hangs.wait(10.0)
+            raise OSError("no route")
+        return connect(target, **options)
+
+    monkeypatch.setattr(Connection, "to", hang)
+    with prefill() as engine, stored(memory) as (store, woken):
+        lease = engine.lease()
+        store.attach("a", engine.target, lease.number).result(5.0)
+        other = Target("hangs", "127.0.0.1", 1)
+        store.attach("b", other, "x")
+        with store._lock:
+            store._drop(store._peers[other][0])
+        time.sleep(0.1)
+        lease.expires_at -= 10.0
+        expires_at = lease.expires_at
+        woken.until(lambda: lease.expires_at > expires_at + 5.0)
+        hangs.set()
+        woken.until(lambda: not store._closing)
+        for request_id in "ab":
+            store.detach(request_id)
+        store.check_integrity()
 
 
 def test_requests_cannot_have_an_engine_connect_everywhere(memory: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> None:

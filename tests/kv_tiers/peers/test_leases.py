@@ -136,12 +136,13 @@ def test_random_use_leaves_no_lease() -> None:
     rng = random.Random(1)
     leases, clock = make(max_blocks=40)
     known: list[Lease] = []
+    names = [rng.randbytes(32) for _ in range(80)]  # several leases may have one
     ended = 0
     for _ in range(3000):
         clock.now += rng.choice([0.0, 0.1, 5.0])
         match rng.randrange(6):
             case 0:
-                if (lease := leases.open([rng.randbytes(32) for _ in range(rng.randint(1, 9))])) is not None:
+                if (lease := leases.open(rng.sample(names, rng.randint(1, 15)))) is not None:
                     known.append(lease)
             case 1 if known:
                 leases.note(lease := rng.choice(known), [(name, 1) for name in lease.pending])
@@ -157,6 +158,7 @@ def test_random_use_leaves_no_lease() -> None:
                     ended += 1
         kept = {name for lease in known for name in lease.names}
         live = [lease for lease in known if not lease.is_over and clock.now < lease.expires_at]
-        assert len(kept) <= 40 and len(leases) == len(live)
+        assert len(kept) <= 40 and len(leases) == len(live) and leases._kept.keys() == kept
     clock.now += LEASE_SECONDS
-    assert len(leases.take_ended()) == len(known) and len(leases) == 0 and ended > 100
+    assert len(leases.take_ended()) == len(known) and not leases._leases and not leases._kept
+    assert ended > 100 and leases.num_refused > 10

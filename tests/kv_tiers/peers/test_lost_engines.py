@@ -12,6 +12,7 @@ import pytest
 
 from jaxllm import env
 from jaxllm.errors import InvalidRequestError
+from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.peers import client, peer_store
 from jaxllm.kv_tiers.peers.server import Server
 from jaxllm.kv_transfer import read_kv_transfer
@@ -176,6 +177,20 @@ def test_sleep_of_a_prefill_engine_ends_what_is_being_stored(one: Runner) -> Non
         prefill.core.wake_up()
         again = prompt_of(90, 4)
         assert decode.decode(again, prefill.prefill(again))[1].num_cached_tokens == 80
+
+
+@pytest.mark.slow
+def test_weights_that_changed_in_sleep_are_not_those_of_the_other_engine(one: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair() as (prefill, decode):
+        for seed, cached in ((10, 80), (11, 80), (12, 0)):
+            if not cached:
+                monkeypatch.setattr(fingerprint, "weights_digest", lambda model_dir: "others")
+            prefill.core.sleep(2)
+            prefill.core.wake_up()
+            prompt = prompt_of(90, seed)
+            tokens, output = decode.decode(prompt, prefill.prefill(prompt))
+            assert tokens == one.run(prompt)[0] and output.num_cached_tokens == cached
+        assert "weights" in next(text for _, text in decode.core._tiers[0]._stores._stores[0]._bad.values())
 
 
 @pytest.mark.slow

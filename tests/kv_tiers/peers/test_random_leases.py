@@ -3,6 +3,7 @@
 import random
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,7 +27,7 @@ class CheckedTier(PrefillTier):
     def __init__(self, rng: random.Random, copies: FakeCopies, **options: Any):
         self.clock = 0.0
         leases = Leases(max(1, copies.num_slots // 2), lambda: self.clock)
-        no_server: Any = None
+        no_server: Any = Mock()
         super().__init__(copies, AlwaysWorth(), leases, no_server, lambda *args: {"lease": args[1]}, **options)
         self.rng, self.copies = rng, copies
         self.found: dict[Content, Any] = {}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from jaxllm.errors import ConfigError
 from jaxllm.framing import WireError, frame
 from jaxllm.kv_tiers.peers import messages, server
 from jaxllm.kv_tiers.peers.channel import Channel
@@ -90,6 +91,29 @@ def test_a_lease_ends_after_its_connection(memory: FakeMemory) -> None:
 def test_engines_that_differ_are_refused(memory: FakeMemory, options: dict[str, Any], text: str) -> None:
     with prefill() as engine, pytest.raises(RefusedError, match=text), connected(engine, memory, **options):
         pass
+
+
+def test_a_prefill_engine_with_other_weights_is_compared_anew(memory: FakeMemory) -> None:
+    facts = {"model": "one"}
+    with prefill(facts=lambda: dict(facts)) as engine:
+        lease = engine.lease()
+        with connected(engine, memory) as connection:
+            assert connection.pull(lease.number, lease.names, range(4)) == [True] * 4
+            facts["model"] = "two"
+            engine.server.reset()
+            with pytest.raises(WireError):
+                connection.attach(lease.number)
+        with pytest.raises(RefusedError, match="differ in model: two and one"), connected(engine, memory):
+            pass
+
+
+def test_facts_that_cannot_be_found_close_the_connection(memory: FakeMemory, caplog: pytest.LogCaptureFixture) -> None:
+    def find() -> dict[str, str]:
+        raise FileNotFoundError("the weights are gone")
+
+    with prefill(facts=find) as engine, pytest.raises(WireError), connected(engine, memory):
+        pass
+    assert "cannot be compared with this one: the weights are gone" in caplog.text
 
 
 def test_another_engine_at_the_port_is_refused(memory: FakeMemory) -> None:
@@ -293,8 +317,6 @@ def test_random_bytes(memory: FakeMemory) -> None:
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    from jaxllm.errors import ConfigError
-
     with prefill() as engine:
         other = server.Server(identity("other"), engine.leases, engine.memory)
         with pytest.raises(
@@ -304,3 +326,27 @@ def test_a_port_that_is_taken_is_named() -> None:
         with pytest.raises(ConfigError, match="kv_host is 203.0.113.1"):
             other.open("203.0.113.1", 0)
         other.close()
+
+
+def test_a_name_that_cannot_be_one_is_told() -> None:
+    with (
+        prefill() as engine,
+        pytest.raises(ConfigError, match=r"kv_host is a\.\.b and kv_port 0, where this engine cannot listen"),
+    ):
+        engine.server.open("a..b", 0)
+
+
+def test_a_server_without_threads_goes_on(memory: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    with prefill() as engine:
+        with monkeypatch.context() as patch:
+
+            def fail(thread: threading.Thread) -> None:
+                raise RuntimeError("can't start new thread")
+
+            patch.setattr(threading.Thread, "start", fail)
+            with dial(engine) as stream:
+                assert is_closed(stream)
+        assert not engine.server.num_connections
+        with connected(engine, memory) as connection:
+            lease = engine.lease()
+            assert connection.attach(lease.number) == lease.names

@@ -1,0 +1,1 @@
+"""Parts of bench_tiers.py, by what they measure."""

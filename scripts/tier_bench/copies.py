@@ -1,0 +1,116 @@
+"""Copies that the benchmark makes, in place of an engine's tier."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxllm import LLM
+from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.scheduler_output import SchedulerOutput
+
+
+class Copies:
+    """Copies of some blocks of an engine that is idle at first. They hold these, and the engine's tier does nothing, until `close`."""
+
+    def __init__(self, llm: LLM):
+        self.core: Any = llm.llm_engine.core
+        manager = self.core.scheduler.cache_manager
+        self._loading, self._evicting = manager.loading, manager.pool.evicting
+        manager.loading = manager.pool.evicting = None
+        self.copier = self.core.runner.op_runner(GatherBlocks)
+        pool = self.core.scheduler.cache_manager.pool
+        self.size = min(self.copier.max_blocks, self.copier.num_slots // 2, pool.num_free_blocks // 2)
+        self._held = pool.allocate(self.size)
+        self.blocks = [block.block_id for block in self._held]
+        self._number = 0
+        self._under_way: set[int] = set()
+        self._buffer = 0
+
+    def close(self) -> None:
+        """Give blocks and tier back. What host memory had is overwritten: `empty` drops it."""
+        self.forget()
+        manager = self.core.scheduler.cache_manager
+        manager.pool.free(self._held)
+        manager.loading, manager.pool.evicting = self._loading, self._evicting
+
+    def _next(self) -> tuple[int, int, list[int]]:
+        self._number += 1
+        self._buffer = (self._buffer + 1) % self.copier.num_staging
+        first = self._number * self.size % (self.copier.num_slots - self.size)
+        return self._number, self._buffer, list(range(first, first + self.size))
+
+    def gathers(self) -> CopyBlocks:
+        number, buffer, slots = self._next()
+        return GatherBlocks(number, buffer, self.blocks, slots)
+
+    def stages(self) -> CopyBlocks:
+        number, buffer, slots = self._next()
+        return StageBlocks(number, buffer, slots)
+
+    def scatters(self) -> CopyBlocks:
+        """Scatter the buffer that was staged last."""
+        stage = self.stages()
+        self.time(stage)
+        self._number += 1
+        return ScatterBlocks(self._number, stage.staging, self.blocks)
+
+    def time(self, op: CopyBlocks) -> tuple[float, float]:
+        """Seconds until it is over, and those of the transfer in it."""
+        began = time.perf_counter()
+        self._dispatch([op])
+        while True:
+            self.copier.wait(1.0)
+            for copy in self._taken():
+                if copy.number == op.number:
+                    return time.perf_counter() - began, copy.seconds
+
+    def _dispatch(self, ops: Sequence[CopyBlocks]) -> None:
+        self.core.runner.dispatch(SchedulerOutput([], [], 0, [], [], ops=tuple(ops))).result()
+
+    def _taken(self) -> list[FinishedCopy]:
+        found: list[FinishedCopy] = self.copier.finished()
+        for copy in found:
+            if copy.error is not None:
+                raise copy.error
+        return found
+
+    def pipelined_loads(self, count: int) -> int:
+        """Stage and scatter, with all buffers in use. Returns the number of batches."""
+        buffers, of_buffer, num_done, num_begun = list(range(self.copier.num_staging)), dict[int, tuple[int, bool]](), 0, 0
+        while num_done < count:
+            ops: list[CopyBlocks] = []
+            for copy in self._taken():
+                buffer, is_staged = of_buffer.pop(copy.number)
+                if is_staged:
+                    num_done += 1
+                    buffers.append(buffer)
+                else:
+                    self._number += 1
+                    of_buffer[self._number] = buffer, True
+                    ops.append(ScatterBlocks(self._number, buffer, self.blocks))
+            while buffers and num_begun < count:
+                number, _, slots = self._next()
+                of_buffer[number] = buffers.pop(), False
+                num_begun += 1
+                ops.append(StageBlocks(number, of_buffer[number][0], slots))
+            if ops:
+                self._dispatch(ops)
+            elif num_done < count:
+                self.copier.wait(1.0)
+        return num_done
+
+    def go_on(self, begin: Callable[[], CopyBlocks] | None) -> int:
+        """Have the next plan carry copies, for all buffers that are free. Returns how many were over."""
+        over = {copy.number for copy in self._taken()}
+        self._under_way -= over
+        while begin is not None and len(self._under_way) < self.copier.num_staging - 1:
+            op = begin()
+            self._under_way.add(op.number)
+            self.core.ops.add(op)
+        return len(over)
+
+    def forget(self) -> None:
+        """Wait for what is under way."""
+        while self._under_way:
+            self.copier.wait(1.0)
+            self._under_way -= {copy.number for copy in self._taken()}
