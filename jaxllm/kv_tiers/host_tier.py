@@ -224,7 +224,6 @@ class HostTier:
         for copies in (self._gathering, self._stored, self._loads, self._staging_parts, self._writing):
             copies.clear()
         self._over.clear()
-        self._is_short = False
         self.contents.end_uses(but=self._lasting_uses())
         self._free_staging = list(range(self._copies.num_staging))
 
