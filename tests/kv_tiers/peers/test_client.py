@@ -59,7 +59,10 @@ def scripted(script: Script, *, is_local: bool = False) -> Iterator[Target]:
     listener.listen()
 
     def serve() -> None:
-        stream, _ = listener.accept()
+        try:
+            stream, _ = listener.accept()
+        except OSError:
+            return  # nobody has connected
         channel = Channel(stream, messages.FIRST_OF_DECODE)
         try:
             script(channel)
@@ -75,8 +78,9 @@ def scripted(script: Script, *, is_local: bool = False) -> Iterator[Target]:
     try:
         yield Target(engine_id, "127.0.0.1", 1 if is_local else listener.getsockname()[1])
     finally:
-        listener.close()
+        listener.shutdown(socket.SHUT_RDWR)  # ends `accept`, which `close` does not
         thread.join()
+        listener.close()
 
 
 def connect(target: Target, memory: FakeMemory, seconds: float = 0.3, **options: Any) -> Connection:
