@@ -11,7 +11,7 @@ from jaxllm.kv_tiers.contents import PROTECTED_SHARES
 from jaxllm.kv_tiers.host_tier import HostTier
 from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
 from tests.helpers.fake_store import FakeStore
-from tests.scheduler.test_random_schedules import CHOICES, run_load
+from tests.scheduler.test_random_schedules import CHOICES, TIMES, run_load
 
 HOST_CHOICES: dict[str, list[Any]] = {
     "num_slots": [1, 4, 15, 60],
@@ -60,7 +60,7 @@ def test_random_schedules(seed: int, **chosen: Any) -> None:
 def test_many_random_schedules() -> None:
     rng = random.Random(1)
     num_steps = num_written = num_read = 0
-    while num_steps < 100_000:
+    while num_steps < 25_000 * TIMES:
         chosen = {name: rng.choice(values) for name, values in {**OTHERS, **HOST_CHOICES}.items()}
         chosen["tiers"] = rng.choice([(), (), ({"capacity": 3},)])
         more_steps, more_written, more_read = run(rng.randrange(2**32), chosen)
