@@ -1,4 +1,4 @@
-"""Measures blocks in host memory, files and other engines: copies alone, beside steps, and what they save; a Markdown table with goals.
+"""Measures blocks in host memory, files and other engines: copies alone, copies during steps, time saved; a Markdown table with goals.
 
 usage: bench_tiers.py [MODEL_DIR] [--parts copies,launch,…] [--seconds N] [--json FILE] [--markdown FILE] [engine options as name=value …]
 

@@ -38,7 +38,7 @@ ON_TWO_HOSTS = "--data-parallel-size 2 --nnodes 2"
 STAGES_ON_TWO_HOSTS = "--pipeline-parallel-size 2 --nnodes 2 --warmup background"
 TWO_ROLES = f"--prefill 1 --decode 2 --prefill-threshold {THRESHOLD} --kv-offloading-size 0.5 --warmup lazy"
 LEASES_END_WITHIN_SECONDS = 45.0
-"""Those that no engine asked for end after 30 s."""
+"""Leases that no engine asked for end after 30 s."""
 LAYERS_ON_TWO_HOSTS = "--tensor-parallel-size 2 --nnodes 2 --warmup background"
 
 

@@ -164,10 +164,8 @@ def _delta_candidates(model: ModelConfig, *, on_gpu: bool) -> tuple[str, ...]:
 
 
 def _segment_candidates(model: ModelConfig, encoder: Vision | Audio, wanted: str, *, on_gpu: bool) -> tuple[str, ...]:
-    if isinstance(encoder, Audio) and not model.attends_to_audio and wanted == "auto":
-        return (
-            "xla",
-        )  # until a GPU has checked tokens of such models: those with an encoder alone, whose clips have any length
+    if isinstance(encoder, Audio) and wanted == "auto":
+        return ("xla",)  # until all of `check_gpu.py --parts speech` has passed with kernels in an encoder of audio
     return segment_attention.candidates(platform="gpu", dtype=model.dtype, head_dim=encoder.head_dim, interpret=not on_gpu)
 
 

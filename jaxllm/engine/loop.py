@@ -29,8 +29,8 @@ MAX_WAIT_SECONDS = 0.02
 class StepLoop:
     """Schedules, dispatches and reads steps in order. With two in flight, step N+1 is dispatched before the tokens of step N are read.
 
-    More than two help only with short steps: a new request waits for every step in flight, so long steps use two. The stages of a
-    pipeline compute different steps: each one more takes one more.
+    More than two help only with short steps: a new request waits for every step in flight, so long steps use two. No third one
+    follows a step of many tokens. The stages of a pipeline compute different steps: each one more takes one more.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class StepLoop:
     def _depth(self) -> int:
         """The number of steps that may be in flight now."""
         steps_are_long = bool(self._recent_seconds) and min(self._recent_seconds) > LONG_STEP_SECONDS
-        steps_are_long |= any(plan.num_tokens >= LONG_STEP_TOKENS for plan, _ in self._in_flight)
+        steps_are_long |= bool(self._in_flight) and self._in_flight[-1][0].num_tokens >= LONG_STEP_TOKENS
         each = min(self.max_in_flight, 2) if steps_are_long else self.max_in_flight
         return each + self._num_stages - 1
 

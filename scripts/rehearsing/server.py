@@ -168,8 +168,7 @@ def _num_files(directory: Path) -> int:
 
 
 def holders_of_dead_memory(pids: Iterable[int]) -> list[int]:
-    """Those of these processes that map blocks in host memory (`Arena`) of a process that is not among them. Their owner alone may
-    write them."""
+    """Processes that map blocks in host memory (`Arena`) of a process that is not among them. Its owner alone may write to it."""
     owned, readers = set(), []
     for pid in pids:
         with contextlib.suppress(OSError):

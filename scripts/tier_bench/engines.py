@@ -57,7 +57,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Bench:
-    """What a part needs."""
+    """Engines, sizes and rows of a run."""
 
     engines: Engines
     sizes: Sizes

@@ -18,11 +18,11 @@ class Sizes:
     prompts: tuple[int, ...] = (2048, 32768)
     conversations: int = 32
     first: int = 4096
-    """Of a conversation's first turn, and in `turn` those of each of the others."""
+    """New prompt tokens of a conversation's first turn; `turn`: of each other turn."""
     turns: int = 9
     turn: int = 512
     new_prompt: int = 2048
-    """Of each prompt that never comes back."""
+    """Length of prompts that never come back."""
     new_rows: int = 24
     """Requests with such prompts at a time: fewer than fit the cache, so that both engines plan the same steps."""
     num_output: int = 16
@@ -30,16 +30,16 @@ class Sizes:
     short: tuple[int, int] = (512, 128)
     """Prompt and answer of requests that fit the cache together, and leave free what tiers would copy ahead."""
     runs: int = 8
-    """Of requests that fit the cache, on each engine."""
+    """Runs on each engine of requests that fit the cache."""
     long_rows: int = 64
     """Requests that need four times the cache, and in `long_answer` the prompt and answer of each."""
     long_answer: tuple[int, int] = (512, 512)
     stretches: int = 10
-    """Of decode steps on each engine in turn, of `stretch_steps` each."""
+    """Times that each engine in turn makes `stretch_steps` decode steps."""
     stretch_steps: int = 30
     launch_context: int = 256
     far_prompt: int = 8192
-    """Of a prompt whose blocks come from files or another engine."""
+    """Length of a prompt whose blocks come from files or another engine."""
     far_host_gib: float = 5.0
     """Host memory for four such prompts and some more."""
     far_repeats: int = 3

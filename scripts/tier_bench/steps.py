@@ -1,4 +1,4 @@
-"""What copies and tiers cost: copies alone, steps beside copies, and host time of steps without any."""
+"""Cost of copies and tiers: copies alone, steps with copies, and host time of steps without any."""
 
 import statistics
 import time

@@ -104,6 +104,17 @@ def test_only_short_steps_fill_a_loop_of_three(monkeypatch, step_seconds, depth)
     assert sum(what == "dispatch" for what, _ in before) - 10 == depth
 
 
+@pytest.mark.parametrize(("long_tokens", "num_ahead"), [(28, 2), (29, 3)])
+def test_no_third_step_is_dispatched_behind_one_of_many_tokens(monkeypatch, long_tokens, num_ahead):
+    """A prompt of 60 tokens takes steps of 32 and 28."""
+    monkeypatch.setattr("jaxllm.engine.loop.LONG_STEP_TOKENS", long_tokens)
+    loop = make_loop(3)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    loop.scheduler.add_request(Request(EngineCoreRequest(request_id="a", prompt_token_ids=[1] * 60, sampling_params=params)))
+    loop.step()
+    assert loop.executor.events == [*(("dispatch", step) for step in range(num_ahead)), ("read", 0)]
+
+
 @pytest.mark.parametrize("max_in_flight", [2, 3])
 def test_forgetting_waits_for_every_step_in_flight_even_one_that_fails(max_in_flight):
     loop = make_loop(max_in_flight)

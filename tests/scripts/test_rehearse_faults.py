@@ -1,4 +1,4 @@
-"""What rehearsals of killed engines can tell: how each client's request ended, wrong answers, and memory of dead processes."""
+"""Findings of rehearsals of killed engines: how each client's request ended, wrong answers, and memory of dead processes."""
 
 import asyncio
 import mmap

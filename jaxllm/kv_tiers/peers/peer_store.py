@@ -70,7 +70,7 @@ class PeerStore:
         self._peers: dict[Target, tuple[Peer, float]] = {}
         """With the time of the latest use."""
         self._closing: list[Peer] = []
-        """Those that are closed, or will be soon, with threads that may not have ended."""
+        """Closed peers whose threads may not have ended."""
         self._bad: dict[Target, tuple[float, str]] = {}
         self._leases: dict[tuple[Target, str], _Lease] = {}
         self._leases_of: dict[bytes, list[_Lease]] = {}

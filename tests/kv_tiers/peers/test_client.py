@@ -62,7 +62,7 @@ def scripted(script: Script, *, is_local: bool = False) -> Iterator[Target]:
         try:
             stream, _ = listener.accept()
         except OSError:
-            return  # nobody has connected
+            return  # without a connection
         channel = Channel(stream, messages.FIRST_OF_DECODE)
         try:
             script(channel)
