@@ -1,10 +1,10 @@
 import pytest
 
 from jaxllm.acceptance import Acceptance, report_lines
-from tests.helpers.fake_engine_core import FakeStats
+from tests.helpers.fake_engine_core import fake_stats
 
-EARLIER = FakeStats(num_drafts=10, num_draft_tokens=20, num_accepted_tokens=5, accepted_per_position=(4, 1))
-LATER = FakeStats(num_drafts=14, num_draft_tokens=28, num_accepted_tokens=11, accepted_per_position=(8, 3))
+EARLIER = fake_stats(num_drafts=10, num_draft_tokens=20, num_accepted_tokens=5, accepted_per_position=(4, 1))
+LATER = fake_stats(num_drafts=14, num_draft_tokens=28, num_accepted_tokens=11, accepted_per_position=(8, 3))
 
 
 def test_acceptance_between_two_totals() -> None:

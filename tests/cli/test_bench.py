@@ -9,7 +9,8 @@ from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
 from jaxllm.http_client.datasets import read_mix
 from jaxllm.log import info_once
-from tests.helpers.fake_engine_core import FakeEngineCore, FakeStats
+from jaxllm.scheduler_stats import SchedulerStats
+from tests.helpers.fake_engine_core import FakeEngineCore, fake_stats
 
 
 def test_throughput_counts_the_tokens_of_all_requests(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,9 +34,9 @@ def test_throughput_counts_the_tokens_of_all_requests(opened: Any, capsys: pytes
 def test_acceptance_of_drafts_is_reported(
     what: str, opened: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stats(core: FakeEngineCore) -> FakeStats:
+    def stats(core: FakeEngineCore) -> SchedulerStats:
         count = len(core.requests)
-        return FakeStats(
+        return fake_stats(
             num_drafts=count, num_draft_tokens=2 * count, num_accepted_tokens=count, accepted_per_position=(count, 0)
         )
 

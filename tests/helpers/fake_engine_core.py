@@ -1,7 +1,7 @@
 """An engine core without a model: each request outputs a given list of token ids, one per step, by the real core's rules."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,102 +18,16 @@ from jaxllm.model_parts import MLP, Attention, Layer, Norm, Rope
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest, FinishReason
 from jaxllm.scheduler_output import TokenLogprobs
+from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.start_times import StartTimes
 
 WIDTH = 8
 
 
-@dataclass(frozen=True)
-class FakeStats:
-    """What SchedulerStats has."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    cache_usage: float = 0.0
-    num_preemptions: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    resumed_prefix_cache_queries: int = 0
-    resumed_prefix_cache_hits: int = 0
-    num_rejected_for_requests: int = 0
-    num_rejected_for_tokens: int = 0
-    num_rejected_for_images: int = 0
-    item_cache_queries: int = 0
-    item_cache_hits: int = 0
-    num_item_evictions: int = 0
-    num_encoded_patches: int = 0
-    num_computed_patches: int = 0
-    num_encoder_runs: int = 0
-    num_item_pages: int = 0
-    num_used_item_pages: int = 0
-    external_prefix_cache_queries: int = 0
-    external_prefix_cache_hits: int = 0
-    num_kv_event_batches: int = 0
-    num_dropped_kv_events: int = 0
-    num_host_slots: int = 0
-    num_used_host_slots: int = 0
-    num_stored_blocks: int = 0
-    num_skipped_stores: int = 0
-    num_loaded_blocks: int = 0
-    num_damaged_blocks: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    store_seconds: float = 0.0
-    load_seconds: float = 0.0
-    disk_bytes: int = 0
-    used_disk_bytes: int = 0
-    num_disk_reads: int = 0
-    num_disk_writes: int = 0
-    num_lost_blocks: int = 0
-    num_bad_files: int = 0
-    disk_read_bytes: int = 0
-    disk_written_bytes: int = 0
-    disk_read_seconds: float = 0.0
-    disk_write_seconds: float = 0.0
-    num_skipped_for_slots: int = 0
-    store_byte_counts: tuple[int, ...] = ()
-    load_byte_counts: tuple[int, ...] = ()
-    store_second_counts: tuple[int, ...] = ()
-    load_second_counts: tuple[int, ...] = ()
-    host_block_counts: tuple[int, ...] = ()
-    num_allocated_host_slots: int = 0
-    num_written_host_slots: int = 0
-    num_read_host_slots: int = 0
-    host_block_bytes: int = 0
-    num_loading: int = 0
-    num_leasable_blocks: int = 0
-    num_kv_leases: int = 0
-    num_expired_kv_leases: int = 0
-    num_refused_kv_leases: int = 0
-    pulled_bytes: int = 0
-    pull_failures: tuple[int, ...] = ()
-    num_retried_steps: int = 0
-    num_lost_steps: int = 0
-    num_not_finite: int = 0
-    sleep_level: int = 0
-    num_cache_blocks: int = 0
-    max_concurrency: float = 0.0
-    step_token_counts: tuple[int, ...] = ()
-    num_step_tokens: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_position: tuple[int, ...] = ()
-    num_speculative_tokens: int = 0
-    waiting_adapters: tuple[str, ...] = ()
-    running_adapters: tuple[str, ...] = ()
-    max_adapters: int = 0
-    num_adapter_loads: int = 0
-    num_adapter_evictions: int = 0
-    adapter_load_seconds: float = 0.0
-    even_expert_load: tuple[float, ...] = ()
-    busiest_expert_load: tuple[float, ...] = ()
-    expert_balance: float = 1.0
-    work_seconds: float = 0.0
-    device_wait_seconds: float = 0.0
-    device_idle_seconds: float = 0.0
-    awaited_programs: tuple[int, int] = (0, 0)
-    num_deferred: int = 0
+def fake_stats(**given: Any) -> SchedulerStats:
+    """Statistics in which all that is not given is 0."""
+    required = [field.name for field in fields(SchedulerStats) if field.default is MISSING]
+    return SchedulerStats(**(dict.fromkeys(required, 0) | given))
 
 
 def tiny_model_config(vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
@@ -348,8 +262,8 @@ class FakeEngineCore(FakeAdapters):
     def check_integrity(self) -> None:
         assert not self.running
 
-    def stats(self) -> FakeStats:
-        return FakeStats(num_running=len(self.running), cache_usage=0.25, prefix_cache_queries=8, prefix_cache_hits=2)
+    def stats(self) -> SchedulerStats:
+        return fake_stats(num_running=len(self.running), cache_usage=0.25, prefix_cache_queries=8, prefix_cache_hits=2)
 
     def publish_cache_events(self) -> None:
         self.publishes = True
@@ -363,7 +277,7 @@ class FakeEngineCore(FakeAdapters):
     def replica_of(self, request_id: str) -> int:
         return 0
 
-    def loads(self) -> list[tuple[FakeStats, int]]:
+    def loads(self) -> list[tuple[SchedulerStats, int]]:
         return [(self.stats(), self.num_compiled_after_warmup)]
 
     def shutdown(self) -> None:

@@ -9,7 +9,7 @@ from jaxllm.http_client.scrape import Scrape, acceptance, quantile, read_scrape,
 from jaxllm.metrics.engine_metrics import EngineMetrics
 from jaxllm.metrics.prometheus import exposition
 from jaxllm.sampling_params import SamplingParams
-from tests.helpers.fake_engine_core import FakeStats
+from tests.helpers.fake_engine_core import fake_stats
 
 VLLM_PAGE = """
 vllm:num_requests_running{engine="0",model_name="m"} 2.0
@@ -35,7 +35,7 @@ def test_vllm_s_metrics_are_read_and_engines_added_up() -> None:
 
 def test_our_own_metrics_give_rates_and_percentiles() -> None:
     metrics = EngineMetrics("m", 100)
-    metrics.load = FakeStats(num_running=3, num_waiting=4, cache_usage=0.5, prefix_cache_queries=10, prefix_cache_hits=5)
+    metrics.load = fake_stats(num_running=3, num_waiting=4, cache_usage=0.5, prefix_cache_queries=10, prefix_cache_hits=5)
     before = read_scrape(exposition(metrics.snapshot()).decode(), 0.0)
     for _ in range(10):
         metrics.request_arrived(SamplingParams())
@@ -58,7 +58,7 @@ def test_acceptance_between_two_readings() -> None:
     metrics = EngineMetrics("m", 100)
 
     def reading(**drafts: object) -> Scrape:
-        metrics.load = FakeStats(**drafts)  # type: ignore[arg-type, assignment]
+        metrics.load = fake_stats(**drafts)
         return read_scrape(exposition(metrics.snapshot()).decode(), 0.0)
 
     none = reading()

@@ -4,12 +4,12 @@ from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Counter, Gauge, Histogram
 from jaxllm.observations import COPY_SECONDS, STEP_TOKENS, Observations
 from jaxllm.scheduler_stats import PULL_FAILURES
-from tests.helpers.fake_engine_core import FakeStats
+from tests.helpers.fake_engine_core import fake_stats
 
 
 def collected(**stats: object) -> list:
     found = Collected({"model_name": "m", "engine": "0"})
-    add_load(found, FakeStats(**stats))  # type: ignore[arg-type]
+    add_load(found, fake_stats(**stats))
     return found.metrics
 
 
@@ -51,7 +51,7 @@ def test_one_sleep_state_is_on() -> None:
 def test_rejections_of_all_engines_are_one_series() -> None:
     def load(engine: str) -> list:
         found = Collected({"model_name": "m", "engine": engine})
-        add_load(found, FakeStats(num_rejected_for_tokens=2))  # type: ignore[arg-type]
+        add_load(found, fake_stats(num_rejected_for_tokens=2))
         return found.metrics
 
     found = [metric for metric in merged([load("0"), load("1")]) if metric.name == "jaxllm:admission_rejections"]

@@ -10,12 +10,12 @@ from jaxllm.metrics.metric import Counter, Gauge, Histogram
 from jaxllm.metrics.prometheus import exposition, registry
 from jaxllm.metrics.stat_logger import StatLogger
 from jaxllm.sampling_params import SamplingParams
-from tests.helpers.fake_engine_core import FakeStats
+from tests.helpers.fake_engine_core import fake_stats
 
 
 def busy_metrics() -> EngineMetrics:
     metrics = EngineMetrics("m", 100)
-    metrics.load = FakeStats(num_running=3, num_waiting=4, cache_usage=0.5, prefix_cache_queries=10, prefix_cache_hits=5)
+    metrics.load = fake_stats(num_running=3, num_waiting=4, cache_usage=0.5, prefix_cache_queries=10, prefix_cache_hits=5)
     metrics.request_arrived(SamplingParams(n=2))
     metrics.prefill_done(20, 5, 0.03)
     metrics.tokens_done(0.02, 1)
@@ -60,7 +60,7 @@ def test_prometheus_reads_the_same_numbers() -> None:
 
 def test_times_in_the_core_are_counted_where_the_core_tells_them() -> None:
     metrics = EngineMetrics("m", 100)
-    metrics.load = FakeStats()
+    metrics.load = fake_stats()
     metrics.prefill_done(20, 5, 0.03, queue_seconds=0.01, prefill_seconds=0.02)
     ended = {"num_prompt_tokens": 20, "num_generation_tokens": 3, "seconds": 0.5}
     metrics.request_finished("stop", **ended, decode_seconds=0.4, prefill_seconds=0.02, num_preemptions=2)
@@ -86,7 +86,7 @@ def test_the_cache_is_described_under_vllm_s_names() -> None:
     )
     assert "secret" not in str(cache_labels(options))
     metrics = EngineMetrics("m", 100, cache_config=cache_labels(options))
-    metrics.load = FakeStats(num_cache_blocks=21, max_concurrency=3.0)
+    metrics.load = fake_stats(num_cache_blocks=21, max_concurrency=3.0)
     (info,) = [metric for metric in metrics.snapshot() if metric.name == "jaxllm:cache_config_info"]
     assert (
         info.labels.items()
@@ -112,7 +112,7 @@ def test_the_log_tells_of_host_memory_where_blocks_are_kept_there(caplog: pytest
     told = []
     with caplog.at_level(logging.INFO, "jaxllm"):
         for more in ({"num_loading": 2}, {}):
-            metrics.load = FakeStats(**host, **more)
+            metrics.load = fake_stats(**host, **more)
             now += 10
             log.tick()
             told.append(caplog.messages[-1])
@@ -189,27 +189,27 @@ def test_the_log_line_comes_once_an_interval_and_not_when_idle(caplog: pytest.Lo
 
     with caplog.at_level(logging.INFO, "jaxllm"):
         assert lines_until(20) == []
-        metrics.load = FakeStats(num_running=3, num_waiting=4, cache_usage=0.5, prefix_cache_queries=10, prefix_cache_hits=5)
+        metrics.load = fake_stats(num_running=3, num_waiting=4, cache_usage=0.5, prefix_cache_queries=10, prefix_cache_hits=5)
         metrics.prefill_done(20, 5, 0.1)
         metrics.add_generation_tokens(40)
         (line,) = lines_until(30)
         assert "prompt 1.5 tokens/s, generation 4.0 tokens/s, running 3, waiting 4, KV cache 50.0%" in line
         assert "prefix cache hits 50.0%" in line and "preemptions" not in line
-        metrics.load = FakeStats(num_running=1, num_preemptions=3, num_rejected_for_tokens=2)
+        metrics.load = fake_stats(num_running=1, num_preemptions=3, num_rejected_for_tokens=2)
         assert "preemptions 3, turned away 2" in lines_until(40)[0]
-        metrics.load = FakeStats()
+        metrics.load = fake_stats()
         drafts = {"num_drafts": 40, "num_draft_tokens": 80, "num_accepted_tokens": 60, "accepted_per_position": (40, 20)}
-        metrics.load = FakeStats(num_running=1, **drafts, num_speculative_tokens=2)  # type: ignore[arg-type]
+        metrics.load = fake_stats(num_running=1, **drafts, num_speculative_tokens=2)
         _, line = lines_until(50)
         assert line == (
             "speculative decoding: mean acceptance length 2.50, accepted 6.0 tokens/s, drafted 8.0 tokens/s, acceptance rate 75.0%, "
             "by position 100% 50%, up to 2 drafts a request now"
         )
         drafts |= {"num_drafts": 41, "num_draft_tokens": 82}
-        metrics.load = FakeStats(num_running=1, **drafts)  # type: ignore[arg-type]
+        metrics.load = fake_stats(num_running=1, **drafts)
         assert lines_until(60)[1].endswith("acceptance rate 0.0%, by position 0% 0%, off now")
         assert len(lines_until(70)) == 1, "nothing was drafted"
-        metrics.load = FakeStats(prefix_cache_queries=10, prefix_cache_hits=5)
+        metrics.load = fake_stats(prefix_cache_queries=10, prefix_cache_hits=5)
         assert len(lines_until(80)) == 1, "the line after the last work"
         assert lines_until(110) == []
     with caplog.at_level(logging.DEBUG, "jaxllm"):

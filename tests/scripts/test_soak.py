@@ -13,7 +13,7 @@ from jaxllm.async_llm import AsyncLLM
 from scripts import soak
 from scripts.soaking.kinds import KINDS, Kind, choose, whole
 from scripts.soaking.processes import MemoryCurve, MemorySampler, processes_below, resident_bytes
-from tests.helpers.fake_engine_core import FakeStats
+from tests.helpers.fake_engine_core import fake_stats
 from tests.helpers.live_server import LiveServer
 from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
@@ -23,7 +23,7 @@ from tests.helpers.tiny_tokenizers import write_tokenizer
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server over a fake engine."""
     core = fake_core(write_tokenizer(tmp_path_factory.mktemp("served")), max_model_len=4096)
-    core.stats = lambda: FakeStats(num_running=len(core.running))  # type: ignore[method-assign]
+    core.stats = lambda: fake_stats(num_running=len(core.running))  # type: ignore[method-assign]
     with AsyncLLM(core=core) as engine, LiveServer.start(engine) as server:
         yield f"http://{server.host}:{server.port}"
 
