@@ -1,4 +1,4 @@
-"""Loads blocks that waiting requests need from cache tiers, and offers tiers what the pool evicts."""
+"""Loads blocks that waiting requests need from cache tiers."""
 
 import time
 from collections.abc import Container, Iterable, Sequence
@@ -10,13 +10,12 @@ from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_tier import CacheTier, KeepingTier
 from jaxllm.scheduler.store_filter import StoreFilter
+from jaxllm.scheduler.storing import Storing
 from jaxllm.scheduler_stats import SchedulerStats
 
 if TYPE_CHECKING:
     from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 
-_COLD_PART = 1 / 8
-"""Tiers are offered cold blocks whenever so large a part of these was allocated: to look at them takes time."""
 _LONGEST_STEP_SECONDS = 1.0
 """More time than this between two steps, e.g. a pause or a compilation, says nothing of how long loads take."""
 
@@ -68,8 +67,9 @@ class Loading:
     """
 
     def __init__(self, manager: "KVCacheManager", tiers: Sequence[CacheTier], store_filter: StoreFilter | None = None):
-        """store_filter: which contents tiers are offered; None: all."""
-        self._manager, self._tiers, self._store_filter = manager, tiers, store_filter
+        """store_filter: see Storing."""
+        self._manager, self._tiers = manager, tiers
+        self._storing = Storing(manager.pool, tiers, store_filter)
         self._keepers = [tier for tier in tiers if isinstance(tier, KeepingTier)]
         self._loads: dict[str, _Load] = {}
         """Loads by request, in the order of their beginning."""
@@ -77,19 +77,11 @@ class Loading:
         """Names of contents that a load brings."""
         self._ops: list[AnyDeviceOp] = []
         """Operations of the step that is being planned."""
-        self._leaving: dict[bytes, int] = {}
-        """Contents that leave the pool in this step, with the blocks that have them until it runs."""
-        self._used: set[bytes] = set()
-        """Leaving contents that requests found while they were in the pool."""
-        self._num_allocated = 0
-        """Blocks that were allocated when tiers were last offered cold ones."""
-        self._num_cold = max(tier.num_cold for tier in tiers)
         self._load_blocks = min(tier.load_blocks for tier in tiers)
         self._patience_seconds = max(tier.patience_seconds for tier in tiers)
         self._seconds = 0.0
         """Time in which steps were planned, one shortly after the other."""
         self._step_at = time.monotonic()
-        manager.pool.evicting = self._note_eviction
 
     # Steps
 
@@ -99,8 +91,6 @@ class Loading:
         self._seconds += min(now - self._step_at, _LONGEST_STEP_SECONDS)
         self._step_at = now
         self._ops = []
-        self._leaving.clear()
-        self._used.clear()
         copies = {(copy.tier, copy.load_id): (load, copy) for load in self._loads.values() for copy in load.copies}
         for tier in self._tiers:
             found = tier.begin_step(step_id, done_step_id)
@@ -116,17 +106,11 @@ class Loading:
             if load.left and not load.copies and self._seconds >= load.deadline:
                 load.request.loads_blocks = False
                 load.stop()
-        if self._num_cold and self._manager.pool.num_allocated - self._num_allocated >= _COLD_PART * self._num_cold:
-            self._store_ahead(0)
+        self._ops += self._storing.begin_step()
 
     def take_ops(self) -> list[AnyDeviceOp]:
         """Take the operations for tiers in the step that is being planned, once it is."""
-        if self._leaving:
-            ids, names = list(self._leaving.values()), list(self._leaving)
-            for tier in self._tiers:
-                self._ops += tier.store(ids, names, self._used)
-            self._leaving.clear()
-            self._used.clear()
+        self._ops += self._storing.end_step()
         for tier in self._tiers:
             self._ops += tier.end_step()
         ops, self._ops = self._ops, []
@@ -265,10 +249,9 @@ class Loading:
         """How many of the next `count` free blocks can be taken with no loss: tiers have their contents, or store them in this step."""
         if not count:
             return 0
-        self._store_ahead(count)
+        self._ops += self._storing.store_ahead(count)
         blocks = self._manager.pool.next_free(count)
-        names = list(self._offered(blocks))
-        lost = {name for tier in self._tiers for name in tier.wants(names)}
+        lost = self._storing.unstored(blocks)
         return next((index for index, block in enumerate(blocks) if block.block_hash in lost), count)
 
     def is_under_way(self, request: Request) -> bool:
@@ -336,26 +319,6 @@ class Loading:
         """See CacheTier. No load is under way, or its requests start over."""
         for tier in self._tiers:
             tier.forget(stored=stored, external=external)
-
-    def _note_eviction(self, blocks: Sequence[KVCacheBlock]) -> None:
-        offered = self._offered(blocks)
-        self._leaving.update((name, block.block_id) for name, block in offered.items())
-        self._used.update(name for name, block in offered.items() if block.num_hits)
-
-    def _offered(self, blocks: Iterable[KVCacheBlock]) -> dict[bytes, KVCacheBlock]:
-        """The contents of blocks that tiers are offered, with their block."""
-        passes = None if self._store_filter is None else self._store_filter.passes
-        return {block.block_hash: block for block in blocks if block.block_hash and (passes is None or passes(block))}
-
-    def _store_ahead(self, num_more: int) -> None:
-        """Offer tiers what is evicted soon, so that much is copied at a time, and little when blocks are needed. num_more: blocks that
-        loads need in addition to steps."""
-        pool = self._manager.pool
-        self._num_allocated = pool.num_allocated
-        for tier in self._tiers:
-            if offered := self._offered(pool.cold(tier.num_cold + num_more)):
-                used = {name for name, block in offered.items() if block.num_hits}
-                self._ops += tier.store_ahead([block.block_id for block in offered.values()], list(offered), used)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""

@@ -1,0 +1,75 @@
+"""Offers cache tiers the contents that leave the block pool."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from jaxllm.device_ops import AnyDeviceOp
+from jaxllm.scheduler.block import KVCacheBlock
+from jaxllm.scheduler.cache_tier import CacheTier
+from jaxllm.scheduler.store_filter import StoreFilter
+
+if TYPE_CHECKING:
+    from jaxllm.scheduler.block_pool import BlockPool
+
+_COLD_PART = 1 / 8
+"""Tiers are offered cold blocks whenever so large a part of these was allocated: to look at them takes time."""
+
+
+class Storing:
+    """Stores contents of blocks in tiers: most of them some steps before they are evicted, the others in the step that evicts them."""
+
+    def __init__(self, pool: "BlockPool", tiers: Sequence[CacheTier], store_filter: StoreFilter | None):
+        """store_filter: which contents tiers are offered; None: all."""
+        self._pool, self._tiers, self._store_filter = pool, tiers, store_filter
+        self._leaving: dict[bytes, int] = {}
+        """Contents that leave the pool in this step, with the blocks that have them until it runs."""
+        self._used: set[bytes] = set()
+        """Leaving contents that requests found while they were in the pool."""
+        self._num_allocated = 0
+        """Blocks that were allocated when tiers were last offered cold ones."""
+        self._num_cold = max(tier.num_cold for tier in tiers)
+        pool.evicting = self._note_eviction
+
+    def begin_step(self) -> list[AnyDeviceOp]:
+        """A step is about to be planned. Returns the operations that store cold contents."""
+        self._leaving.clear()
+        self._used.clear()
+        if self._num_cold and self._pool.num_allocated - self._num_allocated >= _COLD_PART * self._num_cold:
+            return self.store_ahead()
+        return []
+
+    def end_step(self) -> list[AnyDeviceOp]:
+        """A step is planned. Returns the operations that store the contents which leave in it."""
+        if not self._leaving:
+            return []
+        ids, names = list(self._leaving.values()), list(self._leaving)
+        ops = [op for tier in self._tiers for op in tier.store(ids, names, self._used)]
+        self._leaving.clear()
+        self._used.clear()
+        return ops
+
+    def store_ahead(self, num_more: int = 0) -> list[AnyDeviceOp]:
+        """Offer tiers the contents that are evicted soon, so that much is copied at a time, and little when blocks are needed. num_more:
+        blocks that loads need in addition to steps."""
+        self._num_allocated = self._pool.num_allocated
+        ops: list[AnyDeviceOp] = []
+        for tier in self._tiers:
+            if offered := self._offered(self._pool.cold(tier.num_cold + num_more)):
+                used = {name for name, block in offered.items() if block.num_hits}
+                ops += tier.store_ahead([block.block_id for block in offered.values()], list(offered), used)
+        return ops
+
+    def unstored(self, blocks: Iterable[KVCacheBlock]) -> set[bytes]:
+        """The contents of blocks that tiers are to store and have not."""
+        names = list(self._offered(blocks))
+        return {name for tier in self._tiers for name in tier.wants(names)}
+
+    def _note_eviction(self, blocks: Sequence[KVCacheBlock]) -> None:
+        offered = self._offered(blocks)
+        self._leaving.update((name, block.block_id) for name, block in offered.items())
+        self._used.update(name for name, block in offered.items() if block.num_hits)
+
+    def _offered(self, blocks: Iterable[KVCacheBlock]) -> dict[bytes, KVCacheBlock]:
+        """The contents of blocks that tiers are offered, with their block."""
+        passes = None if self._store_filter is None else self._store_filter.passes
+        return {block.block_hash: block for block in blocks if block.block_hash and (passes is None or passes(block))}
