@@ -421,7 +421,7 @@ class OutputProcessor:
             live.metrics.num_cached_tokens, live.metrics.loaded_tokens = item.num_cached_tokens, item.loaded_tokens
             if (size := self._cached_block_tokens) is not None:
                 num_full = len(answer.prompt_token_ids) // size * size
-                live.num_cache_creation_tokens = max(0, num_full - item.num_cached_tokens)
+                live.num_cache_creation_tokens = max(0, num_full - live.num_cached_tokens)
         if live.counted_by is not None:
             live.counted_by.prefill_done(
                 len(answer.prompt_token_ids),

@@ -297,13 +297,14 @@ def test_transfer_parameters_come_with_the_last_output_of_the_request(tokenizer:
 
 @pytest.mark.parametrize(("told", "expected"), [(None, 16), (0, 0), (2, 2), (99, 3)])
 def test_cached_tokens_are_those_that_the_prefill_engine_found(tokenizer: Tokenizer, told: int | None, expected: int) -> None:
-    texts = Texts(tokenizer)
+    texts = Texts(tokenizer, cached_block_tokens=1)
     request = texts.inputs.process(
         "r", [1, 2, 3], SamplingParams(), options=RequestOptions(kv_transfer=KVTransfer(num_cached_tokens=told))
     )
     texts.processor.add(request)
     (output,) = texts.say(request, [70], FinishReason.LENGTH, num_cached_tokens=16)
     assert output.num_cached_tokens == expected
+    assert output.num_cache_creation_tokens == max(0, 3 - expected), "the prefill engine computed and keeps the others"
 
 
 def test_a_request_that_moves_is_counted_where_it_goes(tokenizer: Tokenizer) -> None:
