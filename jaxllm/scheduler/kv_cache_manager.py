@@ -306,7 +306,9 @@ class KVCacheManager:
                         observer.stored(name, request, index)
                     if self._store_filter is not None:
                         self._store_filter.note(request, [(index, block)])
-            self._keep(request, [group.blocks[index] for group in table.groups])
+        if self.loading is not None:
+            new = range(table.num_published, num_full)
+            self._keep(request, [group.blocks[index] for index in new for group in table.groups if index >= group.num_expired])
         table.num_published = max(table.num_published, num_full)
 
     def publish_loaded(self, request: Request, loaded: Iterable[tuple[KVCacheBlock, bytes]]) -> None:
