@@ -5,6 +5,10 @@ from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any
 
+PULL_FAILURES = ("not_allowed", "unreachable", "refused", "differs", "lost", "missing", "damaged")
+"""Why blocks could not be fetched from a prefill engine: it lies outside of kv_peers, does not answer, refuses, has another model, ended
+meanwhile, has them no more; or they were not what was stored."""
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -186,11 +190,6 @@ class SchedulerStats:
 
 _MOST = ("sleep_level", "num_speculative_tokens", "max_adapters", "disk_bytes", "used_disk_bytes", "host_block_bytes")
 """Fields whose total is the largest value, not the sum."""
-
-
-PULL_FAILURES = ("not_allowed", "unreachable", "refused", "differs", "lost", "missing", "damaged")
-"""Why blocks could not be fetched from a prefill engine: it lies outside of kv_peers, does not answer, refuses, has another model, ended
-meanwhile, has them no more; or they were not what was stored."""
 _LEAST = ("expert_balance",)
 """Fields whose total is the smallest value."""
 
