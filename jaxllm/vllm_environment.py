@@ -147,7 +147,7 @@ def _missing(text: str, names: str, unless: str = "0 false") -> Iterator[VllmVar
 
 
 _KERNELS = "kernels are chosen for the GPU and the model and checked at the start; --attention-implementation names one"
-_OFF = "weights are not moved off the device, nor are caches and weights passed between servers"
+_OFF = "weights are not moved off the device, and caches are passed between servers in one way (--kv-role)"
 _HARMLESS = (
     *_harmless(_KERNELS, """
         ATTENTION_BACKEND FLASH_ATTN_VERSION USE_TRITON_FLASH_ATTN USE_TRTLLM_ATTENTION USE_CUDNN_PREFILL DISABLE_FLASHINFER_PREFILL

@@ -151,7 +151,7 @@ class EngineMetrics:
         asked, loaded = (
             (0, 0) if self.load is None else (self.load.external_prefix_cache_queries, self.load.external_prefix_cache_hits)
         )
-        looked_up = "tokens that the devices did not have, looked up in host memory (--kv-offloading-size)"
+        looked_up = "tokens that the devices did not have, looked up in host memory (--kv-offloading-size) and behind it"
         found.counter("external_prefix_cache_queries", asked, looked_up)
         found.counter("external_prefix_cache_hits", loaded, "those of them that were loaded from there")
         queries, hits = (self.load.item_cache_queries, self.load.item_cache_hits) if self.load is not None else (0, 0)
