@@ -259,7 +259,7 @@ class FakeCuda:
         for copy in self.streams[stream.value or 0]:
             ctypes.memmove(*copy)
         self.streams[stream.value or 0].clear()
-        return 0
+        return int(self.failing == "cudaStreamSynchronize")
 
 
 def cuda_copies(
@@ -302,13 +302,14 @@ def test_copies_of_cuda_reach_the_slots_and_come_back(monkeypatch: pytest.Monkey
     assert not fake.locked and not fake.streams
 
 
-def test_a_failed_copy_of_cuda_leaves_none_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("failing", "num_copies"), [("cudaMemcpy2DAsync", 2), ("cudaStreamSynchronize", 4)])
+def test_a_failed_copy_of_cuda_leaves_none_under_way(monkeypatch: pytest.MonkeyPatch, failing: str, num_copies: int) -> None:
     """The buffers may be given away next."""
     fake, _, transfer, place = cuda_copies(monkeypatch, 1)
-    fake.failing = "cudaMemcpy2DAsync"
-    with pytest.raises(CudaError, match="cudaMemcpy2DAsync failed: cudaErrorOfTest"):
+    fake.failing = failing
+    with pytest.raises(CudaError, match=f"{failing} failed: cudaErrorOfTest"):
         transfer.to_host(jax.device_put(np.zeros((2, 8, 96), np.uint32), place), [1, 5])
-    assert fake.num_copies == 2 and not any(fake.streams.values())
+    assert fake.num_copies == num_copies and not any(fake.streams.values())
 
 
 def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
