@@ -124,7 +124,12 @@ class EngineCore:
         self.needed_programs = NeededPrograms(self.executor)
         self._items = tuple(features.items.values())
         kv_tiers = features.kv_tiers
-        self._tiers = () if kv_tiers is None else kv_tiers.new_tiers(self.executor, plan.num_blocks, self.model_dir)
+        try:
+            self._tiers = () if kv_tiers is None else kv_tiers.new_tiers(self.executor, plan.num_blocks, self.model_dir)
+        except BaseException:  # e.g. its port is taken
+            self._close_kv_events()
+            self.executor.close()
+            raise
         self._of_tiers: tuple[Preparation, ...] = () if kv_tiers is None else tuple(kv_tiers.preparations)
         new_scheduler = partial(
             Scheduler,

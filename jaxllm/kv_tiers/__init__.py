@@ -1,7 +1,9 @@
 """Tiers of the prefix cache: where contents of blocks stay when the devices have no room for them. Does not import JAX."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,27 +58,30 @@ class KVTiers:
         shapes, arrangement = executor.shapes, copies.format.arrangement
         describe = partial(fingerprint.describe, self._config, shapes.model, shapes.cache, arrangement, model_dir)
         new_tier: Callable[..., HostTier] = HostTier
-        stores: list[SlotStore] = []
+        of_role: Sequence[SlotStore] = ()
         if self._config.kv_transfer.kv_role is not None:
             from jaxllm.kv_tiers.peers.role import Role
 
             role = Role(self._config, copies, describe)
-            new_tier, self.preparations = role.new_tier, role.preparations
-            stores += role.stores
-        stores += self._stores(copies, describe)
+            new_tier, self.preparations, of_role = role.new_tier, role.preparations, role.stores
         policy = self._transfer.host_tier().eviction_policy
         options = {"num_cold": num_cold, "min_tokens": MIN_LOAD_TOKENS, "protected_share": PROTECTED_SHARES[policy]}
-        return (new_tier(copies, Rates(copies.block_bytes), stores=stores, **options),)
+        with ExitStack() as failing:  # their threads end if what follows cannot be made
+            stores: list[SlotStore] = []
+            for store in chain(of_role, self._stores(copies, describe)):
+                stores.append(store)
+                failing.callback(store.close)
+            tier = new_tier(copies, Rates(copies.block_bytes), stores=stores, **options)
+            failing.pop_all()
+        return (tier,)
 
-    def _stores(self, copies: Any, describe: Callable[[], dict[str, Any]]) -> list[SlotStore]:
+    def _stores(self, copies: Any, describe: Callable[[], dict[str, Any]]) -> Iterator[SlotStore]:
         """Make the stores behind host memory, the nearest first. copies: the executor's `BlockCopier`. describe: see `fingerprint`."""
-        stores: list[SlotStore] = []
         if self._disk_root is not None:
             from jaxllm.kv_tiers.disk import make
 
-            stores.append(make(self._config, self._disk_root, copies, describe))
+            yield make(self._config, self._disk_root, copies, describe)
         if self._transfer.is_own:
             from jaxllm.kv_tiers.own import make as make_own
 
-            stores.append(make_own(self._transfer, copies, describe))
-        return stores
+            yield make_own(self._transfer, copies, describe)

@@ -12,6 +12,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.kv_connectors import KVTransferConfig
+from jaxllm.kv_tiers import pace
 from jaxllm.kv_tiers.kv_store import KVStore, StoreContext
 from jaxllm.kv_tiers.own import load_class, own_store
 from jaxllm.kv_tiers.own.own_store import MAX_FAILURES, OwnStore
@@ -281,13 +282,15 @@ def test_what_waits_at_the_end_is_given_up_in_silence(caplog: pytest.LogCaptureF
     assert len(driven.store.finished()) == 9
 
 
-def test_the_time_of_reads_is_learned(driven: Driven) -> None:
+def test_the_time_of_reads_is_learned_and_forgotten(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     driven.write(1, [A], [1])
     before = driven.store.seconds(4)
     assert before == 4 * driven.store.seconds(1) > 0
     for number in range(2, 30):
         driven.read(number, [A], [1])
     assert driven.store.seconds(4) != before
+    monkeypatch.setattr(pace, "_KNOWN_SECONDS", -1.0)
+    assert driven.store.seconds(4) == before, "slow reads would end all for ever"
 
 
 class Wanting(KVStore):

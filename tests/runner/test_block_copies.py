@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -258,7 +259,7 @@ class FakeCuda:
         for copy in self.streams[stream.value or 0]:
             ctypes.memmove(*copy)
         self.streams[stream.value or 0].clear()
-        return 0
+        return int(self.failing == "cudaStreamSynchronize")
 
 
 def cuda_copies(
@@ -301,13 +302,14 @@ def test_copies_of_cuda_reach_the_slots_and_come_back(monkeypatch: pytest.Monkey
     assert not fake.locked and not fake.streams
 
 
-def test_a_failed_copy_of_cuda_leaves_none_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("failing", "num_copies"), [("cudaMemcpy2DAsync", 2), ("cudaStreamSynchronize", 4)])
+def test_a_failed_copy_of_cuda_leaves_none_under_way(monkeypatch: pytest.MonkeyPatch, failing: str, num_copies: int) -> None:
     """The buffers may be given away next."""
     fake, _, transfer, place = cuda_copies(monkeypatch, 1)
-    fake.failing = "cudaMemcpy2DAsync"
-    with pytest.raises(CudaError, match="cudaMemcpy2DAsync failed: cudaErrorOfTest"):
+    fake.failing = failing
+    with pytest.raises(CudaError, match=f"{failing} failed: cudaErrorOfTest"):
         transfer.to_host(jax.device_put(np.zeros((2, 8, 96), np.uint32), place), [1, 5])
-    assert fake.num_copies == 2 and not any(fake.streams.values())
+    assert fake.num_copies == num_copies and not any(fake.streams.values())
 
 
 def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,6 +356,35 @@ def test_host_memory_is_taken_once_by_runners_of_the_same_engine() -> None:
     second.arena.words[0] = 1  # it is there
     second.delete_arrays()
     assert second._opening is None and not hasattr(second.arena, "words")
+
+
+def opening(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeCuda, BlockCopier]:
+    """A copier on a GPU, whose memory other processes may map."""
+    fake = FakeCuda()
+    format = BlockFormat.of(CacheLayout((), (CacheArray(2, 24, "bfloat16"),), (), (), block_size=8, max_step_tokens=8), 1)
+    monkeypatch.setattr(cuda, "_load", lambda: fake)
+    monkeypatch.setattr(cuda, "_REGISTERED_BYTES", 3 * 4096)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    runner = SimpleNamespace(shapes=SimpleNamespace(mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("devices",))))
+    return fake, BlockCopier(runner, format, 10 * 4096, 4, is_shared=True)
+
+
+def test_memory_is_not_locked_once_the_start_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To lock pages that were not touched takes longest."""
+    fake, copier = opening(monkeypatch)
+    copier.arena.stop()
+    with pytest.raises(EngineDeadError):
+        copier._open()
+    assert not fake.locked and copier.arena.descriptor is None and not hasattr(copier.arena, "words")
+
+
+def test_memory_that_cannot_be_locked_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, copier = opening(monkeypatch)
+    fake.failing = "cudaHostRegister"
+    copier.begin()
+    assert copier._opening is not None and isinstance(copier._opening.exception(), ConfigError)
+    assert copier.arena.descriptor is None and not hasattr(copier.arena, "words")
+    copier.delete_arrays()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -16,8 +16,8 @@ from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.disk import janitor
 from jaxllm.kv_tiers.disk.block_file import FileFormat
 from jaxllm.kv_tiers.disk.folder import BlockFolder, folder_of, next_epoch, prepare, read_epoch
-from jaxllm.kv_tiers.disk.pace import Pace
 from jaxllm.kv_tiers.disk.tasks import FileTask, ReadTask, WriteTask
+from jaxllm.kv_tiers.pace import Pace
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
 from jaxllm.kv_tiers.transfers import PendingTransfer
 from jaxllm.kv_tiers.workers import Workers
@@ -32,6 +32,8 @@ PAUSE_SECONDS = 60.0
 """Nothing is written for so long after a write failed."""
 SCAN_SECONDS, SCAN_SHARE = 10.0, 0.05
 """The directory is read so often, but for less than this share of a thread's time: other engines write to it."""
+_FIRST_RATE = 2e9
+"""Bytes read in a second, before the first read."""
 QUEUED_BYTES = 256 << 20
 """Most bytes that wait to be written, or one transfer."""
 _TOLD_AT_ONCE = 1000
@@ -69,7 +71,7 @@ class DiskStore:
         self._paused_until = self._told_until = 0.0
         self._finished: list[Transfer] = []
         self._num_queued_writes = self._num_queued_reads = 0
-        self._pace = Pace(memory.block_bytes, NUM_READERS)
+        self._pace = Pace(memory.block_bytes, NUM_READERS, _FIRST_RATE)
         self._num_read = self._num_written = self._num_bad = 0
         self._read_seconds = self._write_seconds = 0.0
         self.file_bytes = self._format(b"").file_bytes

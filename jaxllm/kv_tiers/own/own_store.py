@@ -16,6 +16,7 @@ from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers.fingerprint import digest
 from jaxllm.kv_tiers.kv_store import KVStore, StoreContext
 from jaxllm.kv_tiers.own.calls import DIGEST_BYTES, ContentCall, OtherCall, Read, Write
+from jaxllm.kv_tiers.pace import Pace
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
 from jaxllm.kv_tiers.transfers import PendingTransfer, copy
 from jaxllm.kv_tiers.workers import Workers
@@ -35,8 +36,6 @@ MAX_WAITING_PER_THREAD = 16
 SLOW_FIND_SECONDS = 0.05
 _FIRST_RATE = 1e9
 """Bytes read in a second, before the first read."""
-_NEW_SHARE = 0.1
-"""Weight of a new observation in the average."""
 
 
 class OwnStore:
@@ -70,7 +69,8 @@ class OwnStore:
         """The last call that finds it."""
         self._is_closed = False
         self._num_resets = 0
-        self._block_seconds = memory.block_bytes / _FIRST_RATE
+        self._pace = Pace(memory.block_bytes, 1, _FIRST_RATE)
+        """Of all threads together."""
         self._lock = threading.Lock()
         self._num_writing = 0
         """Contents of writes that are not over."""
@@ -108,7 +108,7 @@ class OwnStore:
         return found
 
     def seconds(self, num_blocks: int) -> float:
-        return num_blocks * self._block_seconds
+        return self._pace.seconds(num_blocks)
 
     def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
         self._begin(Read, self._readers, number, names, slots)
@@ -201,7 +201,7 @@ class OwnStore:
             if isinstance(task, Write):
                 self._num_writing -= 1
             elif is_right:
-                self._block_seconds += _NEW_SHARE * (seconds / self._readers.num_threads - self._block_seconds)
+                self._pace.note(seconds / self._readers.num_threads)
             if (over := task.transfer.end(task.index, is_right)) is not None:
                 self._over.append(over)
         if over is not None:

@@ -17,24 +17,9 @@ from jaxllm.framing import WireError
 from jaxllm.kv_tiers.peers import addresses, messages
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.identity import Identity
-from jaxllm.kv_tiers.peers.messages import (
-    Attach,
-    Attached,
-    Block,
-    Code,
-    Done,
-    Hello,
-    Map,
-    Mapped,
-    Missing,
-    Proof,
-    Pull,
-    Refused,
-    Renew,
-    Slot,
-)
 from jaxllm.kv_tiers.peers.server import socket_name
 from jaxllm.kv_tiers.slot_store import SlotMemory
+from jaxllm.kv_tiers.transfers import copy
 
 T = TypeVar("T")
 
@@ -115,45 +100,45 @@ class Connection:
 
     def attach(self, lease: str) -> Sequence[bytes]:
         """The names of the contents that are kept under a lease, which this connection keeps alive from now on."""
-        self._channel.send(Attach(lease), self._seconds)
+        self._channel.send(messages.Attach(lease), self._seconds)
         answer = self._channel.receive(self._seconds)
-        if isinstance(answer, Refused):
+        if isinstance(answer, messages.Refused):
             raise RefusedError(answer.code, answer.text)
-        if not isinstance(answer, Attached) or answer.lease != lease:
+        if not isinstance(answer, messages.Attached) or answer.lease != lease:
             raise WireError("the answer to Attach is another one")
         return answer.names
 
     def renew(self, leases: Sequence[str]) -> None:
         """Leases are still needed."""
-        self._channel.send(Renew(list(leases)), self._seconds)
+        self._channel.send(messages.Renew(list(leases)), self._seconds)
 
     def end(self, lease: str) -> None:
         """A lease is no longer needed."""
-        self._channel.send(Done(lease), self._seconds)
+        self._channel.send(messages.Done(lease), self._seconds)
 
     def pull(self, lease: str, names: Sequence[bytes], slots: Sequence[int]) -> list[bool]:
         """Fetch contents into slots. Returns which came."""
         slot_of = dict(zip(names, slots, strict=True))
         came: set[bytes] = set()
-        self._channel.send(Pull(lease, list(names)), self._seconds)
+        self._channel.send(messages.Pull(lease, list(names)), self._seconds)
         while slot_of:
             match self._channel.receive(self._seconds):
-                case Missing(missing):
+                case messages.Missing(missing):
                     for name in missing:
                         _take(slot_of, name)
-                case Block(name, length, sums):
+                case messages.Block(name, length, sums):
                     slot = _take(slot_of, name)
                     if length != self._memory.block_bytes:
                         raise WireError(f"a block of {length} bytes was sent, it must have {self._memory.block_bytes}")
                     self._channel.receive_into(self._memory.view(slot), self._seconds)
                     self._set_sums(slot, sums)
                     came.add(name)
-                case Slot(name, offset, sums):
+                case messages.Slot(name, offset, sums):
                     slot = _take(slot_of, name)
                     self._copy(slot, offset)
                     self._set_sums(slot, sums)
                     came.add(name)
-                case Refused(code, text):
+                case messages.Refused(code, text):
                     raise RefusedError(code, text)
                 case other:
                     raise WireError(f"the answer to Pull is a {type(other).__name__}")
@@ -163,9 +148,7 @@ class Connection:
         size, shared = self._memory.block_bytes, self._shared
         if shared is None or not 0 <= offset <= len(shared) - size:
             raise WireError("a slot lies outside of the memory that is shared")
-        # NumPy lets other threads run meanwhile.
-        source = np.frombuffer(shared, np.uint8, size, offset)
-        np.copyto(np.frombuffer(self._memory.view(slot), np.uint8), source)
+        copy(memoryview(shared)[offset : offset + size], to=self._memory.view(slot))
 
     def _set_sums(self, slot: int, sums: bytes) -> None:
         own = self._memory.sums[slot]
@@ -221,24 +204,24 @@ def _connect(target: Target, found: "Sequence[addresses.Address]", seconds: floa
 def _greet(channel: Channel, target: Target, own: Identity, seconds: float) -> None:
     """The handshake. Raises WireError or RefusedError."""
     nonce = messages.new_nonce()
-    channel.send(Hello(messages.PROTOCOL, target.engine_id, dict(own.facts), own.block_bytes, nonce), seconds)
-    hello = _answer(channel, Hello, seconds)
-    channel.send(Proof(messages.proof("decode", own.token, nonce, hello.nonce)), seconds)
-    proof = _answer(channel, Proof, seconds)
+    channel.send(messages.Hello(messages.PROTOCOL, target.engine_id, dict(own.facts), own.block_bytes, nonce), seconds)
+    hello = _answer(channel, messages.Hello, seconds)
+    channel.send(messages.Proof(messages.proof("decode", own.token, nonce, hello.nonce)), seconds)
+    proof = _answer(channel, messages.Proof, seconds)
     if not messages.is_proven(proof.hmac, "prefill", own.token, hello.nonce, nonce):
         raise RefusedError(
-            Code.TOKEN, "the prefill engine has another token; set the same JAXLLM_KV_TOKEN for both, or for neither"
+            messages.Code.TOKEN, "the prefill engine has another token; set the same JAXLLM_KV_TOKEN for both, or for neither"
         )
     if hello.engine_id != target.engine_id:
-        raise RefusedError(Code.ENGINE, f"it is engine {hello.engine_id}")
+        raise RefusedError(messages.Code.ENGINE, f"it is engine {hello.engine_id}")
     if (difference := own.difference(hello.facts, hello.block_bytes)) is not None:
-        raise RefusedError(Code.DIFFERS, difference)
+        raise RefusedError(messages.Code.DIFFERS, difference)
     channel.accept(messages.OF_PREFILL)
 
 
 def _answer(channel: Channel, kind: type[T], seconds: float) -> T:
     answer = channel.receive(seconds)
-    if isinstance(answer, Refused):
+    if isinstance(answer, messages.Refused):
         raise RefusedError(answer.code, answer.text)
     if not isinstance(answer, kind):
         raise WireError(f"it sent a {type(answer).__name__} in place of a {kind.__name__}")
@@ -247,9 +230,9 @@ def _answer(channel: Channel, kind: type[T], seconds: float) -> T:
 
 def _map(channel: Channel, seconds: float) -> mmap.mmap:
     """The memory of an engine on this host, to be read. Raises WireError."""
-    channel.send(Map(), seconds)
+    channel.send(messages.Map(), seconds)
     answer = channel.receive(seconds)
-    if not isinstance(answer, Mapped):
+    if not isinstance(answer, messages.Mapped):
         raise WireError("the answer to Map is another one")
     descriptor = channel.receive_descriptor(seconds)
     try:

@@ -13,22 +13,6 @@ from jaxllm.kv_tiers.peers import messages
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.identity import Identity
 from jaxllm.kv_tiers.peers.leases import Leases, NoLeaseError
-from jaxllm.kv_tiers.peers.messages import (
-    Attach,
-    Attached,
-    Block,
-    Code,
-    Done,
-    Hello,
-    Map,
-    Mapped,
-    Missing,
-    Proof,
-    Pull,
-    Refused,
-    Renew,
-    Slot,
-)
 from jaxllm.kv_tiers.slot_store import SlotMemory
 from jaxllm.log import logger
 
@@ -183,55 +167,59 @@ class Server:
     def _welcome(self, channel: Channel) -> bool:
         """The handshake. Returns whether the connection may be used. Raises WireError."""
         own, hello = self._identity, channel.receive(FIRST_SECONDS)
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, messages.Hello):
             raise WireError("its first message is no Hello")
         if hello.protocol != messages.PROTOCOL:
             return _refuse(
-                channel, Code.PROTOCOL, f"this engine speaks version {messages.PROTOCOL}, the decode engine {hello.protocol}"
+                channel,
+                messages.Code.PROTOCOL,
+                f"this engine speaks version {messages.PROTOCOL}, the decode engine {hello.protocol}",
             )
         nonce = messages.new_nonce()
-        channel.send(Hello(messages.PROTOCOL, own.engine_id, dict(own.facts), own.block_bytes, nonce), FIRST_SECONDS)
+        channel.send(messages.Hello(messages.PROTOCOL, own.engine_id, dict(own.facts), own.block_bytes, nonce), FIRST_SECONDS)
         proof = channel.receive(FIRST_SECONDS)
-        if not isinstance(proof, Proof):
+        if not isinstance(proof, messages.Proof):
             raise WireError("its second message is no Proof")
         if not messages.is_proven(proof.hmac, "decode", own.token, hello.nonce, nonce):
             return _refuse(
-                channel, Code.TOKEN, "the engines have different tokens; set the same JAXLLM_KV_TOKEN for both, or for neither"
+                channel,
+                messages.Code.TOKEN,
+                "the engines have different tokens; set the same JAXLLM_KV_TOKEN for both, or for neither",
             )
         if hello.engine_id != own.engine_id:
-            return _refuse(channel, Code.ENGINE, f"this is engine {own.engine_id}, not {hello.engine_id}")
+            return _refuse(channel, messages.Code.ENGINE, f"this is engine {own.engine_id}, not {hello.engine_id}")
         if (difference := own.difference(hello.facts, hello.block_bytes)) is not None:
             logger.error("a decode engine may not fetch blocks: %s", difference)
-            return _refuse(channel, Code.DIFFERS, difference)
+            return _refuse(channel, messages.Code.DIFFERS, difference)
         if channel.is_local and channel.user_id not in (os.geteuid(), 0):
-            return _refuse(channel, Code.TOKEN, "the memory is shared with processes of the same user alone")
+            return _refuse(channel, messages.Code.TOKEN, "the memory is shared with processes of the same user alone")
         with self._lock:
             self._strangers.pop(channel, None)
             if self._is_closed or len(self._guests) >= MAX_CONNECTIONS:
                 raise WireError("there are too many connections")
             self._guests[channel] = None
         channel.accept(messages.OF_DECODE)
-        channel.send(Proof(messages.proof("prefill", own.token, nonce, hello.nonce)), FIRST_SECONDS)
+        channel.send(messages.Proof(messages.proof("prefill", own.token, nonce, hello.nonce)), FIRST_SECONDS)
         return True
 
     def _answer(self, channel: Channel, message: object) -> None:
         """Process a message. Raises WireError."""
         match message:
-            case Attach(number):
+            case messages.Attach(number):
                 try:
-                    channel.send(Attached(number, list(self._leases.attach(number, channel))), BLOCK_SECONDS)
+                    channel.send(messages.Attached(number, list(self._leases.attach(number, channel))), BLOCK_SECONDS)
                 except NoLeaseError as error:
-                    channel.send(Refused(Code.LEASE, str(error)), BLOCK_SECONDS)
-            case Pull(number, names):
+                    channel.send(messages.Refused(messages.Code.LEASE, str(error)), BLOCK_SECONDS)
+            case messages.Pull(number, names):
                 self._send_contents(channel, number, names)
-            case Renew(numbers):
+            case messages.Renew(numbers):
                 self._leases.renew(numbers, channel)
-            case Done(number):
+            case messages.Done(number):
                 self._leases.end(number)
-            case Map():
+            case messages.Map():
                 if not channel.is_local or self._memory.descriptor is None:
                     raise WireError("memory is not shared on this connection")
-                channel.send(Mapped(self._memory.num_bytes), BLOCK_SECONDS)
+                channel.send(messages.Mapped(self._memory.num_bytes), BLOCK_SECONDS)
                 channel.send_descriptor(self._memory.descriptor, BLOCK_SECONDS)
 
     def _send_contents(self, channel: Channel, number: str, names: Sequence[bytes]) -> None:
@@ -244,15 +232,15 @@ class Server:
                         continue
                     sums = memory.sums[slot].tobytes()
                     if channel.is_local:
-                        channel.send(Slot(name, memory.offset(slot), sums), BLOCK_SECONDS)
+                        channel.send(messages.Slot(name, memory.offset(slot), sums), BLOCK_SECONDS)
                     else:
-                        channel.send(Block(name, memory.block_bytes, sums), BLOCK_SECONDS, memory.view(slot))
+                        channel.send(messages.Block(name, memory.block_bytes, sums), BLOCK_SECONDS, memory.view(slot))
         except NoLeaseError:
             missing = list(names)
         if missing:
-            channel.send(Missing(missing), BLOCK_SECONDS)
+            channel.send(messages.Missing(missing), BLOCK_SECONDS)
 
 
 def _refuse(channel: Channel, code: str, text: str) -> bool:
-    channel.send(Refused(code, text), FIRST_SECONDS)
+    channel.send(messages.Refused(code, text), FIRST_SECONDS)
     return False

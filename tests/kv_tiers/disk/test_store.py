@@ -16,8 +16,8 @@ from jaxllm.kv_tiers import workers
 from jaxllm.kv_tiers.disk import block_file, store
 from jaxllm.kv_tiers.disk.block_file import PAGE_BYTES
 from jaxllm.kv_tiers.disk.folder import open_root
-from jaxllm.kv_tiers.disk.pace import Pace
 from jaxllm.kv_tiers.disk.store import DiskStore
+from jaxllm.kv_tiers.pace import Pace
 from tests.helpers.disk_engine import BLOCK_BYTES, FILE_BYTES, MODEL, NAMES, NUM_SLOTS, Memory, files
 
 
@@ -422,7 +422,7 @@ def test_weights_that_cannot_be_read_are_tried_again(make: Any, tmp_path: Path, 
 def test_the_pace_is_that_of_reads_and_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    pace = Pace(2_000_000, 4)
+    pace = Pace(2_000_000, 4, 2e9)
     assert pace.seconds(1) == pytest.approx(0.004) and pace.seconds(8) == pytest.approx(0.008)
     for _ in range(200):
         pace.note(1.0)

@@ -2,16 +2,18 @@
 
 import gc
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxllm import env
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.peers import client, peer_store
 from jaxllm.kv_tiers.peers.server import Server
@@ -220,3 +222,14 @@ def test_a_waiting_request_renews_its_lease(one: Runner, monkeypatch: pytest.Mon
         wait_for(lambda: lease.expires_at > before)
         found = decode.finish()
         assert found["r2"][0] == one.run(prompt)[0] and found["r2"][1].num_cached_tokens == 80
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_listen_leaves_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = {"kv_port": taken.getsockname()[1], "kv_offloading_disk": str(tmp_path), "kv_offloading_disk_size": 1.0}
+        with pytest.raises(ConfigError, match="cannot listen") as error:
+            make(**{**PREFILL, **options, "warmup": "lazy"})
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+    assert "memfd:jaxllm-kv" not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    del error  # until here it kept the variables of the start alive, as a handler does

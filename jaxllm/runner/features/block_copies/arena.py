@@ -39,7 +39,8 @@ class Arena:
             raise ConfigError(
                 f"kv_offloading_size is {num_bytes / 2**30:.3g} GiB, less than a block ({self.slot_bytes} bytes); raise it"
             )
-        self._is_closing = False
+        self.is_closing = False
+        """Whether `stop` was called."""
 
     def open(self) -> None:
         """Take the memory. Raises ConfigError."""
@@ -68,7 +69,7 @@ class Arena:
 
     def stop(self) -> None:
         """Have `touch` return soon."""
-        self._is_closing = True
+        self.is_closing = True
 
     def close(self) -> None:
         """Give the memory back, once no other process maps it."""
@@ -99,7 +100,7 @@ class Arena:
         """Have the system give the memory now: to lock pages that are not there takes ten times as long. Uses several threads."""
 
         def touch(start: int) -> None:
-            if not self._is_closing:
+            if not self.is_closing:
                 self._bytes[start : start + _PIECE_BYTES : PAGE_BYTES] = 0
 
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "kv-touch") as threads:

@@ -168,11 +168,17 @@ class BlockCopier(OpRunner):
 
     def _open(self) -> Transfer:
         self.arena.open()
-        if jax.default_backend() == "cpu":
-            return PlainTransfer(self.arena, self.format)
-        self.arena.touch()
-        local = [device.local_hardware_id for device in self._runner.shapes.mesh.local_devices]
-        return CudaTransfer(self.arena, self.format, local)
+        try:
+            if jax.default_backend() == "cpu":
+                return PlainTransfer(self.arena, self.format)
+            self.arena.touch()
+            if self.arena.is_closing:  # to lock what was not touched would take long
+                raise EngineDeadError("the engine ends")
+            local = [device.local_hardware_id for device in self._runner.shapes.mesh.local_devices]
+            return CudaTransfer(self.arena, self.format, local)
+        except BaseException:
+            self.arena.close()
+            raise
 
     def release(self) -> None:
         """See OpRunner."""

@@ -78,15 +78,14 @@ class CudaTransfer:
     def _copy(self, direction: str, staging: jax.Array, slots: Sequence[int]) -> None:
         is_out, num_copies = direction == "out", self._format.num_copies
         row_bytes = self._format.part_words * WORD_BYTES
-        used = []
-        try:
+        with contextlib.ExitStack() as ending:  # waits for all, after an error too: others may get the buffers and slots next
             for device, part in by_device(staging):
                 if is_out and device % num_copies:
                     continue  # another device has the same
                 ordinal = part.device.local_hardware_id  # type: ignore[union-attr]
                 self._runtime.call("cudaSetDevice", ordinal)  # of this thread
                 stream = self._streams[direction, ordinal]
-                used.append(stream)
+                ending.callback(self._runtime.call, "cudaStreamSynchronize", stream)
                 rows, offset = part.unsafe_buffer_pointer(), device // num_copies * row_bytes
                 for row, slot, count in runs(slots, self._piece_slots):
                     of_rows = (_at(rows + row * row_bytes), ctypes.c_size_t(row_bytes))
@@ -94,9 +93,6 @@ class CudaTransfer:
                     to, source = (of_slots, of_rows) if is_out else (of_rows, of_slots)
                     shape = (ctypes.c_size_t(row_bytes), ctypes.c_size_t(count))
                     self._runtime.call("cudaMemcpy2DAsync", *to, *source, *shape, _ANY_DIRECTION, stream)
-        finally:  # after an error too: others may get the buffers and slots next
-            for stream in used:
-                self._runtime.call("cudaStreamSynchronize", stream)
 
     def close(self) -> None:
         """Unlock the pages, as far as a device that is lost allows it."""
