@@ -70,7 +70,7 @@ class OwnStore:
         self._is_closed = False
         self._num_resets = 0
         self._pace = Pace(memory.block_bytes, 1, _FIRST_RATE)
-        """Of all threads together."""
+        """Estimate of all threads together."""
         self._lock = threading.Lock()
         self._num_writing = 0
         """Contents of writes that are not over."""
