@@ -100,12 +100,20 @@ def test_too_few_gpus_are_told_by_the_options_that_were_given(monkeypatch: pytes
 # Whole servers
 
 
-def legs(model: Path) -> list[dict[str, Any]]:
-    """The records that the engines wrote since the last call."""
-    file = model / "legs.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    file.unlink(missing_ok=True)
-    return [json.loads(line) for line in lines]
+class Legs:
+    """Reads what the engines of one server record."""
+
+    def __init__(self, model: Path):
+        self._file, self._num_bytes_read = model / "legs.jsonl", 0
+        self._file.touch()
+
+    def new(self) -> list[dict[str, Any]]:
+        """The records written since the last call. The file stays, as an engine may have it open to write the next one."""
+        with self._file.open("rb") as file:
+            file.seek(self._num_bytes_read)
+            lines = [line for line in file if line.endswith(b"\n")]
+        self._num_bytes_read += sum(map(len, lines))
+        return [json.loads(line) for line in lines]
 
 
 def chat(client: httpx.Client, text: str, **fields: Any) -> httpx.Response:
@@ -116,6 +124,7 @@ def chat(client: httpx.Client, text: str, **fields: Any) -> httpx.Response:
 @pytest.mark.slow
 def test_one_url_over_prefill_and_decode_engines(tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model")
+    legs = Legs(model)
     with serving(model, tmp_path, **OPTIONS) as server, server.wait_ready().client() as client:
         health = client.get("/health").json()["replicas"]
         found = [(replica["role"], replica["state"]) for replica in health]
@@ -126,7 +135,7 @@ def test_one_url_over_prefill_and_decode_engines(tmp_path: Path) -> None:
         assert answer.json()["choices"][0]["text"] == "one two three" and "kv_transfer_params" not in answer.json()
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 7
         assert answer.json()["usage"]["completion_tokens"] == 4
-        first, second = legs(model)
+        first, second = legs.new()
         assert (first["role"], first["max_tokens"], first["keeps"], first["pulls"]) == ("prefill", 1, True, None)
         assert (second["role"], second["max_tokens"], second["keeps"]) == ("decode", 16, False)
         assert second["pulls"] == f"lease-of-{first['id']}" and "kept" in second["id"]
@@ -136,24 +145,24 @@ def test_one_url_over_prefill_and_decode_engines(tmp_path: Path) -> None:
         deltas = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
         texts = ["".join(each["delta"].get("content") or "" for each in deltas if each["index"] == index) for index in (0, 1)]
         assert texts == ["one two three"] * 2
-        assert [leg["role"] for leg in legs(model)] == ["prefill", "decode", "decode"], "the prompt is computed once"
+        assert [leg["role"] for leg in legs.new()] == ["prefill", "decode", "decode"], "the prompt is computed once"
 
         tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
         for fields in ({"tools": [tool], "tool_choice": "required"}, {"response_format": schema}):
             assert chat(client, LONG, **fields).status_code == 200
-            assert [(leg["role"], leg["grammar"]) for leg in legs(model)] == [("prefill", False), ("decode", True)]
+            assert [(leg["role"], leg["grammar"]) for leg in legs.new()] == [("prefill", False), ("decode", True)]
 
         assert chat(client, "hi").json()["choices"][0]["message"]["content"] == "one two three"
-        assert [(leg["role"], leg["pulls"]) for leg in legs(model)] == [("decode", None)]
+        assert [(leg["role"], leg["pulls"]) for leg in legs.new()] == [("decode", None)]
         embedding = client.post("/v1/embeddings", json={"model": "model", "input": LONG})
-        assert embedding.status_code == 200 and [leg["role"] for leg in legs(model)] == ["prefill"]
+        assert embedding.status_code == 200 and [leg["role"] for leg in legs.new()] == ["prefill"]
 
         refused = chat(client, LONG, kv_transfer_params={"do_remote_decode": True})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "kv_transfer_params"
         refused = client.post("/v1/completions", json={"prompt": LONG}, headers={"X-data-parallel-rank": "1"})
         assert refused.status_code == 400 and "leave it out" in refused.json()["error"]["message"]
-        assert not legs(model)
+        assert not legs.new()
         counts = [
             line for line in client.get("/metrics").text.splitlines() if line.startswith("jaxllm:generation_tokens_total{")
         ]
@@ -164,33 +173,34 @@ def test_one_url_over_prefill_and_decode_engines(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_failures_and_cancellations_of_each_leg(tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model")
+    legs = Legs(model)
     options = {**OPTIONS, "prefill": 2, "decode": 1}
     with serving(model, tmp_path, **options) as server, server.wait_ready().client() as client:
         for first_word in ("unkept", "lose"):
             answer = chat(client, f"{first_word} {LONG}")
             assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"] == "one two three"
-            assert [(leg["role"], leg["pulls"]) for leg in legs(model)] == [("prefill", None), ("decode", None)]
+            assert [(leg["role"], leg["pulls"]) for leg in legs.new()] == [("prefill", None), ("decode", None)]
 
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json={"prompt": f"slow {LONG}"}, timeout=1.0)
         found: list[dict[str, Any]] = []
-        wait_until(lambda: found.extend(legs(model)) or any("aborted" in leg for leg in found), "the first leg goes on")
+        wait_until(lambda: found.extend(legs.new()) or any("aborted" in leg for leg in found), "the first leg goes on")
         assert [leg["role"] for leg in found] == ["prefill"] * 2 and found[1]["aborted"] == found[0]["id"]
 
         endless = {"prompt": LONG, "max_tokens": 15_000, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=endless) as stream:
             next(stream.iter_lines())
         found.clear()
-        wait_until(lambda: found.extend(legs(model)) or any("aborted" in leg for leg in found), "the second leg goes on")
+        wait_until(lambda: found.extend(legs.new()) or any("aborted" in leg for leg in found), "the second leg goes on")
         assert [leg["role"] for leg in found] == ["prefill", "decode", "decode"] and found[2]["aborted"] == found[1]["id"]
 
         engines = server.children("jaxllm.engine.process")
         slow = {"prompt": f"slow {LONG}", "max_tokens": 5}
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=slow, timeout=0.5)
-        legs(model)
+        legs.new()
         os.kill(min(engines), signal.SIGKILL)
         for _ in range(3):
             assert chat(client, LONG).status_code == 200, "the other prefill engine, or the decode engine, computes the prompt"
         wait_until(lambda: {each["state"] for each in client.get("/health").json()["replicas"]} == {"serving"}, "not again")
-        assert {leg["role"] for leg in legs(model)} == {"prefill", "decode"}
+        assert {leg["role"] for leg in legs.new()} == {"prefill", "decode"}
