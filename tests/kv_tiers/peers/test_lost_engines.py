@@ -21,7 +21,8 @@ from jaxllm.kv_transfer import read_kv_transfer
 from jaxllm.request import ErrorKind, FinishReason
 from tests.helpers.engines import make_core
 from tests.helpers.slow import slow_except
-from tests.kv_tiers.peers.test_two_engines import DECODE, GREEDY, NUM_BLOCKS, PREFILL, SEEDED, Runner, make, prompt_of, wait_for
+from tests.helpers.waiting import wait_until
+from tests.kv_tiers.peers.test_two_engines import DECODE, GREEDY, NUM_BLOCKS, PREFILL, SEEDED, Runner, make, prompt_of
 
 
 def descriptors() -> set[str]:
@@ -52,7 +53,7 @@ def pair(name: str = "qwen3", prefill: dict[str, Any] | None = None, decode: dic
     del engines, each
     gc.collect()
     with suppress(AssertionError):
-        wait_for(lambda: descriptors() <= before)  # others may have a file open for a moment
+        wait_until(lambda: descriptors() <= before)  # others may have a file open for a moment
     assert not descriptors() - before
 
 
@@ -213,7 +214,7 @@ def test_idle_connections_are_closed(one: Runner, monkeypatch: pytest.MonkeyPatc
     with pair() as (prefill, decode):
         prompt = prompt_of(90, 5)
         assert decode.decode(prompt, prefill.prefill(prompt))[1].num_cached_tokens == 80
-        wait_for(lambda: server_of(prefill).num_connections == 0)
+        wait_until(lambda: server_of(prefill).num_connections == 0)
         again = prompt_of(90, 6)
         assert decode.decode(again, prefill.prefill(again))[1].num_cached_tokens == 80
 
@@ -228,9 +229,9 @@ def test_a_waiting_request_renews_its_lease(one: Runner, monkeypatch: pytest.Mon
         decode.core.step()
         decode.send(prompt, GREEDY, read_kv_transfer(answer))
         (lease,) = prefill.core._tiers[0]._leases._leases.values()
-        wait_for(lambda: bool(lease.connections))
+        wait_until(lambda: bool(lease.connections))
         before = lease.expires_at
-        wait_for(lambda: lease.expires_at > before)
+        wait_until(lambda: lease.expires_at > before)
         found = decode.finish()
         assert found["r2"][0] == one.run(prompt)[0] and found["r2"][1].num_cached_tokens == 80
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from jaxllm.request import EngineCoreRequest
 from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers.engines import make_core
+from tests.helpers.waiting import wait_until
 
 NUM_BLOCKS = 40
 PREFILL = {"kv_role": "prefill", "kv_port": 0}
@@ -123,13 +124,6 @@ def have_ended(runner: Runner) -> bool:
     return all(lease.is_over for lease in leases_of(runner)._leases.values())
 
 
-def wait_for(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10.0
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_tokens_are_those_of_one_engine(engines: Any, transport: str, params: SamplingParams) -> None:
     one, prefill, decode = engines
@@ -144,7 +138,7 @@ def test_tokens_are_those_of_one_engine(engines: Any, transport: str, params: Sa
         assert tokens == wanted
         assert last.num_cached_tokens == count // 16 * 16
         assert decode.loaded_tokens[last.request_id] == {"peer": last.num_cached_tokens}
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
     assert prefill.prefill(prompt_of(10)) is None, "there is no full block"
     assert len(leases_of(prefill)) == 0, "the slots of leases that are over are free"
     for each in (prefill, decode):
@@ -174,7 +168,7 @@ def test_answers_of_one_prompt_share_a_lease(engines: Any) -> None:
         wanted, _ = one.run(prompt, SamplingParams(temperature=1.0, seed=seed, max_tokens=8))
         assert found[request_id][0] == wanted
         assert found[request_id][1].num_cached_tokens == 80
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
     decode.core.check_integrity()
 
 
@@ -236,10 +230,10 @@ def test_aborted_requests_leave_nothing(engines: Any, when: str) -> None:
     request_id = decode.send(prompt, GREEDY, read_kv_transfer(prefill.prefill(prompt)))
     if when == "loading":
         request = decode.core.scheduler.requests[request_id]
-        wait_for(lambda: bool(decode.core.step()) or request.status.name == "WAITING_FOR_BLOCKS")
+        wait_until(lambda: bool(decode.core.step()) or request.status.name == "WAITING_FOR_BLOCKS")
     decode.core.abort_requests([request_id])
     decode.finish()
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
     assert decode.run(prompt)[0] == one.run(prompt)[0]
     decode.core.check_integrity()
 
