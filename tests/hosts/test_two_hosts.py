@@ -133,7 +133,7 @@ def of_one_device(directory):
     ("num_devices", "num_ranks", "size", "more"),
     [
         (2, 4, 1, {"enable_eplb": True, "eplb_config": {"window_size": 8, "step_interval": 8, "num_redundant_experts": 4}}),
-        (1, 2, 1, {"speculative_config": rank_scenario.ITSELF}),
+        (1, 2, 1, {"speculative_config": {**rank_scenario.ITSELF, "num_speculative_tokens": 1}}),
     ],
     ids=["two ranks each", "a rank each, with drafts"],
 )
