@@ -59,7 +59,7 @@ def pair(name: str = "qwen3", prefill: dict[str, Any] | None = None, decode: dic
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[Runner]:
-    core = make_core("qwen3", num_gpu_blocks_override=NUM_BLOCKS)
+    core = make_core("qwen3", shares_programs=True, num_gpu_blocks_override=NUM_BLOCKS)
     yield Runner(core)
     core.shutdown()
 
@@ -155,11 +155,12 @@ def test_an_engine_with_another_token_or_model_is_not_asked_again(one: Runner, m
 
 
 CASES: list[list[Any]] = [
-    ["qwen3", {}, {"tensor_parallel_size": 2}],
-    ["qwen3", {"tensor_parallel_size": 2}, {}],
-    ["qwen3", {"async_scheduling": False}, {"async_scheduling": False}],
-    ["qwen3", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}],
-    ["qwen3", {"max_num_batched_tokens": 32, "token_buckets": (32,)}, {}],
+    ["qwen3", {"max_num_batched_tokens": 32, "token_buckets": (32,)}, {"tensor_parallel_size": 2, "async_scheduling": False}],
+    [
+        "qwen3",
+        {"tensor_parallel_size": 2, "async_scheduling": False, "kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8"},
+    ],
     ["gemma3", {}, {}],
     ["deepseek_v3", {"tensor_parallel_size": 2}, {}],
 ]
@@ -169,7 +170,7 @@ CASES: list[list[Any]] = [
 def test_tokens_are_those_of_one_engine(case: list[Any]) -> None:
     name, prefill_options, decode_options = case
     shared = {key: value for key, value in decode_options.items() if key == "kv_cache_dtype"}
-    one = Runner(make_core(name, num_gpu_blocks_override=NUM_BLOCKS, **shared))
+    one = Runner(make_core(name, shares_programs=True, num_gpu_blocks_override=NUM_BLOCKS, **shared))
     with pair(name, prefill_options, decode_options) as (prefill, decode):
         for seed, params in enumerate((GREEDY, SEEDED, GREEDY)):
             prompt = prompt_of(90 + seed, seed)

@@ -30,7 +30,8 @@ SEEDED = SamplingParams(temperature=1.0, max_tokens=8, seed=7)
 
 
 def make(name: str = "qwen3", **options: Any) -> EngineCore:
-    return make_core(name, **{"kv_offloading_size": 0.02, "num_gpu_blocks_override": NUM_BLOCKS, **options})
+    options = {"kv_offloading_size": 0.02, "num_gpu_blocks_override": NUM_BLOCKS, **options}
+    return make_core(name, shares_programs=True, **options)
 
 
 def prompt_of(count: int, seed: int = 0) -> list[int]:
@@ -93,7 +94,8 @@ class Runner:
 @pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[Runner, Runner, Runner]]:
     """One that computes all, one of each role."""
-    cores = make_core("qwen3", num_gpu_blocks_override=NUM_BLOCKS), make(**PREFILL), make(**DECODE)
+    one = make_core("qwen3", shares_programs=True, num_gpu_blocks_override=NUM_BLOCKS)
+    cores = one, make(**PREFILL), make(**DECODE)
     yield tuple(map(Runner, cores))
     for core in cores:
         core.shutdown()
