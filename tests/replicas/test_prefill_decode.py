@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -288,6 +288,45 @@ def test_where_prefill_fails_the_decode_engine_computes_the_prompt(cause: str) -
             assert fleet.ids(1) == ["b-prefill"]
 
     with_fleet(test)
+
+
+@pytest.mark.parametrize("cause", ["error", "refused", "failed step", "dead", "cannot send"])
+def test_with_the_policy_fail_the_error_of_a_first_leg_is_that_of_its_requests(cause: str) -> None:
+    async def test(fleet: Fleet) -> None:
+        client, listener = cast(Any, fleet.clients[0]), fleet.listener
+        if cause == "cannot send":
+            client.refuses = EngineDeadError("it has ended")
+            with pytest.raises(EngineDeadError, match="it has ended"):
+                fleet.core.add(request_of("a"))
+        else:
+            for request_id in ("a", "b"):
+                fleet.core.add(request_of(request_id))
+        if cause == "error":
+            fleet.end(0, "a-prefill", FinishReason.ERROR, stop_reason="NaN", error_kind=ErrorKind.NOT_FINITE)
+            assert [(each.request_id, each.error_kind) for each in listener.outputs] == [
+                ("a", ErrorKind.NOT_FINITE),
+                ("b", ErrorKind.NOT_FINITE),
+            ]
+        elif cause == "refused":
+            client.on_refused(Refused("a-prefill", Fault("overloaded", "the queue is full")))
+            assert [(request_id, str(error)) for request_id, error in listener.refusals] == [
+                ("a", "the queue is full"),
+                ("b", "the queue is full"),
+            ]
+        elif cause == "failed step":
+            client.on_failed(Failed("a step failed"))
+            assert [(str(error), ids) for error, ids in listener.failures] == [("a step failed", ["a", "b"])]
+        elif cause == "dead":
+            client.on_dead(EngineDeadError("killed"))
+            ((error, ids),) = listener.failures
+            assert isinstance(error, ReplicaLostError) and ids == ["a", "b"]
+        assert not any(decode.sent for decode in fleet.clients[2:])
+        assert not fleet.core._legs and not fleet.core._leg_of and not fleet.core.balancer.num_requests(0)
+        client.refuses = None
+        fleet.core.add(request_of("c", LONG[1:]))
+        assert "c-prefill" in fleet.ids(0) + fleet.ids(1)
+
+    with_fleet(test, load_failure_policy="fail")
 
 
 def test_a_refusal_of_one_second_leg_sends_none_of_the_other_answers() -> None:

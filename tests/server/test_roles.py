@@ -83,6 +83,15 @@ def test_each_engine_gets_its_role_and_all_one_secret() -> None:
     assert first[1] != second[1]
 
 
+def test_decode_engines_alone_get_the_policies_for_blocks_that_do_not_come() -> None:
+    roles, config = Roles(1, 1), config_with(kv_pull_timeout=3.0, kv_load_failure_policy="fail")
+    common = roles.applied_to(config)
+    prefill, decode = [common.replace(**own).kv_transfer for own in roles.options_of_each().values()]
+    assert (prefill.kv_pull_timeout, prefill.kv_load_failure_policy) == (10.0, "recompute")
+    assert (decode.kv_pull_timeout, decode.kv_load_failure_policy) == (3.0, "fail")
+    assert roles.decode_engine(config).kv_transfer == decode
+
+
 def test_too_few_gpus_are_told_by_the_options_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.gpus, "count", lambda: 4)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
@@ -168,6 +177,18 @@ def test_one_url_over_prefill_and_decode_engines(tmp_path: Path) -> None:
         ]
         by_engine = {line.split('engine="')[1].split('"')[0]: float(line.split()[-1]) for line in counts}
         assert by_engine.get("0", 0.0) == 0.0 and sum(by_engine.values()) == 6 * 4, by_engine
+
+
+@pytest.mark.slow
+def test_with_the_policy_fail_a_failed_first_leg_is_an_error(tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model")
+    legs = Legs(model)
+    with serving(model, tmp_path, **OPTIONS, kv_load_failure_policy="fail") as server, server.wait_ready().client() as client:
+        answer = chat(client, f"lose {LONG}")
+        assert answer.status_code == 500 and answer.json()["error"]["message"] == "the engine failed on this request"
+        assert [leg["role"] for leg in legs.new()] == ["prefill"]
+        assert chat(client, f"unkept {LONG}").status_code == 200, "host memory of the prefill engine is full"
+        assert [leg["role"] for leg in legs.new()] == ["prefill", "decode"]
 
 
 @pytest.mark.slow
