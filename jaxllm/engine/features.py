@@ -14,6 +14,7 @@ from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_events_options import KVEventsConfig
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
@@ -143,6 +144,9 @@ class KVTiers(Protocol):
     @property
     def preparations(self) -> Sequence[Preparation]:
         """Preparations that requests may wait for before their blocks are loaded, once there are tiers."""
+
+    def end_lease(self, transfer: KVTransfer) -> None:
+        """Blocks that a prefill engine, this one or another, keeps for a request will not be fetched."""
 
     def new_tiers(self, executor: "Executor", num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks. model_dir: where the weights are. Raises ConfigError."""

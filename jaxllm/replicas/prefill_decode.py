@@ -9,6 +9,7 @@ from jaxllm.engine.async_core import ReplicaInfo
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Outputs, Refused
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError
+from jaxllm.kv_transfer import KVTransfer, read_kv_transfer
 from jaxllm.kv_transfer_options import PORT
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
@@ -55,6 +56,8 @@ class PrefillDecode(Replicas):
         self._leg_of: dict[str, str] = {}
         """The first leg that a request waits for."""
         self._last_leg = ""
+        self._unfetched: dict[str, tuple[int, KVTransfer]] = {}
+        """Where blocks of second legs are that have reported nothing yet, after the rank of that prefill engine, by request."""
 
     async def ready(self) -> "PrefillDecode":
         await super().ready()
@@ -108,6 +111,7 @@ class PrefillDecode(Replicas):
         for request_id in request_ids:
             leg_id = self._leg_of.pop(request_id, None)
             if leg_id is None:
+                self._unfetched.pop(request_id, None)  # the decode engine ends the lease
                 ended.append(request_id)
                 continue
             del self._legs[leg_id].waiting[request_id]
@@ -135,6 +139,8 @@ class PrefillDecode(Replicas):
             request_id = next(iter(leg.waiting))
             del self._leg_of[request_id]
             second = decode_leg(leg.waiting.pop(request_id), params)
+            if (transfer := second.options.kv_transfer) is not None:
+                self._unfetched[request_id] = leg.rank, transfer
             try:
                 rank = self.routes.choose_decode(second, rank)
                 self._send_to(rank, second)
@@ -142,7 +148,7 @@ class PrefillDecode(Replicas):
                 self._refuse(request_id, error)
                 continue
             if self._listener is not None:
-                self._listener.take_move(request_id, rank, second.options.kv_transfer)
+                self._listener.take_move(request_id, rank, transfer)
         self._legs.pop(leg_id, None)
 
     def _end_waiting(self, leg_id: str, output: EngineCoreOutput) -> None:
@@ -159,9 +165,20 @@ class PrefillDecode(Replicas):
             del self._leg_of[request_id]
         return ids
 
+    def _end_leases(self, request_ids: Collection[str]) -> None:
+        """Second legs have ended, perhaps before they fetched their blocks."""
+        for request_id in request_ids:
+            if (found := self._unfetched.pop(request_id, None)) is not None:
+                self._send_end_of_lease(*found)
+
     # What engines report
 
     def _take_outputs(self, rank: int, message: Outputs) -> None:
+        for output in message.outputs:
+            self._unfetched.pop(output.request_id, None)
+            is_late = output.request_id not in self._legs  # it was aborted meanwhile
+            if is_late and (transfer := read_kv_transfer(output.kv_transfer_params)) is not None:
+                self._send_end_of_lease(rank, transfer)
         ended = [each for each in message.outputs if each.finish_reason is not None and each.request_id in self._legs]
         super()._take_outputs(rank, message)  # listeners have no request with the id of a first leg
         for output in ended:
@@ -188,7 +205,12 @@ class PrefillDecode(Replicas):
         logger.warning("prefill was refused, a decode engine computes the prompt: %s", error)
         self._continue(message.request_id, None)
 
+    def _refuse(self, request_id: str, error: JaxLLMError) -> None:
+        self._end_leases([request_id])
+        super()._refuse(request_id, error)
+
     def _fail(self, error: EngineError, ids: Collection[str]) -> None:
+        self._end_leases(ids)
         legs = [request_id for request_id in ids if request_id in self._legs]
         ended = [request_id for request_id in ids if request_id not in self._legs]
         if self._fails:

@@ -43,6 +43,7 @@ class FakeClient:
         self.aborted: list[str] = []
         self.refuses: Exception | None = None
         self.let_gone = 0
+        self.ended_leases: list[KVTransfer] = []
         self._ready = SimpleNamespace(config=config, model_config=None, max_model_len=1000, processor_arguments={}, kernels={})
 
     async def ready(self) -> Any:
@@ -55,6 +56,9 @@ class FakeClient:
 
     def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
+
+    def end_lease(self, transfer: KVTransfer) -> None:
+        self.ended_leases.append(transfer)
 
     def let_go(self) -> None:
         self.let_gone += 1
@@ -411,6 +415,34 @@ def test_errors_of_the_second_leg_reach_the_caller() -> None:
         with pytest.raises(StopIteration):
             second_leg_of("d")
         assert fleet.listener.refusals[-1][0] == "d"
+
+    with_fleet(test)
+
+
+@pytest.mark.parametrize("cause", ["refused", "cannot send", "dead", "aborted too late", "fetched", "aborted"])
+def test_the_lease_of_a_second_leg_that_does_not_fetch_is_ended(cause: str) -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.core.add(request_of("a"))
+        clients: list[Any] = list(fleet.clients)
+        if cause == "aborted too late":  # the answer is on its way
+            fleet.core.abort(["a"])
+        if cause == "cannot send":
+            clients[2].refuses = clients[3].refuses = EngineDeadError("it has ended")
+        fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)
+        if cause in ("refused", "dead", "fetched", "aborted"):
+            (decode,) = [client for client in clients[2:] if client.sent]
+            assert not clients[0].ended_leases
+        if cause == "refused":
+            decode.on_refused(Refused("a", Fault("invalid", "no")))
+        elif cause == "dead":
+            decode.on_dead(EngineDeadError("killed"))
+        elif cause == "fetched":
+            decode.on_outputs(Outputs([EngineCoreOutput("a", [5])], Load(stats(), received={"client-0-x": 1})))
+            decode.on_dead(EngineDeadError("killed"))
+        elif cause == "aborted":  # the decode engine ends it
+            fleet.core.abort(["a"])
+        assert clients[0].ended_leases == ([] if cause in ("fetched", "aborted") else [PULLED])
+        assert not any(client.ended_leases for client in clients[1:]) and not fleet.core._unfetched
 
     with_fleet(test)
 

@@ -202,9 +202,14 @@ def test_failures_and_cancellations_of_each_leg(tmp_path: Path) -> None:
             assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"] == "one two three"
             assert [(leg["role"], leg["pulls"]) for leg in legs.new()] == [("prefill", None), ("decode", None)]
 
+        assert chat(client, f"unwanted {LONG}").status_code == 400
+        found: list[dict[str, Any]] = []
+        wait_until(lambda: found.extend(legs.new()) or len(found) > 1, "the prefill engine keeps its blocks")
+        assert [leg["role"] for leg in found] == ["prefill"] * 2 and found[1]["ended"] == f"lease-of-{found[0]['id']}"
+
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json={"prompt": f"slow {LONG}"}, timeout=1.0)
-        found: list[dict[str, Any]] = []
+        found.clear()
         wait_until(lambda: found.extend(legs.new()) or any("aborted" in leg for leg in found), "the first leg goes on")
         assert [leg["role"] for leg in found] == ["prefill"] * 2 and found[1]["aborted"] == found[0]["id"]
 
