@@ -17,7 +17,7 @@ from jaxllm.engine import fault_points
 from jaxllm.engine.background_programs import BackgroundPrograms
 from jaxllm.engine.executor import Executor
 from jaxllm.engine.failures import FailurePolicy
-from jaxllm.engine.features import AdapterManager, check_request, open_kv_events
+from jaxllm.engine.features import AdapterManager, check_address, check_request, open_kv_events
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
 from jaxllm.engine.needed_programs import NeededPrograms
@@ -90,6 +90,7 @@ class EngineCore:
         self._processors = loaded
         self.processor_arguments: Mapping[str, int] = check_processors(loaded)
         began = time.perf_counter()
+        check_address(config)
         self._kv_events = open_kv_events(config, replica)  # first, because its ports may be taken
         try:
             started = Started.of(config, loaded, progress, self.start_times, kernel_policy)

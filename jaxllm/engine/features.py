@@ -215,6 +215,13 @@ def open_hosts(config: EngineConfig, model_dir: Path) -> Hosts | None:
     return getattr(module, name)(config, model_dir)  # type: ignore[no-any-return]
 
 
+def check_address(config: EngineConfig) -> None:
+    """Raise ConfigError if a prefill engine cannot listen at its address, which it does once its weights are loaded."""
+    if config.kv_transfer.is_prefill:
+        module, _ = _maker(KV_TIERS, _NO_TIERS)
+        module.check_address(config.kv_transfer)
+
+
 def open_kv_events(config: EngineConfig, replica: int) -> KVEvents | None:
     """Open the publisher of events of engine `replica`; None if events are off. Raises ConfigError if an address cannot be used."""
     if not KVEventsConfig.of(config.observe.kv_events_config).publishes:

@@ -16,6 +16,7 @@ from jaxllm.kv_tiers.host_tier import STEPS_AHEAD, HostTier
 from jaxllm.kv_tiers.rates import Rates
 from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.kv_transfer import KVTransfer
+from jaxllm.kv_transfer_options import KVTransferOptions
 from jaxllm.log import logger
 
 if TYPE_CHECKING:
@@ -32,6 +33,13 @@ def check_own_store(transfer: KVTransferConfig) -> None:
     from jaxllm.kv_tiers.own import load_class
 
     load_class(transfer)
+
+
+def check_address(options: KVTransferOptions) -> None:
+    """Raise ConfigError if a prefill engine cannot listen at its address."""
+    from jaxllm.kv_tiers.peers.server import listener_at
+
+    listener_at(options.kv_host, options.kv_port).close()
 
 
 class KVTiers:
