@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jaxllm import env
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
+from jaxllm.kv_connectors import without_connector_size
 from jaxllm.kv_transfer_options import without_policies
 from server.options import ProcessOptions
 
@@ -58,7 +59,8 @@ class Roles(NamedTuple):
             )
         if faults:
             raise ConfigError("; ".join(faults))
-        return config.replace(data_parallel_size=self.num_prefill + self.num_decode)
+        options = {**without_connector_size(flat), "data_parallel_size": self.num_prefill + self.num_decode}
+        return EngineConfig.from_options(**options)
 
     def decode_engine(self, config: EngineConfig) -> EngineConfig:
         """The options of a decode engine, for checks before any engine starts. Raises ConfigError as `applied_to`."""

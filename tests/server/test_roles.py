@@ -83,6 +83,14 @@ def test_each_engine_gets_its_role_and_all_one_secret() -> None:
     assert first[1] != second[1]
 
 
+def test_memory_of_a_connector_is_that_of_each_engine() -> None:
+    extra = {"cpu_bytes_to_use": 1 << 30}
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    config = EngineConfig.from_options(kv_transfer_config=transfer)
+    assert Roles(2, 3).applied_to(config).cache.kv_offloading_size == 5.0
+    assert Roles(2, 3).applied_to(config_with()).cache.kv_offloading_size == 1.0
+
+
 def test_decode_engines_alone_get_the_policies_for_blocks_that_do_not_come() -> None:
     roles, config = Roles(1, 1), config_with(kv_pull_timeout=3.0, kv_load_failure_policy="fail")
     common = roles.applied_to(config)
