@@ -113,7 +113,7 @@ class PeerStore:
                 return
             try:
                 peer = self._peer(target)
-            except RefusedError:
+            except (RefusedError, RuntimeError):  # the second if there are too many threads; the lease ends by itself, later
                 return
         peer.end(number).add_done_callback(_error_of)
 
