@@ -248,14 +248,14 @@ def test_requests_that_are_not_queued_end_their_leases(engines: Any, transport: 
     answer = read_kv_transfer(prefill.prefill(prompt_of(90, 36)))
     with pytest.raises(InvalidRequestError):
         decode.send(prompt_of(90, 36), GREEDY, answer, adapter="unknown")
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
 
     answer = read_kv_transfer(prefill.prefill(prompt_of(90, 37)))
     decode.core.pause("wait")
     request_id = decode.send(prompt_of(90, 37), GREEDY, answer)
     assert not have_ended(prefill)
     decode.core.abort_requests([request_id])
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
     decode.core.resume()
 
     answer = read_kv_transfer(prefill.prefill(prompt_of(90, 38)))
@@ -263,12 +263,12 @@ def test_requests_that_are_not_queued_end_their_leases(engines: Any, transport: 
     waiting = decode.send(prompt_of(90, 38), GREEDY, answer)
     decode.core.end_lease(answer)  # another request has it
     decode.core.abort_requests([waiting])
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
     for core in (decode.core, prefill.core):
         answer = read_kv_transfer(prefill.prefill(prompt_of(90, 39)))
         assert answer is not None
         core.end_lease(answer)
-        wait_for(lambda: have_ended(prefill))
+        wait_until(lambda: have_ended(prefill))
     decode.core.end_lease(msgspec.structs.replace(answer, host="10.0.0.1", remote_engine_id="elsewhere"))  # not among its peers
     decode.core.check_integrity()
 
