@@ -28,6 +28,11 @@ FORMATS = (
         widened="packed weights in 4 or 8 bits",
     ),
     Registered(
+        path="jaxllm.quantization.formats.modelopt:ModelOpt",
+        stored=("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"),
+        widened="packed weights in 4 or 8 bits",
+    ),
+    Registered(
         path="jaxllm.quantization.formats.fp8:Fp8",
         online={
             "fp8": "the weights of the decoder's layers become 8-bit floats (e4m3, a scale per output channel) while they are loaded, "

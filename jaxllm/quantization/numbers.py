@@ -29,6 +29,8 @@ NF4 = (
 """By code. Source: arXiv:2305.14314, appendix E."""
 EXPONENT_BIAS = 127
 """Of scales that are exponents of two."""
+NO_EXPONENT = 255
+"""The scale that is no number. Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 5.4.1."""
 
 
 class Number(NamedTuple):

@@ -1,6 +1,8 @@
 """Checkpoints of ModelOpt: what it wrote itself (scripts/make_float_weight_goldens.py), and tiny models against the same plain numbers."""
 
 import json
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,6 @@ from jaxllm.quantization.formats import read_formats
 from jaxllm.quantization.formats.fp8 import Fp8
 from jaxllm.quantization.formats.modelopt import SCHEMES, ModelOpt
 from jaxllm.weight_format import Options
-from tests.helpers import float_formats, goldens
 from tests.helpers.float_formats import fp8, fp8_per, modelopt_nvfp4, mx, mxfp8, nvfp4, widened
 from tests.helpers.quantized import answer, assert_equal, assert_near, by_path, load, write
 from tests.helpers.slow import slow_except
@@ -217,7 +218,7 @@ def test_a_head_is_widened_while_loading(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (described("NVFP4_AWQ"), "ModelOpt's quant_algo 'NVFP4_AWQ'; supported: .*quant_algo NVFP4, W4A16_NVFP4, MXFP8"),
+        (described("NVFP4_AWQ"), "ModelOpt's quant_algo 'NVFP4_AWQ'; supported: NVFP4, W4A16_NVFP4, MXFP8, FP8"),
         (described(None), "quant_algo 'NONE'; supported"),
         (described("NVFP4", group_size=32), "group_size of ModelOpt's NVFP4 is 32, must be 16"),
         (described("MIXED_PRECISION", quantized_layers=["x"]), "must say the quant_algo of each module"),
@@ -249,7 +250,7 @@ def changed(name, change):
         ("weight_scale", lambda scale: None, r"1 missing: model\.layers\.1\.mlp\.down_proj\.weight_scale"),
         ("weight_scale_2", lambda scale: None, r"1 missing: model\.layers\.1\.mlp\.down_proj\.weight_scale_2"),
         ("weight_scale", lambda scale: scale[:, :3], r"weight_scale"),
-        ("weight_scale", lambda scale: np.full_like(scale, np.nan), r"down_proj\.weight_scale has scales that are no numbers"),
+        ("weight_scale", lambda scale: np.full_like(scale, np.nan), r"down_proj\.weight_scale has 384 scales that are no numbers"),
         ("weight_scale_2", lambda scale: np.float32(np.inf), r"down_proj\.weight_scale_2 is inf, must be"),
         ("weight", lambda codes: codes.astype(np.float32), r"down_proj\.weight is F32"),
     ],
@@ -260,9 +261,20 @@ def test_a_bad_tensor_is_told(tmp_path, name, change, message):
         load(directory)
 
 
-def test_a_converted_checkpoint_keeps_its_description(tmp_path):
-    source = write(tmp_path / "source", described("NVFP4"), modelopt_nvfp4)
-    config, state = load(source)
-    goldens.save(config, state, tmp_path / "saved", source)
-    assert float_formats.E4M3 == load(tmp_path / "saved")[1]["blocks"][0]["mlp"]["down"]["weight"]["scale"][...].dtype
-    assert_equal(load(tmp_path / "saved")[1], state)
+@pytest.mark.parametrize("dequantize", [None, True])
+def test_converted_checkpoints_load_again(tmp_path, dequantize):
+    source = write(tmp_path / "source", None, modelopt_nvfp4)
+    beside = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (source / "hf_quant_config.json").write_text(json.dumps(beside))
+    script = Path(__file__).parent.parent.parent / "scripts" / "convert_checkpoint.py"
+    runpy.run_path(str(script))["convert"](source, tmp_path / "output", "float32", None, dequantize)
+    config, state = load(tmp_path / "output")
+    assert [type(format) for format in config.formats] == ([] if dequantize else [ModelOpt])
+    assert_equal(state, load(source, dequantize=dequantize)[1])
+
+
+def test_dummy_weights_have_about_the_size_of_real_ones(tmp_path):
+    stored = write(tmp_path, described("NVFP4"), modelopt_nvfp4)
+    _, state = load(stored, load_format="dummy")
+    weight = {name: np.asarray(array[...]) for name, array in state["blocks"][0]["mlp"]["gate_up"]["weight"].items()}
+    assert numbers.widen(weight, SCHEMES["NVFP4"], np).std() == pytest.approx(0.02, rel=0.1)

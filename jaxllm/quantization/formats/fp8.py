@@ -10,6 +10,8 @@ import numpy as np
 
 from jaxllm.layers.source import Index, Source, Tensor, output_major
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
+from jaxllm.quantization.formats.modelopt_config import ALL_FP8, BLOCK, FP8_BLOCK, algorithm_of, is_modelopt, read_description
+from jaxllm.quantization.formats.modelopt_config import FP8 as PER_TENSOR
 from jaxllm.quantization.formats.patterns import matches, partly_covered, read_names
 from jaxllm.weight_format import Array, Arrays, Draw, Expected, Files, Options, ParamSpec, Reader, WeightFormat, WeightSpec
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
 
 TYPE, STORED_TYPE = "float8_e4m3fn", "F8_E4M3"
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 _DUMMY_DEVIATION = 100.0
 _NO_BLOCKS_WITH_CACHE = "scales of the KV cache beside a weight scale per block are not supported"
 _NUMBER = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -55,6 +58,8 @@ class Fp8(WeightFormat):
 
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:
+        if is_modelopt(given):
+            return algorithm_of(given) in ALL_FP8
         return given.get("quant_method") in ("fp8", "compressed-tensors")
 
     @classmethod
@@ -62,7 +67,7 @@ class Fp8(WeightFormat):
         computes = options.quantization == "fp8"
         if not given:
             return cls(computes, ignored=options.unquantized) if computes else None
-        read = _read_fp8 if given["quant_method"] == "fp8" else _read_compressed_tensors
+        read = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors}.get(given["quant_method"], _read_modelopt)
         if (fields := read(given, options.supported, faults)) is None:
             return None
         if fields["kv_cache"] and fields["block_shape"] is not None:
@@ -136,24 +141,38 @@ class Fp8(WeightFormat):
         module = tensor.name.removesuffix(".weight")
         if self.scale_name is None or module == tensor.name or len(tensor.shape) != 2 or tensor.transposed:
             return {}
-        name, (outputs, inputs) = f"{module}.{self.scale_name}", tensor.shape
-        rows, columns = self.block_shape or (1, inputs)
-        shape = (math.ceil(outputs / rows), math.ceil(inputs / columns))
-        own = {tensor.name: Expected(tensor.shape)}
+        entry = files.entries.get(tensor.name)
         if module in files.linears and self.block_shape is not None:
-            return {**own, name: Expected(shape)} if self.covers(module) else {}
-        entry, scale = files.entries.get(tensor.name), files.entries.get(name)
-        if entry is None or scale is None or entry.dtype != STORED_TYPE:
+            if not self.covers(module):
+                return {}
+        elif entry is None or entry.dtype != STORED_TYPE or not any(f"{module}.{n}" in files.entries for n in _SCALE_NAMES):
             return {}
-        return {**own, name: Expected(scale.shape if math.prod(scale.shape) in (1, math.prod(shape)) else shape)}
+        # A head may have another kind of scales than the layers.
+        names = [f"{module}.{name}" for name in (self.scale_name, *_SCALE_NAMES)]
+        name = next((name for name in names if name in files.entries), names[0])
+        shape = files.entries[name].shape if name in files.entries else ()
+        if name not in files.entries or self._block_of(tensor, shape) is None:
+            rows, columns = self.block_shape or (1, tensor.shape[1])
+            shape = (math.ceil(tensor.shape[0] / rows), math.ceil(tensor.shape[1] / columns))
+        return {tensor.name: Expected(tensor.shape), name: Expected(shape)}
+
+    def _block_of(self, tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """(outputs, inputs) that share a scale, where scales of a weight have this shape; None: they cannot have it."""
+        (outputs, inputs), (rows, columns) = tensor.shape, self.block_shape or BLOCK
+        blocks = math.ceil(outputs / rows), math.ceil(inputs / columns)
+        if math.prod(shape) == 1:
+            return outputs, inputs
+        if shape in (blocks, (blocks[0], 1, blocks[1], 1)):
+            return rows, columns
+        return (1, inputs) if shape in ((outputs,), (outputs, 1)) else None
 
     def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
         """Float32."""
         _, name = self.beside(tensor, files)
         scale, (outputs, inputs) = files.tensor(name), tensor.shape
-        rows, columns = self.block_shape or (1, inputs)
-        if scale.size == 1:
-            rows, columns = outputs, inputs
+        block = self._block_of(tensor, scale.shape)
+        assert block is not None, "checked before"
+        rows, columns = block
         scale = scale.reshape(math.ceil(outputs / rows), math.ceil(inputs / columns))
         # The view's last dimensions are the inputs.
         split = next(i for i in range(len(tensor.view)) if math.prod(tensor.view[i:]) == inputs)
@@ -259,6 +278,17 @@ def _read_compressed_tensors(given: Mapping[str, Any], supported: str, faults: l
         "kv_cache": read_cache_scheme(given, faults),
         "ignored": read_names(given.get("ignore"), "ignore", faults, "re:"),
         "static_activations": not inputs.get("dynamic"),
+    }
+
+
+def _read_modelopt(given: Mapping[str, Any], supported: str, faults: list[str]) -> dict[str, Any] | None:
+    found = read_description(given, dict.fromkeys(ALL_FP8), faults)
+    return {
+        "scale_name": "weight_scale",
+        "block_shape": BLOCK if found.algorithm == FP8_BLOCK else None,
+        "kv_cache": found.cache == "FP8",
+        "ignored": found.ignored,
+        "static_activations": found.algorithm == PER_TENSOR,
     }
 
 

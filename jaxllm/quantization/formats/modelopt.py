@@ -71,7 +71,7 @@ class ModelOpt(PackedFormat):
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
         if not given:
             return None
-        found = read_description(given, _GROUPS, options.supported, faults)
+        found = read_description(given, _GROUPS, faults)
         return cls(
             computes=not options.dequantize and options.quantization is None,
             algorithm=found.algorithm,

@@ -38,8 +38,9 @@ def algorithm_of(given: Mapping[str, Any]) -> str:
     return _algorithm(_body(given).get("quant_algo"))
 
 
-def read_description(given: Mapping[str, Any], groups: Mapping[str, int | None], supported: str, faults: list[str]) -> Description:
+def read_description(given: Mapping[str, Any], groups: Mapping[str, int | None], faults: list[str]) -> Description:
     """A quantization_config of ModelOpt. groups: the inputs that share a scale in each supported algorithm, None: all or a block."""
+    supported = f"supported: {', '.join(groups)}, and {MIXED} of these"
     body, algorithm, cache = _body(given), algorithm_of(given), _cache(_body(given))
     layers = body.get("quantized_layers") if algorithm == MIXED else {}
     if not isinstance(layers, Mapping) or not all(isinstance(layer, Mapping) for layer in layers.values()):
@@ -55,7 +56,7 @@ def read_description(given: Mapping[str, Any], groups: Mapping[str, int | None],
         if size and wanted and size != wanted:
             faults.append(f"group_size of ModelOpt's {told.get('quant_algo')} is {size!r}, must be {wanted}")
     key = "exclude_modules" if "exclude_modules" in body else "ignore"
-    ignored = read_names(body.get(key), key, faults)
+    ignored = read_names(body.get(key), key, faults, "re:")
     of_others = None if algorithm == MIXED or has_cache_alone else algorithm
     return Description(of_others, tuple(of_layers.items()), tuple(map(_pattern, ignored)), cache)
 

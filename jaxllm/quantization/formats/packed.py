@@ -12,7 +12,7 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource, Index, Source, Stacked, Tensor
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats.patterns import partly_covered
-from jaxllm.quantization.numbers import EXPONENT_BIAS, NUMBERS, Number, Scheme
+from jaxllm.quantization.numbers import EXPONENT_BIAS, NO_EXPONENT, NUMBERS, Number, Scheme
 from jaxllm.weight_format import WHOLE, Array, Arrays, Draw, Expected, Files, ParamSpec, Reader, WeightFormat, WeightSpec
 
 if TYPE_CHECKING:
@@ -207,6 +207,23 @@ class PackedFormat(WeightFormat):
         if self._number.code_type == "float8_e4m3fn":
             return self._number.deviation * draw.normal()
         return draw.bits("uint8").view(self._number.code_type)
+
+
+def float_scale(files: Files, name: str) -> np.ndarray:
+    """Scales that a checkpoint holds as floats, or as exponents (uint8). Raises ModelLoadError if one is no number."""
+    scale = files.tensor(name)
+    is_number = scale != NO_EXPONENT if scale.dtype == np.uint8 else np.isfinite(scale.astype(np.float32))
+    if not is_number.all():
+        raise ModelLoadError(f"{name} has {np.sum(~is_number)} scales that are no numbers; the file is damaged, or of another format")
+    return scale
+
+
+def float_factor(files: Files, name: str) -> np.float32:
+    """The scale of a whole tensor. Raises ModelLoadError unless it is a positive number."""
+    factor = np.float32(files.tensor(name).item())
+    if not 0 < factor < np.inf:
+        raise ModelLoadError(f"{name} is {factor}, must be a positive number; the file is damaged, or of another format")
+    return factor
 
 
 def _module_of(tensor: Tensor) -> str:
