@@ -86,6 +86,9 @@ class Scheme:
         return f"{self.number}{'' if self.group is None else f' in groups of {self.group}'}{' with zero points' * self.zeros}"
 
 
+NVFP4 = Scheme("e2m1", 16, scale_type="float8_e4m3fn", factor=True)
+
+
 def widen(arrays: "Arrays", scheme: Scheme, xp: Any) -> "Array":
     """The weights, float32 [*outputs, inputs]. xp: numpy or jax.numpy."""
     if NUMBERS[scheme.number].bits == 8:

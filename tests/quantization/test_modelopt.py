@@ -79,11 +79,12 @@ def test_weights_are_those_that_modelopt_reads(scheme, module):
     np.testing.assert_array_max_ulp(wide, files.expected, 1 if "NVFP4" in scheme else 0)
 
 
-@pytest.mark.parametrize("algorithm", slow_except(["NVFP4"], WIDE))
-def test_an_engine_answers_as_with_the_widened_weights(tmp_path, algorithm):
-    if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        pytest.skip("computed in fp8: see test_fp8_weights_are_computed_as_those_of_compressed_tensors")
-    tokens, logprobs = answer(write(tmp_path / "stored", described(algorithm), QUANTIZE[algorithm]))
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "MXFP8", "FP8_PB_WO"])
+def test_an_engine_answers_as_with_the_widened_weights(tmp_path, algorithm, size):
+    stored = write(tmp_path / "stored", described(algorithm), QUANTIZE[algorithm])
+    tokens, logprobs = answer(stored, tensor_parallel_size=size)
     wanted_tokens, wanted = answer(write(tmp_path / "plain", None, widened(WIDE[algorithm])))
     assert tokens == wanted_tokens
     np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
@@ -157,7 +158,10 @@ def test_layers_in_different_algorithms(tmp_path):
 
 
 def test_an_algorithm_of_a_module_holds_for_those_below_it():
-    layers = {"model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4"}, "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}
+    layers = {
+        "model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4"},
+        "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+    }
     (format,) = read(described("MIXED_PRECISION", quantized_layers=layers))
     assert format.scheme("model.layers.0.mlp.experts.7.up_proj") == SCHEMES["NVFP4"]
     assert format.scheme("model.layers.0.self_attn.q_proj") == SCHEMES["FP8"]
@@ -165,8 +169,16 @@ def test_an_algorithm_of_a_module_holds_for_those_below_it():
 
 
 def test_wildcards_of_modules_that_are_not_quantised():
-    (format,) = read(described("NVFP4", ["lm_head", "model.layers.1.self_attn*", "*.mlp.gate", "model.layers.2.mlp", "model.layers.?.x"]))
-    plain = ("lm_head", "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.gate", "model.layers.2.mlp.up_proj", "model.layers.7.x")
+    (format,) = read(
+        described("NVFP4", ["lm_head", "model.layers.1.self_attn*", "*.mlp.gate", "model.layers.2.mlp", "model.layers.?.x"])
+    )
+    plain = (
+        "lm_head",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.0.mlp.gate",
+        "model.layers.2.mlp.up_proj",
+        "model.layers.7.x",
+    )
     assert not any(map(format.covers, plain))
     quantised = ("model.layers.11.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "model.layers.2.mlp2", "model.layers.70.x")
     assert all(map(format.covers, quantised))
@@ -183,7 +195,10 @@ def test_hf_quant_config_counts_where_config_json_says_nothing(tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
 def test_scales_of_an_fp8_cache_are_read(tmp_path, algorithm):
-    more = {"model.layers.0.self_attn.k_proj.k_scale": np.float32(0.5), "model.layers.0.self_attn.v_proj.v_scale": np.float32(0.25)}
+    more = {
+        "model.layers.0.self_attn.k_proj.k_scale": np.float32(0.5),
+        "model.layers.0.self_attn.v_proj.v_scale": np.float32(0.25),
+    }
     cache = {"dynamic": False, "num_bits": 8, "type": "float"}
     directory = write(tmp_path, described(algorithm, kv_cache_scheme=cache), QUANTIZE[algorithm], more=more)
     config, state = load(directory)
@@ -224,7 +239,10 @@ def test_a_head_is_widened_while_loading(tmp_path):
         (described("MIXED_PRECISION", quantized_layers=["x"]), "must say the quant_algo of each module"),
         (described("MIXED_PRECISION", quantized_layers={"x": {"quant_algo": "W4A16_AWQ"}}), "'W4A16_AWQ'; supported"),
         (described("NVFP4", [1]), "ignore is .1., must be a list of names"),
-        (described("NVFP4", ["model.layers.0.mlp.up_proj"]), "gate_proj is e2m1 in groups of 16, model.layers.0.mlp.up_proj is not"),
+        (
+            described("NVFP4", ["model.layers.0.mlp.up_proj"]),
+            "gate_proj is e2m1 in groups of 16, model.layers.0.mlp.up_proj is not",
+        ),
     ],
 )
 def test_a_bad_config_is_told(tmp_path, given, message):
@@ -250,7 +268,11 @@ def changed(name, change):
         ("weight_scale", lambda scale: None, r"1 missing: model\.layers\.1\.mlp\.down_proj\.weight_scale"),
         ("weight_scale_2", lambda scale: None, r"1 missing: model\.layers\.1\.mlp\.down_proj\.weight_scale_2"),
         ("weight_scale", lambda scale: scale[:, :3], r"weight_scale"),
-        ("weight_scale", lambda scale: np.full_like(scale, np.nan), r"down_proj\.weight_scale has 384 scales that are no numbers"),
+        (
+            "weight_scale",
+            lambda scale: np.full_like(scale, np.nan),
+            r"down_proj\.weight_scale has 384 scales that are no numbers",
+        ),
         ("weight_scale_2", lambda scale: np.float32(np.inf), r"down_proj\.weight_scale_2 is inf, must be"),
         ("weight", lambda codes: codes.astype(np.float32), r"down_proj\.weight is F32"),
     ],

@@ -40,6 +40,8 @@ class Fp8(WeightFormat):
     """The last part of the name of a scale in the checkpoint; None: it holds no fp8 weights."""
     block_shape: tuple[int, int] | None = None
     """(outputs, inputs) that share a scale; None: the scales are per output channel or per tensor."""
+    targets: tuple[str, ...] = ()
+    """Modules that are quantised, in the form of `ignored`; empty: all linear layers."""
     ignored: tuple[str, ...] = ()
     """Modules that are not quantised: parts of dotted names, or regular expressions that begin with `re:`."""
     kv_cache: bool = False
@@ -47,8 +49,7 @@ class Fp8(WeightFormat):
     """Scales of activations are stored. They are not used: a scale per token is computed, which is at least as precise."""
 
     supported: ClassVar[str] = (
-        "fp8 (e4m3) weights with a scale per output channel, tensor or block, of quant_method compressed-tensors "
-        "(format float-quantized) or fp8"
+        "fp8 (e4m3) weights with a scale per output channel, tensor or block, of quant_method compressed-tensors, modelopt or fp8"
     )
     unused: ClassVar[str] = rf"\.(input_scale|{UNUSED})$"
 
@@ -75,7 +76,8 @@ class Fp8(WeightFormat):
         return cls(computes or fields["block_shape"] is None, **fields)
 
     def covers(self, module: str) -> bool:
-        return not any(matches(pattern, module) for pattern in self.ignored)
+        is_target = not self.targets or any(matches(pattern, module) for pattern in self.targets)
+        return is_target and not any(matches(pattern, module) for pattern in self.ignored)
 
     def faults(self, config: "ModelConfig") -> list[str]:
         return [] if self.scale_name is None else partly_covered(self.covers, config.linears())
@@ -235,7 +237,7 @@ def _read_fp8(given: Mapping[str, Any], supported: str, faults: list[str]) -> di
         faults.append(f"activation_scheme of the fp8 weights is {scheme!r}, must be dynamic or static")
     if number_format not in ("e4m3", "e4m3fn", TYPE):
         faults.append(f"the weights are quantised to {number_format!r}; {supported}")
-    block = _block_shape(given.get("weight_block_size"), faults)
+    block = read_block(given.get("weight_block_size"), faults)
     key = "ignored_layers" if given.get("ignored_layers") else "modules_to_not_convert"
     return {
         "scale_name": "weight_scale_inv" if block else "weight_scale",
@@ -260,24 +262,22 @@ def _read_compressed_tensors(given: Mapping[str, Any], supported: str, faults: l
     weights, inputs = parts["weights"], parts["input_activations"]
     form = group.get("format") or given.get("format")
     told = f"format {form}, {weights.get('num_bits')} bits of type {weights.get('type')}"
-    if not inputs:
-        faults.append(f"the quantised weights ({told}) go with activations that are not quantised; {supported}")
-    elif form != "float-quantized" or any((x.get("num_bits"), x.get("type")) != (8, "float") for x in (weights, inputs)):
+    numbers = [(part.get("num_bits"), part.get("type")) for part in (weights, inputs) if part or part is weights]
+    if form not in ("float-quantized", "naive-quantized") or any(number != (8, "float") for number in numbers):
         faults.append(f"the weights are quantised with compressed-tensors ({told}); {supported}")
-    if group.get("targets") != ["Linear"]:
-        faults.append(
-            f"targets of the quantised weights are {group.get('targets')!r}, supported: ['Linear'], with an ignore list"
-        )
+    if not (targets := read_names(group.get("targets"), "targets", faults, "re:")):
+        faults.append("the quantised weights have no targets, must have ['Linear'] or names of modules")
     if weights.get("strategy") not in ("channel", "tensor", "block") or weights.get("symmetric") is False:
         symmetry = "asymmetric " if weights.get("symmetric") is False else ""
         faults.append(f"the weights have {symmetry}scales per {weights.get('strategy')}; {supported}")
-    block = _block_shape(weights.get("block_structure"), faults) if weights.get("strategy") == "block" else None
+    block = read_block(weights.get("block_structure") or [], faults) if weights.get("strategy") == "block" else None
     return {
         "scale_name": "weight_scale",
         "block_shape": block,
         "kv_cache": read_cache_scheme(given, faults),
+        "targets": () if "Linear" in targets else targets,
         "ignored": read_names(given.get("ignore"), "ignore", faults, "re:"),
-        "static_activations": not inputs.get("dynamic"),
+        "static_activations": bool(inputs) and not inputs.get("dynamic"),
     }
 
 
@@ -292,7 +292,8 @@ def _read_modelopt(given: Mapping[str, Any], supported: str, faults: list[str]) 
     }
 
 
-def _block_shape(given: Any, faults: list[str]) -> tuple[int, int] | None:
+def read_block(given: Any, faults: list[str]) -> tuple[int, int] | None:
+    """The (outputs, inputs) that share a scale."""
     if given is None:
         return None
     if isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) and n > 0 for n in given):

@@ -25,13 +25,12 @@ from jaxllm.quantization.formats.modelopt_config import (
 )
 from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale
 from jaxllm.quantization.formats.patterns import matches
-from jaxllm.quantization.numbers import Scheme
+from jaxllm.quantization.numbers import NVFP4, Scheme
 from jaxllm.weight_format import Expected, Files, Options, WeightFormat, WeightSpec
 
-_NVFP4 = Scheme("e2m1", 16, scale_type="float8_e4m3fn", factor=True)
 SCHEMES = {
-    "NVFP4": _NVFP4,
-    "W4A16_NVFP4": _NVFP4,
+    "NVFP4": NVFP4,
+    "W4A16_NVFP4": NVFP4,
     "MXFP8": Scheme("e4m3", 32, scale_type="uint8"),
     FP8: Scheme("e4m3"),
     FP8_CHANNEL: Scheme("e4m3"),

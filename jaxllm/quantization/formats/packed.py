@@ -214,7 +214,9 @@ def float_scale(files: Files, name: str) -> np.ndarray:
     scale = files.tensor(name)
     is_number = scale != NO_EXPONENT if scale.dtype == np.uint8 else np.isfinite(scale.astype(np.float32))
     if not is_number.all():
-        raise ModelLoadError(f"{name} has {np.sum(~is_number)} scales that are no numbers; the file is damaged, or of another format")
+        raise ModelLoadError(
+            f"{name} has {np.sum(~is_number)} scales that are no numbers; the file is damaged, or of another format"
+        )
     return scale
 
 
