@@ -71,11 +71,19 @@ FOOT = """
 activations get a scale per token. Embedding, head, norms and what makes the gates of linear attention keep the model's
 type.
 
-Fp8 weights with a scale per channel or tensor load as they are. Those with a scale per block become 16-bit weights, or with
-`--quantization fp8` get scales per channel. Fp8 weights outside of linear layers, such as heads and experts, become 16-bit
-weights. Experts in 4 bits (as gpt-oss is released) are computed from these 4 bits on a GPU in bfloat16; elsewhere, with
-`--dequantize`, and where devices would share a block of 32 values, they become 16-bit weights while they load, four times
-their size.
+| weights in the checkpoint | weights in the model |
+|---|---|
+| fp8, a scale per channel or tensor, fp8 activations | as stored; products are computed in fp8, activations get a scale per token |
+| fp8, a scale per block | 16 bits; with `--quantization fp8` fp8 with a scale per channel |
+| fp8 of experts, heads and others outside of linear layers | 16 bits |
+| fp8 with plain activations, or beside layers in another format | as stored, widened inside products |
+| NVFP4, MXFP4, MXFP8, int4, int8 | as stored, widened inside products; experts too, if each has its own tensors |
+| MXFP4 of gpt-oss's experts | as stored on a GPU in bfloat16; 16 bits elsewhere, and where devices would share a block of 32 values |
+
+Where weights are widened inside products, activations keep the model's type, also if the checkpoint was made for activations in
+4 or 8 bits: that is more exact. `--dequantize` makes these weights and gpt-oss's experts 16 bits while they load. A
+layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. What ModelOpt says in hf_quant_config.json
+counts where config.json has no quantization_config.
 
 `--kv-cache-dtype fp8` holds twice the tokens in the same memory as 16 bits.
 
