@@ -3,18 +3,21 @@
 Source: github.com/vllm-project/compressed-tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
-from jaxllm.quantization.formats.packed import PackedFormat, Scheme
+from jaxllm.quantization.formats.packed import PART, PackedFormat
 from jaxllm.quantization.formats.patterns import matches, read_names
-from jaxllm.quantization.numbers import NUMBERS
+from jaxllm.quantization.numbers import NUMBERS, Number, Scheme
 from jaxllm.weight_format import Expected, Files, Options, WeightFormat
+
+if TYPE_CHECKING:
+    from jaxllm.model_config import ModelConfig
 
 PACKED, INTEGERS = "pack-quantized", ("int-quantized", "naive-quantized")
 SCALE_TYPES = {"bfloat16": ("BF16",), "float16": ("F16",), "float32": ("F32", "BF16", "F16")}
@@ -86,6 +89,14 @@ class CompressedTensors(PackedFormat):
         )
         return f"weights as the checkpoint has them ({kinds}){activations}"
 
+    def unrestorable(self, names: Collection[str]) -> str:
+        is_packed = any(name.endswith(".codes") for name in names)
+        if is_packed == self.computes:
+            return ""
+        if is_packed:
+            return "holds packed weights, which are widened only while a checkpoint is read; leave --dequantize out"
+        return "holds an orbax checkpoint without packed weights; convert the original again with scripts/convert_checkpoint.py"
+
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
         scheme, number = self._of_module(module)
         num_groups = num_inputs // (scheme.group or num_inputs)
@@ -117,10 +128,42 @@ class CompressedTensors(PackedFormat):
         # Codes lie in a word from its lowest bits on, so bytes hold them in order.
         return files.tensor(f"{module}.weight_packed").view(np.uint8)[:, : num_inputs // number.per_value]
 
-    def _of_module(self, module: str) -> tuple[Scheme, Any]:
+    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
+        return given if self.computes else None
+
+    def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        parts: dict[str, dict[str, np.ndarray]] = {}
+        written: dict[str, np.ndarray] = {}
+        for name, array in tensors.items():
+            weight, _, part = name.partition(PART)
+            if part:
+                parts.setdefault(weight, {})[part] = array
+            else:
+                written[name] = array
+        for weight, arrays in parts.items():
+            codes, number = arrays["codes"], self._of_module(weight.removesuffix(".weight"))[1]
+            written[f"{weight}_scale"] = arrays["scale"]
+            if number.code_type == "int8":
+                written[weight] = codes
+                continue
+            written[f"{weight}_packed"] = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4))).view(np.int32)
+            written[f"{weight}_shape"] = np.array([len(codes), codes.shape[1] * number.per_value])
+            if "zero" in arrays:
+                written[f"{weight}_zero_point"] = _in_words(arrays["zero"], number.bits)
+        return written
+
+    def _of_module(self, module: str) -> tuple[Scheme, Number]:
         scheme = self.scheme(module)
         assert scheme is not None
         return scheme, NUMBERS[scheme.number]
+
+
+def _in_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """int32 [N / codes in a word, G] of codes [N, G], the first in the lowest bits."""
+    shifts = np.arange(0, _WORD_BITS, bits, dtype=np.uint32)[:, None]
+    padded = np.pad(codes.astype(np.uint32), ((0, -len(codes) % len(shifts)), (0, 0)))
+    shifted = padded.reshape(-1, len(shifts), codes.shape[1]) << shifts
+    return shifted.sum(axis=1, dtype=np.uint32).view(np.int32)
 
 
 def _class_of(module: str) -> str:
