@@ -97,6 +97,9 @@ class Files(Protocol):
     def tensor(self, name: str) -> np.ndarray:
         """A whole tensor as the file has it."""
 
+    def plain(self, tensor: Tensor, index: Index) -> np.ndarray:
+        """A part of a tensor as plain numbers, whatever its format."""
+
     def beside(self, tensor: Tensor) -> Mapping[str, Expected]:
         """The tensors that a weight is read from as plain numbers, whatever its format; none: it is stored so, under its own name."""
 
@@ -132,8 +135,8 @@ class WeightFormat:
     Modules of formats do not import JAX: clients read config.json too. Methods that compute import it when they are called.
     """
 
-    supported: ClassVar[str]
-    """The part of this format that can be read, for errors."""
+    supported: ClassVar[str] = ""
+    """The checkpoints in this format that can be read, for errors; empty: none."""
     may_widen: ClassVar[bool] = False
     """Whether `--dequantize` decides how it is loaded."""
     unused: ClassVar[str] = r"\b\B"
@@ -221,9 +224,17 @@ class WeightFormat:
         """A part without a checkpoint; weights have this deviation, or about the same."""
         return deviation * draw.normal()
 
-    def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
-        """The quantization_config of a saved model, which was read with this one; None: it needs none for this format."""
+    def saved_config(
+        self, given: Any, config: "ModelConfig", formats: Mapping[str, "WeightFormat"]
+    ) -> Mapping[str, Any] | None:
+        """The quantization_config of a saved model, which was read with this one; None: it needs none for this format.
+
+        formats: that of each module with a weight in this format, as `of` gives it."""
         return None
+
+    def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The tensors of a file, of those that sources of this format's parts wrote, and others, which stay."""
+        return tensors
 
     def unrestorable(self, names: Collection[str]) -> str:
         """Why a converted checkpoint with arrays of these names cannot be restored in this format, and the way out, as the end of a

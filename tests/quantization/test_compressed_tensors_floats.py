@@ -12,6 +12,7 @@ from jaxllm.quantization.formats.compressed_tensors import CompressedTensors
 from jaxllm.quantization.formats.fp8 import Fp8
 from jaxllm.quantization.numbers import NVFP4, Scheme
 from jaxllm.weight_format import Options
+from tests.helpers import goldens
 from tests.helpers.float_formats import E4M3, compressed_mxfp4, compressed_nvfp4, fp8, fp8_per, mx, mxfp8, nvfp4, widened
 from tests.helpers.quantized import answer, assert_equal, assert_near, by_path, load, write
 from tests.helpers.slow import slow_except
@@ -135,6 +136,8 @@ def test_groups_of_which_one_is_fp8(tmp_path, other):
     stored = write(tmp_path / "stored", given, lambda name, weight: QUANTIZE[kind_of(name)](name, weight))
     plain = write(tmp_path / "plain", None, lambda name, weight: widened(WIDE[kind_of(name)])(name, weight))
     config, state = load(stored)
+    goldens.save(config, state, tmp_path / "saved", stored)
+    assert_equal(load(tmp_path / "saved")[1], state)
     assert all(f"blocks.1.{part}.weight.codes" in by_path(state) for part in ("attention.out", "mlp.down"))
     assert_near(stored, plain)
 

@@ -14,10 +14,11 @@ from jaxllm.quantization.formats import read_formats
 from jaxllm.quantization.formats.fp8 import Fp8
 from jaxllm.quantization.formats.modelopt import SCHEMES, ModelOpt
 from jaxllm.weight_format import Options
+from tests.helpers import goldens
 from tests.helpers.float_formats import fp8, fp8_per, modelopt_nvfp4, mx, mxfp8, nvfp4, widened
 from tests.helpers.quantized import answer, assert_equal, assert_near, by_path, load, write
 from tests.helpers.slow import slow_except
-from tests.quantization.stored_goldens import Golden, close
+from tests.quantization.stored_goldens import Golden, StoredFiles, close
 
 GOLDEN = Golden("modelopt")
 OPTIONS = Options(None, None, on_gpu=False, dtype="float32", unquantized=())
@@ -155,6 +156,22 @@ def test_layers_in_different_algorithms(tmp_path):
     config, state = load(stored)
     assert {"blocks.0.attention.out.weight.codes", "blocks.1.mlp.down.weight"} <= by_path(state).keys()
     assert_near(stored, write(tmp_path / "plain", None, plain))
+    goldens.save(config, state, tmp_path / "saved", stored)
+    assert_equal(load(tmp_path / "saved")[1], state)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(200, 256), (128, 128)])
+def test_blocks_beside_other_algorithms_have_scales_for_each_output(outputs, inputs):
+    weight = np.random.default_rng(0).standard_normal((outputs, inputs)).astype(np.float32)
+    tensors = PER_BLOCK("weight", weight)
+    files = StoredFiles(
+        "m", {"weight.e4m3": tensors["weight"].view(np.uint8), "weight_scale": tensors["weight_scale"], "expected": weight}
+    )
+    format = ModelOpt(layers=(("m", "FP8_PB_WO"),))
+    arrays = files.arrays(format)
+    np.testing.assert_array_equal(numbers.widen(arrays, SCHEMES["FP8_PB_WO"], np), fp8(weight, 128, 128)[-1])
+    saved = format.saved({f"m.weight:{part}": array for part, array in arrays.items()})
+    np.testing.assert_array_equal(saved["m.weight_scale"], tensors["weight_scale"])
 
 
 def test_an_algorithm_of_a_module_holds_for_those_below_it():
@@ -281,6 +298,14 @@ def test_a_bad_tensor_is_told(tmp_path, name, change, message):
     directory = write(tmp_path, described("NVFP4"), changed(f"model.layers.1.mlp.down_proj.{name}", change))
     with pytest.raises(ModelLoadError, match=message):
         load(directory)
+
+
+@pytest.mark.parametrize("algorithm", PACKED)
+def test_saved_weights_load_again(tmp_path, algorithm):
+    source = write(tmp_path / "source", described(algorithm), QUANTIZE[algorithm])
+    config, state = load(source)
+    goldens.save(config, state, tmp_path / "saved", source)
+    assert_equal(load(tmp_path / "saved")[1], state)
 
 
 @pytest.mark.parametrize("dequantize", [None, True])

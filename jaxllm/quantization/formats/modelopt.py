@@ -23,9 +23,9 @@ from jaxllm.quantization.formats.modelopt_config import (
     is_modelopt,
     read_description,
 )
-from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale
+from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale, module_of, parts_by_module
 from jaxllm.quantization.formats.patterns import matches
-from jaxllm.quantization.numbers import NVFP4, Scheme
+from jaxllm.quantization.numbers import NUMBERS, NVFP4, Scheme
 from jaxllm.weight_format import Expected, Files, Options, WeightFormat, WeightSpec
 
 SCHEMES = {
@@ -98,7 +98,7 @@ class ModelOpt(PackedFormat):
 
     def of(self, weight: WeightSpec) -> Self:
         """With what is said of this weight's modules alone: formats of weights are compared in every step."""
-        modules = {tensor.name.removesuffix(".weight") for tensor in weight.plain.source.tensors}
+        modules = set(map(module_of, weight.plain.source.tensors))
         named = {module: self._algorithm(module) for module in sorted(modules)}
         algorithms = set(named.values())
         layers = () if len(algorithms) == 1 else tuple((name, found) for name, found in named.items() if found is not None)
@@ -143,5 +143,18 @@ class ModelOpt(PackedFormat):
             return blocks.astype(np.float32)[np.arange(num_outputs) // BLOCK[0]]
         return np.broadcast_to(scale.astype(np.float32).reshape(-1, 1), (num_outputs, 1))
 
-    def saved_config(self, given: Any, config: Any) -> Mapping[str, Any] | None:
-        return given if self.computes else None
+    def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        written, parts = parts_by_module(tensors)
+        for module, arrays in parts.items():
+            codes, scale, algorithm = arrays["codes"], arrays["scale"], self._algorithm(module)
+            if algorithm == FP8_BLOCK:
+                scale = scale[:: BLOCK[0]]
+            elif algorithm in ALL_FP8:
+                scale = scale[:, 0]
+            stored = self.stored(module, len(codes), codes.shape[1] * NUMBERS[SCHEMES[str(algorithm)].number].per_value)
+            found = {"weight": codes, "weight_scale": scale, "weight_scale_2": arrays.get("factor")}
+            for name, array in found.items():
+                if array is not None:
+                    shape = stored[f"{module}.{name}"].shape
+                    written[f"{module}.{name}"] = array.reshape(-1)[: math.prod(shape)].reshape(shape)
+        return written
