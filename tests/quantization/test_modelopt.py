@@ -225,13 +225,13 @@ def test_scales_of_an_fp8_cache_are_read(tmp_path, algorithm):
 
 def test_another_cache_stays_in_the_models_type(tmp_path):
     (format,) = read({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}})
-    assert format.kv_scales is None and "its KV cache (NVFP4) stays bfloat16" in format.told("bfloat16")
+    assert format.kv_scales is None and "the checkpoint's KV cache (NVFP4) stays bfloat16" in format.told("bfloat16")
 
 
 def test_a_cache_alone_may_be_fp8(tmp_path):
     beside = {"quant_method": "modelopt", "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     config, _ = load(write(tmp_path, beside, lambda name, weight: {name: weight}))
-    assert config.kv_cache_dtype == "float8_e4m3fn"
+    assert config.kv_cache_dtype == "float8_e4m3fn" and not config.formats[0].told("float32")
 
 
 @pytest.mark.parametrize("algorithm", PACKED)

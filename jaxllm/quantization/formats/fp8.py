@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 TYPE, STORED_TYPE = "float8_e4m3fn", "F8_E4M3"
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 _DUMMY_DEVIATION = 100.0
-_NO_BLOCKS_WITH_CACHE = "scales of the KV cache beside a weight scale per block are not supported"
 _NUMBER = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
@@ -71,8 +70,6 @@ class Fp8(WeightFormat):
         read = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors}.get(given["quant_method"], _read_modelopt)
         if (fields := read(given, options.supported, faults)) is None:
             return None
-        if fields["kv_cache"] and fields["block_shape"] is not None:
-            faults.append(_NO_BLOCKS_WITH_CACHE)
         return cls(computes or (options.quantization is None and fields["block_shape"] is None), **fields)
 
     def covers(self, module: str) -> bool:
@@ -213,7 +210,6 @@ class Fp8(WeightFormat):
             "quantization_status": "compressed",
             "config_groups": {"group_0": linear},
             "ignore": [config.names.head, *plain],
-            "kv_cache_scheme": {**_NUMBER, "strategy": "tensor", "dynamic": False} if self.kv_cache else None,
         }
 
     def unrestorable(self, names: Any) -> str:

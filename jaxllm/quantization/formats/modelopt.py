@@ -71,8 +71,9 @@ class ModelOpt(PackedFormat):
         if not given:
             return None
         found = read_description(given, _GROUPS, faults)
+        has_weights = found.algorithm is not None or bool(found.layers)
         return cls(
-            computes=not options.dequantize and options.quantization is None,
+            computes=has_weights and not options.dequantize and options.quantization is None,
             algorithm=found.algorithm,
             layers=found.layers,
             ignored=found.ignored,
@@ -105,11 +106,12 @@ class ModelOpt(PackedFormat):
         return replace(super().of(weight), algorithm=None if layers else algorithms.pop(), layers=layers, ignored=())
 
     def told(self, dtype: str) -> str:
-        algorithms = ", ".join(dict.fromkeys([name for _, name in self.layers] if self.layers else [str(self.algorithm)]))
-        cache = f"; its KV cache ({self.cache}) stays {dtype}" if self.cache not in (None, "FP8") else ""
-        if not self.computes:
-            return f"the checkpoint's weights ({algorithms}) become {dtype}{cache}"
-        return f"weights as the checkpoint has them ({algorithms}); activations stay {dtype}, which is more exact{cache}"
+        told = [f"the checkpoint's KV cache ({self.cache}) stays {dtype}"] if self.cache not in (None, "FP8") else []
+        names = dict.fromkeys(name for _, name in self.layers) if self.layers else filter(None, [self.algorithm])
+        if algorithms := ", ".join(names):
+            kept = f"weights as the checkpoint has them ({algorithms}); activations stay {dtype}, which is more exact"
+            told.insert(0, kept if self.computes else f"the checkpoint's weights ({algorithms}) become {dtype}")
+        return "; ".join(told)
 
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
         algorithm = self._algorithm(module)
