@@ -101,6 +101,7 @@ class CompressedTensors(PackedFormat):
         scheme, number = self._of_module(module)
         num_groups = num_inputs // (scheme.group or num_inputs)
         scales = SCALE_TYPES[scheme.scale_type]
+        other = f'config.json says {scheme.scale_type}: set --dtype, and --hf-overrides \'{{"dtype": "float32"}}\''
         if number.code_type == "int8":
             found = {"weight": Expected((num_outputs, num_inputs), ("I8",))}
         else:
@@ -108,7 +109,7 @@ class CompressedTensors(PackedFormat):
             found = {"weight_packed": Expected((num_outputs, -(-num_inputs // per_word)), ("I32",))}
             if scheme.zeros:
                 found["weight_zero_point"] = Expected((-(-num_outputs // per_word), num_groups), ("I32",))
-        found["weight_scale"] = Expected((num_outputs, num_groups), scales)
+        found["weight_scale"] = Expected((num_outputs, num_groups), scales, other)
         return {f"{module}.{name}": expected for name, expected in found.items()}
 
     def part(self, name: str, module: str, num_outputs: int, num_inputs: int, files: Files) -> np.ndarray:
