@@ -69,6 +69,8 @@ class Expected(NamedTuple):
     shape: tuple[int, ...]
     dtypes: Collection[str] = ()
     """Names of types; empty: those of weights."""
+    otherwise: str = ""
+    """What to do about a tensor of another type, for errors."""
 
 
 class Entry(Protocol):
@@ -175,9 +177,14 @@ class WeightFormat:
         return self
 
     @property
-    def expert_type(self) -> tuple[str, float] | None:
-        """The type that products of experts are computed from, and bytes of a value; None: the model's."""
+    def expert_type(self) -> str | None:
+        """The type that a kernel computes products of experts from; None: the model's."""
         return None
+
+    @property
+    def widens_in_products(self) -> bool:
+        """Whether products may make their whole weight in the model's type first, for which the memory of steps has room."""
+        return False
 
     def told(self, dtype: str) -> str:
         """How the checkpoint's weights are converted in a model of this type, for the log; empty: not at all."""

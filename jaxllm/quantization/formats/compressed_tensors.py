@@ -101,8 +101,8 @@ class CompressedTensors(PackedFormat):
         num_groups = math.ceil(num_inputs / (scheme.group or num_inputs))
         packed = num_inputs // number.per_value
         if number.code_type != "uint8":
-            types = {"int8": ("I8",), "float8_e4m3fn": ("F8_E4M3",)}
-            found = {"weight": Expected((num_outputs, packed), types[number.code_type])}
+            codes = {"int8": ("I8",), "float8_e4m3fn": ("F8_E4M3",)}
+            found = {"weight": Expected((num_outputs, packed), codes[number.code_type])}
         elif scheme.number == "e2m1":
             found = {"weight_packed": Expected((num_outputs, packed), ("U8",))}
         else:
@@ -111,7 +111,10 @@ class CompressedTensors(PackedFormat):
             if scheme.zeros:
                 found["weight_zero_point"] = Expected((-(-num_outputs // per_word), num_groups), ("I32",))
         shape = (1,) if group.rows is None else (math.ceil(num_outputs / group.rows), num_groups)
-        found["weight_scale"] = Expected(shape, SCALE_TYPES[scheme.scale_type])
+        types, other = SCALE_TYPES[scheme.scale_type], ""
+        if scheme.group is not None and scheme.number not in ("e2m1", "e4m3"):
+            other = f'config.json says {scheme.scale_type}: set --dtype, and --hf-overrides \'{{"dtype": "float32"}}\''
+        found["weight_scale"] = Expected(shape, types, other)
         if scheme.factor:
             found["weight_global_scale"] = Expected((1,), ("F32",))
         return {f"{module}.{name}": expected for name, expected in found.items()}

@@ -101,8 +101,8 @@ class Mxfp4(WeightFormat):
         return replace(self, computes=False) if self.indivisible(config, size) else self
 
     @property
-    def expert_type(self) -> tuple[str, float] | None:
-        return ("float4_e2m1fn", (BLOCK // 2 + 1) / BLOCK) if self.computes else None
+    def expert_type(self) -> str | None:
+        return "float4_e2m1fn" if self.computes else None
 
     def told(self, dtype: str) -> str:
         return "" if self.computes else f"the checkpoint's 4-bit weights of experts (MXFP4) become {dtype}"

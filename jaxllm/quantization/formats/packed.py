@@ -133,6 +133,10 @@ class PackedFormat(WeightFormat):
     def _number(self) -> Number:
         return NUMBERS[self._scheme.number]
 
+    @property
+    def widens_in_products(self) -> bool:
+        return self.computes
+
     def product(self, arrays: Arrays, x: Array, shards: Any) -> Array:
         from jaxllm.quantization.packed import product
 
@@ -173,7 +177,8 @@ class PackedFormat(WeightFormat):
         if self.scheme(module) is None:
             return {}
         stored = self.stored(module, *tensor.shape)
-        return stored if module in files.linears or stored.keys() <= files.entries.keys() else {}
+        is_plain = tensor.name in files.entries or module not in files.linears
+        return stored if stored.keys() <= files.entries.keys() or not is_plain else {}
 
     def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
         """Float32."""
