@@ -246,7 +246,7 @@ def test_modules_of_several_groups_are_stored_each_in_its_own_way(tmp_path, capl
     plain = write(tmp_path / "plain", None, lambda name, weight: widened(*form_of(name))(name, weight), also=also)
     with caplog.at_level("INFO", logger="jaxllm"):
         state = load(stored, tensor_parallel_size=2)[1]
-    assert "uint8b128" in caplog.text and "activations of 8 bits, which stay float32" in caplog.text
+    assert "uint8b128" in caplog.text and "quantised activations, which stay float32" in caplog.text
     wanted = by_path(load(plain, tensor_parallel_size=2)[1])
     for name in ("head.weight", "embedding.weight"):
         np.testing.assert_array_equal(by_path(state)[name], wanted[name])
