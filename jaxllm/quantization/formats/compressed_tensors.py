@@ -3,6 +3,7 @@
 Those that are all computed in fp8 are read by `fp8.Fp8`. Source: github.com/vllm-project/compressed-tensors.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,7 +77,16 @@ class CompressedTensors(PackedFormat):
             activations=any(group.get("input_activations") for group in groups),
         )
 
+    @functools.cached_property
+    def _found(self) -> dict[str, Group | None]:
+        return {}
+
     def _group(self, module: str) -> Group | None:
+        if module not in self._found:
+            self._found[module] = self._find_group(module)
+        return self._found[module]
+
+    def _find_group(self, module: str) -> Group | None:
         if any(matches(pattern, module) or pattern == _class_of(module) for pattern in self.ignored):
             return None
         named = (group for group in self.groups if any(matches(target, module) for target in group.targets))

@@ -84,21 +84,28 @@ class ModelOpt(PackedFormat):
     def _by_module(self) -> dict[str, str]:
         return dict(self.layers)
 
+    @functools.cached_property
+    def _found(self) -> dict[str, str | None]:
+        return {}
+
     def _algorithm(self, module: str) -> str | None:
-        if any(matches(pattern, module) for pattern in self.ignored):
-            return None
-        name = module
-        while name and self.layers:
-            if name in self._by_module:
-                return self._by_module[name]
-            name = name.rpartition(".")[0]
+        if module not in self._found:
+            is_ignored = any(matches(pattern, module) for pattern in self.ignored)
+            self._found[module] = None if is_ignored else self._of_layers(module)
+        return self._found[module]
+
+    def _of_layers(self, module: str) -> str | None:
+        while module and self.layers:
+            if module in self._by_module:
+                return self._by_module[module]
+            module = module.rpartition(".")[0]
         return self.algorithm
 
     def scheme(self, module: str) -> Scheme | None:
         return SCHEMES.get(self._algorithm(module) or "")
 
     def of(self, weight: WeightSpec) -> Self:
-        """With what is said of this weight's modules alone: formats of weights are compared in every step."""
+        """With what is said of this weight's modules alone, so that equal layers have equal formats."""
         modules = set(map(module_of, weight.plain.source.tensors))
         named = {module: self._algorithm(module) for module in sorted(modules)}
         algorithms = set(named.values())

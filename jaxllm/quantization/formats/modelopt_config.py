@@ -1,7 +1,7 @@
 """What ModelOpt says of a checkpoint: the quantization_config of config.json, or hf_quant_config.json."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxllm.errors import shortened
@@ -58,7 +58,7 @@ def read_description(given: Mapping[str, Any], groups: Mapping[str, int | None],
     key = "exclude_modules" if "exclude_modules" in body else "ignore"
     ignored = read_names(body.get(key), key, faults, "re:")
     of_others = None if algorithm == MIXED or has_cache_alone else algorithm
-    return Description(of_others, tuple(of_layers.items()), tuple(map(_pattern, ignored)), cache)
+    return Description(of_others, tuple(of_layers.items()), _patterns(ignored), cache)
 
 
 def _body(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -72,11 +72,15 @@ def _algorithm(name: Any) -> str:
     return _ALIASES.get(upper, upper)
 
 
-def _pattern(wildcard: str) -> str:
-    """A name of modules in which `*` is any text and `?` any character, as `patterns.matches` takes it."""
-    if "*" not in wildcard and "?" not in wildcard:
-        return wildcard
-    return "re:" + re.escape(wildcard).replace(r"\*", ".*").replace(r"\?", ".") + "$"
+def _patterns(wildcards: Sequence[str]) -> tuple[str, ...]:
+    """Names of modules in which `*` is any text and `?` any character, as `patterns.matches` takes them: all with one of these are one
+    regular expression, which is tried on each of perhaps thousands of experts."""
+    wild = [name for name in wildcards if "*" in name or "?" in name]
+    names = tuple(name for name in wildcards if name not in wild)
+    if not wild:
+        return names
+    either = "|".join(re.escape(name).replace(r"\*", ".*").replace(r"\?", ".") for name in wild)
+    return (*names, f"re:(?:{either})$")
 
 
 def _cache(body: Mapping[str, Any]) -> str | None:
