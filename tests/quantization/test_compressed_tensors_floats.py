@@ -16,7 +16,7 @@ from tests.helpers import goldens
 from tests.helpers.float_formats import E4M3, compressed_mxfp4, compressed_nvfp4, fp8, fp8_per, mx, mxfp8, nvfp4, widened
 from tests.helpers.quantized import answer, assert_equal, assert_near, by_path, load, write
 from tests.helpers.slow import slow_except
-from tests.quantization.stored_goldens import Golden
+from tests.helpers.stored_goldens import Golden
 
 GOLDEN = Golden("compressed_tensors_float")
 OPTIONS = Options(None, None, on_gpu=False, dtype="float32", unquantized=())

@@ -19,7 +19,7 @@ from tests.helpers import goldens
 from tests.helpers.float_formats import fp8, fp8_per, modelopt_nvfp4, mx, mxfp8, nvfp4, widened
 from tests.helpers.quantized import answer, assert_equal, assert_near, by_path, load, write
 from tests.helpers.slow import slow_except
-from tests.quantization.stored_goldens import Golden, StoredFiles, close
+from tests.helpers.stored_goldens import Golden, StoredFiles, close
 
 GOLDEN = Golden("modelopt")
 OPTIONS = Options(None, None, on_gpu=False, dtype="float32", unquantized=())
