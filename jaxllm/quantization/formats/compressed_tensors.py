@@ -82,6 +82,7 @@ class CompressedTensors(PackedFormat):
         return {}
 
     def _group(self, module: str) -> Group | None:
+        """The first group with a target that names a module, else the first with its class; None: it is not quantised."""
         if module not in self._found:
             self._found[module] = self._find_group(module)
         return self._found[module]
