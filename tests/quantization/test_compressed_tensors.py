@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ModelLoadError
-from jaxllm.layers.build import weight_bytes
+from jaxllm.layers.build import build_model, weight_bytes
 from jaxllm.layers.source import Tensor
 from jaxllm.loaders import orbax
+from jaxllm.loaders.load import load_checkpoint
 from jaxllm.models.load_config import load_model_config
+from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization.formats import read_formats
 from jaxllm.weight_format import Options
 from tests.helpers import goldens
@@ -114,7 +116,18 @@ def test_codes_stay_as_stored(tmp_path, symmetric):
     assert ("blocks.0.mlp.down.weight.zero" in by_path(state)) is not symmetric
 
 
-@pytest.mark.parametrize(("golden", "group", "size"), [("llama_gqa", 32, 2), ("llama_gqa", 32, 4), ("deepseek_v3", 8, 2)])
+SHARED = [("llama_gqa", 32, 2), ("llama_gqa", 32, 4), ("deepseek_v3", 8, 2)]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_joining_on_the_device_gives_the_same_arrays(tmp_path, size):
+    directory = write(tmp_path, described(symmetric=False), packed(symmetric=False))
+    config = load_model_config(directory).for_tensor_parallel(size)
+    model, mesh = build_model(config), make_mesh(size)
+    assert_equal(*(load_checkpoint(config, model, directory, mesh=mesh, transform_on_device=where) for where in (False, True)))
+
+
+@pytest.mark.parametrize(("golden", "group", "size"), slow_except(SHARED[:2], SHARED))
 def test_devices_share_weights(tmp_path, golden, group, size):
     stored = write(tmp_path / "packed", described(group=group), packed(group=group), golden=golden)
     plain = write(tmp_path / "plain", None, widened(group=group), golden=golden)

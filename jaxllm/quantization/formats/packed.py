@@ -13,7 +13,7 @@ from jaxllm.layers.source import AnySource, Index, Source, Stacked, Tensor
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats.patterns import partly_covered
 from jaxllm.quantization.numbers import EXPONENT_BIAS, NO_EXPONENT, NUMBERS, Number, Scheme
-from jaxllm.weight_format import WHOLE, Array, Arrays, Draw, Expected, Files, ParamSpec, Reader, WeightFormat, WeightSpec
+from jaxllm.weight_format import Array, Arrays, Draw, Expected, Files, ParamSpec, Reader, WeightFormat, WeightSpec
 
 if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
@@ -149,8 +149,6 @@ class PackedFormat(WeightFormat):
         return widen(arrays, self._scheme, "float32")
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
-        if WHOLE in parts:
-            return super().expected(parts, files)
         found: dict[str, Expected] = {}
         for tensor in parts["codes"].source.tensors:
             found |= self.stored(module_of(tensor), tensor.shape[0], self._num_inputs(parts))
@@ -201,8 +199,6 @@ class PackedFormat(WeightFormat):
 
     def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
         """Codes are random, scales equal."""
-        if part == WHOLE:
-            return super().dummy(part, draw, deviation)
         scheme, scale = self._scheme, deviation / self._number.deviation
         if part == "codes":
             return self._dummy_codes(draw)
