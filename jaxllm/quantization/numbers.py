@@ -29,6 +29,8 @@ NF4 = (
 """By code. Source: arXiv:2305.14314, appendix E."""
 EXPONENT_BIAS = 127
 """Of scales that are exponents of two."""
+NO_EXPONENT = 255
+"""The scale that is no number. Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 5.4.1."""
 
 
 class Number(NamedTuple):
@@ -82,6 +84,9 @@ class Scheme:
 
     def __str__(self) -> str:
         return f"{self.number}{'' if self.group is None else f' in groups of {self.group}'}{' with zero points' * self.zeros}"
+
+
+NVFP4 = Scheme("e2m1", 16, scale_type="float8_e4m3fn", factor=True)
 
 
 def widen(arrays: "Arrays", scheme: Scheme, xp: Any) -> "Array":
