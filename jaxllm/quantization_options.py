@@ -36,6 +36,21 @@ FORMATS = (
         stored=("compressed-tensors",),
     ),
     Registered(
+        path="jaxllm.quantization.formats.gptq:Gptq",
+        stored=("gptq", "gptq_marlin", "auto_gptq"),
+        widened="packed weights in 4 or 8 bits",
+    ),
+    Registered(
+        path="jaxllm.quantization.formats.awq:Awq",
+        stored=("awq", "awq_marlin", "auto_awq"),
+        widened="packed weights in 4 or 8 bits",
+    ),
+    Registered(
+        path="jaxllm.quantization.formats.bitsandbytes:BitsAndBytes",
+        stored=("bitsandbytes",),
+        widened="packed weights in 4 or 8 bits",
+    ),
+    Registered(
         path="jaxllm.quantization.formats.mxfp4:Mxfp4",
         stored=("mxfp4", "gpt_oss_mxfp4"),
         widened="packed weights in 4 or 8 bits",
