@@ -90,7 +90,7 @@ def test_parts_of_names_say_which_modules_are_plain(tmp_path):
 
 
 def test_names_of_older_programs_are_read(tmp_path):
-    given = {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}
+    given = {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": False, "version": "GEMM"}
     assert_near(write(tmp_path / "packed", given, packed()), write(tmp_path / "plain", None, widened()))
 
 
@@ -100,7 +100,7 @@ def test_names_of_older_programs_are_read(tmp_path):
         ({"bits": 8}, "8 bits, must have 4"),
         ({"version": "gemv"}, "version of the AWQ weights is 'gemv', must be gemm"),
         ({"version": None, "format": "llm-awq"}, "'llm-awq', must be gemm"),
-        ({"zero_point": False}, "no zero points"),
+        ({"version": None, "checkpoint_format": "gemv_fast"}, "'gemv_fast', must be gemm"),
         ({"group_size": 7}, "group_size of the quantised weights is 7, must be an even number"),
         ({"modules_to_not_convert": "lm_head"}, "must be a list of names"),
         ({"modules_to_not_convert": ["up_proj"]}, "gate_proj is int4 .*up_proj is not"),

@@ -21,12 +21,12 @@ _LOW, _HIGH = np.uint32(0x0F0F0F0F), np.uint32(0xF0F0F0F0)
 
 @dataclass(frozen=True, kw_only=True)
 class Awq(QWeight):
-    """Codes of 4 bits, whose groups have the code of zero."""
+    """Codes of 4 bits, whose groups have the code of zero, also where the configuration has no zero points: it is 8 there."""
 
     ignored: tuple[str, ...] = ()
     """Modules that are not quantised: parts of their names, not only whole ones between dots, as AutoAWQ reads them."""
 
-    supported: ClassVar[str] = "4-bit weights of quant_method awq (version gemm, with zero points)"
+    supported: ClassVar[str] = "4-bit weights of quant_method awq (version gemm)"
 
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:
@@ -36,15 +36,14 @@ class Awq(QWeight):
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
         if not given:
             return None
-        bits, version = given.get("bits", given.get("w_bit")), given.get("version") or given.get("format") or "gemm"
+        bits, version = (
+            given.get("bits", given.get("w_bit")),
+            next(filter(None, map(given.get, ("version", "format", "checkpoint_format"))), "gemm"),
+        )
         if bits != 4:
             faults.append(f"the AWQ weights have {bits!r} bits, must have 4")
         if not isinstance(version, str) or version.lower() != "gemm":
             faults.append(f"version of the AWQ weights is {version!r}, must be gemm; give the checkpoint in that version")
-        if given.get("zero_point") is False:
-            faults.append(
-                "the AWQ weights have no zero points (zero_point), must have them; give a checkpoint that was made with them"
-            )
         key = "modules_to_not_convert"
         return cls(
             computes=not options.dequantize and options.quantization is None,
