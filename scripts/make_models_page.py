@@ -20,7 +20,7 @@ from jaxllm.loaders.gguf import READABLE
 from jaxllm.model_config import MAX_LAYERS, MAX_POSITION
 from jaxllm.models.config_reader import MAX_EXPERTS, MAX_INTEGER, MAX_VOCABULARY
 from jaxllm.models.registry import FAMILIES
-from jaxllm.quantization.formats import kinds
+from jaxllm.quantization.formats import supported_checkpoints
 from jaxllm.text import tokenizer_files
 from jaxllm.text.tokenizer_files import MAX_GROWTH, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
 from scripts.make_goldens import FOLDER, VARIANTS
@@ -88,7 +88,7 @@ Which checkpoints make vectors: [EMBEDDINGS.md](EMBEDDINGS.md#which-models). The
 
 def page() -> str:
     """The whole text."""
-    supported = _filled(f"Checkpoints can hold {', and '.join(kind.supported for kind in kinds())}. Other formats are refused.")
+    supported = _filled(f"Checkpoints can hold {supported_checkpoints()}. Other formats are refused.")
     return HEAD + "\n".join(_families()) + "\n" + TESTED + _formats() + FOOT.format(supported=supported)
 
 

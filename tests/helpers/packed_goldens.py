@@ -1,4 +1,7 @@
-"""The weights in tests/goldens/quantization, which formats' own programs wrote (scripts/make_packed_goldens.py), and what is read."""
+"""The weights in tests/goldens/quantization that formats' own programs wrote, and what is read of them.
+
+`scripts/make_gptq_awq_bitsandbytes_goldens.py` says how they were made.
+"""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,6 +1,8 @@
 """Weights as bitsandbytes stores them: its goldens, and whole models against the same numbers without quantisation."""
 
 import json
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -128,6 +130,14 @@ def test_devices_share_weights(tmp_path, number):
 def test_names_are_skipped_as_transformers_does(skipped, module, is_plain):
     format = BitsAndBytes.read(described(llm_int8_skip_modules=[skipped]), OPTIONS, [])
     assert (format.scheme(module) is None) == is_plain
+
+
+def test_converted_checkpoints_load_again(tmp_path):
+    source = write(tmp_path / "source", described("nf4"), packed("nf4"))
+    script = Path(__file__).parent.parent.parent / "scripts" / "convert_checkpoint.py"
+    runpy.run_path(str(script))["convert"](source, tmp_path / "output", "float32")
+    for size in (1, 2):
+        assert_equal(load(tmp_path / "output", tensor_parallel_size=size)[1], load(source, tensor_parallel_size=size)[1])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Weights as GPTQ's programs store them: goldens of gptqmodel, and whole models against the same numbers without quantisation."""
 
+import runpy
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -159,6 +162,14 @@ def test_a_stored_zero_of_a_whole_word_wraps():
     zero = np.array([[0, 0, 15, 1, 0, 8, 0, 0]], np.uint8)
     stored = (words(zero, 4).view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
     np.testing.assert_array_equal(read(described(symmetric=False)).zeros(stored, 4), zero)
+
+
+def test_converted_checkpoints_load_again(tmp_path):
+    source = write(tmp_path / "source", described(4, 32, False), packed(4, 32, False))
+    script = Path(__file__).parent.parent.parent / "scripts" / "convert_checkpoint.py"
+    runpy.run_path(str(script))["convert"](source, tmp_path / "output", "float32")
+    for size in (1, 2):
+        assert_equal(load(tmp_path / "output", tensor_parallel_size=size)[1], load(source, tensor_parallel_size=size)[1])
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
-from jaxllm.quantization.formats.packed import PackedFormat, Scheme
+from jaxllm.quantization.formats.packed import PART, PackedFormat
 from jaxllm.quantization.formats.patterns import matches, read_names
-from jaxllm.quantization.numbers import NUMBERS
+from jaxllm.quantization.numbers import NUMBERS, Number, Scheme
 from jaxllm.weight_format import Expected, Files, Options, WeightFormat
 
 PACKED, INTEGERS = "pack-quantized", ("int-quantized", "naive-quantized")
@@ -90,6 +90,7 @@ class CompressedTensors(PackedFormat):
         scheme, number = self._of_module(module)
         num_groups = num_inputs // (scheme.group or num_inputs)
         scales = SCALE_TYPES[scheme.scale_type]
+        other = f'config.json says {scheme.scale_type}: set --dtype, and --hf-overrides \'{{"dtype": "float32"}}\''
         if number.code_type == "int8":
             found = {"weight": Expected((num_outputs, num_inputs), ("I8",))}
         else:
@@ -97,7 +98,7 @@ class CompressedTensors(PackedFormat):
             found = {"weight_packed": Expected((num_outputs, -(-num_inputs // per_word)), ("I32",))}
             if scheme.zeros:
                 found["weight_zero_point"] = Expected((-(-num_outputs // per_word), num_groups), ("I32",))
-        found["weight_scale"] = Expected((num_outputs, num_groups), scales)
+        found["weight_scale"] = Expected((num_outputs, num_groups), scales, other)
         return {f"{module}.{name}": expected for name, expected in found.items()}
 
     def part(self, name: str, module: str, num_outputs: int, num_inputs: int, files: Files) -> np.ndarray:
@@ -117,10 +118,39 @@ class CompressedTensors(PackedFormat):
         # Codes lie in a word from its lowest bits on, so bytes hold them in order.
         return files.tensor(f"{module}.weight_packed").view(np.uint8)[:, : num_inputs // number.per_value]
 
-    def _of_module(self, module: str) -> tuple[Scheme, Any]:
+    def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        parts: dict[str, dict[str, np.ndarray]] = {}
+        written: dict[str, np.ndarray] = {}
+        for name, array in tensors.items():
+            weight, _, part = name.partition(PART)
+            if part:
+                parts.setdefault(weight, {})[part] = array
+            else:
+                written[name] = array
+        for weight, arrays in parts.items():
+            codes, number = arrays["codes"], self._of_module(weight.removesuffix(".weight"))[1]
+            written[f"{weight}_scale"] = arrays["scale"]
+            if number.code_type == "int8":
+                written[weight] = codes
+                continue
+            written[f"{weight}_packed"] = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4))).view(np.int32)
+            written[f"{weight}_shape"] = np.array([len(codes), codes.shape[1] * number.per_value])
+            if "zero" in arrays:
+                written[f"{weight}_zero_point"] = _in_words(arrays["zero"], number.bits)
+        return written
+
+    def _of_module(self, module: str) -> tuple[Scheme, Number]:
         scheme = self.scheme(module)
         assert scheme is not None
         return scheme, NUMBERS[scheme.number]
+
+
+def _in_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """int32 [N / codes in a word, G] of codes [N, G], the first in the lowest bits."""
+    shifts = np.arange(0, _WORD_BITS, bits, dtype=np.uint32)[:, None]
+    padded = np.pad(codes.astype(np.uint32), ((0, -len(codes) % len(shifts)), (0, 0)))
+    shifted = padded.reshape(-1, len(shifts), codes.shape[1]) << shifts
+    return shifted.sum(axis=1, dtype=np.uint32).view(np.int32)
 
 
 def _class_of(module: str) -> str:

@@ -39,9 +39,7 @@ class Gptq(QWeight):
     """Parts of the names of the modules that are quantised; none: all are."""
     version: int = 1
 
-    supported: ClassVar[str] = (
-        "4- and 8-bit weights of quant_method gptq (checkpoint_format gptq and gptq_v2, without activation order)"
-    )
+    supported: ClassVar[str] = "4- and 8-bit weights of quant_method gptq (without activation order)"
     # AutoGPTQ writes biases of zeros for layers that have none. Whether `g_idx` is as it must be is seen when codes are read.
     unused: ClassVar[str] = r"\.g_idx$|_proj\.bias$"
 
