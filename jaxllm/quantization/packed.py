@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
+from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.quantization import numbers
 from jaxllm.quantization.numbers import Scheme
@@ -32,6 +34,12 @@ def _dot(x: Array, weight: Array) -> Array:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     contracted = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
     return lax.dot_general(x, weight, contracted, precision=precision, preferred_element_type=jnp.float32)
+
+
+def rounded_arrays(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
+    """`round_to_nearest` of a weight on the host, computed on a device."""
+    codes, scale = convert(round_to_nearest, None, np.ascontiguousarray(weight), scheme=scheme)
+    return np.asarray(codes), np.asarray(scale)
 
 
 def round_to_nearest(weight: Array, scheme: Scheme) -> tuple[Array, Array]:

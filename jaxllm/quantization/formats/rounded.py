@@ -68,14 +68,12 @@ class Rounded(CompressedTensors):
         return found
 
     def reading(self, num_inputs: int, reader: Reader) -> ReadPart:
-        from jaxllm.parallel.arrays import convert
-        from jaxllm.quantization.packed import round_to_nearest
+        from jaxllm.quantization.packed import rounded_arrays
 
         @functools.lru_cache(maxsize=4)
         def rounded(tensor: Tensor) -> dict[str, np.ndarray]:
             weight = reader.plain(tensor, (slice(None), slice(None)))
-            arrays = convert(round_to_nearest, None, np.ascontiguousarray(weight), scheme=self.weight_scheme)
-            return {part: np.asarray(array) for part, array in zip(("codes", "scale"), arrays, strict=True)}
+            return dict(zip(("codes", "scale"), rounded_arrays(weight, self._scheme), strict=True))
 
         return lambda part, tensor: rounded(self._plain(tensor, num_inputs))[part]
 
