@@ -88,6 +88,10 @@ model's type, which is more exact. A head, an embedding and what latents are mul
 while they are read, and with `--dequantize` all weights do. Devices that cut a group have a scale for each piece.
 There is no kernel for these weights yet: XLA widens them.
 
+GPTQ's `dynamic` and `modules_in_block_to_quantize` count, and so does a quantised head. Groups whose inputs are not
+neighbours (`desc_act` with a group size) are refused: take a checkpoint without activation order. 4-bit blocks of
+bitsandbytes must have 64 values of one output; its int8 weights go with activations of the model's type.
+
 Fp8 weights with a scale per channel or tensor load as they are. Those with a scale per block become 16-bit weights, or with
 `--quantization fp8` get scales per channel. Fp8 weights outside of linear layers, such as heads and experts, become 16-bit
 weights. Experts in 4 bits (as gpt-oss is released) are computed from these 4 bits on a GPU in bfloat16; elsewhere, with

@@ -36,10 +36,8 @@ class Awq(QWeight):
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
         if not given:
             return None
-        bits, version = (
-            given.get("bits", given.get("w_bit")),
-            next(filter(None, map(given.get, ("version", "format", "checkpoint_format"))), "gemm"),
-        )
+        bits = given.get("bits", given.get("w_bit"))
+        version = next(filter(None, map(given.get, ("version", "format", "checkpoint_format"))), "gemm")
         if bits != 4:
             faults.append(f"the AWQ weights have {bits!r} bits, must have 4")
         if not isinstance(version, str) or version.lower() != "gemm":
