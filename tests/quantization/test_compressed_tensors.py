@@ -249,6 +249,31 @@ def test_plain_int8_with_scales_of_activations(tmp_path, form):
     assert load(stored)[1]["blocks"][0]["mlp"]["down"]["weight"]["codes"][...].dtype == "int8"
 
 
+def test_one_scale_of_a_tensor_counts_for_all_outputs(tmp_path):
+    def quantize(name, weight):
+        scale = np.float32([np.abs(weight).max() / 127])
+        return {name: np.round(weight / scale).astype(np.int8), f"{name}_scale": scale}
+
+    def wide(name, weight):
+        values, scale = quantize(name, weight).values()
+        return {name: values * scale}
+
+    given = described(8, None, True, "int-quantized")
+    given["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    stored = write(tmp_path / "int8", given, quantize)
+    assert_near(stored, write(tmp_path / "plain", None, wide), tensor_parallel_size=2)
+    config, state = load(stored)
+    goldens.save(config, state, tmp_path / "saved", stored)
+    assert_equal(load(tmp_path / "saved")[1], state)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_weights_may_be_quantised_once_more_while_loading(tmp_path, quantization):
+    stored = write(tmp_path / "packed", described(), packed())
+    plain = write(tmp_path / "plain", None, widened())
+    assert_equal(*(load(directory, quantization=quantization)[1] for directory in (stored, plain)))
+
+
 def test_devices_that_cut_a_group_have_each_its_scale(tmp_path):
     form = (4, 32, False)
     stored = write(tmp_path / "packed", described(*form), packed(*form))

@@ -7,6 +7,7 @@ from jaxllm import LLM, LoRARequest, SamplingParams
 from tests.helpers import engines, goldens, peft_files
 from tests.helpers.quantized import PROMPT, answer, load
 
+EPLB = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": {"step_interval": 3, "num_redundant_experts": 2}}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 
 
@@ -39,6 +40,7 @@ def assert_alike(found, wanted):
         ("qwen3_moe", {"tensor_parallel_size": 2}),
         ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
         ("qwen3_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}),
+        ("qwen3_moe", {"data_parallel_size": 2, **EPLB}),
         ("deepseek_v3", {"tensor_parallel_size": 2}),
         ("llama_gqa", {"pipeline_parallel_size": 2}),
         ("llama_gqa", {"share_layers": True}),

@@ -13,7 +13,7 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
 from jaxllm.quantization.formats.packed import PART, PackedFormat
 from jaxllm.quantization.formats.patterns import matches, read_names
-from jaxllm.quantization.numbers import NUMBERS, Number, Scheme
+from jaxllm.quantization.numbers import NUMBERS, Scheme
 from jaxllm.weight_format import Expected, Files, Options, WeightFormat
 
 PACKED, INTEGERS = "pack-quantized", ("int-quantized", "naive-quantized")
@@ -29,6 +29,8 @@ class Group:
     targets: tuple[str, ...]
     """Parts of names of modules, regular expressions that begin with `re:`, and names of classes."""
     scheme: Scheme
+    per_tensor: bool = False
+    """One scale is stored, of all outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +73,16 @@ class CompressedTensors(PackedFormat):
         )
 
     def scheme(self, module: str) -> Scheme | None:
-        if any(matches(pattern, module) or pattern == _class_of(module) for pattern in self.ignored):
+        group = self._group(module)
+        return None if group is None else group.scheme
+
+    def _group(self, module: str) -> Group | None:
+        """The first group with a target that names a module, else the first with its class; None: it is not quantised."""
+        of_class = _class_of(module)
+        if any(matches(pattern, module) or pattern == of_class for pattern in self.ignored):
             return None
-        named = (group.scheme for group in self.groups if any(matches(target, module) for target in group.targets))
-        of_class = (group.scheme for group in self.groups if _class_of(module) in group.targets)
-        return next(named, None) or next(of_class, None)
+        named = (group for group in self.groups if any(matches(target, module) for target in group.targets))
+        return next(named, None) or next((group for group in self.groups if of_class in group.targets), None)
 
     def told(self, dtype: str) -> str:
         kinds = ", ".join(dict.fromkeys(str(group.scheme) for group in self.groups))
@@ -87,7 +94,8 @@ class CompressedTensors(PackedFormat):
         return f"weights as the checkpoint has them ({kinds}){activations}"
 
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
-        scheme, number = self._of_module(module)
+        group = self._of_module(module)
+        scheme, number = group.scheme, NUMBERS[group.scheme.number]
         num_groups = num_inputs // (scheme.group or num_inputs)
         scales = SCALE_TYPES[scheme.scale_type]
         other = f'config.json says {scheme.scale_type}: set --dtype, and --hf-overrides \'{{"dtype": "float32"}}\''
@@ -98,13 +106,15 @@ class CompressedTensors(PackedFormat):
             found = {"weight_packed": Expected((num_outputs, -(-num_inputs // per_word)), ("I32",))}
             if scheme.zeros:
                 found["weight_zero_point"] = Expected((-(-num_outputs // per_word), num_groups), ("I32",))
-        found["weight_scale"] = Expected((num_outputs, num_groups), scales, other)
+        found["weight_scale"] = Expected((1,) if group.per_tensor else (num_outputs, num_groups), scales, other)
         return {f"{module}.{name}": expected for name, expected in found.items()}
 
     def part(self, name: str, module: str, num_outputs: int, num_inputs: int, files: Files) -> np.ndarray:
-        number = self._of_module(module)[1]
+        group = self._of_module(module)
+        number = NUMBERS[group.scheme.number]
         if name == "scale":
-            return files.tensor(f"{module}.weight_scale")
+            scale = files.tensor(f"{module}.weight_scale")
+            return np.broadcast_to(scale, (num_outputs, 1)) if group.per_tensor else scale
         if name == "zero":
             words = files.tensor(f"{module}.weight_zero_point")
             shifts = np.arange(0, _WORD_BITS, number.bits, dtype=np.int32)[:, None]
@@ -128,8 +138,9 @@ class CompressedTensors(PackedFormat):
             else:
                 written[name] = array
         for weight, arrays in parts.items():
-            codes, number = arrays["codes"], self._of_module(weight.removesuffix(".weight"))[1]
-            written[f"{weight}_scale"] = arrays["scale"]
+            codes, group = arrays["codes"], self._of_module(weight.removesuffix(".weight"))
+            number = NUMBERS[group.scheme.number]
+            written[f"{weight}_scale"] = arrays["scale"][0] if group.per_tensor else arrays["scale"]
             if number.code_type == "int8":
                 written[weight] = codes
                 continue
@@ -139,10 +150,10 @@ class CompressedTensors(PackedFormat):
                 written[f"{weight}_zero_point"] = _in_words(arrays["zero"], number.bits)
         return written
 
-    def _of_module(self, module: str) -> tuple[Scheme, Number]:
-        scheme = self.scheme(module)
-        assert scheme is not None
-        return scheme, NUMBERS[scheme.number]
+    def _of_module(self, module: str) -> Group:
+        group = self._group(module)
+        assert group is not None
+        return group
 
 
 def _in_words(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -187,4 +198,4 @@ def _read_group(group: Mapping[str, Any], given: Mapping[str, Any], options: Opt
     number = ("int4" if bits == 4 else "uint8b128") if form == PACKED else "int8"
     scale_type = options.stored_dtype if has_groups else "float32"
     targets = read_names(group.get("targets"), "targets", faults, "re:")
-    return Group(targets, Scheme(number, size if has_groups else None, zeros, scale_type=scale_type))
+    return Group(targets, Scheme(number, size if has_groups else None, zeros, scale_type=scale_type), strategy == "tensor")
