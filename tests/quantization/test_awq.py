@@ -8,7 +8,7 @@ from jaxllm.models.load_config import load_model_config
 from jaxllm.quantization.formats.awq import Awq
 from jaxllm.weight_format import Options
 from tests.helpers import packed_goldens
-from tests.helpers.quantized import answer, assert_equal, assert_near, load, rounded, words, write
+from tests.helpers.quantized import answer, assert_equal, assert_near, by_path, load, rounded, words, write
 from tests.helpers.slow import slow_except
 
 OPTIONS = Options(None, None, on_gpu=False, dtype="float32", unquantized=())
@@ -86,12 +86,15 @@ def test_parts_of_names_say_which_modules_are_plain(tmp_path):
     def quantize(make):
         return lambda name, weight: {name: weight} if "layers.0.mlp" in name or "o_proj" in name else make()(name, weight)
 
-    assert_near(write(tmp_path / "packed", given, quantize(packed)), write(tmp_path / "plain", None, quantize(widened)))
+    stored = write(tmp_path / "packed", given, quantize(packed))
+    assert_equal(load(stored, dequantize=True)[1], load(write(tmp_path / "plain", None, quantize(widened)))[1])
+    assert {"blocks.0.mlp.down.weight", "blocks.1.mlp.down.weight.codes"} <= by_path(load(stored)[1]).keys()
 
 
 def test_names_of_older_programs_are_read(tmp_path):
     given = {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": False, "version": "GEMM"}
-    assert_near(write(tmp_path / "packed", given, packed()), write(tmp_path / "plain", None, widened()))
+    stored = load(write(tmp_path / "packed", given, packed()), dequantize=True)[1]
+    assert_equal(stored, load(write(tmp_path / "plain", None, widened()))[1])
 
 
 @pytest.mark.parametrize(
