@@ -41,7 +41,7 @@ FORMATS = (
     Registered(
         path="jaxllm.quantization.formats.modelopt:ModelOpt",
         stored=("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"),
-        widened="packed weights in 4 or 8 bits",
+        widened=_PACKED,
     ),
     Registered(
         path="jaxllm.quantization.formats.fp8:Fp8",
@@ -50,6 +50,21 @@ FORMATS = (
             "activations likewise in each step (a scale per token)"
         },
         stored=("compressed-tensors",),
+    ),
+    Registered(
+        path="jaxllm.quantization.formats.gptq:Gptq",
+        stored=("gptq", "gptq_marlin", "auto_gptq"),
+        widened=_PACKED,
+    ),
+    Registered(
+        path="jaxllm.quantization.formats.awq:Awq",
+        stored=("awq", "awq_marlin", "auto_awq"),
+        widened=_PACKED,
+    ),
+    Registered(
+        path="jaxllm.quantization.formats.bitsandbytes:BitsAndBytes",
+        stored=("bitsandbytes",),
+        widened=_PACKED,
     ),
     Registered(
         path="jaxllm.quantization.formats.mxfp4:Mxfp4",

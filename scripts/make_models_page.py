@@ -100,6 +100,10 @@ these weights yet: XLA widens them.
 A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. What ModelOpt says in hf_quant_config.json
 counts where config.json has no quantization_config.
 
+GPTQ's `dynamic` and `modules_in_block_to_quantize` count, and so does a quantised head. Groups whose inputs are not
+neighbours (`desc_act` with a group size) are refused: take a checkpoint without activation order. 4-bit blocks of
+bitsandbytes must have 64 values of one output; its int8 weights go with activations of the model's type.
+
 `--kv-cache-dtype fp8` holds twice the tokens in the same memory as 16 bits.
 
 ## Embeddings
