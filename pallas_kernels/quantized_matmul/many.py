@@ -4,9 +4,9 @@
     warpgroup 2      (producer)    TMA copies of words, scales, zeros and x in steps of 64 inputs, into a ring of shared memory
 
 A CTA per core stays for the whole launch and walks through items, blocks of outputs first, so that CTAs that run at a time share rows
-of x in the cache. The transposed product is computed, weight @ x.T, and transposed on its way through shared memory. A tile of the
-weight is decoded, and scaled, while the tensor cores multiply the one before. What lies outside of an array a copy fills with zeros, or
-does not write.
+of x in the cache. The transposed product is computed, weight @ x.T, and transposed on its way through shared memory. While one consumer
+decodes and scales a tile of the weight, the tensor cores multiply the other's. What lies outside of an array a copy fills with zeros,
+or does not write.
 """
 
 from dataclasses import dataclass
