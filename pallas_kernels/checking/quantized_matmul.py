@@ -108,7 +108,7 @@ def stored(shapes: Shapes) -> Stored:
     """Random numbers of all kinds but NaN, the same for the same shapes."""
     rng = np.random.default_rng(shapes.num_outputs + shapes.num_inputs)
     N, K, bits = shapes.num_outputs, shapes.num_inputs, DECODERS[shapes.number].bits
-    codes = rng.integers(0, 256, (N, K * bits // 8), dtype=np.uint8)
+    codes: Any = rng.integers(0, 256, (N, K * bits // 8), dtype=np.uint8)
     if shapes.number == "e4m3":
         codes[codes & 0x7F == 0x7F] = 0x38
         codes = codes.view(ml_dtypes.float8_e4m3fn)
@@ -140,14 +140,17 @@ def num_real(num_rows: int) -> int:
 
 
 def host_error(shapes: Shapes, x: Any, constants: Any, got: Any) -> float:
-    """The `distance` of real rows; infinite where a padded output is not 0. Of many outputs it compares some of every block."""
+    """The `distance` of real rows; infinite where a padded output is not 0, NaN where one is not finite. Of many outputs it compares some
+    of every block."""
     N, real = shapes.num_outputs, num_real(len(x))
-    got_TN = np.asarray(got)[:real].astype(np.float64)
+    got_TN = np.asarray(got)[:real]
     if np.any(got_TN[:, N:] != 0):
         return math.inf
+    if not np.isfinite(got_TN.astype(np.float32)).all():
+        return math.nan
     outputs = np.arange(N) if N <= 8 * TILE else np.unique(np.append(np.arange(0, N, _STRIDE), N - 1))
     expected = np.asarray(x)[:real].astype(np.float64) @ stored(shapes).values(shapes.number, outputs).T
-    return distance(got_TN[:, outputs], expected) if np.isfinite(got_TN).all() else math.nan
+    return distance(got_TN[:, outputs].astype(np.float64), expected)
 
 
 def distance(got: np.ndarray, expected: np.ndarray) -> float:
@@ -160,7 +163,7 @@ def distance(got: np.ndarray, expected: np.ndarray) -> float:
 def every_code(shapes: Shapes) -> Stored:
     """A weight in which each input has all codes. Scales are powers of two, so that no product with them is rounded."""
     N, K, bits = shapes.num_outputs, shapes.num_inputs, DECODERS[shapes.number].bits
-    codes = ((np.arange(N)[:, None] + 37 * np.arange(K)) % (1 << bits)).astype(np.uint8)
+    codes: Any = ((np.arange(N)[:, None] + 37 * np.arange(K)) % (1 << bits)).astype(np.uint8)
     if bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
     if shapes.number == "e4m3":

@@ -157,7 +157,9 @@ def test_every_op_names_its_cases_and_all_can_be_shaped() -> None:
         for _, case in found:
             jax.eval_shape(case.make)
             assert case.variants
-    with pytest.raises(SystemExit, match="no op 'dance'; there are attention, .*experts, latent, lora, quantized, rope, sampling"):
+    with pytest.raises(
+        SystemExit, match="no op 'dance'; there are attention, .*experts, latent, lora, quantized, rope, sampling"
+    ):
         scripts.kernels.cases("check", ["dance"], tiny=True)
 
 
