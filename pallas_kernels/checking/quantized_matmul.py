@@ -13,7 +13,9 @@ import numpy as np
 
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.host import Normals
-from pallas_kernels.quantized_matmul import DECODERS, TILE, Packed, pack, product
+from pallas_kernels.quantized_matmul import DECODERS, TILE, Packed, decoder_of, pack, product
+from pallas_kernels.quantized_matmul.decoders import NF4
+from pallas_kernels.quantized_matmul.packed import MIDDLES
 
 TOLERANCE = 6e-3
 """Of results in bfloat16, whose weights may have been rounded too; see `distance`."""
@@ -71,12 +73,14 @@ class Stored:
     def values(self, number: str, outputs: np.ndarray) -> np.ndarray:
         """float64 [outputs, K]"""
         codes = self.codes.view(np.uint8)[outputs]
-        if DECODERS[number].bits == 4:
+        if bits_of(number) == 4:
             codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
-        if number == "int4":
-            values = codes.astype(np.float64) - (8 if self.zero is None else 0)
+        if number in MIDDLES:
+            values = codes.astype(np.float64) - (MIDDLES[number] if self.zero is None else 0)
         elif number == "e2m1":
             values = np.array([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])[codes]
+        elif number == "nf4":
+            values = np.array(NF4)[codes]
         else:
             values = codes.view(np.int8 if number == "int8" else ml_dtypes.float8_e4m3fn).astype(np.float64)
         scale = self.scale[outputs]
@@ -86,6 +90,11 @@ class Stored:
             values -= np.repeat(self.zero[outputs].astype(np.float64), copies, axis=1)
         values *= np.repeat(scale, copies, axis=1)
         return values if self.factor is None else values * self.factor[outputs, None]
+
+
+def bits_of(number: str) -> int:
+    """Of a code."""
+    return DECODERS[decoder_of(number)].bits
 
 
 def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
@@ -107,7 +116,7 @@ def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]
 def stored(shapes: Shapes) -> Stored:
     """Random numbers of all kinds but NaN, the same for the same shapes."""
     rng = np.random.default_rng(shapes.num_outputs + shapes.num_inputs)
-    N, K, bits = shapes.num_outputs, shapes.num_inputs, DECODERS[shapes.number].bits
+    N, K, bits = shapes.num_outputs, shapes.num_inputs, bits_of(shapes.number)
     codes: Any = rng.integers(0, 256, (N, K * bits // 8), dtype=np.uint8)
     if shapes.number == "e4m3":
         codes[codes & 0x7F == 0x7F] = 0x38
@@ -115,6 +124,7 @@ def stored(shapes: Shapes) -> Stored:
     elif shapes.number == "int8":
         codes = codes.view(np.int8)
     by_group = N, shapes.num_groups
+    scale: Any
     if shapes.scale_type == "uint8":
         scale = rng.integers(_MIDDLE_EXPONENT - 2, _MIDDLE_EXPONENT + 3, by_group, dtype=np.uint8)
     else:
@@ -122,7 +132,7 @@ def stored(shapes: Shapes) -> Stored:
         if shapes.scale_type == "float8_e4m3fn":  # whose smallest numbers are large
             scale = scale * np.float32(math.sqrt(K))
         scale = scale.astype(np.dtype(getattr(ml_dtypes, shapes.scale_type, shapes.scale_type)))
-    zero = rng.integers(0, 16, by_group, dtype=np.uint8) if shapes.has_zeros else None
+    zero = rng.integers(0, 1 << bits, by_group, dtype=np.uint8) if shapes.has_zeros else None
     factor = rng.uniform(0.5, 1.5, N).astype(np.float32) if shapes.has_factor else None
     return Stored(codes, scale, zero, factor)
 
@@ -162,7 +172,7 @@ def distance(got: np.ndarray, expected: np.ndarray) -> float:
 
 def every_code(shapes: Shapes) -> Stored:
     """A weight in which each input has all codes. Scales are powers of two, so that no product with them is rounded."""
-    N, K, bits = shapes.num_outputs, shapes.num_inputs, DECODERS[shapes.number].bits
+    N, K, bits = shapes.num_outputs, shapes.num_inputs, bits_of(shapes.number)
     codes: Any = ((np.arange(N)[:, None] + 37 * np.arange(K)) % (1 << bits)).astype(np.uint8)
     if bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
@@ -171,7 +181,7 @@ def every_code(shapes: Shapes) -> Stored:
         codes = codes.view(ml_dtypes.float8_e4m3fn)
     groups = np.arange(N)[:, None] + np.arange(shapes.num_groups)
     scale = np.exp2(groups % 5 - 2.0).astype(np.float32)
-    zero = (groups % 16).astype(np.uint8) if shapes.has_zeros else None
+    zero = (groups * 7 % (1 << bits)).astype(np.uint8) if shapes.has_zeros else None
     return Stored(codes.view(np.int8) if shapes.number == "int8" else codes, scale, zero)
 
 
@@ -189,6 +199,7 @@ def decoding_arrays(shapes: Shapes) -> tuple[np.ndarray, tuple[Packed]]:
 
 
 def decoding_error(shapes: Shapes, x: Any, constants: Any, got: Any) -> float:
-    """The largest difference, to be 0."""
+    """The largest difference from the numbers in bfloat16, to be 0."""
     expected = every_code(shapes).values(shapes.number, np.arange(shapes.num_outputs))[:, picked_inputs(shapes.num_inputs)].T
+    expected = expected.astype(ml_dtypes.bfloat16).astype(np.float64)
     return float(np.abs(np.asarray(got)[:, : shapes.num_outputs].astype(np.float64) - expected).max())

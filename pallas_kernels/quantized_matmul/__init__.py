@@ -19,7 +19,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.quantized_matmul.decoders import DECODERS
-from pallas_kernels.quantized_matmul.packed import GROUPS, TILE, Packed, pack, pack_words, unpack_words, widened
+from pallas_kernels.quantized_matmul.packed import (
+    GROUPS,
+    TILE,
+    Packed,
+    decoder_of,
+    pack,
+    pack_words,
+    unpack_words,
+    widened,
+)
 from pallas_kernels.verified import is_verified
 
 __all__ = [
@@ -32,6 +41,7 @@ __all__ = [
     "Packed",
     "candidates",
     "choose",
+    "decoder_of",
     "pack",
     "pack_words",
     "product",

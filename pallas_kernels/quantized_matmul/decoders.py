@@ -1,18 +1,27 @@
-"""Numbers of 4 and 8 bits as bfloat16, all of them exact: in plain JAX, and by a few instructions for the two of a register.
+"""Numbers of 4 and 8 bits as bfloat16, in plain JAX, and by a few instructions for the two of a register. All but nf4 are exact.
 
 Register r of a word of packed codes (see `packed`) has the codes at bits b * r and b * r + 16, b bits each. `instructions` are PTX
-that turn a word $1 into that register $0; they may use the 32-bit registers a and m. Bits of a bfloat16: sign 15, exponent 14 to 7,
+that turn a word $1 into that register $0; they may use the 32-bit registers of TEMPORARIES. Bits of a bfloat16: sign 15, exponent 14 to 7,
 mantissa 6 to 0. So 0x4300 | n is 128 + n for n below 128, and a small float whose exponent and mantissa are moved to the lower end
 of both fields is a subnormal or normal number that is a power of two too small.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+TEMPORARIES = "a", "b", "c", "d", "m"
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""By code. Source: arXiv:2305.14314, appendix E."""
 _AND_OR = 0xEA
 """Truth table of lop3 for (x & y) | z."""
 
@@ -73,11 +82,33 @@ def _e4m3(r: int) -> str:
     return f"{move} lop3.b32 a, m, 0x80008000, a, {_AND_OR}; mov.b32 m, 0x7B807B80; mul.rn.bf16x2 $0, a, m;"
 
 
+def _widen_by_table(table: Sequence[float], codes: jax.Array) -> jax.Array:
+    # No array of constants: kernels that are interpreted cannot have one.
+    values = [jnp.where(codes == code, jnp.float32(value), 0) for code, value in enumerate(table)]
+    return functools.reduce(jnp.add, values).astype(jnp.bfloat16)
+
+
+def _by_table(table: Sequence[float], r: int) -> str:
+    """Lower and upper bytes apart: the lower three bits of both codes choose from each half of the table, the upper bits a half."""
+    words = np.asarray(table, np.float32).astype(jnp.bfloat16).view(np.uint8).reshape(4, 4, 2)
+
+    def chosen(byte: int, target: str, other: str) -> str:
+        four = [f"0x{int.from_bytes(words[part, :, byte].tobytes(), 'little'):08X}" for part in range(4)]
+        halves = f"prmt.b32 {target}, {four[0]}, {four[1]}, a; prmt.b32 {other}, {four[2]}, {four[3]}, a;"
+        return f"{halves} prmt.b32 {target}, {target}, {other}, b;"
+
+    lower_bits = "and.b32 a, m, 0x00070007; shr.u32 b, a, 12; or.b32 a, a, b;"
+    upper_bits = "and.b32 b, m, 0x00080008; shr.u32 c, b, 1; shr.u32 b, b, 13; or.b32 b, b, c; or.b32 b, b, 0x10;"
+    places = f"shr.u32 m, $1, {4 * r}; {lower_bits} {upper_bits}"
+    return f"{places} {chosen(0, 'c', 'd')} {chosen(1, 'd', 'm')} prmt.b32 $0, c, d, 0x5140;"
+
+
 DECODERS = {
     "int4": Decoder(4, _widen_int4, _int4),
     "e2m1": Decoder(4, _widen_e2m1, _e2m1),
+    "nf4": Decoder(4, functools.partial(_widen_by_table, NF4), functools.partial(_by_table, NF4)),
     "int8": Decoder(8, _widen_int8, _int8),
     "e4m3": Decoder(8, _widen_e4m3, _e4m3),
 }
-"""By the name of the number. int4: code - 8. e2m1: OCP Microscaling Formats (MX) Specification 1.0. int8: two's complement.
-e4m3: float8_e4m3fn."""
+"""By the name of the number. int4: code - 8. e2m1: OCP Microscaling Formats (MX) Specification 1.0. nf4: `NF4`, rounded.
+int8: two's complement. e4m3: float8_e4m3fn."""

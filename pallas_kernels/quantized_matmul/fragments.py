@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _compat
-from pallas_kernels.quantized_matmul.decoders import DECODERS, Decoder
+from pallas_kernels.quantized_matmul.decoders import DECODERS, TEMPORARIES, Decoder
 from pallas_kernels.quantized_matmul.packed import TILE, unpack_words
 
 WORD_COLUMNS = 256
@@ -32,7 +32,7 @@ def word_rows(bits: int) -> int:
 def operand(
     number: str, words_smem: Any, tile: int, scales: Sequence[jax.Array], zeros: Sequence[jax.Array], interpreted_smem: Any
 ) -> Any:
-    """bfloat16 [64 outputs, 64 inputs] of a tile: (number - zero) * scale, rounded once. What wgmma takes.
+    """bfloat16 [64 outputs, 64 inputs] of a tile: (number - zero) * scale, the product rounded. What wgmma takes.
 
     words_smem: int32 [tiles * word_rows, WORD_COLUMNS]. scales, zeros: bfloat16 [64] in the layout WGMMA.reduce(1), one for each of
     equal parts of the inputs; none: 1, 0. interpreted_smem: bfloat16 [64, 64] where the kernel is interpreted, else None.
@@ -95,7 +95,7 @@ def _decoded(decoder: Decoder, words_ref: Any, tile: int) -> list[list[Any]]:
         for word in range(4):
             value = vector.extract(four, [], [word])
             for register in range(registers_of_word):
-                text = "{ .reg .b32 a, m; " + decoder.instructions(register) + " }"
+                text = f"{{ .reg .b32 {', '.join(TEMPORARIES)}; {decoder.instructions(register)} }}"
                 found.append(utils.bitcast(llvm.inline_asm(i32, [value], text, "=r,r"), pair))
     return [found[start : start + _REGISTERS] for start in range(0, _PRODUCTS * _REGISTERS, _REGISTERS)]
 

@@ -24,6 +24,13 @@ TILE = 64
 """Outputs, and inputs, of a tile."""
 GROUPS = (16, 32, 64, 128)
 """Inputs that share a scale: sizes that kernels take."""
+MIDDLES = {"int4": 8, "uint8b128": 128}
+"""Of numbers that are stored without a sign: the code of zero, where a group does not say its own."""
+
+
+def decoder_of(number: str) -> str:
+    """The key of DECODERS with which a number is packed. uint8b128: its codes less 128 are int8."""
+    return "int8" if number == "uint8b128" else number
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["words", "scale", "zero", "factor"], meta_fields=["number"])
@@ -62,14 +69,17 @@ def pack(
 ) -> Packed:
     """A weight from what checkpoints store.
 
-    codes: [N, K] of 8 bits, or uint8 [N, K / 2], the even input in the lower half. scale: [N, G], G = K / group or 1, floats or the
-    exponents uint8 of powers of two, plus 127. zero: uint8 [N, G], in int4 of the codes as they are stored, 0 to 15. factor: [N].
-    Raises ValueError for groups that are no multiples of 16, and for zero points of floats.
+    number: a key of DECODERS, or uint8b128. codes: [N, K] of 8 bits, or uint8 [N, K / 2], the even input in the lower half. scale: [N, G],
+    G = K / group or 1, floats or the exponents uint8 of powers of two, plus 127. zero: uint8 [N, G], of numbers that MIDDLES has.
+    factor: [N].
+    Raises ValueError for groups that are no multiples of 16, and for zero points of other numbers.
     """
-    bits = DECODERS[number].bits
+    bits = DECODERS[decoder_of(number)].bits
     codes = lax.bitcast_convert_type(codes, jnp.uint8)
     if bits == 4:
         codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], -1)
+    elif number == "uint8b128":
+        codes ^= 128
     num_outputs, num_inputs = codes.shape
     scale = _as_float(scale)
     if scale.shape[1] == 1 and zero is None:
@@ -79,15 +89,14 @@ def pack(
         scale_GN = _by_group(scale, num_inputs)
     zero_GN = None
     if zero is not None:
-        if number not in ("int4", "int8"):
-            raise ValueError(f"zero points are of int4 and int8 numbers, not of {number}")
-        # An int4 number is its code less 8.
-        zero_GN = _by_group((zero.astype(jnp.int32) - (8 if number == "int4" else 0)).astype(jnp.bfloat16), num_inputs)
+        if number not in MIDDLES:
+            raise ValueError(f"zero points are of {' and '.join(MIDDLES)} numbers, not of {number}")
+        zero_GN = _by_group((zero.astype(jnp.int32) - MIDDLES[number]).astype(jnp.bfloat16), num_inputs)
     padding = -num_outputs % TILE, -num_inputs % TILE
     words = pack_words(jnp.pad(codes, ((0, padding[0]), (0, padding[1]))), bits)
     if factor is not None:
         factor = jnp.pad(factor.astype(jnp.float32), (0, padding[0]))
-    return Packed(words, scale_GN, zero_GN, factor, number)
+    return Packed(words, scale_GN, zero_GN, factor, decoder_of(number))
 
 
 def _as_float(scale: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from pallas_kernels.checking.quantized_matmul import (
     TOLERANCE,
     TOLERANCE_OF_SUMS,
     Shapes,
+    bits_of,
     decoding_arrays,
     decoding_error,
     distance,
@@ -25,15 +26,20 @@ from pallas_kernels.quantized_matmul import DECODERS, GROUPS, Packed, candidates
 from pallas_kernels.quantized_matmul.few import SUMMED_GROUP, FewSizes
 from pallas_kernels.quantized_matmul.many import ManySizes
 from pallas_kernels.quantized_matmul.mosaic import MAX_FEW_ROWS
+from pallas_kernels.quantized_matmul.packed import MIDDLES
 
 INT4 = Shapes("int4", 1, 1, 128)
 INT4_ZEROS = Shapes("int4", 1, 1, 128, "float16", has_zeros=True)
 """AWQ, and GPTQ with zero points."""
 FP8 = Shapes("e4m3", 1, 1, None, "float32")
 INT8 = Shapes("int8", 1, 1, None)
+UINT8 = Shapes("uint8b128", 1, 1, 128, "float16", has_zeros=True)
+"""GPTQ of 8 bits."""
+NF4 = Shapes("nf4", 1, 1, 64, "float32")
+"""bitsandbytes."""
 NVFP4 = Shapes("e2m1", 1, 1, 16, "float8_e4m3fn", has_factor=True)
 MXFP4 = Shapes("e2m1", 1, 1, 32, "uint8")
-FORMATS = (INT4, INT4_ZEROS, FP8, INT8, NVFP4, MXFP4)
+FORMATS = (INT4, INT4_ZEROS, FP8, INT8, UINT8, NVFP4, MXFP4, NF4)
 QKV, OUT, GATE_UP, DOWN = LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 """Outputs and inputs of Llama-3.1-8B's products."""
 TOY = Shapes("int4", 72, 128, 32, dtype="float32")
@@ -62,7 +68,7 @@ def check_cases(tiny: bool) -> list[Case]:
         return [_case(TOY, 5), _case(replace(TOY, number="e4m3", group=None), 20)]
     found = [_decoding(Shapes(number, 256, 64, None)) for number in DECODERS]
     found += [_decoding(Shapes(number, 256, 256, group)) for number in DECODERS for group in GROUPS]
-    found += [_decoding(Shapes(number, 256, 256, group, has_zeros=True)) for number in ("int4", "int8") for group in GROUPS]
+    found += [_decoding(Shapes(number, 256, 256, group, has_zeros=True)) for number in MIDDLES for group in GROUPS]
     small = [_of_size(shapes, (1024, 2048)) for shapes in FORMATS]
     found += [_case(shapes, num_rows) for shapes in (small[0], small[2]) for num_rows in (7, 8, 16, 17, 127)]
     small += [replace(small[0], group=group) for group in (32, 64, 2048)]
@@ -92,7 +98,7 @@ def _case(shapes: Shapes, num_rows: int, *, plain: bool = False, tune: bool = Fa
     variants: dict[str, Callable[..., Any]] = {name: jax.jit(functools.partial(product, implementation=name)) for name in names}
     if tune and "mosaic" in names:
         variants |= _tuned(shapes, num_rows)
-    bits = DECODERS[shapes.number].bits
+    bits = bits_of(shapes.number)
     of_groups = 0 if shapes.group is None else 16 * (1 + shapes.has_zeros) / shapes.group
     return Case(
         f"quantized, {shapes}, {num_rows} rows",
@@ -167,11 +173,10 @@ def _bytes_of_rows(shapes: Shapes, num_rows: int) -> float:
 
 
 def _feed(x_TK: jax.Array, result_TN: jax.Array) -> jax.Array:
-    """The next input, of all of the result, with a norm as a layer has it. Rows of padding, which are NaN, become 0."""
+    """The next input: this one, and so little of all of the result that it stays as it is, which XLA does not know."""
     (num_rows, K), N = x_TK.shape, result_TN.shape[1]
-    padded_TN = jnp.nan_to_num(jnp.pad(result_TN, ((0, 0), (0, -N % K))))
-    folded_TK = padded_TN.reshape(num_rows, -1, K).sum(axis=1, dtype=jnp.float32)
-    return (folded_TK * lax.rsqrt(jnp.mean(folded_TK**2, axis=1, keepdims=True) + 1e-12)).astype(x_TK.dtype)
+    folded_TK = jnp.pad(result_TN, ((0, 0), (0, -N % K))).reshape(num_rows, -1, K).sum(axis=1, dtype=jnp.float32)
+    return (x_TK.astype(jnp.float32) + folded_TK * 2.0**-30).astype(x_TK.dtype)
 
 
 def _tuned(shapes: Shapes, num_rows: int) -> dict[str, Callable[..., Any]]:
@@ -184,9 +189,9 @@ def _tuned(shapes: Shapes, num_rows: int) -> dict[str, Callable[..., Any]]:
     many_rows = jax.jit(many.product, static_argnames="sizes")
     found: dict[str, Callable[..., Any]] = {}
     if num_rows <= 64:
-        stages = 4 if DECODERS[shapes.number].bits == 4 else 2
+        stages = 2 if bits_of(shapes.number) == 8 else 4 if num_rows <= MAX_FEW_ROWS else 3
         for consumers in (2, 3, 4):
-            for parts in (1, 2, 4, 8):
+            for parts in (1, 2, 4, 8, 14):
                 sizes = FewSizes(consumers, parts, stages)
                 found[f"mosaic few {consumers}-{parts}-{stages}"] = functools.partial(few_rows, sizes=sizes)
     if num_rows > MAX_FEW_ROWS:

@@ -29,6 +29,7 @@ from pallas_kernels.quantized_matmul import (
     unpack_words,
     widened,
 )
+from pallas_kernels.quantized_matmul.decoders import NF4, TEMPORARIES
 from tests.helpers.lowering import a_gpu_to_lower_for
 from tests.helpers.slow import slow_except
 
@@ -44,6 +45,9 @@ FORMATS = {
     "mxfp4": Shapes("e2m1", 128, 64, 32, "uint8"),
     "int8 by output": Shapes("int8", 40, 70, None),
     "int8 by 64": Shapes("int8", 64, 128, 64, "float32"),
+    "uint8b128 by 128, zeros": Shapes("uint8b128", 64, 128, 128, "float16", has_zeros=True),
+    "uint8b128 by output": Shapes("uint8b128", 64, 64, None),
+    "nf4": Shapes("nf4", 64, 128, 64, "float32"),
     "fp8 by output": Shapes("e4m3", 129, 130, None, "float32"),
 }
 
@@ -84,7 +88,8 @@ def test_packed_values_are_those_stored_and_padding_is_0(name):
     assert (weight.num_outputs, weight.num_inputs) == tuple(-(-n // 64) * 64 for n in (shapes.num_outputs, shapes.num_inputs))
     got = np.asarray(widened(weight))
     expected = stored(shapes).values(shapes.number, np.arange(shapes.num_outputs))
-    np.testing.assert_allclose(got[: shapes.num_outputs, : shapes.num_inputs], expected, rtol=3e-7)
+    tolerance = 2**-8 if shapes.number == "nf4" else 3e-7  # nf4 is rounded
+    np.testing.assert_allclose(got[: shapes.num_outputs, : shapes.num_inputs], expected, rtol=tolerance)
     assert not got[shapes.num_outputs :].any()
     if weight.group is not None:
         assert weight.group in (16, 32, 64, 128)
@@ -103,7 +108,7 @@ def test_every_exponent_is_exact():
     [
         ("int4", (64, 60), 5, False, "5 scales for 120 inputs"),
         ("int4", (64, 64), 3, False, "groups must divide the inputs and be multiples of 16"),
-        ("e2m1", (64, 64), 2, True, "zero points are of int4 and int8 numbers, not of e2m1"),
+        ("e2m1", (64, 64), 2, True, "zero points are of int4 and uint8b128 numbers, not of e2m1"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(number, codes, groups, zeros, text):
@@ -126,18 +131,28 @@ def run_ptx(text: str, word: np.ndarray) -> np.ndarray:
         assert (rounded.astype(np.float64) == exact).all(), "nothing is rounded"
         return rounded.view(np.uint16).view(np.uint32)
 
+    def permute(x: np.ndarray, y: np.ndarray, selector: np.ndarray) -> np.ndarray:
+        """Four bytes of the eight of x and y."""
+        both = x.astype(np.uint64) | y.astype(np.uint64) << np.uint64(32)
+        picks = [(selector >> np.uint32(4 * byte)).astype(np.uint64) & np.uint64(15) for byte in range(4)]
+        assert all((pick < 8).all() for pick in picks), "no sign is repeated"
+        found = [(both >> np.uint64(8) * pick & np.uint64(255)) << np.uint64(8 * byte) for byte, pick in enumerate(picks)]
+        return sum(found, np.uint64(0)).astype(np.uint32)
+
     operations = {
         "mov.b32": lambda x: x,
         "shl.b32": lambda x, y: x << y,
         "shr.u32": lambda x, y: x >> y,
         "and.b32": lambda x, y: x & y,
+        "or.b32": lambda x, y: x | y,
+        "prmt.b32": permute,
         "lop3.b32": lambda x, y, z, table: (x & y) | z if (table == (0xF0 & 0xCC) | 0xAA).all() else None,
         "sub.bf16x2": partial(of_pairs, apply=np.subtract),
         "mul.rn.bf16x2": partial(of_pairs, apply=np.multiply),
     }
     for line in filter(None, map(str.strip, text.split(";"))):
         operation, target, *operands = re.split(r"[ ,]+", line)
-        assert target in ("a", "m", "$0")
+        assert target in (*TEMPORARIES, "$0")
         registers[target] = operations[operation](*map(value, operands))
     return registers["$0"]
 
@@ -162,6 +177,7 @@ def test_numbers_are_what_their_types_say():
     for number, expected in (
         ("int4", np.arange(16.0) - 8),
         ("e2m1", [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]),
+        ("nf4", np.asarray(NF4).astype(ml_dtypes.bfloat16)),
         ("int8", np.arange(256, dtype=np.uint8).view(np.int8)),
         ("e4m3", np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)),
     ):
