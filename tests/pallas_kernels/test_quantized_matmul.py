@@ -30,6 +30,7 @@ from pallas_kernels.quantized_matmul import (
     widened,
 )
 from pallas_kernels.quantized_matmul.decoders import NF4, TEMPORARIES
+from scripts.kernels import quantized_matmul as quantized_cases
 from tests.helpers.lowering import a_gpu_to_lower_for
 from tests.helpers.slow import slow_except
 
@@ -340,3 +341,40 @@ def test_kernels_lower_for_a_gpu(name, num_rows):
     with a_gpu_to_lower_for():
         lowered = jax.jit(partial(product, implementation="mosaic")).trace(x, weight).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("name", slow_except(["nvfp4"], FORMATS))
+def test_cases_at_an_engines_start_pass_by_plain_jax(name):
+    cases = checking.cases(FORMATS[name], "xla", interpret=False)
+    assert [case.name.rsplit(", ", 1)[1] for case in cases] == ["1 rows", "13 rows", "150 rows"]
+    for case in cases:
+        x, constants = case.make()
+        assert np.isnan(x.astype(np.float32)).any() == (len(x) > 1), "padding"
+        assert case.error(x, constants, case.variants["xla"](x, *constants)) <= case.tolerance
+
+
+@pytest.mark.parametrize("kind", ["check", "speed"])
+def test_the_kernels_are_checked_and_timed_where_there_is_a_gpu(kind, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_compat, "has_mosaic", lambda: True)
+    if kind == "check":
+        found = quantized_cases.check_cases(tiny=False)
+        rows = {int(case.name.rsplit(", ", 1)[1].split()[0]) for case in found if case.name.endswith(" rows")}
+        assert {1, 7, 8, 9, 16, 17, 64, 127, 257} <= rows
+        assert {f"quantized, {number} 256x64 by output bfloat16 decoded" for number in DECODERS} <= {
+            case.name for case in found
+        }
+    else:
+        found = quantized_cases.speed_cases(tiny=False, tune=True)
+        assert all(case.bytes > 0 and case.flops > 0 for case in found)
+        assert {"mosaic", "xla"} == {next(iter(case.variants)) for case in found}
+    assert len({case.name for case in found}) == len(found)
+
+
+def test_the_next_input_of_a_timed_call_is_the_same_but_depends_on_all_of_its_result():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.bfloat16)
+    for num_outputs in (32, 64, 72):
+        result = jnp.full((3, num_outputs), 9, jnp.bfloat16)
+        np.testing.assert_array_equal(quantized_cases._feed(x, result), x)
+        for output in (0, num_outputs - 1):
+            assert np.isnan(np.asarray(quantized_cases._feed(x, result.at[:, output].set(jnp.nan)), np.float32)).any()
