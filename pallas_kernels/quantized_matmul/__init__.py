@@ -5,9 +5,8 @@ Shapes, common to all implementations:
     weight   `Packed`, made by `pack`: outputs and inputs padded to multiples of 64
     result   [T, N] in the type of x, N the padded outputs; those of padding are 0
 
-Products are accumulated in float32. The weight's values may be rounded to bfloat16 before they are multiplied: int4 and int8 numbers
-times a scale of fewer than 128 inputs, or of more than MAX_FEW_ROWS rows. A row's result depends on that row alone: rows of padding
-may hold anything.
+Products are accumulated in float32. Scales of groups, and the weight's values with them, may be rounded to bfloat16 before they are
+multiplied. A row's result depends on that row alone: rows of padding may hold anything.
 
 Dimension letters besides those of the package: N outputs, K inputs, G groups of inputs that share a scale, M rows of a tile.
 """

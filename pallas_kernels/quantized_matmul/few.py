@@ -33,10 +33,12 @@ PRODUCER_REGISTERS = 40
 _RESERVED_BYTES = 2 << 10  # barriers and alignment
 _WANTED_STAGE_BYTES = 96 << 10
 """In flight, of a core: fewer do not hide the latency of reading."""
+_ALL_CONSUMERS_ROWS = 16
+"""Rows up to which the sums fit into the registers of more than two consumers. With more, multiplying takes as long as reading, and half
+of the bytes in flight are enough."""
 _IDLE_BYTES = 48 << 10
 """What a core could read while a CTA begins and ends: an estimate."""
 _MIN_STAGES, _MAX_STAGES = 2, 6
-_MAX_PARTS = 16
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,16 @@ def consumer_registers(num_consumers: int) -> int:
 
 
 def pick_sizes(num_rows: int, weight: Packed, num_cores: int) -> FewSizes:
-    """Those with which each core reads the least, its CTAs one after the other.
+    """Those with which each core reads the least of the weight, its CTAs one after the other.
 
     Raises ValueError for more rows than shared memory holds in any way.
     """
     num_blocks, num_steps = weight.words.shape[0], pl.cdiv(weight.words.shape[1], STEP_TILES)
     best: tuple[tuple[int, ...], FewSizes] | None = None
-    for num_consumers in (4, 3, 2):
-        for wanted_parts in range(1, min(_MAX_PARTS, num_steps) + 1):
+    is_bound_by_reading = num_rows <= _ALL_CONSUMERS_ROWS
+    wanted_bytes = _WANTED_STAGE_BYTES if is_bound_by_reading else _WANTED_STAGE_BYTES // 2
+    for num_consumers in (4, 3, 2) if is_bound_by_reading else (2,):
+        for wanted_parts in range(1, num_steps + 1):
             steps = pl.cdiv(num_steps, wanted_parts)
             num_parts = pl.cdiv(num_steps, steps)
             stage = _stage_bytes(weight, num_consumers)
@@ -71,14 +75,12 @@ def pick_sizes(num_rows: int, weight: Packed, num_cores: int) -> FewSizes:
             if num_stages < _MIN_STAGES:
                 continue
             num_turns = pl.cdiv(pl.cdiv(num_blocks, num_consumers) * num_parts, num_cores)
-            is_shallow = num_stages * stage < min(_WANTED_STAGE_BYTES, steps * stage)
+            is_shallow = num_stages * stage < min(wanted_bytes, steps * stage)
             cost = (is_shallow, num_turns * (steps * stage + _IDLE_BYTES), num_parts)
             if best is None or cost < best[0]:
                 best = cost, FewSizes(num_consumers, num_parts, min(num_stages, steps))
     if best is None:
-        raise ValueError(
-            f"{num_rows} rows of {weight.num_inputs} inputs do not fit into shared memory; few rows are 16 at most"
-        )
+        raise ValueError(f"{num_rows} rows of {weight.num_inputs} inputs do not fit into shared memory in any number of parts")
     return best[1]
 
 

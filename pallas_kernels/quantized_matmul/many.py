@@ -43,6 +43,11 @@ class ManySizes:
     num_stages: int
 
 
+def num_items(num_rows: int, num_blocks: int, tile_rows: int) -> int:
+    """Pairs of blocks of outputs, times tiles of rows."""
+    return pl.cdiv(num_blocks, NUM_CONSUMERS) * pl.cdiv(num_rows, tile_rows)
+
+
 def pick_sizes(num_rows: int, weight: Packed) -> ManySizes:
     """The fewest equal tiles of rows, and as many stages as fit."""
     tile_rows = pl.cdiv(pl.cdiv(num_rows, pl.cdiv(num_rows, MAX_TILE_ROWS)), ALIGNMENT) * ALIGNMENT
@@ -156,8 +161,8 @@ class _Many:
         return pl.cdiv(self.words_ref.shape[0], NUM_CONSUMERS)
 
     def num_my_items(self) -> Any:
-        num_items = self.num_pairs * pl.cdiv(self.x_ref.shape[0], self.sizes.tile_rows)
-        return lax.div(num_items - lax.axis_index("cta") + (self.num_ctas - 1), self.num_ctas)
+        num_all = num_items(self.x_ref.shape[0], self.words_ref.shape[0], self.sizes.tile_rows)
+        return lax.div(num_all - lax.axis_index("cta") + (self.num_ctas - 1), self.num_ctas)
 
     def item(self, turn: Any) -> tuple[Any, Any]:
         """The first block of outputs, and the tile of rows."""

@@ -25,7 +25,7 @@ from pallas_kernels.checking.quantized_matmul import (
 from pallas_kernels.quantized_matmul import DECODERS, GROUPS, Packed, candidates, few, many, product
 from pallas_kernels.quantized_matmul.few import SUMMED_GROUP, FewSizes
 from pallas_kernels.quantized_matmul.many import ManySizes
-from pallas_kernels.quantized_matmul.mosaic import MAX_FEW_ROWS
+from pallas_kernels.quantized_matmul.mosaic import FEW_ROWS
 from pallas_kernels.quantized_matmul.packed import MIDDLES
 
 INT4 = Shapes("int4", 1, 1, 128)
@@ -75,6 +75,8 @@ def check_cases(tiny: bool) -> list[Case]:
     small += [replace(small[1], group=group, scale_type="float32") for group in (32, 64)]
     small.append(replace(small[1], group=None))
     small.append(replace(small[2], group=128))
+    # The kernel for many rows where the other one would be chosen.
+    found += [_many(shapes, num_rows) for shapes in (small[0], small[2]) for num_rows in (8, 24, 64)]
     found += [_case(shapes, num_rows, plain=num_rows == 9) for shapes in small for num_rows in (1, 9, 64, 257)]
     by_32 = [replace(shapes, group=32) for shapes in (INT4, INT4_ZEROS)]
     for sizes in ((2880, 2880), (200, 2880), (1000, 1536), (64, 64), (72, 96), (5120, 640), (320, 14336)):
@@ -121,6 +123,17 @@ def _sums(shapes: Shapes, num_rows: int) -> Case:
         {"mosaic": functools.partial(few.product, interpret=jax.default_backend() != "gpu")},
         functools.partial(host_error, shapes),
         TOLERANCE_OF_SUMS[is_grouped],
+    )
+
+
+def _many(shapes: Shapes, num_rows: int) -> Case:
+    """The kernel for many rows."""
+    return Case(
+        f"quantized, {shapes}, {num_rows} rows as many",
+        lambda: jax.device_put(host_arrays(shapes, num_rows)),
+        {"mosaic": functools.partial(many.product, interpret=jax.default_backend() != "gpu")},
+        functools.partial(host_error, shapes),
+        TOLERANCE,
     )
 
 
@@ -189,12 +202,12 @@ def _tuned(shapes: Shapes, num_rows: int) -> dict[str, Callable[..., Any]]:
     many_rows = jax.jit(many.product, static_argnames="sizes")
     found: dict[str, Callable[..., Any]] = {}
     if num_rows <= 64:
-        stages = 2 if bits_of(shapes.number) == 8 else 4 if num_rows <= MAX_FEW_ROWS else 3
+        stages = 2 if bits_of(shapes.number) == 8 else 4 if num_rows <= FEW_ROWS else 3
         for consumers in (2, 3, 4):
             for parts in (1, 2, 4, 8, 14):
                 sizes = FewSizes(consumers, parts, stages)
                 found[f"mosaic few {consumers}-{parts}-{stages}"] = functools.partial(few_rows, sizes=sizes)
-    if num_rows > MAX_FEW_ROWS:
+    if num_rows > FEW_ROWS:
         for tile_rows, stages in ((64, 10), (128, 6), (192, 4), (256, 3), (256, 4)):
             if tile_rows <= num_rows:
                 sizes_of_many = ManySizes(tile_rows, stages)

@@ -249,24 +249,33 @@ def of_blocks(weight: Packed, num_blocks: int) -> Packed:
 
 
 @pytest.mark.parametrize(
-    ("num_outputs", "num_inputs", "sizes"),
+    ("num_outputs", "num_inputs", "num_rows", "sizes"),
     [
-        (6144, 4096, few.FewSizes(3, 4, 4)),
-        (4096, 4096, few.FewSizes(2, 4, 4)),
-        (28672, 4096, few.FewSizes(4, 1, 4)),
-        (4096, 14336, few.FewSizes(2, 4, 6)),
+        (6144, 4096, 8, few.FewSizes(3, 4, 4)),
+        (4096, 4096, 8, few.FewSizes(2, 4, 4)),
+        (28672, 4096, 8, few.FewSizes(4, 1, 4)),
+        (4096, 14336, 8, few.FewSizes(2, 4, 6)),
+        (6144, 4096, 64, few.FewSizes(2, 4, 3)),
+        (4096, 14336, 64, few.FewSizes(2, 14, 3)),
     ],
 )
-def test_few_rows_get_the_sizes_that_were_the_fastest(num_outputs, num_inputs, sizes):
+def test_few_rows_get_the_sizes_that_were_the_fastest(num_outputs, num_inputs, num_rows, sizes):
     """On an H200, of those tried for the products of Llama-3.1-8B."""
     weight = of_blocks(shape_of(Shapes("int4", 64, num_inputs, 128)), num_outputs // 64)
-    assert few.pick_sizes(8, weight, 132) == sizes
+    assert few.pick_sizes(num_rows, weight, 132) == sizes
+    assert mosaic.takes_few(num_rows, weight)
+
+
+def test_a_few_more_rows_go_where_cores_are_not_idle():
+    weight = shape_of(Shapes("int4", 64, 4096, 128))
+    for num_blocks, num_rows, is_few in ((448, 16, True), (448, 24, False), (96, 64, True), (96, 72, False)):
+        assert mosaic.takes_few(num_rows, of_blocks(weight, num_blocks)) == is_few
 
 
 def test_sizes_fit_into_shared_memory_and_what_cannot_is_refused():
     for shapes in (Shapes("e4m3", 64, 28672, None), Shapes("e2m1", 64, 4096, 16, "uint8"), Shapes("int4", 64, 64, 64)):
         weight = of_blocks(shape_of(shapes), 300)
-        for num_rows in (8, 16):
+        for num_rows in (8, 16, 64):
             sizes = few.pick_sizes(num_rows, weight, 132)
             num_steps = -(-weight.num_inputs // few.STEP)
             steps = -(-num_steps // sizes.num_parts)
@@ -277,7 +286,7 @@ def test_sizes_fit_into_shared_memory_and_what_cannot_is_refused():
             tiles = many.pick_sizes(num_rows, weight)
             assert tiles.tile_rows % 8 == 0 and tiles.tile_rows <= min(256, num_rows) and tiles.num_stages >= 3
             assert -(-num_rows // tiles.tile_rows) == -(-num_rows // 256)
-    with pytest.raises(ValueError, match="512 rows of 28672 inputs do not fit into shared memory; few rows are 16 at most"):
+    with pytest.raises(ValueError, match="512 rows of 28672 inputs do not fit into shared memory in any number of parts"):
         few.pick_sizes(512, shape_of(Shapes("e4m3", 64, 28672, None)), 132)
 
 
@@ -295,9 +304,10 @@ INTERPRETED = {
     "few, zeros, steps that are not whole": (Shapes("int4", 72, 384, 128, "float16", has_zeros=True), 16),
     "few, scaled values": (Shapes("e2m1", 64, 288, 16, "float8_e4m3fn", has_factor=True), 8),
     "few, 8 bits": (Shapes("e4m3", 200, 320, None, "float32"), 1),
-    "many, one group a tile": (Shapes("int4", 128, 256, 128), 24),
-    "many, zeros, an odd number of blocks and of steps": (Shapes("int4", 192, 192, 32, "float32", has_zeros=True), 40),
-    "many, 8 bits by output": (Shapes("int8", 64, 64, None), 17),
+    "few, more rows": (Shapes("int4", 64, 256, 128), 24),
+    "many, one group a tile": (Shapes("int4", 128, 256, 128), 72),
+    "many, zeros, an odd number of blocks and of steps": (Shapes("int4", 192, 192, 32, "float32", has_zeros=True), 72),
+    "many, 8 bits by output": (Shapes("int8", 64, 64, None), 65),
 }
 
 
@@ -331,7 +341,7 @@ def test_inputs_are_divided_between_ctas_in_the_interpreter():
 
 
 @needs_mosaic
-@pytest.mark.parametrize("num_rows", slow_except([8], [8, 16, 64]))
+@pytest.mark.parametrize("num_rows", slow_except([8], [8, 64, 72]))
 @pytest.mark.parametrize("name", slow_except(["int4 by 128"], FORMATS))
 def test_kernels_lower_for_a_gpu(name, num_rows):
     """Where there is none: their code in registers, too."""
