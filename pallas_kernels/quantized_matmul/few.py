@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _compat, row_copies
+from pallas_kernels.quantized_matmul import cta
+from pallas_kernels.quantized_matmul.cta import PRODUCER_REGISTERS, RESERVED_BYTES, SMEM_BYTES, consumer_registers
 from pallas_kernels.quantized_matmul.decoders import DECODERS
 from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, by_rows, load_rows, of_tile, operand, word_rows
 from pallas_kernels.quantized_matmul.packed import TILE, Packed
@@ -28,9 +30,6 @@ STEP = STEP_TILES * TILE
 """Inputs of a step."""
 SUMMED_GROUP = 128
 """Inputs of a group whose sums are scaled."""
-SMEM_BYTES = 227 << 10
-PRODUCER_REGISTERS = 40
-_RESERVED_BYTES = 2 << 10  # barriers and alignment
 _WANTED_STAGE_BYTES = 96 << 10
 """In flight, of a core: fewer do not hide the latency of reading."""
 _ALL_CONSUMERS_ROWS = 16
@@ -50,12 +49,6 @@ class FewSizes:
     num_stages: int
 
 
-def consumer_registers(num_consumers: int) -> int:
-    """What a consumer may ask for: what the CTA's threads begin with, and its share of what the producer gives back."""
-    at_start = (1 << 16) // (128 * (num_consumers + 1)) // 8 * 8
-    return (at_start + (at_start - PRODUCER_REGISTERS) // num_consumers) // 8 * 8
-
-
 def pick_sizes(num_rows: int, weight: Packed, num_cores: int) -> FewSizes:
     """Those with which each core reads the least of the weight, its CTAs one after the other.
 
@@ -70,7 +63,7 @@ def pick_sizes(num_rows: int, weight: Packed, num_cores: int) -> FewSizes:
             steps = pl.cdiv(num_steps, wanted_parts)
             num_parts = pl.cdiv(num_steps, steps)
             stage = _stage_bytes(weight, num_consumers)
-            fixed = 2 * num_rows * steps * STEP + 4 * num_consumers * TILE * num_rows + _RESERVED_BYTES
+            fixed = 2 * num_rows * steps * STEP + 4 * num_consumers * TILE * num_rows + RESERVED_BYTES
             num_stages = min((SMEM_BYTES - fixed) // stage, _MAX_STAGES)
             if num_stages < _MIN_STAGES:
                 continue
@@ -85,8 +78,8 @@ def pick_sizes(num_rows: int, weight: Packed, num_cores: int) -> FewSizes:
 
 
 def _stage_bytes(weight: Packed, num_consumers: int) -> int:
-    vectors = [vector for vector in (weight.scale, weight.zero) if vector is not None]
-    of_vectors = sum(vector.dtype.itemsize * STEP // (weight.group or STEP) * TILE for vector in vectors)
+    groups = cta.num_groups(weight, STEP)
+    of_vectors = sum(vector.dtype.itemsize * groups * TILE for vector in cta.vectors(weight).values())
     return num_consumers * (STEP * TILE * DECODERS[weight.number].bits // 8 + of_vectors)
 
 
@@ -101,16 +94,12 @@ def product(x_MK: jax.Array, weight: Packed, *, sizes: FewSizes | None = None, i
 def _partial_sums(x_MK: jax.Array, weight: Packed, sizes: FewSizes, interpret: Any) -> jax.Array:
     """float32 [parts, N, M], without the factor."""
     plgpu = _compat.mosaic()
-    num_blocks, num_tiles, _ = weight.words.shape
-    num_rows = x_MK.shape[0]
-    num_steps = pl.cdiv(pl.cdiv(num_tiles, STEP_TILES), sizes.num_parts)
-    rows = word_rows(DECODERS[weight.number].bits)
-    group = weight.group
-    vectors = {name: vector for name in ("scale", "zero") if (vector := getattr(weight, name)) is not None}
+    num_rows, vectors = x_MK.shape[0], cta.vectors(weight)
+    num_steps = pl.cdiv(pl.cdiv(weight.words.shape[1], STEP_TILES), sizes.num_parts)
     swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
     ring = sizes.num_stages, sizes.num_consumers
     scratch = {
-        "words_smem": plgpu.SMEM((*ring, STEP_TILES * rows, WORD_COLUMNS), jnp.int32),
+        "words_smem": plgpu.SMEM((*ring, STEP_TILES * word_rows(DECODERS[weight.number].bits), WORD_COLUMNS), jnp.int32),
         "x_smem": plgpu.SMEM((num_rows, num_steps * STEP), x_MK.dtype, transforms=swizzled),
         "out_smem": plgpu.SMEM((sizes.num_consumers, TILE, num_rows), jnp.float32),
         "x_full": plgpu.Barrier(),
@@ -118,7 +107,8 @@ def _partial_sums(x_MK: jax.Array, weight: Packed, sizes: FewSizes, interpret: A
         "free": plgpu.Barrier(num_arrivals=sizes.num_consumers, num_barriers=sizes.num_stages),
     }
     scratch |= {
-        f"{name}_smem": plgpu.SMEM((*ring, STEP // (group or STEP), TILE), vector.dtype) for name, vector in vectors.items()
+        f"{name}_smem": plgpu.SMEM((*ring, cta.num_groups(weight, STEP), TILE), vector.dtype)
+        for name, vector in vectors.items()
     }
     if interpret:
         scratch["interpreted_smem"] = plgpu.SMEM((sizes.num_consumers, SUMMED_GROUP // TILE, TILE, TILE), x_MK.dtype)
@@ -128,7 +118,7 @@ def _partial_sums(x_MK: jax.Array, weight: Packed, sizes: FewSizes, interpret: A
         _Few(
             plgpu=plgpu,
             number=weight.number,
-            group=group,
+            group=weight.group,
             sizes=sizes,
             num_steps=num_steps,
             words_ref=words_ref,
@@ -142,13 +132,13 @@ def _partial_sums(x_MK: jax.Array, weight: Packed, sizes: FewSizes, interpret: A
         body,
         out_type=jax.ShapeDtypeStruct((sizes.num_parts, weight.num_outputs, num_rows), jnp.float32),
         scratch_types=list(scratch.values()),
-        grid=(pl.cdiv(num_blocks, sizes.num_consumers), sizes.num_parts),
+        grid=(pl.cdiv(weight.words.shape[0], sizes.num_consumers), sizes.num_parts),
         grid_names=("blocks", "part"),
         num_threads=sizes.num_consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=_compat.mosaic_interpret(interpret, out_of_bounds_reads="uninitialized", uninitialized_memory="zero"),
-    )(weight.words.reshape(num_blocks, num_tiles * rows, WORD_COLUMNS), x_MK, *vectors.values())
+    )(cta.words(weight), x_MK, *vectors.values())
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _compat, row_copies
+from pallas_kernels.quantized_matmul import cta
+from pallas_kernels.quantized_matmul.cta import PRODUCER_REGISTERS, RESERVED_BYTES, SMEM_BYTES, consumer_registers
 from pallas_kernels.quantized_matmul.decoders import DECODERS
-from pallas_kernels.quantized_matmul.few import PRODUCER_REGISTERS, SMEM_BYTES, consumer_registers
 from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, by_rows, of_tile, operand, word_rows
 from pallas_kernels.quantized_matmul.packed import TILE, Packed
 from pallas_kernels.row_copies import Rows
@@ -31,7 +32,6 @@ MAX_TILE_ROWS = 256
 STEPS = 2
 """Steps of an iteration. Registers that a product in flight still reads belong to the other one: with one step an iteration they would
 be written again too early, which nothing reports (results are wrong)."""
-_RESERVED_BYTES = 2 << 10  # barriers and alignment
 _MAX_STAGES = 12
 
 
@@ -52,12 +52,9 @@ def pick_sizes(num_rows: int, weight: Packed) -> ManySizes:
     """The fewest equal tiles of rows, and as many stages as fit."""
     tile_rows = pl.cdiv(pl.cdiv(num_rows, pl.cdiv(num_rows, MAX_TILE_ROWS)), ALIGNMENT) * ALIGNMENT
     words = NUM_CONSUMERS * TILE * TILE * DECODERS[weight.number].bits // 8
-    vectors = sum(
-        NUM_CONSUMERS * TILE * max(1, TILE // (weight.group or TILE)) * vector.dtype.itemsize
-        for vector in (weight.scale, weight.zero)
-        if vector is not None
-    )
-    room = SMEM_BYTES - _RESERVED_BYTES - 2 * NUM_CONSUMERS * tile_rows * TILE
+    groups = cta.num_groups(weight, TILE)
+    vectors = sum(NUM_CONSUMERS * TILE * groups * vector.dtype.itemsize for vector in cta.vectors(weight).values())
+    room = SMEM_BYTES - RESERVED_BYTES - 2 * NUM_CONSUMERS * tile_rows * TILE
     return ManySizes(tile_rows, min(_MAX_STAGES, room // (2 * tile_rows * TILE + words + vectors)))
 
 
@@ -66,9 +63,7 @@ def product(x_TK: jax.Array, weight: Packed, *, sizes: ManySizes | None = None, 
     plgpu = _compat.mosaic()
     num_rows = x_TK.shape[0]
     sizes = sizes or pick_sizes(num_rows, weight)
-    num_blocks, num_tiles, _ = weight.words.shape
-    rows = word_rows(DECODERS[weight.number].bits)
-    vectors = {name: vector for name in ("scale", "zero") if (vector := getattr(weight, name)) is not None}
+    vectors = cta.vectors(weight)
     factors = () if weight.factor is None else (weight.factor,)
     num_ctas = 2 if interpret else _compat.num_cores()
 
@@ -79,16 +74,15 @@ def product(x_TK: jax.Array, weight: Packed, *, sizes: ManySizes | None = None, 
     stages = sizes.num_stages
     num_copies = 1 + NUM_CONSUMERS * (1 + len(vectors))
     scratch = {
-        "words_smem": plgpu.SMEM((stages, NUM_CONSUMERS, rows, WORD_COLUMNS), jnp.int32),
+        "words_smem": plgpu.SMEM((stages, NUM_CONSUMERS, word_rows(DECODERS[weight.number].bits), WORD_COLUMNS), jnp.int32),
         "x_smem": swizzled(stages, sizes.tile_rows, TILE),
         "out_smem": swizzled(NUM_CONSUMERS, sizes.tile_rows, TILE),
         "full": plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
     }
-    groups_of_tile = max(1, TILE // (weight.group or TILE))
+    groups = cta.num_groups(weight, TILE)
     scratch |= {
-        f"{name}_smem": plgpu.SMEM((stages, NUM_CONSUMERS, groups_of_tile, TILE), vector.dtype)
-        for name, vector in vectors.items()
+        f"{name}_smem": plgpu.SMEM((stages, NUM_CONSUMERS, groups, TILE), vector.dtype) for name, vector in vectors.items()
     }
     if interpret:
         scratch["interpreted_smem"] = plgpu.SMEM((NUM_CONSUMERS, TILE, TILE), x_TK.dtype)
@@ -102,7 +96,7 @@ def product(x_TK: jax.Array, weight: Packed, *, sizes: ManySizes | None = None, 
             group=weight.group,
             sizes=sizes,
             num_ctas=num_ctas,
-            num_steps=pl.cdiv(num_tiles, STEPS) * STEPS,
+            num_steps=pl.cdiv(weight.words.shape[1], STEPS) * STEPS,
             words_ref=words_ref,
             x_ref=x_ref,
             vector_refs=dict(zip(vectors, own, strict=True)),
@@ -121,7 +115,7 @@ def product(x_TK: jax.Array, weight: Packed, *, sizes: ManySizes | None = None, 
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=_compat.mosaic_interpret(interpret, out_of_bounds_reads="uninitialized", uninitialized_memory="zero"),
-    )(weight.words.reshape(num_blocks, num_tiles * rows, WORD_COLUMNS), x_TK, *vectors.values(), *factors)
+    )(cta.words(weight), x_TK, *vectors.values(), *factors)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pallas_kernels.quantized_matmul import (
     Packed,
     candidates,
     choose,
+    cta,
     few,
     many,
     mosaic,
@@ -280,7 +281,7 @@ def test_sizes_fit_into_shared_memory_and_what_cannot_is_refused():
             num_steps = -(-weight.num_inputs // few.STEP)
             steps = -(-num_steps // sizes.num_parts)
             stage = sizes.num_consumers * few.STEP * 64 * DECODERS[shapes.number].bits // 8
-            assert sizes.num_stages * stage + 2 * num_rows * steps * few.STEP < few.SMEM_BYTES
+            assert sizes.num_stages * stage + 2 * num_rows * steps * few.STEP < cta.SMEM_BYTES
             assert 1 <= sizes.num_stages <= steps
         for num_rows in (24, 64, 128, 264, 320, 8192):
             tiles = many.pick_sizes(num_rows, weight)
@@ -294,8 +295,8 @@ def test_sizes_fit_into_shared_memory_and_what_cannot_is_refused():
 def test_warpgroups_ask_for_no_more_registers_than_a_core_gave_them(num_consumers, registers):
     """A consumer that asks for one more waits forever."""
     at_start = 65536 // (128 * (num_consumers + 1)) // 8 * 8
-    assert few.consumer_registers(num_consumers) == registers
-    assert registers * num_consumers + few.PRODUCER_REGISTERS <= at_start * (num_consumers + 1)
+    assert cta.consumer_registers(num_consumers) == registers
+    assert registers * num_consumers + cta.PRODUCER_REGISTERS <= at_start * (num_consumers + 1)
 
 
 INTERPRETED = {
