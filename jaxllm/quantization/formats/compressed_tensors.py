@@ -59,7 +59,7 @@ class CompressedTensors(PackedFormat):
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:
         return given.get("quant_method") == "compressed-tensors" and any(
-            group.get("weights", {}).get("type") == "int" for group in _groups(given)
+            (group.get("weights") or {}).get("type") == "int" for group in _groups(given)
         )
 
     @classmethod
@@ -191,7 +191,8 @@ def _groups(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _read_group(group: Mapping[str, Any], given: Mapping[str, Any], options: Options, faults: list[str]) -> Group:
     weights, form = group["weights"], group.get("format") or given.get("format")
-    bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
+    bits, size = weights.get("num_bits"), weights.get("group_size")
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     zeros = weights.get("symmetric") is False
     told = f"{bits} bits of type {weights.get('type')}, format {form}"
     if weights.get("type") != "int" or form not in (PACKED, *INTEGERS) or (form in INTEGERS and (zeros or bits != 8)):
