@@ -62,7 +62,8 @@ class ModelOptions:
     ] = None
     dequantize: Annotated[
         bool | None,
-        f"widen {WIDENED} while they are loaded; default: compute from the stored bits on a GPU in bfloat16, else widen",
+        f"widen {WIDENED} while they are loaded; default: compute from the stored bits, of experts in MXFP4 "
+        "on a GPU in bfloat16 only",
     ] = None
     max_model_len: Annotated[
         int | None, "most tokens of one request, prompt and output; default: the model's own; -1: the largest that fits"
@@ -132,8 +133,8 @@ class CacheOptions:
     ] = None
     kv_offloading_size: Annotated[
         float | None,
-        "GiB of host memory for blocks of the prefix cache that the devices have no room for, from where prompts load them again "
-        "(docs/KV_OFFLOADING.md); default: none, as with 0",
+        "GiB of host memory, of all replicas together, for blocks of the prefix cache that the devices have no room for, from where "
+        "prompts load them again (docs/KV_OFFLOADING.md); default: none, as with 0",
     ] = None
     kv_offloading_disk: Annotated[
         str | None,

@@ -24,6 +24,10 @@ class Registered:
 
 FORMATS = (
     Registered(
+        path="jaxllm.quantization.formats.compressed_tensors:CompressedTensors",
+        widened="packed weights in 4 or 8 bits",
+    ),
+    Registered(
         path="jaxllm.quantization.formats.fp8:Fp8",
         online={
             "fp8": "the weights of the decoder's layers become 8-bit floats (e4m3, a scale per output channel) while they are loaded, "
@@ -34,7 +38,7 @@ FORMATS = (
     Registered(
         path="jaxllm.quantization.formats.mxfp4:Mxfp4",
         stored=("mxfp4", "gpt_oss_mxfp4"),
-        widened="experts in 4 bits (MXFP4)",
+        widened="packed weights in 4 or 8 bits",
     ),
 )
 """The first that claims a quantization_config reads it; a weight is in the first that declares it."""
@@ -43,7 +47,7 @@ ONLINE: Mapping[str, str] = {name: text for each in FORMATS for name, text in ea
 """Values of --quantization, with their help texts."""
 STORED = tuple(name for each in FORMATS for name in each.stored)
 """vLLM's names of checkpoints that can be read."""
-WIDENED = " or ".join(each.widened for each in FORMATS if each.widened)
+WIDENED = " or ".join(dict.fromkeys(each.widened for each in FORMATS if each.widened))
 """The weights that --dequantize widens."""
 
 if TYPE_CHECKING:

@@ -33,6 +33,8 @@ class Options(NamedTuple):
     """Modules of the family that are never quantised while loading: parts of their dotted names."""
     supported: str = ""
     """The end of errors about unsupported formats."""
+    stored_dtype: str = "float32"
+    """The type of the checkpoint's plain numbers, as its config.json says."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class WeightSpec:
     """The dimension of their outputs along which they are joined."""
     num_contracted: int = 1
     """Leading dimensions of a linear layer's weight that products contract."""
+    splits_inputs: bool = False
+    """Whether devices split the dimensions that products contract."""
 
 
 class Expected(NamedTuple):
@@ -93,8 +97,8 @@ class Files(Protocol):
     def tensor(self, name: str) -> np.ndarray:
         """A whole tensor as the file has it."""
 
-    def beside(self, tensor: Tensor) -> Mapping[str, tuple[int, ...]]:
-        """The tensors, with their shapes, that it takes to read a weight as plain numbers, whatever its format."""
+    def beside(self, tensor: Tensor) -> Mapping[str, Expected]:
+        """The tensors that a weight is read from as plain numbers, whatever its format; none: it is stored so, under its own name."""
 
 
 class Reader(Files, Protocol):
@@ -181,6 +185,10 @@ class WeightFormat:
         None: it is not in this format."""
         raise NotImplementedError
 
+    def of(self, weight: WeightSpec) -> Self:
+        """This format as a weight that it declares is in it, if its weights differ."""
+        return self
+
     def product(self, arrays: Arrays, x: Array, shards: Any) -> Array:
         """Multiply x by a linear layer's weight: [..., contracted as one] to [..., *outputs], in x's type. shards: what x and the
         contracted dimension are split over."""
@@ -191,19 +199,18 @@ class WeightFormat:
         raise NotImplementedError
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
-        """The tensors that a weight of these parts is read from; by default its own, and those of `Files.beside`."""
+        """The tensors that a weight of these parts is read from; by default those of `Files.beside`, or its own."""
         found: dict[str, Expected] = {}
         for tensor in (tensor for spec in parts.values() for tensor in spec.source.tensors):
-            found[tensor.name] = Expected(tensor.shape)
-            found |= {name: Expected(shape) for name, shape in files.beside(tensor).items()}
+            found |= files.beside(tensor) or {tensor.name: Expected(tensor.shape)}
         return found
 
     def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
         """Each part with its array, which is on its devices when it is given; by default read as plain numbers. Raises ModelLoadError."""
         yield from ((part, reader.array(spec)) for part, spec in parts.items())
 
-    def beside(self, tensor: Tensor, files: Files) -> dict[str, tuple[int, ...]]:
-        """The tensors, with their shapes, that it takes to read a weight as plain numbers; none: it is stored so."""
+    def beside(self, tensor: Tensor, files: Files) -> dict[str, Expected]:
+        """The tensors that a weight in this format is read from as plain numbers; none: it is stored so, under its own name."""
         return {}
 
     def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:

@@ -61,6 +61,7 @@ def declare(formats: Sequence[WeightFormat], weight: WeightSpec) -> nnx.Param | 
     """An abstract weight in the first of the formats that has it, else in PLAIN."""
     for format in formats:
         if (parts := format.declare(weight)) is not None:
+            format = format.of(weight)
             params = {part: _param(spec, format, part) for part, spec in parts.items()}
             return params[WHOLE] if WHOLE in params else PackedWeight(format, params)
     return _param(weight.plain)
@@ -123,7 +124,7 @@ class Linear(nnx.Module):
         """Put the weight of an abstract model into the first of the formats that has it."""
         assert isinstance(self.weight, nnx.Param), "in a format already"
         plain = ParamSpec(self.shape, self.axes, str(self.weight.dtype), self.weight.get_metadata("source"))
-        self.weight = declare(formats, WeightSpec(plain, self.modules, self.joined, self.num_contracted))
+        self.weight = declare(formats, WeightSpec(plain, self.modules, self.joined, self.num_contracted, self.is_split))
 
     def __call__(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
         """The product of this device's part of the weight.

@@ -14,6 +14,7 @@ from jaxllm.layers.source import Source, Stacked, Tensor, plain
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
+from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import Shards
 from jaxllm.weight_format import ParamSpec, WeightSpec
 
@@ -84,8 +85,8 @@ class MixtureOfExperts(nnx.Module):
             taken_TD,
             step.slots_of(self.name, expert_Tk, start),
             weight_Tk,
-            gate_up_E2FD if isinstance(self.gate_up, PackedWeight) else gate_up_E2FD.astype(x_TD.dtype),
-            down_EDF if isinstance(self.down, PackedWeight) else down_EDF.astype(x_TD.dtype),
+            gate_up_E2FD.astype(x_TD.dtype) if isinstance(gate_up_E2FD, Array) else gate_up_E2FD,
+            down_EDF.astype(x_TD.dtype) if isinstance(down_EDF, Array) else down_EDF,
             gate_up_bias_E2F=None if self.gate_up_bias is None else self.gate_up_bias[...],
             down_bias_ED=self._down_bias(shards),
             activation=self.part.activation,
@@ -126,7 +127,8 @@ def _scores(x_TD: Array, weight_ED: Array) -> Array:
 def _weight(
     config: ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...], source: Source | Stacked
 ) -> nnx.Param | PackedWeight:
-    return declare(config.formats, WeightSpec(ParamSpec(shape, axes, config.dtype, source)))
+    splits_inputs = MESH_AXES[axes[-1]] is not None
+    return declare(config.formats, WeightSpec(ParamSpec(shape, axes, config.dtype, source), splits_inputs=splits_inputs))
 
 
 def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tuple[Source | Stacked, Source | Stacked]:

@@ -17,7 +17,8 @@ Progress = Callable[[int, int], None]
 
 
 def expand(array: Array, axes: Axes, shape: Sequence[int]) -> Array:
-    """Bring a parameter of the stored shape to `shape`, which differs in copies of KV heads or of experts or in padding of the vocabulary.
+    """Bring a parameter of the stored shape to `shape`, which differs in copies of KV heads or of experts, in padding of the vocabulary,
+    or in groups of inputs that devices share: their scales are repeated.
 
     With r copies, KV head k becomes heads k·r … k·r + r - 1, and each takes 1/r of its query heads, in order.
     """
@@ -28,6 +29,8 @@ def expand(array: Array, axes: Axes, shape: Sequence[int]) -> Array:
     if "split_experts" in axes:
         axis = axes.index("split_experts")
         return jnp.take(array, jnp.array(slots(array.shape[axis], shape[axis])), axis)
+    if "split_groups" in axes:
+        return jnp.repeat(array, shape[-1] // array.shape[-1], axis=-1)
     axis = axes.index("vocab")
     padding = [(0, wanted - had) for wanted, had in zip(shape, array.shape, strict=True)]
     assert all(low_high == (0, 0) for i, low_high in enumerate(padding) if i != axis), "only the vocabulary is padded"

@@ -16,7 +16,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.axes import sharding
-from jaxllm.weight_format import ParamSpec
+from jaxllm.weight_format import Expected, ParamSpec
 
 
 class Files:
@@ -39,8 +39,8 @@ class Files:
         """A part of a tensor as the file has it, with copies and padding."""
         return tensor.read(self.tensor(tensor.name), index)
 
-    def beside(self, tensor: Tensor) -> dict[str, tuple[int, ...]]:
-        """The tensors, with their shapes, that it takes to read a tensor as plain numbers."""
+    def beside(self, tensor: Tensor) -> Mapping[str, Expected]:
+        """The tensors that a tensor is read from as plain numbers; none: it is stored so."""
         return next((found for format in self.config.formats if (found := format.beside(tensor, self))), {})
 
     def plain(self, tensor: Tensor, index: Index) -> np.ndarray:

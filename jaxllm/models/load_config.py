@@ -58,7 +58,8 @@ def load_model_config(
     reader = ConfigReader(architecture, raw, bidirectional_faults(raw), **options)  # type: ignore[arg-type]
     config = _read(read, reader, directory)
     dtype = _dtype(reader, dtype, on_gpu)
-    asked = Options(quantization, dequantize, on_gpu, dtype, config.names.unquantized)
+    stored_dtype = _stored_dtype(raw) if _stored_dtype(raw) in DTYPES else dtype
+    asked = Options(quantization, dequantize, on_gpu, dtype, config.names.unquantized, stored_dtype=stored_dtype)
     formats = read_formats(raw.get("quantization_config"), asked, reader.faults)
     for format in formats:
         reader.faults.extend(format.faults(config))
@@ -136,10 +137,14 @@ def _dtype(reader: ConfigReader, asked: str, on_gpu: bool) -> str:
         return asked
     if not on_gpu:
         return "float32"
-    stored = str(_first(reader.raw, "dtype", "torch_dtype") or "bfloat16").removeprefix("torch.")
+    stored = _stored_dtype(reader.raw)
     if stored not in DTYPES:
         reader.faults.append(f"dtype is {stored!r}, supported: {', '.join(DTYPES)} (choose one with --dtype)")
     return stored
+
+
+def _stored_dtype(raw: Mapping[str, Any]) -> str:
+    return str(_first(raw, "dtype", "torch_dtype") or "bfloat16").removeprefix("torch.")
 
 
 def _first(raw: Mapping[str, Any], *names: str) -> Any:

@@ -20,6 +20,8 @@ MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
     "kv": None,
     "kernel": None,
     "position": None,
+    "groups": None,
+    "split_groups": TENSOR,
     "draft_vocab": None,
     "experts": None,
     "expert_mlp": None,

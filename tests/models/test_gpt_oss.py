@@ -195,7 +195,7 @@ def test_experts_stay_in_four_bits_where_a_kernel_computes_from_them(folders: di
 
     assert is_packed(on_gpu=True, dtype="bfloat16") and is_packed(dequantize=False)
     assert not is_packed(on_gpu=True, dtype="float32") and not is_packed() and not is_packed(on_gpu=True, dequantize=True)
-    with pytest.raises(ConfigError, match=r"has no experts in 4 bits \(MXFP4\); leave --no-dequantize out"):
+    with pytest.raises(ConfigError, match=r"has no packed weights in 4 or 8 bits; leave --no-dequantize out"):
         load_model_config(folders["bfloat16"], dequantize=False)
     # 48 values of a device are one and a half blocks.
     assert not load_model_config(folders["mxfp4"], dequantize=False).for_tensor_parallel(4).has_packed_experts

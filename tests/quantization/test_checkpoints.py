@@ -1,7 +1,6 @@
 """Checkpoints with fp8 weights, written here from the goldens, against the same numbers without quantisation."""
 
 import dataclasses
-import json
 import runpy
 import shutil
 from pathlib import Path
@@ -16,12 +15,13 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.loaders import orbax, safetensors
-from jaxllm.loaders.load import load_checkpoint, load_weights
+from jaxllm.loaders.load import load_checkpoint
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
-from scripts.saving import save_orbax, write_safetensors
+from scripts.saving import save_orbax
 from tests.helpers import goldens
+from tests.helpers.quantized import PROMPT, assert_equal, by_path, load, write
 from tests.helpers.slow import slow_except
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -38,23 +38,6 @@ DYNAMIC = {
     },
     "ignore": ["lm_head"],
 }
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LINEAR += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj_qkvz", "in_proj_ba", "out_proj")
-PROMPT = list(range(3, 19))
-
-
-def write(directory, quantization_config, quantize, *, golden="llama_gqa", more=None):
-    """A copy of a golden in which `quantize(name, weight)` gives the tensors of each linear layer's weight."""
-    directory.mkdir(parents=True, exist_ok=True)
-    source = safetensors.Checkpoint(goldens.FOLDER / golden)
-    tensors = {}
-    for name in source.entries:
-        is_linear = name.endswith(".weight") and name.split(".")[-2] in LINEAR
-        tensors |= quantize(name, np.asarray(source.tensor(name), np.float32)) if is_linear else {name: source.tensor(name)}
-    write_safetensors(directory / "model.safetensors", tensors | (more or {}))
-    config = json.loads((goldens.FOLDER / golden / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config}))
-    return directory
 
 
 def per_channel(name, weight):
@@ -81,23 +64,6 @@ def per_block(name, weight, size=32):
             scale[i, j] = np.abs(weight[at]).max() / 448
             values[at] = (weight[at] / scale[i, j]).astype(FP8)
     return {name: values, name + "_scale_inv": scale}
-
-
-def load(directory, *, tensor_parallel_size=1, quantization=None, load_format="auto"):
-    config = load_model_config(directory, quantization=quantization).for_tensor_parallel(tensor_parallel_size)
-    mesh = make_mesh(tensor_parallel_size)
-    return config, load_weights(config, build_model(config), directory, load_format=load_format, mesh=mesh)
-
-
-def by_path(state):
-    return {".".join(map(str, path)): np.asarray(variable[...], np.float32) for path, variable in parameters(state)}
-
-
-def assert_equal(a, b):
-    a, b = by_path(a), by_path(b)
-    assert a.keys() == b.keys()
-    for name, array in a.items():
-        np.testing.assert_allclose(array, b[name], rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])

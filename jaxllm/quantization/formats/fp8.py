@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from jaxllm.layers.source import Index, Source, Tensor, output_major
-from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales
+from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
 from jaxllm.quantization.formats.patterns import matches, partly_covered, read_names
 from jaxllm.weight_format import Array, Arrays, Draw, Expected, Files, Options, ParamSpec, Reader, WeightFormat, WeightSpec
 
@@ -132,23 +132,24 @@ class Fp8(WeightFormat):
             made = reader.convert(quantize_tensors, (values, scale), reader.tensors(values), **static)
             yield from zip(("values", "scale"), made, strict=True)
 
-    def beside(self, tensor: Tensor, files: Files) -> dict[str, tuple[int, ...]]:
+    def beside(self, tensor: Tensor, files: Files) -> dict[str, Expected]:
         module = tensor.name.removesuffix(".weight")
         if self.scale_name is None or module == tensor.name or len(tensor.shape) != 2 or tensor.transposed:
             return {}
         name, (outputs, inputs) = f"{module}.{self.scale_name}", tensor.shape
         rows, columns = self.block_shape or (1, inputs)
         shape = (math.ceil(outputs / rows), math.ceil(inputs / columns))
+        own = {tensor.name: Expected(tensor.shape)}
         if module in files.linears and self.block_shape is not None:
-            return {name: shape} if self.covers(module) else {}
+            return {**own, name: Expected(shape)} if self.covers(module) else {}
         entry, scale = files.entries.get(tensor.name), files.entries.get(name)
         if entry is None or scale is None or entry.dtype != STORED_TYPE:
             return {}
-        return {name: scale.shape if math.prod(scale.shape) in (1, math.prod(shape)) else shape}
+        return {**own, name: Expected(scale.shape if math.prod(scale.shape) in (1, math.prod(shape)) else shape)}
 
     def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
         """Float32."""
-        (name,) = self.beside(tensor, files)
+        _, name = self.beside(tensor, files)
         scale, (outputs, inputs) = files.tensor(name), tensor.shape
         rows, columns = self.block_shape or (1, inputs)
         if scale.size == 1:
@@ -234,9 +235,8 @@ def _read_compressed_tensors(given: Mapping[str, Any], supported: str, faults: l
         return None
     (group,) = groups.values()
     parts = {name: group.get(name) or {} for name in ("weights", "input_activations")} if isinstance(group, Mapping) else {}
-    cache = given.get("kv_cache_scheme")
-    if not parts or not all(isinstance(part, Mapping) for part in (*parts.values(), cache or {})):
-        faults.append("config_groups and kv_cache_scheme of the quantised weights must be objects of objects")
+    if not parts or not all(isinstance(part, Mapping) for part in parts.values()):
+        faults.append("config_groups of the quantised weights must be objects of objects")
         return None
     weights, inputs = parts["weights"], parts["input_activations"]
     form = group.get("format") or given.get("format")
@@ -253,12 +253,10 @@ def _read_compressed_tensors(given: Mapping[str, Any], supported: str, faults: l
         symmetry = "asymmetric " if weights.get("symmetric") is False else ""
         faults.append(f"the weights have {symmetry}scales per {weights.get('strategy')}; {supported}")
     block = _block_shape(weights.get("block_structure"), faults) if weights.get("strategy") == "block" else None
-    if cache is not None and (cache.get("num_bits"), cache.get("type"), cache.get("strategy")) != (8, "float", "tensor"):
-        faults.append(f"kv_cache_scheme is {cache!r}, supported: 8 bits of type float with strategy tensor")
     return {
         "scale_name": "weight_scale",
         "block_shape": block,
-        "kv_cache": cache is not None,
+        "kv_cache": read_cache_scheme(given, faults),
         "ignored": read_names(given.get("ignore"), "ignore", faults, "re:"),
         "static_activations": not inputs.get("dynamic"),
     }

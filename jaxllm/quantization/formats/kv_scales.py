@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from jaxllm.weight_format import Array, Expected, Files, ParamSpec, Reader, Weig
 
 UNUSED = r"[kvq]_scale|[kvq]_proj\.[kvq]_scale|[kvq]_proj\.output_scale|prob_scale"
 """A pattern of the ends of their names, and of the names of other scales of attention, which are not read."""
+_STORED = (8, "float", "tensor")
 _NAMES = ("{0}.{1}_scale", "{0}.attn.{1}_scale", "{0}.{1}_proj.{1}_scale", "{0}.{1}_proj.output_scale")
 _SCALED = {"k": "keys", "v": "values"}
 
@@ -24,6 +26,15 @@ class KVScales(WeightFormat):
 
     def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
         yield from ((part, reader.array(spec, lambda tensor, _: _scale(reader, tensor))) for part, spec in parts.items())
+
+
+def read_cache_scheme(given: Mapping[str, Any], faults: list[str]) -> bool:
+    """Whether a quantization_config of compressed-tensors says that the cache is fp8."""
+    scheme = given.get("kv_cache_scheme")
+    fields = ("num_bits", "type", "strategy")
+    if scheme is not None and (not isinstance(scheme, Mapping) or tuple(map(scheme.get, fields)) != _STORED):
+        faults.append(f"kv_cache_scheme is {scheme!r}, supported: 8 bits of type float with strategy tensor")
+    return scheme is not None
 
 
 def _scale(files: Files, tensor: Tensor) -> np.ndarray:

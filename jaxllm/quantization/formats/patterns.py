@@ -45,8 +45,9 @@ def begins(pattern: str, module: str) -> bool:
     return _compiled(pattern).match(module, timeout=_MATCH_SECONDS) is not None
 
 
-def partly_covered(covers: Callable[[str], bool], linears: Iterable[tuple[str, ...]]) -> list[str]:
-    """Faults of linear layers that are made of several modules of which a format covers some; or that its patterns take too long."""
+def partly_covered(covers: Callable[[str], object], linears: Iterable[tuple[str, ...]]) -> list[str]:
+    """Faults of linear layers that are made of several modules of which a format covers some, or which differ in it; or that its
+    patterns take too long. covers: whether it covers a module; or how, as a text of errors, and None if not."""
     deadline = time.process_time() + _MAX_SECONDS
     found = []
     for modules in linears:
@@ -55,11 +56,16 @@ def partly_covered(covers: Callable[[str], bool], linears: Iterable[tuple[str, .
         except (TimeoutError, RecursionError):
             return [_TOO_SLOW]
         if len(set(covered.values())) > 1:
-            told = ", ".join(f"{name} {'is' if on else 'is not'}" for name, on in covered.items())
-            found.append(f"these modules are one product, so all of them must be quantised or none: {told}")
+            told = ", ".join(f"{name} {_told(how)}" for name, how in covered.items())
+            which = "in the same way" if all(covered.values()) else "or none"
+            found.append(f"these modules are one product, so all of them must be quantised {which}: {told}")
         if time.process_time() > deadline:
             return [_TOO_SLOW]
     return found
+
+
+def _told(how: object) -> str:
+    return ("is" if how else "is not") if how is None or isinstance(how, bool) else f"is {how}"
 
 
 @functools.lru_cache(maxsize=1024)

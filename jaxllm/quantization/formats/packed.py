@@ -1,0 +1,228 @@
+"""The base of formats that keep weights in 4 or 8 bits as a checkpoint holds them: groups of numbers that share a scale."""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from jaxllm.errors import ModelLoadError
+from jaxllm.layers.source import AnySource, Index, Source, Stacked, Tensor
+from jaxllm.quantization import numbers
+from jaxllm.quantization.formats.patterns import partly_covered
+from jaxllm.quantization.numbers import EXPONENT_BIAS, NUMBERS, Number, Scheme
+from jaxllm.weight_format import WHOLE, Array, Arrays, Draw, Expected, Files, ParamSpec, Reader, WeightFormat, WeightSpec
+
+if TYPE_CHECKING:
+    from jaxllm.model_config import ModelConfig
+
+_ROWS = 2048
+"""Outputs that are widened at a time on the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedFormat(WeightFormat):
+    """Weights of linear layers and experts as codes of few bits, widened inside of products; all others are widened while they are
+    read. Subclasses say what the tensors of a checkpoint are called, and give the parts of a module: `scheme`, `stored`, `part`.
+
+    Parts of a weight of N outputs and K inputs, contracted dimensions counted as one and G = K / group (1 without groups):
+    codes [*outputs, K] in the number's type, or of 4 bits uint8 [*outputs, K / 2], the lower half of a byte first;
+    scale [*outputs, G]; zero uint8 [*outputs, G]; minimum [*outputs, G]; factor float32 [*outputs].
+    """
+
+    computes: bool = True
+    """Whether weights stay as stored; else they are widened while they are loaded."""
+    size: int = 1
+    """Devices that the inputs of some layers are split over."""
+    weight_scheme: Scheme | None = None
+    """That of the weight that this is the format of (`of`); None: of all."""
+
+    may_widen: ClassVar[bool] = True
+
+    def scheme(self, module: str) -> Scheme | None:
+        """How the weights of a module of the checkpoint are stored; None: as plain numbers. Of modules that are no linear layers the
+        checkpoint's tensors decide, if it has none of `stored`."""
+        raise NotImplementedError
+
+    def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
+        """The tensors of a module, with their shapes and types."""
+        raise NotImplementedError
+
+    def part(self, name: str, module: str, num_outputs: int, num_inputs: int, files: Files) -> np.ndarray:
+        """A part of a module's weight, [N, ...]: of all stored outputs, in their order. A view of the file where that can be."""
+        raise NotImplementedError
+
+    def covers(self, module: str) -> bool:
+        return self.scheme(module) is not None
+
+    def faults(self, config: "ModelConfig") -> list[str]:
+        return partly_covered(self.scheme, config.linears())
+
+    def split(self, config: "ModelConfig", size: int) -> Self:
+        return replace(self, size=size)
+
+    def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
+        plain = weight.plain
+        if not self.computes or not (weight.modules or isinstance(plain.source, Stacked)):
+            return None
+        modules = [_module_of(tensor) for tensor in plain.source.tensors]
+        schemes = {self.scheme(module): module for module in modules}
+        if len(schemes) > 1:
+            told = ", ".join(f"{module} is {scheme or 'plain'}" for scheme, module in schemes.items())
+            raise ModelLoadError(f"these modules are one weight, so all of them must be quantised alike: {told}")
+        ((scheme, module),) = schemes.items()
+        if scheme is None:
+            return None
+        n = weight.num_contracted
+        if weight.modules:
+            (shape, axes), inputs, inputs_axes = (plain.shape[n:], plain.axes[n:]), plain.shape[:n], plain.axes[:n]
+        else:
+            (shape, axes), inputs, inputs_axes = (plain.shape[:-1], plain.axes[:-1]), plain.shape[-1:], plain.axes[-1:]
+        num_inputs, is_split = math.prod(inputs), weight.splits_inputs
+        number, num_groups = NUMBERS[scheme.number], self._num_groups(scheme, module, num_inputs, is_split)
+        num_outputs = len(weight.modules[0].outputs) if weight.modules else 1
+
+        def spec(part: str, dtype: str, width: int, axis: str) -> ParamSpec:
+            return ParamSpec((*shape, width), (*axes, axis), dtype, _source(plain.source, num_outputs, width))
+
+        groups_axis = "split_groups" if is_split and num_groups > 1 else "groups"
+        parts = {"codes": spec("codes", number.code_type, num_inputs // number.per_value, inputs_axes[0])}
+        parts["scale"] = spec("scale", scheme.scale_type, num_groups, groups_axis)
+        if scheme.zeros:
+            parts["zero"] = spec("zero", "uint8", num_groups, groups_axis)
+        if scheme.minimums:
+            parts["minimum"] = spec("minimum", scheme.minimum_type, num_groups, groups_axis)
+        if scheme.factor:
+            parts["factor"] = ParamSpec(shape, axes, "float32", _source(plain.source, num_outputs, None))
+        return parts
+
+    def _num_groups(self, scheme: Scheme, module: str, num_inputs: int, is_split: bool) -> int:
+        """Groups of each output, so fine that no device has a part of one."""
+        size = self.size if is_split else 1
+        if num_inputs % (size * NUMBERS[scheme.number].per_value):
+            of = f"{size} devices" if size > 1 else "bytes"
+            raise ModelLoadError(
+                f"{module} has {num_inputs} inputs in {scheme.number}, which {of} cannot share; use --dequantize"
+            )
+        if scheme.group is None:
+            return 1
+        if num_inputs % scheme.group:
+            raise ModelLoadError(f"{module} has {num_inputs} inputs, which must be a multiple of the group size {scheme.group}")
+        return num_inputs // math.gcd(scheme.group, num_inputs // size)
+
+    def of(self, weight: WeightSpec) -> Self:
+        return replace(self, weight_scheme=self.scheme(_module_of(weight.plain.source.tensors[0])))
+
+    @property
+    def _scheme(self) -> Scheme:
+        assert self.weight_scheme is not None, "the format of one weight"
+        return self.weight_scheme
+
+    @property
+    def _number(self) -> Number:
+        return NUMBERS[self._scheme.number]
+
+    def product(self, arrays: Arrays, x: Array, shards: Any) -> Array:
+        from jaxllm.quantization.packed import product
+
+        return product(arrays, self._scheme, x, shards)
+
+    def operand(self, arrays: Arrays) -> Any:
+        """Float32: whoever takes it rounds it to the model's type."""
+        from jaxllm.quantization.packed import widen
+
+        return widen(arrays, self._scheme, "float32")
+
+    def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
+        if WHOLE in parts:
+            return super().expected(parts, files)
+        num_inputs = self._num_inputs(parts)
+        found: dict[str, Expected] = {}
+        for tensor in parts["codes"].source.tensors:
+            found |= self.stored(_module_of(tensor), tensor.shape[0], num_inputs)
+        return found
+
+    def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
+        num_inputs = self._num_inputs(parts)
+        for name, spec in parts.items():
+
+            @functools.lru_cache(maxsize=4)  # of one tensor, or of those of one product: devices read it one after the other
+            def whole(tensor: Tensor, name: str = name) -> np.ndarray:
+                array = self.part(name, _module_of(tensor), tensor.shape[0], num_inputs, reader)
+                finer = tensor.shape[1] // array.shape[1] if name not in ("codes", "factor") else 1
+                return np.repeat(array, finer, axis=1) if finer > 1 else array
+
+            yield name, reader.array(spec, lambda tensor, index, whole=whole: tensor.read(whole(tensor), index))  # type: ignore[misc]
+
+    def _num_inputs(self, parts: Mapping[str, ParamSpec]) -> int:
+        return parts["codes"].shape[-1] * self._number.per_value
+
+    def beside(self, tensor: Tensor, files: Files) -> dict[str, Expected]:
+        if not tensor.name.endswith(".weight") or len(tensor.shape) != 2 or tensor.transposed:
+            return {}
+        module = _module_of(tensor)
+        if self.scheme(module) is None:
+            return {}
+        stored = self.stored(module, *tensor.shape)
+        return stored if module in files.linears or stored.keys() <= files.entries.keys() else {}
+
+    def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
+        """Float32."""
+        module, (num_outputs, num_inputs) = _module_of(tensor), tensor.shape
+        scheme = self.scheme(module)
+        assert scheme is not None
+        names = ["codes", "scale", *("zero",) * scheme.zeros, *("minimum",) * scheme.minimums, *("factor",) * scheme.factor]
+        arrays = {name: self.part(name, module, num_outputs, num_inputs, files) for name in names}
+        # The view's last dimensions are the inputs.
+        split = next(i for i in range(len(tensor.view)) if math.prod(tensor.view[i:]) == num_inputs)
+        # From 1 on: what pads a vocabulary has no row.
+        rows = replace(tensor, view=tensor.view[:split]).read(np.arange(1, num_outputs + 1), index[:split])
+        columns = np.arange(num_inputs).reshape(tensor.view[split:])[index[split:]]
+        wide = np.zeros((rows.size, columns.size), np.float32)
+        for start in range(0, rows.size, _ROWS):
+            row = rows.ravel()[start : start + _ROWS]
+            part = numbers.widen({name: array[row - 1] for name, array in arrays.items()}, scheme, np)
+            wide[start : start + _ROWS] = np.where(row[:, None] > 0, part[:, columns.ravel()], 0)
+        return wide.reshape(*rows.shape, *columns.shape)
+
+    def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
+        """Codes are random, scales equal."""
+        if part == WHOLE:
+            return super().dummy(part, draw, deviation)
+        scheme, scale = self._scheme, deviation / self._number.deviation
+        if part == "codes":
+            return self._dummy_codes(draw)
+        if part == "factor" or (part == "scale" and scheme.factor):
+            return draw.full(scale if part == "factor" else 1, "float32")
+        middle = 2 ** (self._number.bits - 1)
+        if part == "zero":
+            return draw.full(middle, "uint8")
+        if part == "minimum":
+            return draw.full(middle * scale, "float32")
+        return draw.full(round(math.log2(scale)) + EXPONENT_BIAS if scheme.scale_type == "uint8" else scale, "float32")
+
+    def _dummy_codes(self, draw: Draw) -> Array:
+        if self._number.code_type == "float8_e4m3fn":
+            return self._number.deviation * draw.normal()
+        return draw.bits("uint8").view(self._number.code_type)
+
+
+def _module_of(tensor: Tensor) -> str:
+    return tensor.name.removesuffix(".weight")
+
+
+def _source(plain: AnySource, num_outputs: int, width: int | None) -> AnySource:
+    """Of a part that has `width` values for each output, or is one (None): it is as the weight, but for its inputs. num_outputs:
+    dimensions of the outputs of a tensor."""
+    last = () if width is None else (width,)
+
+    def part_of(tensor: Tensor) -> Tensor:
+        return replace(tensor, shape=(tensor.shape[0], *last), view=(*tensor.view[:num_outputs], *last))
+
+    tensors = tuple(map(part_of, plain.tensors))
+    if isinstance(plain, Stacked):
+        return replace(plain, tensors=tensors)
+    assert isinstance(plain, Source)
+    return Source(tensors, plain.axis, tuple(range(num_outputs + len(last))))

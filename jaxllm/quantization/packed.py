@@ -1,0 +1,34 @@
+"""Products with weights of 4 and 8 bits, widened inside the product."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxllm.parallel.shards import ONE_DEVICE, Shards
+from jaxllm.quantization import numbers
+from jaxllm.quantization.numbers import Scheme
+from jaxllm.weight_format import Arrays
+
+
+def widen(arrays: Arrays, scheme: Scheme, dtype: jax.typing.DTypeLike) -> Array:
+    """The weights [*outputs, inputs], computed in float32."""
+    return numbers.widen(arrays, scheme, jnp).astype(dtype)
+
+
+def product(arrays: Arrays, scheme: Scheme, x: Array, shards: Shards = ONE_DEVICE) -> Array:
+    """[..., inputs] to [..., *outputs], in x's type; the weights are rounded to it, the sums are float32.
+
+    shards: what x and the inputs are split over; the result is then a part of the sum.
+    """
+    if numbers.NUMBERS[scheme.number].bits == 8:
+        return _dot(x, widen(arrays, scheme, x.dtype)).astype(x.dtype)
+    # Two products, because XLA fuses the unpacking of a byte into each, and not that of both with an interleaving.
+    even, odd = (numbers.scaled(codes, arrays, scheme, jnp).astype(x.dtype) for codes in numbers.nibbles(arrays["codes"]))
+    return (_dot(x[..., 0::2], even) + _dot(x[..., 1::2], odd)).astype(x.dtype)
+
+
+def _dot(x: Array, weight: Array) -> Array:
+    """Float32 products."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    contracted = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
+    return lax.dot_general(x, weight, contracted, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,83 @@
+"""Checkpoints with quantised weights, made of the goldens, and what engines and plain models make of them."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.layers.build import build_model
+from jaxllm.layers.parameters import parameters
+from jaxllm.loaders import safetensors
+from jaxllm.loaders.load import load_weights
+from jaxllm.models.load_config import load_model_config
+from jaxllm.parallel.mesh import make_mesh
+from scripts.saving import write_safetensors
+from tests.helpers import engines, goldens
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj_qkvz", "in_proj_ba", "out_proj")
+PROMPT = list(range(3, 19))
+
+
+def write(
+    directory: Path,
+    quantization_config: Any,
+    quantize: Callable[[str, np.ndarray], Mapping[str, np.ndarray]],
+    *,
+    golden: str = "llama_gqa",
+    more: Mapping[str, np.ndarray] | None = None,
+    also: tuple[str, ...] = (),
+) -> Path:
+    """A copy of a golden in which `quantize(name, weight)` gives the tensors of each linear layer's weight, and of those in `also`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    source = safetensors.Checkpoint(goldens.FOLDER / golden)
+    tensors: dict[str, np.ndarray] = {}
+    for name in source.entries:
+        is_linear = name.endswith(".weight") and name.split(".")[-2] in (*LINEAR, *also)
+        tensors |= quantize(name, np.asarray(source.tensor(name), np.float32)) if is_linear else {name: source.tensor(name)}
+    write_safetensors(directory / "model.safetensors", tensors | dict(more or {}))
+    config = json.loads((goldens.FOLDER / golden / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config}))
+    return directory
+
+
+def load(directory: Path, *, tensor_parallel_size: int = 1, load_format: str = "auto", **options: Any) -> Any:
+    """(config, state) of a checkpoint in float32 on the first devices. options: of `load_model_config`."""
+    config = load_model_config(directory, **options).for_tensor_parallel(tensor_parallel_size)
+    mesh = make_mesh(tensor_parallel_size)
+    return config, load_weights(config, build_model(config), directory, load_format=load_format, mesh=mesh)
+
+
+def by_path(state: Any) -> dict[str, np.ndarray]:
+    """The arrays of a state by name, as float32."""
+    return {".".join(map(str, path)): np.asarray(variable[...], np.float32) for path, variable in parameters(state)}
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """Two states have the same arrays, but for the last bits."""
+    a, b = by_path(a), by_path(b)
+    assert a.keys() == b.keys()
+    for name, array in a.items():
+        np.testing.assert_allclose(array, b[name], rtol=1e-6, err_msg=name)
+
+
+def assert_near(directory: Path, plain: Path, *, tensor_parallel_size: int = 1, limit: float = 1e-4, **options: Any) -> None:
+    """A checkpoint's logits are those of a plain one with the widened weights, but for the order of sums."""
+    found = goldens.logits(*load(directory, tensor_parallel_size=tensor_parallel_size, **options), PROMPT)
+    wanted = goldens.logits(*load(plain), PROMPT)
+    np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, atol=limit)
+
+
+def answer(directory: Path, **options: Any) -> tuple[list[int], np.ndarray]:
+    """What an engine answers to PROMPT: the tokens of 8 greedy steps, and logprobs of the prompt's tokens and of these. options: of
+    the engine."""
+    llm = LLM(str(directory), **{**engines.SMALL, **options})
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+    [output] = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
+    tokens = list(output.outputs[0].token_ids)
+    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    llm.shutdown()
+    return tokens, np.array([entry[token].logprob for entry, token in zip(entries, PROMPT[1:] + tokens, strict=True)])
