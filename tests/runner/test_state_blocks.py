@@ -10,7 +10,7 @@ import pytest
 from jaxllm.cache_spec import CacheArray, CacheLayout, StateArray
 from jaxllm.device_ops import GatherBlocks
 from jaxllm.errors import ConfigError
-from jaxllm.runner.features.state_blocks.programs import Load, Store, run
+from jaxllm.runner.features.block_copies.state_programs import Load, Store, run
 from tests.helpers.engines import make_core
 from tests.helpers.slow import slow_except
 from tests.runner.test_block_copies import Copied

@@ -24,7 +24,6 @@ FEATURES = (
     "prompt_logprobs",
     "pooling",
     "block_copies",
-    "state_blocks",
 )
 """Modules here, in the order of `StepFeature.before`. Each has make(parts), which returns None for engines without the feature.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.runner.features.block_copies.programs import NO_BLOCK
-from jaxllm.runner.features.state_blocks.format import StateFormat
+from jaxllm.runner.features.block_copies.state_format import StateFormat
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Caches
