@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from tests.helpers.goldens import golden
-from tests.helpers.serve_processes import ServerProcess, serving, wait_until
+from tests.helpers.serve_processes import ServerProcess, serving
+from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

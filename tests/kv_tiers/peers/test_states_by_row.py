@@ -15,6 +15,7 @@ from jaxllm.request import FinishReason
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.prefix_states import is_of_states
 from tests.helpers.engines import make_core
+from tests.helpers.waiting import wait_until
 from tests.kv_tiers.peers.test_two_engines import (
     DECODE,
     GREEDY,
@@ -26,7 +27,6 @@ from tests.kv_tiers.peers.test_two_engines import (
     leases_of,
     make,
     prompt_of,
-    wait_for,
 )
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ def test_tokens_are_those_of_one_engine(
         else:
             assert last.num_cached_tokens == num_passed
             assert decode.loaded_tokens[last.request_id] == {"peer": num_passed}
-        wait_for(lambda: have_ended(prefill))
+        wait_until(lambda: have_ended(prefill))
     assert prefill.prefill(prompt_of(16)) is None, "there is no full block before the last token"
 
 
@@ -156,7 +156,7 @@ def test_without_a_part_all_is_computed(engines: Any, kind: str, part: str) -> N
     prompt = prompt_of(90, 71 + 2 * (kind == "states") + (part == "last"))
     answer = prefill.prefill(prompt)
     (lease,) = (lease for lease in leases_of(prefill)._leases.values() if not lease.is_over)
-    wait_for(lambda: bool(prefill.core.step()) or not lease.pending)
+    wait_until(lambda: bool(prefill.core.step()) or not lease.pending)
     names = [name for name in lease.names if is_of_states(name) == (kind == "states")]
     leases_of(prefill).lose([names[0 if part == "first" else -1]])
     tokens, last = decode.decode(prompt, answer)
@@ -186,10 +186,10 @@ def test_requests_aborted_while_they_decode_leave_nothing(engines: Any, when: st
     request = decode.core.scheduler.requests[request_id]
     if when != "attaching":
         status = "WAITING_FOR_BLOCKS" if when == "loading" else "RUNNING"
-        wait_for(lambda: bool(decode.core.step()) or request.status.name == status)
+        wait_until(lambda: bool(decode.core.step()) or request.status.name == status)
     decode.core.abort_requests([request_id])
     decode.finish()
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
     assert decode.run(prompt)[0] == one.run(prompt)[0]
 
 
