@@ -20,7 +20,7 @@ from jaxllm.loaders.gguf import READABLE
 from jaxllm.model_config import MAX_LAYERS, MAX_POSITION
 from jaxllm.models.config_reader import MAX_EXPERTS, MAX_INTEGER, MAX_VOCABULARY
 from jaxllm.models.registry import FAMILIES
-from jaxllm.quantization.formats import kinds
+from jaxllm.quantization.formats import supported_checkpoints
 from jaxllm.text import tokenizer_files
 from jaxllm.text.tokenizer_files import MAX_GROWTH, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
 from scripts.make_goldens import FOLDER, VARIANTS
@@ -67,15 +67,42 @@ FOOT = """
 
 {supported}
 
-`--quantization fp8` turns 16-bit weights into fp8 (e4m3) while they load, with a scale per output channel;
-activations get a scale per token. Embedding, head, norms and what makes the gates of linear attention keep the model's
-type.
+`--quantization` makes 16-bit weights smaller while they load. Embedding, head, norms and what makes the gates of linear
+attention keep the model's type.
 
-Fp8 weights with a scale per channel or tensor load as they are. Those with a scale per block become 16-bit weights, or with
-`--quantization fp8` get scales per channel. Fp8 weights outside of linear layers, such as heads and experts, become 16-bit
-weights. Experts in 4 bits (as gpt-oss is released) are computed from these 4 bits on a GPU in bfloat16; elsewhere, with
-`--dequantize`, and where devices would share a block of 32 values, they become 16-bit weights while they load, four times
-their size.
+| value | weights | activations | bits per byte of the demo model |
+|---|---|---|---|
+| – | as stored | | 1.1191 |
+| `fp8` | e4m3, a scale per output channel | e4m3, a scale per token | 1.1192 (+0.01 %) |
+| `int8` | 8-bit integers, a scale per output channel; experts too | as they are | 1.1197 (+0.05 %) |
+| `int4` | 4-bit integers, a scale per group of inputs; experts too | as they are | 1.1267 (+0.7 %) |
+
+A group has 128 inputs, or the largest power of two that divides them. Rounding to 4 bits costs accuracy: a checkpoint
+that was calibrated (`RedHatAI/*-w4a16`) answers better than `int4`.
+Measured on a CPU in float32 (`scripts/evaluate_demo_model.py --direct --windows 16 --quantization int4`).
+`scripts/convert_checkpoint.py --quantization int4` rounds once, in the form of compressed-tensors.
+
+| weights in the checkpoint | weights in the model |
+|---|---|
+| fp8, a scale per channel or tensor, fp8 activations | as stored; products are computed in fp8, activations get a scale per token |
+| fp8, a scale per block | 16 bits; with `--quantization fp8` fp8 with a scale per channel |
+| fp8 of experts, heads and others outside of linear layers | 16 bits |
+| fp8 with plain activations, or beside layers in another format | as stored, widened inside products |
+| NVFP4, MXFP4, MXFP8, int4, int8 | as stored, widened inside products; experts too, if each has its own tensors |
+| MXFP4 of gpt-oss's experts | as stored on a GPU in bfloat16; 16 bits elsewhere, and where devices would share a block of 32 values |
+
+Weights that are widened inside products stay in memory with their scales and zero points; sums are float32. Activations
+keep the model's type, also where the checkpoint was made for activations in 4 or 8 bits: that is more exact. A head, an
+embedding and what latents are multiplied with become the model's type while they are read, and with `--dequantize` all
+these weights do, gpt-oss's experts too. Devices that cut a group have a scale for each piece. There is no kernel for
+these weights yet: XLA widens them.
+
+A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. What ModelOpt says in hf_quant_config.json
+counts where config.json has no quantization_config.
+
+GPTQ's `dynamic` and `modules_in_block_to_quantize` count, and so does a quantised head. Groups whose inputs are not
+neighbours (`desc_act` with a group size) are refused: take a checkpoint without activation order. 4-bit blocks of
+bitsandbytes must have 64 values of one output; its int8 weights go with activations of the model's type.
 
 `--kv-cache-dtype fp8` holds twice the tokens in the same memory as 16 bits.
 
@@ -88,7 +115,7 @@ Which checkpoints make vectors: [EMBEDDINGS.md](EMBEDDINGS.md#which-models). The
 
 def page() -> str:
     """The whole text."""
-    supported = _filled(f"Checkpoints can hold {', and '.join(kind.supported for kind in kinds())}. Other formats are refused.")
+    supported = _filled(f"Checkpoints can hold {supported_checkpoints()}. Other formats are refused.")
     return HEAD + "\n".join(_families()) + "\n" + TESTED + _formats() + FOOT.format(supported=supported)
 
 

@@ -12,10 +12,14 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxllm.errors import JaxLLMError
-from jaxllm.layers.parameters import parameters, source_of
+from jaxllm.layers.build import build_model
+from jaxllm.layers.parameters import parameters, source_of, weights
 from jaxllm.loaders import orbax
 from jaxllm.model_config import ModelConfig
 from jaxllm.weight_format import PLAIN
+
+CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+"""Compressed-tensors' description of an fp8 KV cache with scales."""
 
 
 def save_safetensors(
@@ -39,6 +43,8 @@ def save_safetensors(
         array = np.asarray(variable[...])
         is_plain = variable.get_metadata("format") == PLAIN
         source_of(variable).write(array.astype(stored_dtype) if is_plain else array, tensors)
+    for format in config.formats:
+        tensors = format.saved(tensors)
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_config_json(config, described, str(stored_dtype)), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -78,9 +84,21 @@ def _config_json(config: ModelConfig, described: Mapping[str, Any], dtype: str) 
 def with_formats(described: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     """A config.json with the quantization_config of weights as this config has them. Raises JaxLLMError if it takes several."""
     key, written = "quantization_config", dict(described)
-    found = [saved for format in config.formats if (saved := format.saved_config(described.get(key), config)) is not None]
+    all_weights = weights(build_model(config.as_stored()))
+    modules = {
+        tensor.name.partition(".weight")[0]: weight.format
+        for weight in all_weights
+        for spec in weight.parts.values()
+        for tensor in spec.source.tensors
+    }
+    saved = (format.saved_config(described.get(key), config, modules) for format in config.formats)
+    found = [each for each in saved if each is not None]
     if len(found) > 1:
         raise JaxLLMError("a config.json describes one kind of quantisation; leave --quantization or --no-dequantize out")
+    if config.kv_format is not None:
+        # What ModelOpt writes where nothing else is quantised; formats of weights take it too.
+        with_cache = {"quant_method": "modelopt", "kv_cache_scheme": CACHE_SCHEME}
+        found = [with_cache | {name: value for name, value in (found[0] if found else {}).items() if value is not None}]
     if found:
         written[key] = found[0]
     else:
