@@ -36,6 +36,10 @@ FORMATS = (
         stored=("compressed-tensors",),
     ),
     Registered(
+        path="jaxllm.quantization.formats.gguf:Gguf",
+        widened="packed weights in 4 or 8 bits",
+    ),
+    Registered(
         path="jaxllm.quantization.formats.mxfp4:Mxfp4",
         stored=("mxfp4", "gpt_oss_mxfp4"),
         widened="packed weights in 4 or 8 bits",

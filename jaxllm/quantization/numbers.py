@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from jaxllm.weight_format import Array, Arrays
 
@@ -27,6 +29,8 @@ NF4 = (
     1.0,
 )
 """By code. Source: arXiv:2305.14314, appendix E."""
+IQ4_NL = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
+"""By code. Source: ggml-common.h."""
 EXPONENT_BIAS = 127
 """Of scales that are exponents of two."""
 
@@ -55,6 +59,7 @@ NUMBERS = {
     "uint4": Number(4, "uint8", 4.6),
     "e2m1": Number(4, "uint8", 2.9, table=E2M1),
     "nf4": Number(4, "uint8", 0.54, table=NF4),
+    "iq4_nl": Number(4, "uint8", 68.5, table=IQ4_NL),
     "int8": Number(8, "int8", 73.9),
     "uint8b128": Number(8, "uint8", 73.9, middle=128),
     "e4m3": Number(8, "float8_e4m3fn", 100.0),
@@ -95,6 +100,19 @@ def widen(arrays: "Arrays", scheme: Scheme, xp: Any) -> "Array":
 def nibbles(codes: "Array") -> tuple["Array", "Array"]:
     """The codes of even and of odd inputs, of bytes that hold two."""
     return codes & 15, codes >> 4
+
+
+def split(codes: "Array", scheme: Scheme) -> tuple["Array", ...]:
+    """The codes of an array, those of bytes that hold two as two arrays."""
+    return nibbles(codes) if NUMBERS[scheme.number].bits == 4 else (codes,)
+
+
+def plain_codes(codes: "np.ndarray", number: Number) -> "np.ndarray":
+    """The values of codes [outputs, n] as int8 [outputs, inputs], where they are whole numbers."""
+    if number.bits == 4:
+        codes = np.stack(nibbles(codes), axis=-1).reshape(len(codes), -1)
+    table = np.arange(2**number.bits) - number.middle if number.table is None else np.array(number.table)
+    return codes if number.code_type == "int8" else table.astype(np.int8)[codes]
 
 
 def scaled(codes: "Array", arrays: "Arrays", scheme: Scheme, xp: Any) -> "Array":

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -46,6 +46,14 @@ class PackedFormat(WeightFormat):
         checkpoint's tensors decide, if it has none of `stored`."""
         raise NotImplementedError
 
+    def scheme_of(self, modules: Sequence[str]) -> Scheme | None:
+        """That of modules that are one weight."""
+        schemes = {self.scheme(module): module for module in modules}
+        if len(schemes) > 1:
+            told = ", ".join(f"{module} is {scheme or 'plain'}" for scheme, module in schemes.items())
+            raise ModelLoadError(f"these modules are one weight, so all of them must be quantised alike: {told}")
+        return next(iter(schemes))
+
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
         """The tensors of a module, with their shapes and types."""
         raise NotImplementedError
@@ -68,13 +76,9 @@ class PackedFormat(WeightFormat):
         if not self.computes or not (weight.modules or isinstance(plain.source, Stacked)):
             return None
         modules = [_module_of(tensor) for tensor in plain.source.tensors]
-        schemes = {self.scheme(module): module for module in modules}
-        if len(schemes) > 1:
-            told = ", ".join(f"{module} is {scheme or 'plain'}" for scheme, module in schemes.items())
-            raise ModelLoadError(f"these modules are one weight, so all of them must be quantised alike: {told}")
-        ((scheme, module),) = schemes.items()
-        if scheme is None:
+        if (scheme := self.scheme_of(modules)) is None:
             return None
+        module = modules[0]
         n = weight.num_contracted
         if weight.modules:
             (shape, axes), inputs, inputs_axes = (plain.shape[n:], plain.axes[n:]), plain.shape[:n], plain.axes[:n]
@@ -113,7 +117,7 @@ class PackedFormat(WeightFormat):
         return num_inputs // math.gcd(scheme.group, num_inputs // size)
 
     def of(self, weight: WeightSpec) -> Self:
-        return replace(self, weight_scheme=self.scheme(_module_of(weight.plain.source.tensors[0])))
+        return replace(self, weight_scheme=self.scheme_of([_module_of(tensor) for tensor in weight.plain.source.tensors]))
 
     @property
     def _scheme(self) -> Scheme:
