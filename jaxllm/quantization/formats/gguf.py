@@ -41,7 +41,8 @@ class Gguf(PackedFormat):
             faults.append(f"types of the GGUF weights are {types!r:.100}, must be an object of types by module")
             return None
         found = tuple((module, type) for module, type in types.items() if type in BLOCKS)
-        return cls(computes=not options.dequantize and options.quantization is None, types=found) if found else None
+        widens = options.dequantize or options.quantization is not None
+        return None if widens or not found else cls(types=found)
 
     @functools.cached_property
     def _types(self) -> Mapping[str, str]:
@@ -69,7 +70,7 @@ class Gguf(PackedFormat):
 
     def told(self, dtype: str) -> str:
         kinds = ", ".join(sorted(set(self._types.values())))
-        return f"the file's weights ({kinds}) {'stay as they are' if self.computes else f'become {dtype}'}"
+        return f"weights as the GGUF file has them ({kinds}); --dequantize makes them {dtype}"
 
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
         return {f"{module}.weight": Expected((num_outputs, num_inputs))}
@@ -92,7 +93,7 @@ class Gguf(PackedFormat):
         return {}
 
     def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
-        return given if self.computes else None
+        return given
 
 
 def _scheme(blocks: Blocks) -> Scheme:
