@@ -34,7 +34,7 @@ class Blocks:
     scale: Part
     scale_type: str = "float16"
     minimum: Part | None = None
-    minimum_type: str = "float16"
+    minimum_type: str = "float32"
 
     def part(self, name: str, blocks: np.ndarray) -> np.ndarray:
         """A part, [rows, ...], of rows of blocks, uint8 [rows, bytes]."""
@@ -122,15 +122,23 @@ def _minus_second(blocks: np.ndarray) -> np.ndarray:
     return -_floats(2)(blocks)
 
 
-_K = {"scale": _scale_of_k, "scale_type": "float32", "minimum": _minimum_of_k, "minimum_type": "float32"}
+def _with_float16(number: str, num_bytes: int, codes: Part) -> Blocks:
+    """A format of blocks of 32 values that begin with a scale and what is added."""
+    return Blocks(number, num_bytes, 32, codes, _floats(0), minimum=_minus_second, minimum_type="float16")
+
+
+def _k(number: str, num_bytes: int, codes: Part) -> Blocks:
+    return Blocks(number, num_bytes, 32, codes, _scale_of_k, "float32", _minimum_of_k)
+
+
 BLOCKS = {
     "Q4_0": Blocks("int4", 18, 32, _halves(2, 16), _floats(0)),
-    "Q4_1": Blocks("uint4", 20, 32, _halves(4, 16), _floats(0), minimum=_minus_second),
+    "Q4_1": _with_float16("uint4", 20, _halves(4, 16)),
     "Q5_0": Blocks("int8", 22, 32, _codes_of_5_bits(2, 6, 16), _floats(0)),
-    "Q5_1": Blocks("int8", 24, 32, _codes_of_5_bits(4, 8, 0), _floats(0), minimum=_minus_second),
+    "Q5_1": _with_float16("int8", 24, _codes_of_5_bits(4, 8, 0)),
     "Q8_0": Blocks("int8", 34, 32, lambda blocks: blocks[..., 2:].view(np.int8), _floats(0)),
-    "Q4_K": Blocks("uint4", 144, 32, _halves(16, 32, 4), **_K),  # type: ignore[arg-type]
-    "Q5_K": Blocks("int8", 176, 32, _codes_of_q5_k, **_K),  # type: ignore[arg-type]
+    "Q4_K": _k("uint4", 144, _halves(16, 32, 4)),
+    "Q5_K": _k("int8", 176, _codes_of_q5_k),
     "Q6_K": Blocks("int8", 210, 16, _codes_of_q6_k, _scale_of_q6_k, "float32"),
     "IQ4_NL": Blocks("iq4_nl", 18, 32, _halves(2, 16), _floats(0)),
     "MXFP4": Blocks("e2m1", 17, 32, _halves(1, 16), lambda blocks: blocks[..., :1], "uint8"),

@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -83,7 +82,9 @@ def _many_rows(arrays: Arrays, scheme: Scheme, parts: list[Array]) -> Array:
     def of_block(block: Arrays) -> Array:
         sums: Array | float = 0.0
         for half, x in zip(numbers.split(block["codes"], scheme), parts, strict=True):
-            weights = lax.reduce_precision(numbers.scaled(_float32(half, scheme), block, scheme, jnp), exponent_bits=8, mantissa_bits=23)
+            weights = lax.reduce_precision(
+                numbers.scaled(_float32(half, scheme), block, scheme, jnp), exponent_bits=8, mantissa_bits=23
+            )
             sums = sums + lax.dot_general(x, weights, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
         return sums  # type: ignore[return-value]
 

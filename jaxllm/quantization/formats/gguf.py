@@ -52,7 +52,7 @@ class Gguf(PackedFormat):
         return BLOCKS.get(self._types.get(module, ""))
 
     def scheme(self, module: str) -> Scheme | None:
-        return None if (blocks := self._blocks(module)) is None else _scheme(blocks)
+        return None if (blocks := self._blocks(module)) is None else scheme_of_blocks(blocks)
 
     def scheme_of(self, modules: Sequence[str]) -> Scheme | None:
         schemes = {self.scheme(module) for module in modules}
@@ -82,7 +82,7 @@ class Gguf(PackedFormat):
         if name == "minimum" and blocks.minimum is None:
             return np.zeros((num_outputs, num_inputs // blocks.group), wanted.minimum_type)
         part = blocks.part(name, data)
-        if wanted == _scheme(blocks):
+        if wanted == scheme_of_blocks(blocks):
             return part
         if name != "codes":
             return part.astype(wanted.scale_type if name == "scale" else wanted.minimum_type)
@@ -96,7 +96,7 @@ class Gguf(PackedFormat):
         return given
 
 
-def _scheme(blocks: Blocks) -> Scheme:
+def scheme_of_blocks(blocks: Blocks) -> Scheme:
     return Scheme(
         blocks.number,
         blocks.group,
