@@ -293,6 +293,11 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         self._searches.clear()
         await self._run(lambda: self._deliver(self._processor.abort_all()))
 
+    def end_lease(self, transfer: KVTransfer) -> None:
+        """Free the blocks that a prefill engine keeps for a request that is not sent. Returns at once."""
+        with contextlib.suppress(EngineError):  # the lease ends by itself, later
+            self._send(lambda: self._processor.core.end_lease(transfer))
+
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ConfigError if there is none."""
         return self._processor.get_tokenizer()

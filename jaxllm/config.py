@@ -133,8 +133,8 @@ class CacheOptions:
     ] = None
     kv_offloading_size: Annotated[
         float | None,
-        "GiB of host memory for blocks of the prefix cache that the devices have no room for, from where prompts load them again "
-        "(docs/KV_OFFLOADING.md); default: none, as with 0",
+        "GiB of host memory, of all replicas together, for blocks of the prefix cache that the devices have no room for, from where "
+        "prompts load them again (docs/KV_OFFLOADING.md); default: none, as with 0",
     ] = None
     kv_offloading_disk: Annotated[
         str | None,

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 from jaxllm.cache_events import CacheEvents
 from jaxllm.config import EngineConfig
 from jaxllm.kernel_verdicts import OpReport
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest
 from jaxllm.scheduler_stats import SchedulerStats
@@ -36,6 +37,9 @@ class Core(Protocol):
     def sleep_level(self) -> int: ...
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
+    def end_lease(self, transfer: KVTransfer) -> None:
+        """Blocks that a prefill engine keeps for a request, this one or another, will not be fetched by it: free them. Returns at once."""
+
     def replica_of(self, request_id: str) -> int:
         """The replica that computes an unfinished request."""
 

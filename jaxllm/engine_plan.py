@@ -11,6 +11,7 @@ from jaxllm.encoder_sizes import most_patches
 from jaxllm.engine import prepare
 from jaxllm.engine.features import check_own_store, check_speculative_config
 from jaxllm.errors import JaxLLMError
+from jaxllm.kv_transfer_options import check_policies
 from jaxllm.layers.build import num_parameters, weight_bytes
 from jaxllm.loaders.formats import has_checkpoint
 from jaxllm.loaders.load import check_weights
@@ -127,6 +128,7 @@ def plan_engine(asked: EngineConfig, *, device_bytes: int | None = None) -> Engi
     load_processors(model.logits_processors or ())
     check_speculative_config(asked)
     check_own_store(asked)
+    check_policies(asked.kv_transfer)
     faults: list[JaxLLMError] = []
     if device_bytes is None:
         memory.reserve_device_memory(asked.cache.gpu_memory_utilization, topology)

@@ -11,6 +11,7 @@ from jaxllm.host_tier_options import NO_EFFECT, OWN_STORE, HostTierOptions
 from jaxllm.log import info_once
 
 NAME = "kv_transfer_config"
+SIZE = "kv_offloading_size"
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 DEFAULT_SIMPLE_BYTES = 8 << 30
 """Host memory of vLLM's SimpleCPUOffloadConnector without cpu_bytes_to_use."""
@@ -83,8 +84,9 @@ class KVTransferConfig:
         """Whether blocks are passed between prefill and decode engines."""
         return not self.is_own and CONNECTORS.get(self.kv_connector or "") is _roles
 
-    def options(self) -> dict[str, Any]:
-        """The options of ours that the connector sets. Raises ConfigError for a connector that is refused."""
+    def options(self, num_replicas: int = 1) -> dict[str, Any]:
+        """The options of ours that the connector sets. Its size is that of one engine, kv_offloading_size that of all replicas. Raises
+        ConfigError for a connector that is refused."""
         if self.kv_connector is None or self.is_own:
             return {}
         connector = CONNECTORS.get(self.kv_connector)
@@ -95,7 +97,8 @@ class KVTransferConfig:
             )
         if isinstance(connector, str):
             raise ConfigError(f"{NAME}.kv_connector {self.kv_connector} is refused: {connector}")
-        return connector(self)
+        found = connector(self)
+        return found if (size := found.get(SIZE)) is None else {**found, SIZE: num_replicas * size}
 
     def host_tier(self) -> "HostTierOptions":
         """The options of the host tier in kv_connector_extra_config."""
@@ -124,7 +127,7 @@ def _offloading(config: KVTransferConfig) -> dict[str, Any]:
                 "kv_connector_extra_config.cpu_bytes_to_use is missing; give the bytes of host memory for all devices of an engine"
             )
         size = DEFAULT_SIMPLE_BYTES
-    return {"kv_offloading_size": size / 2**30}
+    return {SIZE: size / 2**30}
 
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
@@ -184,10 +187,22 @@ def with_connector_options(options: Mapping[str, Any]) -> dict[str, Any]:
         return dict(options)
     raw = as_object(options[NAME])
     try:
-        found = KVTransferConfig.of(raw).options() if isinstance(raw, dict) else {}
+        found = KVTransferConfig.of(raw).options(_num_replicas(options)) if isinstance(raw, dict) else {}
     except ConfigError:
         found = {}
     return {**options, NAME: raw, **{name: value for name, value in found.items() if options.get(name) is None}}
+
+
+def without_connector_size(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat options without the size that kv_transfer_config sets, for another number of replicas."""
+    sets_size = config[NAME] is not None and SIZE in KVTransferConfig.of(config[NAME]).options()
+    return {**config, SIZE: None} if sets_size else dict(config)
+
+
+def _num_replicas(options: Mapping[str, Any]) -> int:
+    """Engines that share kv_offloading_size. A wrong number is reported elsewhere."""
+    number = options.get("data_parallel_size")
+    return number if type(number) is int and number > 0 else 1
 
 
 def kv_connector_faults(flat: Mapping[str, Any]) -> list[str]:
@@ -201,7 +216,7 @@ def kv_connector_faults(flat: Mapping[str, Any]) -> list[str]:
         return [str(error)]
     faults = [
         f"{NAME} sets {name} to {_shown(value)}, but {name} is {_shown(flat[name])}; leave one of both out"
-        for name, value in config.options().items()
+        for name, value in config.options(_num_replicas(flat)).items()
         if isinstance(flat[name], int | float | str) and flat[name] != value
     ]
     if config.is_own and not flat["kv_offloading_size"]:

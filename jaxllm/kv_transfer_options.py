@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from jaxllm import env
+from jaxllm.errors import ConfigError
 
 Role = Literal["prefill", "decode", "both"]
 LOOPBACK = "127.0.0.1"
@@ -54,7 +55,9 @@ class KVTransferOptions:
 
 
 _OF_PREFILL = ("kv_host", "kv_port")
-_OF_DECODE = ("kv_peers", "kv_pull_timeout", "kv_load_failure_policy")
+_POLICIES = ("kv_pull_timeout", "kv_load_failure_policy")
+"""Options of decode engines that a server with prefill and decode engines takes too, which gives each engine its role later."""
+_OF_DECODE = ("kv_peers", *_POLICIES)
 
 
 def token() -> bytes:
@@ -66,7 +69,7 @@ def kv_transfer_faults(flat: Mapping[str, Any]) -> list[str]:
     """Describe the options of roles that contradict each other or others."""
     role = flat["kv_role"]
     defaults = {field.name: field.default for field in fields(KVTransferOptions)}
-    idle = {"prefill": _OF_DECODE, "decode": _OF_PREFILL, "both": ()}.get(role, (*_OF_PREFILL, *_OF_DECODE))
+    idle = {"prefill": _OF_DECODE, "decode": _OF_PREFILL, "both": ()}.get(role, (*_OF_PREFILL, "kv_peers"))
     given = "no kv_role is given" if role is None else f"kv_role is {role}"
     faults = [
         f"{name} is {flat[name]!r}, but {given}: it is for {'prefill' if name in _OF_PREFILL else 'decode'} engines; leave it out, or "
@@ -85,6 +88,22 @@ def kv_transfer_faults(flat: Mapping[str, Any]) -> list[str]:
     if isinstance(flat["kv_peers"], list):
         faults += _peers_faults(flat["kv_peers"])
     return faults
+
+
+def check_policies(options: KVTransferOptions) -> None:
+    """Raise ConfigError for options of decode engines that an engine without a role would ignore."""
+    defaults = without_policies()
+    given = [name for name in _POLICIES if getattr(options, name) != defaults[name]]
+    if options.kv_role is None and given:
+        raise ConfigError(
+            f"{given[0]} is {getattr(options, given[0])!r}, but this engine fetches no blocks from others; leave it "
+            "out, or give kv_role decode, or prefill and decode to jaxllm serve"
+        )
+
+
+def without_policies() -> dict[str, Any]:
+    """The defaults of the options that only decode engines take from those of a server with both kinds."""
+    return {field.name: field.default for field in fields(KVTransferOptions) if field.name in _POLICIES}
 
 
 def _host_faults(host: Any) -> list[str]:

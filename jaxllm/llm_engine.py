@@ -16,6 +16,7 @@ from jaxllm.engine_args import FromOptions
 from jaxllm.eplb_options import tell_unused_keys
 from jaxllm.errors import ConfigError, EngineError, JaxLLMError
 from jaxllm.kv_connectors import tell_unused_connector_keys
+from jaxllm.kv_transfer_options import check_policies
 from jaxllm.lora_calls import LoraCalls, loras_in_this_thread, run_now
 from jaxllm.lora_options import without_effect
 from jaxllm.lora_request import LoRARequest
@@ -160,6 +161,7 @@ def check_model(config: EngineConfig) -> None:
     model_config.for_tensor_parallel(Topology.of(config.parallel).tensor)
     check_speculative_config(config)
     check_own_store(config)
+    check_policies(config.kv_transfer)
     check_backend(config, model_config)
 
 

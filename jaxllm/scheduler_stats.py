@@ -9,6 +9,9 @@ PULL_FAILURES = ("not_allowed", "unreachable", "refused", "differs", "lost", "mi
 """Why blocks could not be fetched from a prefill engine: it lies outside of kv_peers, does not answer, refuses, has another model, ended
 meanwhile, has them no more; or they were not what was stored."""
 
+STORE_CALLS = ("find", "read", "write", "discard", "clear")
+"""Methods of a user-defined store whose failures are counted."""
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -138,7 +141,7 @@ class SchedulerStats:
     num_disk_writes: int = 0
     """Blocks that were written to files."""
     num_lost_blocks: int = 0
-    """Blocks that left host memory unwritten, because the disk was full, behind, or failed; 0 where nothing is written."""
+    """Blocks that left host memory unwritten, because what is behind it was full, behind, or failed; 0 where nothing is written."""
     num_bad_files: int = 0
     """Files that were not what was written, or could not be read in time."""
     disk_read_bytes: int = 0
@@ -146,6 +149,14 @@ class SchedulerStats:
     disk_read_seconds: float = 0.0
     """Time of reads, of which several run at once; the next of writes."""
     disk_write_seconds: float = 0.0
+    own_store_read_bytes: int = 0
+    """Bytes of blocks that were read from a user-defined store; the next of those written to it."""
+    own_store_written_bytes: int = 0
+    own_store_read_seconds: float = 0.0
+    """Time of reads, of which several run at once; the next of writes."""
+    own_store_write_seconds: float = 0.0
+    own_store_failures: tuple[int, ...] = ()
+    """Calls that failed, for each of STORE_CALLS; empty without such a store."""
     store_byte_counts: tuple[int, ...] = ()
     """Copies to host memory by their bytes, between the bounds of `observations.COPY_BYTES`."""
     load_byte_counts: tuple[int, ...] = ()

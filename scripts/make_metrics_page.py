@@ -14,7 +14,7 @@ from jaxllm.metrics.collect import PREFIX
 from jaxllm.metrics.engine_metrics import EngineMetrics, cache_labels
 from jaxllm.metrics.metric import Counter, Metric
 from jaxllm.metrics.replica_states import replica_states
-from jaxllm.scheduler_stats import PULL_FAILURES, SchedulerStats
+from jaxllm.scheduler_stats import PULL_FAILURES, STORE_CALLS, SchedulerStats
 from server.http_metrics import HttpMetrics, SleepOperation
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
@@ -102,6 +102,7 @@ def every_metric() -> list[Metric]:
         num_item_pages=1,
         num_host_slots=1,
         disk_bytes=1,
+        own_store_failures=(0,) * len(STORE_CALLS),
         num_leasable_blocks=1,
         pull_failures=(0,) * len(PULL_FAILURES),
         num_kv_event_batches=1,

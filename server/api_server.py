@@ -101,8 +101,9 @@ class ApiServer:
         }
         if (num_prefill := self._options.processes.prefill) is None:
             return Replicas(self._connect, pids, **settings)
-        threshold = self._options.processes.prefill_threshold
-        return PrefillDecode(self._connect, pids, num_prefill=num_prefill, threshold=threshold, **settings)
+        settings["threshold"] = self._options.processes.prefill_threshold
+        settings["load_failure_policy"] = self._start.config.kv_transfer.kv_load_failure_policy
+        return PrefillDecode(self._connect, pids, num_prefill=num_prefill, **settings)
 
     def _connect(self, rank: int, pid: int | None) -> EngineClient:
         directory, _ = self._start.engines[rank]

@@ -20,6 +20,7 @@ from jaxllm.errors import JaxLLMError
 from jaxllm.log import logger
 from jaxllm.vllm_environment import with_variables
 from server.context import ServerContext
+from server.end_leases import EndLeases
 from server.error_shapes import shaped
 from server.errors import ApiError, as_api_error, validation_error
 from server.guard import Guard
@@ -128,6 +129,8 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     def guarded(inner: ASGIApp) -> ASGIApp:
         inner = PlacementHeaders(inner, has_replicas=engine.config.parallel.data_parallel_size > 1)
         inner = LoadHeader(inner, engine)
+        if engine.config.kv_transfer.is_decode:
+            inner = EndLeases(inner, engine)
         guard = Guard(inner, context, public_paths=public_paths, admin_paths=ADMIN_PATHS)
         return HttpMetricsMiddleware(guard if tracer is None else TraceHeaders(guard), context.http_metrics)
 

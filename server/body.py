@@ -4,12 +4,14 @@ import difflib
 import functools
 import math
 import re
+from collections.abc import MutableMapping
 from typing import Any, TypeVar
 
 from pydantic import AliasChoices, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from jaxllm.kv_transfer import PARAM
 from server.errors import ApiError, as_api_error, bad_request, shortened
 from server.ignored import log_once
 from server.openapi import bodies
@@ -42,7 +44,8 @@ async def read_body(request: Request, model: type[Model]) -> Model:
     """Read the body as a model. Raises ApiError."""
     check_content_type(request)
     context = request.app.state.context
-    work = parsing(await _bytes_of(request), model, context.body_limits, context.options.limits.ignore_unknown_fields)
+    ignore_unknown = context.options.limits.ignore_unknown_fields
+    work = parsing(await _bytes_of(request), model, context.body_limits, ignore_unknown, request.scope)
     return await context.work.unless_small(work)
 
 
@@ -62,10 +65,14 @@ def parse_body(raw: bytes, model: type[Model], *, limits: BodyLimits = NO_LIMITS
     return finish(parsing(raw, model, limits, ignore_unknown))
 
 
-def parsing(raw: bytes, model: type[Model], limits: BodyLimits, ignore_unknown: bool) -> Work[Model]:
-    """Parse bytes as a model. Raises ApiError."""
+def parsing(
+    raw: bytes, model: type[Model], limits: BodyLimits, ignore_unknown: bool, scope: MutableMapping[str, Any] | None = None
+) -> Work[Model]:
+    """Parse bytes as a model. Raises ApiError. scope: of the request, which `EndLeases` reads."""
     body = parse_object(raw)
     del raw
+    if scope is not None and PARAM in body:
+        scope[PARAM] = body[PARAM]
     yield None
     model.refuse_unsupported(body)
     if unknown := sorted(body.keys() - _names(model) - model.REFUSED.keys() - model.NO_EFFECT.keys()):

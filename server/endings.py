@@ -37,6 +37,6 @@ def failure(kind: str | None) -> ApiError:
         message = "the model computed NaN or infinity for this request: its weights are damaged, or too large for its dtype"
         return ApiError(500, message, code="not_finite", retry=False)
     if kind == ErrorKind.KV_TRANSFER:
-        message = "the prefill engine did not deliver the blocks of this prompt; send it without kv_transfer_params to have it computed"
+        message = "the prefill engine did not deliver the blocks of this prompt; send it again, without kv_transfer_params if it has them"
         return ApiError(500, message, code="kv_transfer", retry=True)
     return ApiError(500, "the engine failed on this request", code="engine_error", retry=False)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from jaxllm import env
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
+from jaxllm.kv_connectors import without_connector_size
+from jaxllm.kv_transfer_options import without_policies
 from server.options import ProcessOptions
 
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -57,11 +59,16 @@ class Roles(NamedTuple):
             )
         if faults:
             raise ConfigError("; ".join(faults))
-        return config.replace(data_parallel_size=self.num_prefill + self.num_decode)
+        options = {**without_connector_size(flat), "data_parallel_size": self.num_prefill + self.num_decode}
+        return EngineConfig.from_options(**options)
+
+    def decode_engine(self, config: EngineConfig) -> EngineConfig:
+        """The options of a decode engine, for checks before any engine starts. Raises ConfigError as `applied_to`."""
+        return self.applied_to(config).replace(kv_role="decode")
 
     def options_of_each(self) -> dict[int, dict[str, Any]]:
         """The engine options of each rank alone. Prefill engines listen at free ports of loopback, which their answers name."""
-        prefill, decode = {"kv_role": "prefill", "kv_port": 0}, {"kv_role": "decode"}
+        prefill, decode = {"kv_role": "prefill", "kv_port": 0, **without_policies()}, {"kv_role": "decode"}
         return {rank: prefill if rank < self.num_prefill else decode for rank in range(self.num_prefill + self.num_decode)}
 
     def with_secret(self, environments: Sequence[dict[str, str]]) -> list[dict[str, str]]:

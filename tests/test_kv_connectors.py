@@ -39,7 +39,9 @@ def test_offloading_connectors_set_the_size_of_host_memory() -> None:
     assert config_of(json.dumps(offloading())) == config_of(offloading())
     assert config_of(KVTransferConfig(**offloading())).cache.kv_offloading_size == 1
     assert config_of(None) == EngineConfig() and config_of({}).cache.kv_offloading_size is None
-    config = config_of(offloading())
+    for num_replicas in (2, 3):  # it is the memory of one engine
+        assert config_of(offloading(), data_parallel_size=num_replicas).cache.kv_offloading_size == num_replicas
+    config = config_of(offloading(), data_parallel_size=2)
     assert config.replace(max_num_seqs=3).cache == config.cache, "an option that was set by another does not contradict it"
 
 

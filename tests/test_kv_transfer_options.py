@@ -7,7 +7,7 @@ import pytest
 from jaxllm import env
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kv_transfer_options import network
+from jaxllm.kv_transfer_options import check_policies, network
 
 PREFILL = {"kv_role": "prefill", "kv_offloading_size": 1.0}
 DECODE = {"kv_role": "decode", "kv_offloading_size": 1.0}
@@ -44,6 +44,14 @@ def test_options_that_contradict(options: dict[str, Any], text: str, monkeypatch
     monkeypatch.delenv(env.KV_TOKEN, raising=False)
     with pytest.raises(ConfigError, match=text):
         EngineConfig.from_options(**options)
+
+
+def test_an_engine_without_a_role_takes_no_policies_of_decode_engines() -> None:
+    for options in ({"kv_pull_timeout": 3.0}, {"kv_load_failure_policy": "fail"}):
+        config = EngineConfig.from_options(**options, kv_offloading_size=1.0)  # a server may give it a role
+        with pytest.raises(ConfigError, match=f"{next(iter(options))} is .*, but this engine fetches no blocks from others"):
+            check_policies(config.kv_transfer)
+        check_policies(config.replace(kv_role="decode").kv_transfer)
 
 
 def test_roles(monkeypatch: pytest.MonkeyPatch) -> None:

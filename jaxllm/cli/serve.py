@@ -8,6 +8,7 @@ from jaxllm.cli.flags import engine_flags, server_flags
 from jaxllm.cli.parser import Parser
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
+from server.roles import Roles
 from server.served_config import served_config
 
 ABOUT = (
@@ -35,8 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
     level = "debug" if arguments.verbose else "error" if arguments.quiet else None
     if server_options.logging.log_format == "json":
         log.set_up(level, format="json")
+    roles = Roles.of(server_options.processes)
     if arguments.dry_run:
-        return running.dry_run(engine_options)
+        return running.dry_run(engine_options if roles is None else roles.decode_engine(config).flat())
     from jaxllm.llm_engine import check_model
     from server.middleware import load_middleware
     from server.serve import follow_host_0, serve
@@ -44,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = served_config(config, server_options)
     load_middleware(server_options.network.middleware or ())  # report its errors and the model's before any process starts
-    check_model(config)
+    check_model(config if roles is None else roles.decode_engine(config))
     if config.parallel.node_rank:
         return follow_host_0(config, server_options, log_level=level)
     if server_options.processes.headless:

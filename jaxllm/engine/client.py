@@ -25,6 +25,7 @@ from jaxllm.engine.messages import (
     Dead,
     Drain,
     Draining,
+    EndLease,
     EngineMessage,
     Failed,
     Hello,
@@ -41,6 +42,7 @@ from jaxllm.engine.messages import (
 )
 from jaxllm.engine.sockets import ENGINE_SOCKET, FROZEN_SECONDS, MAX_QUEUED_MESSAGES, socket_address
 from jaxllm.errors import EngineDeadError, EngineError
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.log import logger
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest, PromptItem
@@ -196,6 +198,10 @@ class EngineClient:
 
     def abort(self, request_ids: list[str]) -> None:
         self._send(Abort(self.name, request_ids))
+
+    def end_lease(self, transfer: KVTransfer) -> None:
+        """See Core. Raises EngineDeadError or EngineError."""
+        self._send(EndLease(self.name, transfer))
 
     def drain(self) -> None:
         """Have the engine process end once all its clients have let it go."""

@@ -17,7 +17,7 @@ from jaxllm.engine import fault_points
 from jaxllm.engine.background_programs import BackgroundPrograms
 from jaxllm.engine.executor import Executor
 from jaxllm.engine.failures import FailurePolicy
-from jaxllm.engine.features import AdapterManager, check_request, open_kv_events
+from jaxllm.engine.features import AdapterManager, check_address, check_request, open_kv_events
 from jaxllm.engine.grammars import Grammars
 from jaxllm.engine.loop import StepLoop
 from jaxllm.engine.needed_programs import NeededPrograms
@@ -39,6 +39,7 @@ from jaxllm.errors import (
     OverloadedError,
 )
 from jaxllm.kernel_policy import KernelPolicy
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import Progress
@@ -89,6 +90,7 @@ class EngineCore:
         self._processors = loaded
         self.processor_arguments: Mapping[str, int] = check_processors(loaded)
         began = time.perf_counter()
+        check_address(config)
         self._kv_events = open_kv_events(config, replica)  # first, because its ports may be taken
         try:
             started = Started.of(config, loaded, progress, self.start_times, kernel_policy)
@@ -123,7 +125,7 @@ class EngineCore:
         self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
         self.needed_programs = NeededPrograms(self.executor)
         self._items = tuple(features.items.values())
-        kv_tiers = features.kv_tiers
+        self._kv_tiers = kv_tiers = features.kv_tiers
         try:
             self._tiers = () if kv_tiers is None else kv_tiers.new_tiers(self.executor, plan.num_blocks, self.model_dir)
         except BaseException:  # e.g. its port is taken
@@ -172,6 +174,13 @@ class EngineCore:
         Raises InvalidRequestError if it can never run, OverloadedError if the queue is full, EngineSleepingError during sleep.
         """
         self._check_alive()
+        try:
+            self._admit(request)
+        except JaxLLMError:
+            self._end_lease_of(request)
+            raise
+
+    def _admit(self, request: EngineCoreRequest) -> None:
         if self._sleep.level:
             raise EngineSleepingError("the engine sleeps and takes no requests; wake it up first")
         if request.sampling_params.extra_args:
@@ -216,10 +225,21 @@ class EngineCore:
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests now; unknown ids are ignored."""
         for request_id in request_ids:
-            self._pause.held.pop(request_id, None)
+            if (held := self._pause.held.pop(request_id, None)) is not None:
+                self._end_lease_of(held)
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         self.loop.note_work()
         self._publish_kv_events()
+
+    def end_lease(self, transfer: KVTransfer) -> None:
+        """See Core."""
+        if self._kv_tiers is not None:
+            self._kv_tiers.end_lease(transfer)
+
+    def _end_lease_of(self, request: EngineCoreRequest) -> None:
+        """A request ends that was not queued."""
+        if request.options.kv_transfer is not None:
+            self.end_lease(request.options.kv_transfer)
 
     def hold_requests(self, request_ids: list[str]) -> None:
         """See PauseCalls, as for the next one."""
@@ -294,7 +314,9 @@ class EngineCore:
                 f"{num_unfinished} requests are not finished; wait for them or abort them before the engine sleeps"
             )
         self._outputs += self.scheduler.abort_requests(unfinished)
-        self._outputs += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in self._pause.held]
+        for held in self._pause.held.values():
+            self._end_lease_of(held)
+            self._outputs.append(EngineCoreOutput(held.request_id, [], FinishReason.ABORT))
         self._pause.held.clear()
         self.loop.forget()
         if self._expert_load is not None and not self._sleep.level:
@@ -343,6 +365,7 @@ class EngineCore:
             try:
                 self._queue(request)
             except JaxLLMError as error:
+                self._end_lease_of(request)
                 kinds = {OverloadedError: ErrorKind.QUEUE_TIMEOUT, AdapterNotFoundError: ErrorKind.ADAPTER}
                 kind = kinds.get(type(error), ErrorKind.INTERNAL)
                 self._outputs.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, str(error), error_kind=kind))

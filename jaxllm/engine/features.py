@@ -14,6 +14,7 @@ from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_events_options import KVEventsConfig
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
@@ -144,6 +145,9 @@ class KVTiers(Protocol):
     def preparations(self) -> Sequence[Preparation]:
         """Preparations that requests may wait for before their blocks are loaded, once there are tiers."""
 
+    def end_lease(self, transfer: KVTransfer) -> None:
+        """Blocks that a prefill engine, this one or another, keeps for a request will not be fetched."""
+
     def new_tiers(self, executor: "Executor", num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks. model_dir: where the weights are. Raises ConfigError."""
 
@@ -209,6 +213,13 @@ def open_hosts(config: EngineConfig, model_dir: Path) -> Hosts | None:
         return None
     module, name = _maker(HOSTS, "nnodes or distributed_executor_backend is set, but this build has one host; leave it out")
     return getattr(module, name)(config, model_dir)  # type: ignore[no-any-return]
+
+
+def check_address(config: EngineConfig) -> None:
+    """Raise ConfigError if a prefill engine cannot listen at its address, which it does once its weights are loaded."""
+    if config.kv_transfer.is_prefill:
+        module, _ = _maker(KV_TIERS, _NO_TIERS)
+        module.check_address(config.kv_transfer)
 
 
 def open_kv_events(config: EngineConfig, replica: int) -> KVEvents | None:

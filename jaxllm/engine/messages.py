@@ -1,6 +1,6 @@
 """Messages between API servers and the engine process: typed msgpack, never pickles. Fields are positional: only append.
 
-An API server sends `Hello`, `Add`, `Abort`, `Call`, `NoMore` and `Bye`; the engine process sends `Status`, `Ready`, `Outputs`,
+An API server sends `Hello`, `Add`, `Abort`, `EndLease`, `Call`, `NoMore` and `Bye`; the engine process sends `Status`, `Ready`, `Outputs`,
 `Refused`, `Failed`, `Reply`, `WantMetrics`, `Update`, `Draining` and `Dead`. The process that started it may send `Drain`. Anything
 that cannot be decoded raises MessageError.
 """
@@ -27,6 +27,7 @@ from jaxllm.errors import (
     OverloadedError,
 )
 from jaxllm.kernel_verdicts import OpReport
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest
@@ -110,6 +111,13 @@ class Abort(_Message, tag="abort"):
 
     client: str
     request_ids: list[str]
+
+
+class EndLease(_Message, tag="end_lease"):
+    """Blocks that a prefill engine keeps for a request will not be fetched."""
+
+    client: str
+    transfer: KVTransfer
 
 
 class Drain(_Message, tag="drain"):
@@ -268,7 +276,7 @@ class Dead(_Message, tag="dead"):
     message: str
 
 
-ClientMessage = Hello | Add | Abort | Call | Bye | Drain | NoMore
+ClientMessage = Hello | Add | Abort | EndLease | Call | Bye | Drain | NoMore
 EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | Update | Draining | Dead
 
 

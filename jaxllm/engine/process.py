@@ -27,6 +27,7 @@ from jaxllm.engine.messages import (
     Dead,
     Drain,
     Draining,
+    EndLease,
     EngineStart,
     Failed,
     Hello,
@@ -169,6 +170,8 @@ class EngineLoop:
             self._add(command)
         elif isinstance(command, Abort):
             self._end([id for id in command.request_ids if self._requests.get(id) == command.client])
+        elif isinstance(command, EndLease):
+            self._core.end_lease(command.transfer)
         elif isinstance(command, Call):
             self._call(command)
         elif isinstance(command, Hello):

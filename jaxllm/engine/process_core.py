@@ -12,6 +12,7 @@ from jaxllm.engine.async_core import CoreListener, ReplicaInfo, ReplicaState, ch
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Ready, Status
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, put_all
 from jaxllm.metrics.metric import Metric
@@ -56,6 +57,9 @@ class RemoteCore:
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self._client.abort(request_ids)
+
+    def end_lease(self, transfer: KVTransfer) -> None:
+        self._client.end_lease(transfer)
 
     def shutdown(self) -> None:
         self._client.close()

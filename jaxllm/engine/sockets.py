@@ -31,6 +31,7 @@ from jaxllm.engine.messages import (
     Call,
     Dead,
     Drain,
+    EndLease,
     Fault,
     Hello,
     Load,
@@ -75,7 +76,7 @@ class Stop:
     """A command to end the engine process."""
 
 
-Command = Hello | Add | Abort | Call | Drain | NoMore | Gone | Stop | Callable[[], object]
+Command = Hello | Add | Abort | EndLease | Call | Drain | NoMore | Gone | Stop | Callable[[], object]
 
 
 @dataclass

@@ -190,7 +190,7 @@ def _host_memory(now: Scrape, grown: Callable[[str], float], seconds: float) -> 
         "store_bytes_per_second": grown("kv_offload_store_bytes") / seconds,
         "load_bytes_per_second": grown("kv_offload_load_bytes") / seconds,
         "hit_rate": grown("external_prefix_cache_hits") / queries if queries else None,
-        "lost_blocks": grown("kv_offload_stores_skipped"),
+        "skipped_stores": grown("kv_offload_stores_skipped"),
     }
 
 

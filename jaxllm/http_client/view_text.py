@@ -65,7 +65,7 @@ def _host_memory(report: Mapping[str, float | None] | None) -> str:
     rates = [f"{name}s {(report[f'{name}_bytes_per_second'] or 0) / 1e9:.1f} GB/s" for name in ("store", "load")]
     parts = [f"{report['usage']:.1%}", *rates, f"{report['num_requests_loading']:.0f} requests loading"]
     parts += [] if report["hit_rate"] is None else [f"hits {report['hit_rate']:.1%}"]
-    parts += [f"{report['lost_blocks']:.0f} blocks lost"] if report["lost_blocks"] else []
+    parts += [f"{report['skipped_stores']:.0f} blocks not copied"] if report["skipped_stores"] else []
     return ", ".join(parts)
 
 

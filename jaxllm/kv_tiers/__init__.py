@@ -15,10 +15,13 @@ from jaxllm.kv_tiers.contents import PROTECTED_SHARES
 from jaxllm.kv_tiers.host_tier import STEPS_AHEAD, HostTier
 from jaxllm.kv_tiers.rates import Rates
 from jaxllm.kv_tiers.slot_store import SlotStore
+from jaxllm.kv_transfer import KVTransfer
+from jaxllm.kv_transfer_options import KVTransferOptions
 from jaxllm.log import logger
 
 if TYPE_CHECKING:
     from jaxllm.kv_tiers.peers.remote_prefills import RemotePrefills
+    from jaxllm.kv_tiers.peers.role import Role
     from jaxllm.scheduler.cache_tier import CacheTier
 
 MIN_LOAD_TOKENS = 64
@@ -32,6 +35,13 @@ def check_own_store(transfer: KVTransferConfig) -> None:
     load_class(transfer)
 
 
+def check_address(options: KVTransferOptions) -> None:
+    """Raise ConfigError if a prefill engine cannot listen at its address."""
+    from jaxllm.kv_tiers.peers.server import listener_at
+
+    listener_at(options.kv_host, options.kv_port).close()
+
+
 class KVTiers:
     """The tiers that an engine's options ask for."""
 
@@ -41,11 +51,17 @@ class KVTiers:
         self._transfer = KVTransferConfig.of(config.cache.kv_transfer_config)
         self.preparations: Sequence[RemotePrefills] = ()
         """Preparations that requests may wait for before their blocks are loaded, once there are tiers."""
+        self._role: Role | None = None
         self._disk_root: Path | None = None
         if config.cache.kv_offloading_disk is not None:
             from jaxllm.kv_tiers.disk import open_root
 
             self._disk_root = open_root(Path(config.cache.kv_offloading_disk))
+
+    def end_lease(self, transfer: KVTransfer) -> None:
+        """See `jaxllm.engine.features.KVTiers`."""
+        if self._role is not None:
+            self._role.end_lease(transfer)
 
     def new_tiers(self, executor: Any, num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`. model_dir: where the weights are. Raises
@@ -62,7 +78,7 @@ class KVTiers:
         if self._config.kv_transfer.kv_role is not None:
             from jaxllm.kv_tiers.peers.role import Role
 
-            role = Role(self._config, copies, describe)
+            self._role = role = Role(self._config, copies, describe)
             new_tier, self.preparations, of_role = role.new_tier, role.preparations, role.stores
         policy = self._transfer.host_tier().eviction_policy
         options = {"num_cold": num_cold, "min_tokens": MIN_LOAD_TOKENS, "protected_share": PROTECTED_SHARES[policy]}

@@ -4,7 +4,7 @@ import time
 
 from jaxllm.metrics.collect import Collected
 from jaxllm.observations import COPY_BLOCKS, COPY_BYTES, COPY_SECONDS, STEP_TOKENS, Observations
-from jaxllm.scheduler_stats import PULL_FAILURES, SchedulerStats
+from jaxllm.scheduler_stats import PULL_FAILURES, STORE_CALLS, SchedulerStats
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By sleep level."""
@@ -51,6 +51,8 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     _add_images(found, load)
     _add_host_memory(found, load)
     _add_disk(found, load)
+    _add_own_store(found, load)
+    _add_lost_blocks(found, load)
     _add_peers(found, load)
     _add_kv_events(found, load)
     num_ready, num_awaited = load.awaited_programs
@@ -171,9 +173,37 @@ def _add_disk(found: Collected, load: SchedulerStats) -> None:
     )
     found.counter("kv_offload_disk_load_bytes", load.disk_read_bytes, "bytes of blocks that were read from files")
     found.counter("kv_offload_disk_load_time", load.disk_read_seconds, "seconds of these reads, of which several run at once")
-    lost = "blocks that left host memory and are in no file, because the disk was full, behind, or had failed"
-    found.counter("kv_offload_lost_blocks", load.num_lost_blocks, lost)
     found.counter("kv_offload_bad_blocks", load.num_bad_files, _DAMAGED, tier="disk")
+
+
+def _add_own_store(found: Collected, load: SchedulerStats) -> None:
+    """Blocks in a user-defined store, where a kv_transfer_config names one."""
+    if not load.own_store_failures:
+        return
+    store = "a user-defined store"
+    found.counter(
+        "kv_offload_external_store_bytes", load.own_store_written_bytes, f"bytes of blocks that were written to {store}"
+    )
+    found.counter(
+        "kv_offload_external_store_time", load.own_store_write_seconds, "seconds of these writes, of which several run at once"
+    )
+    found.counter("kv_offload_external_load_bytes", load.own_store_read_bytes, f"bytes of blocks that were read from {store}")
+    found.counter(
+        "kv_offload_external_load_time", load.own_store_read_seconds, "seconds of these reads, of which several run at once"
+    )
+    for call, count in zip(STORE_CALLS, load.own_store_failures, strict=True):
+        found.counter(
+            "kv_offload_external_failures", count, f"calls of {store} that failed or did not return in time", call=call
+        )
+
+
+def _add_lost_blocks(found: Collected, load: SchedulerStats) -> None:
+    """Blocks that are nowhere, where there is something behind host memory."""
+    if load.disk_bytes or load.own_store_failures:
+        lost = (
+            "blocks that left host memory and are in no file or store behind it, because that was full, behind, or had failed"
+        )
+        found.counter("kv_offload_lost_blocks", load.num_lost_blocks, lost)
 
 
 def _add_peers(found: Collected, load: SchedulerStats) -> None:

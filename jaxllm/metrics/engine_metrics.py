@@ -41,6 +41,8 @@ class EngineMetrics:
         self.prompt_tokens_cached = 0
         self.prompt_tokens_loaded = dict.fromkeys(TIERS, 0)
         """The part of the cached ones that tiers loaded."""
+        self.prompt_tokens_handed_over = 0
+        """Prompt tokens that it computed for decode engines of the same server, for the log: their requests count there."""
         self.generation_tokens = 0
         self._finished = dict.fromkeys(map(str, FinishReason), 0)
         self._first_token_seconds = Observations(buckets.FIRST_TOKEN_SECONDS)
@@ -94,6 +96,10 @@ class EngineMetrics:
             self._queue_seconds.add(queue_seconds)
         if prefill_seconds is not None:
             self._prefill_seconds.add(prefill_seconds)
+
+    def prompt_handed_over(self, num_computed_tokens: int) -> None:
+        """A prompt was computed for a decode engine of the same server, where its request counts."""
+        self.prompt_tokens_handed_over += num_computed_tokens
 
     def tokens_done(self, seconds: float, count: int) -> None:
         """Record a later token of this many sequences, and the time since the one before it."""

@@ -89,7 +89,10 @@ class StatLogger:
 
     def _totals(self) -> _Totals:
         load = self._load()
-        computed = sum(metrics.prompt_tokens - metrics.prompt_tokens_cached for metrics in self._metrics)
+        computed = sum(
+            metrics.prompt_tokens - metrics.prompt_tokens_cached + metrics.prompt_tokens_handed_over
+            for metrics in self._metrics
+        )
         generated = sum(metrics.generation_tokens for metrics in self._metrics)
         if load is None:
             return _Totals(computed, generated)

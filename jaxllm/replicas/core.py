@@ -15,6 +15,7 @@ from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Failed, Load, Outputs, Ready, Refused, Status, Update
 from jaxllm.engine.process_core import MetricsExchange, replica_info
 from jaxllm.errors import AdapterError, EngineDeadError, EngineError, InvalidRequestError, JaxLLMError, ReplicaLostError
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.log import logger
 from jaxllm.mailbox import Letter, put_all
 from jaxllm.metrics.metric import Metric
@@ -218,6 +219,15 @@ class Replicas:
             with contextlib.suppress(EngineError):  # a replica that has just ended holds nothing
                 self.clients[rank].abort(ids)
             self._let_go(rank)
+
+    def end_lease(self, transfer: KVTransfer) -> None:
+        """See Core. Any replica can do it."""
+        if self._serving:
+            self._send_end_of_lease(self._serving[0], transfer)
+
+    def _send_end_of_lease(self, rank: int, transfer: KVTransfer) -> None:
+        with contextlib.suppress(EngineError):  # the lease ends by itself, later
+            self.clients[rank].end_lease(transfer)
 
     # What replicas report
 
@@ -481,6 +491,9 @@ class ReplicatedCore:
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self._replicas.abort(request_ids)
+
+    def end_lease(self, transfer: KVTransfer) -> None:
+        self._replicas.end_lease(transfer)
 
     def shutdown(self) -> None:
         self._replicas.shutdown()

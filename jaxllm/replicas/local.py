@@ -151,6 +151,9 @@ class LocalReplicas(PauseCalls):
         self._unfinished.difference_update(request_ids)
         self._loop.call_soon_threadsafe(self._abort, request_ids)
 
+    def end_lease(self, transfer: KVTransfer) -> None:
+        self._loop.call_soon_threadsafe(self._replicas.end_lease, transfer)
+
     def has_unfinished_requests(self) -> bool:
         return bool(self._unfinished)
 

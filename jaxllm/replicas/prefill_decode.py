@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from jaxllm.engine import messages
 from jaxllm.engine.async_core import ReplicaInfo
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Outputs, Refused
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError
+from jaxllm.kv_transfer import KVTransfer, read_kv_transfer
 from jaxllm.kv_transfer_options import PORT
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
@@ -32,7 +33,7 @@ class _FirstLeg:
 
 class PrefillDecode(Replicas):
     """Replicas of which the first `num_prefill` prefill, and the others decode. Callers see one request: its first leg has an id that no
-    caller knows, and where that leg fails the decode engine computes the prompt itself."""
+    caller knows, and where that leg fails the decode engine computes the prompt itself, unless the request is to fail too."""
 
     def __init__(
         self,
@@ -41,18 +42,22 @@ class PrefillDecode(Replicas):
         *,
         num_prefill: int,
         threshold: int,
+        load_failure_policy: Literal["recompute", "fail"] = "recompute",
         policy: RoutingPolicy = "cache_aware",
         num_api_servers: int = 1,
         retries: bool = False,
     ):
-        """threshold: a prompt with fewer uncached tokens runs on a decode engine alone."""
+        """threshold: a prompt with fewer uncached tokens runs on a decode engine alone. load_failure_policy: the option
+        kv_load_failure_policy; "fail": what ends a first leg with an error ends its request."""
         super().__init__(connect, pids, policy=policy, num_api_servers=num_api_servers, retries=retries)
-        self._num_prefill, self._threshold = num_prefill, threshold
+        self._num_prefill, self._threshold, self._fails = num_prefill, threshold, load_failure_policy == "fail"
         self._legs: dict[str, _FirstLeg] = {}
         """First legs, by their own id."""
         self._leg_of: dict[str, str] = {}
         """The first leg that a request waits for."""
         self._last_leg = ""
+        self._unfetched: dict[str, tuple[int, KVTransfer]] = {}
+        """Where blocks of second legs are that have reported nothing yet, after the rank of that prefill engine, by request."""
 
     async def ready(self) -> "PrefillDecode":
         await super().ready()
@@ -92,6 +97,8 @@ class PrefillDecode(Replicas):
         try:
             self._send_to(rank, first)
         except EngineError:  # it has just ended
+            if self._fails:
+                raise
             self._send_whole(request)
             return
         self._last_prompt, self._last_rank, self._last_leg = request.prompt_token_ids, rank, first.request_id
@@ -104,6 +111,7 @@ class PrefillDecode(Replicas):
         for request_id in request_ids:
             leg_id = self._leg_of.pop(request_id, None)
             if leg_id is None:
+                self._unfetched.pop(request_id, None)  # the decode engine ends the lease
                 ended.append(request_id)
                 continue
             del self._legs[leg_id].waiting[request_id]
@@ -131,6 +139,8 @@ class PrefillDecode(Replicas):
             request_id = next(iter(leg.waiting))
             del self._leg_of[request_id]
             second = decode_leg(leg.waiting.pop(request_id), params)
+            if (transfer := second.options.kv_transfer) is not None:
+                self._unfetched[request_id] = leg.rank, transfer
             try:
                 rank = self.routes.choose_decode(second, rank)
                 self._send_to(rank, second)
@@ -138,28 +148,46 @@ class PrefillDecode(Replicas):
                 self._refuse(request_id, error)
                 continue
             if self._listener is not None:
-                self._listener.take_move(request_id, rank, second.options.kv_transfer)
+                self._listener.take_move(request_id, rank, transfer)
         self._legs.pop(leg_id, None)
 
     def _end_waiting(self, leg_id: str, output: EngineCoreOutput) -> None:
         """A first leg has ended, and with it all that wait for it."""
-        ids = list(self._legs.pop(leg_id).waiting)
-        for request_id in ids:
-            del self._leg_of[request_id]
+        ids = self._drop_leg(leg_id)
         if self._listener is not None:
             end = (output.finish_reason, output.stop_reason)
             self._listener.take_outputs([EngineCoreOutput(each, [], *end, error_kind=output.error_kind) for each in ids])
 
+    def _drop_leg(self, leg_id: str) -> list[str]:
+        """Forget a first leg. Returns the requests that wait for it."""
+        ids = list(self._legs.pop(leg_id).waiting)
+        for request_id in ids:
+            del self._leg_of[request_id]
+        return ids
+
+    def _end_leases(self, request_ids: Collection[str]) -> None:
+        """Second legs have ended, perhaps before they fetched their blocks."""
+        for request_id in request_ids:
+            if (found := self._unfetched.pop(request_id, None)) is not None:
+                self._send_end_of_lease(*found)
+
     # What engines report
 
     def _take_outputs(self, rank: int, message: Outputs) -> None:
+        for output in message.outputs:
+            self._unfetched.pop(output.request_id, None)
+            is_late = output.request_id not in self._legs  # it was aborted meanwhile
+            if is_late and (transfer := read_kv_transfer(output.kv_transfer_params)) is not None:
+                self._send_end_of_lease(rank, transfer)
         ended = [each for each in message.outputs if each.finish_reason is not None and each.request_id in self._legs]
         super()._take_outputs(rank, message)  # listeners have no request with the id of a first leg
         for output in ended:
-            if output.finish_reason is FinishReason.ABORT or output.error_kind in _ENDS_REQUEST:
+            is_error = output.finish_reason is FinishReason.ERROR
+            is_end = output.finish_reason is FinishReason.ABORT or output.error_kind in _ENDS_REQUEST
+            if is_end or (is_error and self._fails):
                 self._end_waiting(output.request_id, output)
                 continue
-            if output.finish_reason is FinishReason.ERROR:
+            if is_error:
                 logger.warning("prefill failed, a decode engine computes the prompt: %s", output.stop_reason)
             self._continue(output.request_id, output.kv_transfer_params)
 
@@ -169,12 +197,26 @@ class PrefillDecode(Replicas):
             return
         self.balancer.ended(message.request_id)
         self._let_go(rank)
-        logger.warning("prefill was refused, a decode engine computes the prompt: %s", messages.error_of(message.fault))
+        error = messages.error_of(message.fault)
+        if self._fails:
+            for request_id in self._drop_leg(message.request_id):
+                self._refuse(request_id, error)
+            return
+        logger.warning("prefill was refused, a decode engine computes the prompt: %s", error)
         self._continue(message.request_id, None)
 
+    def _refuse(self, request_id: str, error: JaxLLMError) -> None:
+        self._end_leases([request_id])
+        super()._refuse(request_id, error)
+
     def _fail(self, error: EngineError, ids: Collection[str]) -> None:
+        self._end_leases(ids)
         legs = [request_id for request_id in ids if request_id in self._legs]
-        super()._fail(error, [request_id for request_id in ids if request_id not in self._legs])
+        ended = [request_id for request_id in ids if request_id not in self._legs]
+        if self._fails:
+            ended += [request_id for leg_id in legs for request_id in self._drop_leg(leg_id)]
+            legs = []
+        super()._fail(error, ended)
         if legs:
             logger.warning("prefill of %d prompts failed, decode engines compute them: %s", len(legs), error)
         for leg_id in legs:

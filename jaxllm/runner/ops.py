@@ -38,7 +38,8 @@ class OpRunner:
         """Make arrays anew that a failed operation took."""
 
     def begin(self) -> None:
-        """Begin in the background what takes long and needs no memory of devices: weights are read meanwhile. Called once."""
+        """Begin in the background what takes long and needs no memory of devices: weights are read meanwhile. Called once. Raises
+        ConfigError for what need not wait."""
 
     def take_over(self, other: Any) -> None:
         """Take over what another runner of the same features has begun, which loses it."""

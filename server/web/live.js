@@ -82,7 +82,7 @@ function draw(now) {
       'Requests loading': short(total('num_requests_loading')),
       'Loads, GB/s': gigabytes('kv_offload_load_bytes_total'),
       'Stores, GB/s': gigabytes('kv_offload_store_bytes_total'),
-      'Lost blocks': short(total('kv_offload_stores_skipped_total')),
+      'Blocks not copied': short(total('kv_offload_stores_skipped_total')),
     });
   }
   chart(now, 'Output tokens/s', output);

@@ -83,7 +83,7 @@ def test_host_memory_is_shown_where_blocks_are_kept_there() -> None:
         return lines.get("host memory", "").strip()
 
     shown = "50.0%, stores {} GB/s, loads {} GB/s, 3 requests loading"
-    assert line(page(1e9, 100, 7), page(7e9, 200, 9)) == shown.format("3.0", "6.0") + ", hits 80.0%, 2 blocks lost"
+    assert line(page(1e9, 100, 7), page(7e9, 200, 9)) == shown.format("3.0", "6.0") + ", hits 80.0%, 2 blocks not copied"
     assert line(page(1e9, 100, 7), page(1e9, 100, 7)) == shown.format("0.0", "0.0")
     assert line(PAGE, PAGE) == ""
 

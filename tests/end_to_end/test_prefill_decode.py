@@ -24,6 +24,8 @@ FLAGS = (
     "32",
     "--kv-offloading-size",
     "0.1",
+    "--kv-pull-timeout",
+    "20",
     "--max-model-len",
     "512",
 )

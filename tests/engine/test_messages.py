@@ -16,7 +16,21 @@ from jaxllm.errors import AdapterNotFoundError
 from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.sampling_params import SamplingParams
 
-TAGS = ["hello", "add", "abort", "call", "status", "ready", "outputs", "refused", "failed", "reply", "dead", "sleep"]
+TAGS = [
+    "hello",
+    "add",
+    "abort",
+    "end_lease",
+    "call",
+    "status",
+    "ready",
+    "outputs",
+    "refused",
+    "failed",
+    "reply",
+    "dead",
+    "sleep",
+]
 ADD = messages.encode(
     messages.Add(
         "a",

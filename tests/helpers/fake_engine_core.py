@@ -13,6 +13,7 @@ from jaxllm.cache_events import CacheEvents
 from jaxllm.config import EngineConfig
 from jaxllm.errors import AdapterNotFoundError, EngineDeadError, EngineSleepingError, InvalidRequestError
 from jaxllm.kernel_verdicts import OpReport
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Attention, Layer, Norm, Rope
 from jaxllm.outputs import EngineCoreOutput
@@ -134,6 +135,7 @@ class FakeEngineCore(FakeAdapters):
         """Every request that was ever added."""
         self.running: dict[str, _Running] = {}
         self.aborted: list[str] = []
+        self.ended_leases: list[KVTransfer] = []
         self.held: set[str] = set()
         self.num_steps = 0
         self.before_step: Callable[[], None] = lambda: None
@@ -161,6 +163,9 @@ class FakeEngineCore(FakeAdapters):
         for request_id in request_ids:
             if self.running.pop(request_id, None) is not None:
                 self.aborted.append(request_id)
+
+    def end_lease(self, transfer: KVTransfer) -> None:
+        self.ended_leases.append(transfer)
 
     def hold_requests(self, request_ids: list[str]) -> None:
         self.held |= self.running.keys() & request_ids

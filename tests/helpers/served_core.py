@@ -11,6 +11,7 @@ from typing import Any
 from jaxllm.config import EngineConfig
 from jaxllm.engine.fault_points import hold_interpreter
 from jaxllm.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest
@@ -98,7 +99,7 @@ def make_when_told(config: EngineConfig, progress: Progress) -> ServedFakeCore:
 class FakeCoreWithRole(ServedFakeCore):
     """Keeps a record of its requests in legs.jsonl of the model's directory. One whose blocks are kept for a decode engine gets parameters
     for that. Where the prompt's first word is "unkept" it gets none, where it is "slow" it never ends, and where it is "lose" its step
-    fails."""
+    fails. A decode engine refuses one that begins with "unwanted"."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
         super().add_request(request)
@@ -106,6 +107,9 @@ class FakeCoreWithRole(ServedFakeCore):
         words = self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True).split()
         if words[0] == "lose" and role == "prefill":
             self._deed = self._fail
+        if words[0] == "unwanted" and role == "decode":
+            del self.running[request.request_id]
+            raise InvalidRequestError("not here", "prompt")
         record = {
             "role": role,
             "id": request.request_id,
@@ -140,6 +144,10 @@ class FakeCoreWithRole(ServedFakeCore):
                 "remote_prefill_cached_tokens": 7,
             }
         return output
+
+    def end_lease(self, transfer: KVTransfer) -> None:
+        with (Path(self.config.model.model) / "legs.jsonl").open("a") as file:
+            file.write(json.dumps({"role": self.config.kv_transfer.kv_role, "ended": transfer.lease_id}) + "\n")
 
     def abort_requests(self, request_ids: list[str]) -> None:
         known = [request_id for request_id in request_ids if request_id in self.running]

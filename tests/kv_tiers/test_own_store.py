@@ -17,6 +17,8 @@ from jaxllm.kv_tiers.kv_store import KVStore, StoreContext
 from jaxllm.kv_tiers.own import load_class, own_store
 from jaxllm.kv_tiers.own.own_store import MAX_FAILURES, OwnStore
 from jaxllm.kv_tiers.slot_store import Transfer
+from jaxllm.scheduler_stats import STORE_CALLS
+from tests.helpers.fake_engine_core import fake_stats
 
 A, B = b"a" * 32, b"b" * 32
 NO_CLASS = "model"
@@ -140,6 +142,25 @@ def test_a_content_comes_back_with_its_checksums_in_another_engine(driven: Drive
     assert other.memory.has(0, 6) and other.memory.has(3, 5) and other.memory.has(1, 0)
     assert all(len(key) <= 128 and key.replace("-", "").isalnum() for key in DictStore.contents)
     other.store.close()
+
+
+def test_contents_times_and_failures_are_counted(driven: Driven) -> None:
+    driven.memory.fill(0, 7)
+    assert driven.write(1, [A, B], [0, 1]) == [True, True]
+    assert driven.read(2, [A, b"c" * 32], [2, 3]) == [True, False]
+    driven.own.fails = OSError("it is lost")
+    assert driven.read(3, [A], [2]) == [False] and driven.write(4, [b"d" * 32], [0]) == [False]
+    stats = fake_stats()
+    driven.store.add_stats(stats)
+    assert (stats.own_store_written_bytes, stats.own_store_read_bytes) == (2 * 24, 24)
+    assert stats.own_store_write_seconds > 0 and stats.own_store_read_seconds > 0
+    assert dict(zip(STORE_CALLS, stats.own_store_failures, strict=True)) == {
+        "find": 0,
+        "read": 1,
+        "write": 1,
+        "discard": 0,
+        "clear": 0,
+    }
 
 
 def test_contents_of_other_models_and_weights_are_not_found(driven: Driven) -> None:

@@ -1,3 +1,5 @@
+from typing import Any
+
 from jaxllm.metrics.collect import Collected
 from jaxllm.metrics.engine_load import add_load
 from jaxllm.metrics.merge import merged
@@ -134,6 +136,20 @@ def test_the_disk_is_described_where_blocks_are_kept_there() -> None:
         ("disk_load_time", None): 0.25,
         ("lost_blocks", None): 5,
         ("bad_blocks", "disk"): 6,
+    }
+
+
+def test_a_store_of_one_s_own_is_described_where_there_is_one() -> None:
+    stats: dict[str, Any] = {"own_store_written_bytes": 3, "own_store_read_bytes": 4, "num_lost_blocks": 5}
+    stats |= {"own_store_write_seconds": 0.5, "own_store_read_seconds": 0.25, "own_store_failures": (0, 1, 2, 3, 4)}
+    found = [metric for metric in collected(**stats) if "_offload_" in metric.name]
+    assert {(metric.name.removeprefix("jaxllm:kv_offload_"), metric.labels.get("call")): metric.value for metric in found} == {
+        ("external_store_bytes", None): 3,
+        ("external_store_time", None): 0.5,
+        ("external_load_bytes", None): 4,
+        ("external_load_time", None): 0.25,
+        **{("external_failures", call): count for count, call in enumerate(("find", "read", "write", "discard", "clear"))},
+        ("lost_blocks", None): 5,
     }
 
 

@@ -119,6 +119,19 @@ def test_the_log_tells_of_host_memory_where_blocks_are_kept_there(caplog: pytest
     assert told[0].endswith(", host memory 50.0%, its hits 40.0%, loading 2") and told[1].endswith(", host memory 50.0%")
 
 
+def test_the_log_tells_of_prompts_that_prefill_engines_of_the_server_computed(caplog: pytest.LogCaptureFixture) -> None:
+    prefill, decode = EngineMetrics("m", 100, engine="0"), EngineMetrics("m", 100, engine="1")
+    now = 0.0
+    log = StatLogger([prefill, decode], interval_seconds=10, clock=lambda: now)
+    prefill.prompt_handed_over(95)
+    decode.prefill_done(100, 96, 0.03, loaded_tokens={"peer": 96})
+    now += 10
+    with caplog.at_level(logging.INFO, "jaxllm"):
+        log.tick()
+    assert caplog.messages[-1].startswith("prompt 9.9 tokens/s, generation 0.0 tokens/s")
+    assert not any("handed" in metric.name for metric in prefill.snapshot())
+
+
 def test_series_that_gateways_add_up_are_always_there() -> None:
     def values(metrics: EngineMetrics) -> dict[tuple[str, str], float]:
         return {

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -43,6 +43,7 @@ class FakeClient:
         self.aborted: list[str] = []
         self.refuses: Exception | None = None
         self.let_gone = 0
+        self.ended_leases: list[KVTransfer] = []
         self._ready = SimpleNamespace(config=config, model_config=None, max_model_len=1000, processor_arguments={}, kernels={})
 
     async def ready(self) -> Any:
@@ -55,6 +56,9 @@ class FakeClient:
 
     def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
+
+    def end_lease(self, transfer: KVTransfer) -> None:
+        self.ended_leases.append(transfer)
 
     def let_go(self) -> None:
         self.let_gone += 1
@@ -290,6 +294,45 @@ def test_where_prefill_fails_the_decode_engine_computes_the_prompt(cause: str) -
     with_fleet(test)
 
 
+@pytest.mark.parametrize("cause", ["error", "refused", "failed step", "dead", "cannot send"])
+def test_with_the_policy_fail_the_error_of_a_first_leg_is_that_of_its_requests(cause: str) -> None:
+    async def test(fleet: Fleet) -> None:
+        client, listener = cast(Any, fleet.clients[0]), fleet.listener
+        if cause == "cannot send":
+            client.refuses = EngineDeadError("it has ended")
+            with pytest.raises(EngineDeadError, match="it has ended"):
+                fleet.core.add(request_of("a"))
+        else:
+            for request_id in ("a", "b"):
+                fleet.core.add(request_of(request_id))
+        if cause == "error":
+            fleet.end(0, "a-prefill", FinishReason.ERROR, stop_reason="NaN", error_kind=ErrorKind.NOT_FINITE)
+            assert [(each.request_id, each.error_kind) for each in listener.outputs] == [
+                ("a", ErrorKind.NOT_FINITE),
+                ("b", ErrorKind.NOT_FINITE),
+            ]
+        elif cause == "refused":
+            client.on_refused(Refused("a-prefill", Fault("overloaded", "the queue is full")))
+            assert [(request_id, str(error)) for request_id, error in listener.refusals] == [
+                ("a", "the queue is full"),
+                ("b", "the queue is full"),
+            ]
+        elif cause == "failed step":
+            client.on_failed(Failed("a step failed"))
+            assert [(str(error), ids) for error, ids in listener.failures] == [("a step failed", ["a", "b"])]
+        elif cause == "dead":
+            client.on_dead(EngineDeadError("killed"))
+            ((error, ids),) = listener.failures
+            assert isinstance(error, ReplicaLostError) and ids == ["a", "b"]
+        assert not any(decode.sent for decode in fleet.clients[2:])
+        assert not fleet.core._legs and not fleet.core._leg_of and not fleet.core.balancer.num_requests(0)
+        client.refuses = None
+        fleet.core.add(request_of("c", LONG[1:]))
+        assert "c-prefill" in fleet.ids(0) + fleet.ids(1)
+
+    with_fleet(test, load_failure_policy="fail")
+
+
 def test_a_refusal_of_one_second_leg_sends_none_of_the_other_answers() -> None:
     async def test(fleet: Fleet) -> None:
         for place in range(3):
@@ -372,6 +415,34 @@ def test_errors_of_the_second_leg_reach_the_caller() -> None:
         with pytest.raises(StopIteration):
             second_leg_of("d")
         assert fleet.listener.refusals[-1][0] == "d"
+
+    with_fleet(test)
+
+
+@pytest.mark.parametrize("cause", ["refused", "cannot send", "dead", "aborted too late", "fetched", "aborted"])
+def test_the_lease_of_a_second_leg_that_does_not_fetch_is_ended(cause: str) -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.core.add(request_of("a"))
+        clients: list[Any] = list(fleet.clients)
+        if cause == "aborted too late":  # the answer is on its way
+            fleet.core.abort(["a"])
+        if cause == "cannot send":
+            clients[2].refuses = clients[3].refuses = EngineDeadError("it has ended")
+        fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)
+        if cause in ("refused", "dead", "fetched", "aborted"):
+            (decode,) = [client for client in clients[2:] if client.sent]
+            assert not clients[0].ended_leases
+        if cause == "refused":
+            decode.on_refused(Refused("a", Fault("invalid", "no")))
+        elif cause == "dead":
+            decode.on_dead(EngineDeadError("killed"))
+        elif cause == "fetched":
+            decode.on_outputs(Outputs([EngineCoreOutput("a", [5])], Load(stats(), received={"client-0-x": 1})))
+            decode.on_dead(EngineDeadError("killed"))
+        elif cause == "aborted":  # the decode engine ends it
+            fleet.core.abort(["a"])
+        assert clients[0].ended_leases == ([] if cause in ("fetched", "aborted") else [PULLED])
+        assert not any(client.ended_leases for client in clients[1:]) and not fleet.core._unfetched
 
     with_fleet(test)
 

@@ -1,6 +1,7 @@
 """Blocks to host memory and back: contents to the bit, by engines whose layers keep different things on one and more devices."""
 
 import ctypes
+import resource
 import threading
 import time
 import weakref
@@ -320,6 +321,42 @@ def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch
         cuda_copies(monkeypatch, 1)
 
 
+@pytest.mark.parametrize(
+    ("limit", "arena_bytes", "expected"),
+    [
+        (5 * 4096 + 7, 10 * 4096, 6),  # a page more than the limit
+        (0, 10 * 4096, 1),
+        (-1, 10 * 4096, 1),  # no limit
+        (10 * 4096, 10 * 4096, 1),
+        (1 << 30, 1 << 40, 1),  # to try so much would take long
+    ],
+)
+def test_a_small_piece_tells_whether_memory_can_be_locked(
+    monkeypatch: pytest.MonkeyPatch, limit: int, arena_bytes: int, expected: int
+) -> None:
+    fake, tried = FakeCuda(), list[int]()
+    monkeypatch.setattr(cuda, "_load", lambda: fake)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    fake.cudaHostUnregister = lambda address: tried.append(fake.locked.pop(address.value or 0)) or 0  # type: ignore[method-assign]
+    cuda.check_locking(arena_bytes, 0)
+    assert tried == [expected * 4096] and not fake.locked
+
+
+def test_memory_that_cannot_be_locked_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, copier = opening(monkeypatch)
+    monkeypatch.setattr(FakeCuda, "cudaHostRegister", lambda self, address, size, flags: 2)
+    with pytest.raises(ConfigError, match="kv_offloading_size is .* CUDA cannot lock so much memory"):
+        copier.begin()
+    assert copier.arena.descriptor is None and not hasattr(copier.arena, "words")
+
+
+def test_memory_that_the_system_has_not_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, copier = opening(monkeypatch)
+    copier.arena.num_slots = 1 << 45  # more than addresses
+    with pytest.raises(ConfigError, match="kv_offloading_size is .* GiB: .*; lower it"):
+        copier.begin()
+
+
 def test_memory_is_unlocked_where_a_stream_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[FakeCuda] = []
     monkeypatch.setattr(FakeCuda, "cudaStreamCreateWithFlags", lambda self, *args: made.append(self) or 2)
@@ -372,6 +409,7 @@ def opening(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeCuda, BlockCopier]:
 def test_memory_is_not_locked_once_the_start_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """To lock pages that were not touched takes longest."""
     fake, copier = opening(monkeypatch)
+    copier.arena.open()
     copier.arena.stop()
     with pytest.raises(EngineDeadError):
         copier._open()

@@ -14,6 +14,7 @@ from server.app import create_app
 from server.usage import Usage
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import fake_core
+from tests.helpers.serve_processes import wait_until
 from tests.server.client import Client, events
 from tests.server.conftest import options
 from tests.test_kv_transfer import PULLED, TO_DECODE, TO_PREFILL, WRONG
@@ -194,6 +195,27 @@ def test_a_server_without_the_role_refuses_its_part_and_says_what_to_do(
         assert f"start it with --kv-role {role} or both" in _refused(client, path, params)
     for harmless in ({}, None, {"do_remote_decode": False, "do_remote_prefill": False}, {"kv_load_tiers": ["x"]}):
         assert roleless.post(path, {**BODIES[path], "kv_transfer_params": harmless}).status_code == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_decode_server_that_refuses_a_request_ends_its_lease(
+    decode: Client, prefill: Client, decode_core: FakeEngineCore, prefill_core: FakeEngineCore, path: str
+) -> None:
+    ended, body = decode_core.ended_leases, {**BODIES[path], "kv_transfer_params": TO_DECODE}
+    ended.clear()
+    of_parameter = {"sampling_params": {"temperature": -1}} if path == "/inference/v1/generate" else {"temperature": -1}
+    too_long = {"token_ids": [5] * 300, "prompt": "hi " * 300, "input": "hi " * 300}
+    too_long["messages"] = [{"role": "user", "content": "hi " * 300}]
+    for wrong in (of_parameter, {name: too_long[name] for name in too_long.keys() & body.keys()}, {"priority": "x"}):
+        num_sent = len(decode_core.requests)
+        reply = decode.post(path, {**body, **wrong})
+        assert reply.status_code == 400 and len(decode_core.requests) == num_sent, reply.text
+        wait_until(lambda: ended == [PULLED], f"the lease of {wrong} is kept")
+        ended.clear()
+    assert decode.post(path, body).status_code == 200
+    assert decode.post(path, {**body, **of_parameter, "kv_transfer_params": {**TO_DECODE, "remote_port": 0}}).status_code == 400
+    assert prefill.post(path, body).status_code == 400
+    assert not ended and not prefill_core.ended_leases
 
 
 def test_what_has_no_single_prompt_is_refused(prefill: Client, roleless: Client) -> None:

@@ -357,7 +357,7 @@ def test_the_live_view_shows_host_memory_where_blocks_are_kept_there(
     browser.click("#tab-live")
     browser.wait(lambda: browser.shows("#host-memory"), "host memory is not shown")
     shown = browser.text("#host-memory")
-    assert "Host memory in use\n50.0 %" in shown and "Host memory hits\n40.0 %" in shown and "Lost blocks\n3" in shown
+    assert "Host memory in use\n50.0 %" in shown and "Host memory hits\n40.0 %" in shown and "Blocks not copied\n3" in shown
 
 
 def test_everything_works_from_the_keyboard(browser: Browser, url: str, model: Model) -> None:

@@ -83,6 +83,23 @@ def test_each_engine_gets_its_role_and_all_one_secret() -> None:
     assert first[1] != second[1]
 
 
+def test_memory_of_a_connector_is_that_of_each_engine() -> None:
+    extra = {"cpu_bytes_to_use": 1 << 30}
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    config = EngineConfig.from_options(kv_transfer_config=transfer)
+    assert Roles(2, 3).applied_to(config).cache.kv_offloading_size == 5.0
+    assert Roles(2, 3).applied_to(config_with()).cache.kv_offloading_size == 1.0
+
+
+def test_decode_engines_alone_get_the_policies_for_blocks_that_do_not_come() -> None:
+    roles, config = Roles(1, 1), config_with(kv_pull_timeout=3.0, kv_load_failure_policy="fail")
+    common = roles.applied_to(config)
+    prefill, decode = [common.replace(**own).kv_transfer for own in roles.options_of_each().values()]
+    assert (prefill.kv_pull_timeout, prefill.kv_load_failure_policy) == (10.0, "recompute")
+    assert (decode.kv_pull_timeout, decode.kv_load_failure_policy) == (3.0, "fail")
+    assert roles.decode_engine(config).kv_transfer == decode
+
+
 def test_too_few_gpus_are_told_by_the_options_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.gpus, "count", lambda: 4)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
@@ -171,6 +188,18 @@ def test_one_url_over_prefill_and_decode_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_with_the_policy_fail_a_failed_first_leg_is_an_error(tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model")
+    legs = Legs(model)
+    with serving(model, tmp_path, **OPTIONS, kv_load_failure_policy="fail") as server, server.wait_ready().client() as client:
+        answer = chat(client, f"lose {LONG}")
+        assert answer.status_code == 500 and answer.json()["error"]["message"] == "the engine failed on this request"
+        assert [leg["role"] for leg in legs.new()] == ["prefill"]
+        assert chat(client, f"unkept {LONG}").status_code == 200, "host memory of the prefill engine is full"
+        assert [leg["role"] for leg in legs.new()] == ["prefill", "decode"]
+
+
+@pytest.mark.slow
 def test_failures_and_cancellations_of_each_leg(tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model")
     legs = Legs(model)
@@ -181,9 +210,14 @@ def test_failures_and_cancellations_of_each_leg(tmp_path: Path) -> None:
             assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"] == "one two three"
             assert [(leg["role"], leg["pulls"]) for leg in legs.new()] == [("prefill", None), ("decode", None)]
 
+        assert chat(client, f"unwanted {LONG}").status_code == 400
+        found: list[dict[str, Any]] = []
+        wait_until(lambda: found.extend(legs.new()) or len(found) > 1, "the prefill engine keeps its blocks")
+        assert [leg["role"] for leg in found] == ["prefill"] * 2 and found[1]["ended"] == f"lease-of-{found[0]['id']}"
+
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json={"prompt": f"slow {LONG}"}, timeout=1.0)
-        found: list[dict[str, Any]] = []
+        found.clear()
         wait_until(lambda: found.extend(legs.new()) or any("aborted" in leg for leg in found), "the first leg goes on")
         assert [leg["role"] for leg in found] == ["prefill"] * 2 and found[1]["aborted"] == found[0]["id"]
 

@@ -316,4 +316,10 @@ def test_a_request_that_moves_is_counted_where_it_goes(tokenizer: Tokenizer) -> 
     assert output.num_cached_tokens == 2
     assert [each.generation_tokens for each in counters] == [0, 1]
     assert counters[1].prompt_tokens_cached == 0, "the counters have what the engine itself found"
+    num_computed = len(request.prompt_token_ids) - 2
+    assert [each.prompt_tokens_handed_over for each in counters] == [num_computed, 0]
+    several = texts.add(n=2)
+    for child in several.children:
+        texts.processor.moved(child.request_id, 1, KVTransfer(num_cached_tokens=2))
+    assert counters[0].prompt_tokens_handed_over == 2 * num_computed, "answers to one prompt share what was computed"
     texts.processor.moved("unknown", 1, None)

@@ -3,7 +3,7 @@
 import hashlib
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
@@ -22,7 +22,7 @@ from jaxllm.kv_tiers.transfers import PendingTransfer, copy
 from jaxllm.kv_tiers.workers import Workers
 from jaxllm.log import logger, warn_once
 from jaxllm.scheduler.cache_observer import TierListener
-from jaxllm.scheduler_stats import SchedulerStats
+from jaxllm.scheduler_stats import STORE_CALLS, SchedulerStats
 
 MAX_FAILURES = 8
 """After so many in a row the store is left alone for a while."""
@@ -75,6 +75,11 @@ class OwnStore:
         self._num_writing = 0
         """Contents of writes that are not over."""
         self._over: deque[Transfer] = deque()
+        self._num_read = self._num_written = 0
+        """Contents that were."""
+        self._read_seconds = self._write_seconds = 0.0
+        self._failures: Counter[str] = Counter()
+        """All failures, by the method."""
         self._num_failed = 0
         """Failures since the last call that did not fail."""
         self._paused_until = 0.0
@@ -147,7 +152,13 @@ class OwnStore:
             self._writers.submit(OtherCall(self, "clear", self._store.clear))
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Add nothing: such a store has no separate statistics."""
+        """See SlotStore."""
+        with self._lock:
+            stats.own_store_read_bytes += self._num_read * self._memory.block_bytes
+            stats.own_store_written_bytes += self._num_written * self._memory.block_bytes
+            stats.own_store_read_seconds += self._read_seconds
+            stats.own_store_write_seconds += self._write_seconds
+            stats.own_store_failures = tuple(self._failures[call] for call in STORE_CALLS)
 
     def close(self) -> None:
         self._is_closed = True
@@ -200,8 +211,13 @@ class OwnStore:
                 self._num_failed = 0
             if isinstance(task, Write):
                 self._num_writing -= 1
-            elif is_right:
-                self._pace.note(seconds / self._readers.num_threads)
+                self._num_written += is_right
+                self._write_seconds += seconds
+            else:
+                self._num_read += is_right
+                self._read_seconds += seconds
+                if is_right:
+                    self._pace.note(seconds / self._readers.num_threads)
             if (over := task.transfer.end(task.index, is_right)) is not None:
                 self._over.append(over)
         if over is not None:
@@ -212,6 +228,7 @@ class OwnStore:
         if self._is_closed or isinstance(error, CancelledError):
             return  # it never began, because others do not return or the engine ends
         with self._lock:
+            self._failures[what] += 1
             is_new, self._told = what not in self._told, self._told | {what}
             self._num_failed += MAX_FAILURES if is_hanging else 1
             begins_pause = self._num_failed >= MAX_FAILURES and not self._is_paused

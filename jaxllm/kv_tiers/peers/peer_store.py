@@ -106,6 +106,17 @@ class PeerStore:
                     lease.users.remove(request_id)
                     self._end_unused(lease)
 
+    def end_lease(self, target: Target, number: str) -> None:
+        """End a lease at a prefill engine, unless requests of this engine use it."""
+        with self._lock:
+            if (target, number) in self._leases:
+                return
+            try:
+                peer = self._peer(target)
+            except (RefusedError, RuntimeError):  # the second if there are too many threads; the lease ends by itself, later
+                return
+        peer.end(number).add_done_callback(_error_of)
+
     def fault_of(self, request_id: str) -> str | None:
         """Why blocks of a request did not come, or will not; None as long as all may."""
         with self._lock:

@@ -52,6 +52,12 @@ class RemotePrefills:
                 PARAM,
             )
 
+    def end_lease(self, transfer: KVTransfer) -> None:
+        """Blocks that a prefill engine keeps for a request will not be fetched by it: have that engine free them, unless other requests
+        of this engine use the lease. Nothing is sent anywhere for parameters that no prefill engine signed."""
+        if transfer.remote_engine_id is not None and is_signed(self._token, transfer):
+            self._store.end_lease(_target(transfer), str(transfer.lease_id))
+
     def admit(self, request: Request) -> None:
         transfer = request.options.kv_transfer
         if transfer is None or transfer.remote_engine_id is None:

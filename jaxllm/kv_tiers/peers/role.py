@@ -15,6 +15,7 @@ from jaxllm.kv_tiers.peers.prefill_tier import PrefillTier, answered
 from jaxllm.kv_tiers.peers.remote_prefills import RemotePrefills
 from jaxllm.kv_tiers.peers.server import Server
 from jaxllm.kv_tiers.slot_store import SlotStore
+from jaxllm.kv_transfer import KVTransfer
 from jaxllm.kv_transfer_options import token
 from jaxllm.log import logger
 
@@ -26,6 +27,7 @@ class Role:
         self._config = config
         self._own = Identity(uuid.uuid4().hex, lambda: facts_of(describe()), copies.arena.block_bytes, token())
         logger.debug("blocks depend on %s", self._own.facts)  # now, as files may be missing
+        self._leases: Leases | None = None
         self.stores: tuple[SlotStore, ...] = ()
         self.preparations: tuple[RemotePrefills, ...] = ()
         options = config.kv_transfer
@@ -33,6 +35,14 @@ class Role:
             store = PeerStore(self._own, copies.arena, copies.wake, options.kv_peers, options.kv_pull_timeout)
             prefills = RemotePrefills(store, self._own.token, options.kv_pull_timeout, options.kv_load_failure_policy)
             self.stores, self.preparations = (store,), (prefills,)
+
+    def end_lease(self, transfer: KVTransfer) -> None:
+        """Blocks that this engine or another keeps for a request will not be fetched."""
+        if self._leases is not None and transfer.remote_engine_id == self._own.engine_id:
+            self._leases.end(str(transfer.lease_id))
+        else:
+            for prefills in self.preparations:
+                prefills.end_lease(transfer)
 
     def new_tier(self, copies: Any, worth: Worth, **options: Any) -> HostTier:
         """See HostTier. A prefill engine listens from now on. Raises ConfigError if it cannot."""
@@ -47,7 +57,7 @@ class Role:
 
     def _serving_tier(self, copies: Any, worth: Worth, **options: Any) -> PrefillTier:
         transfer = self._config.kv_transfer
-        leases = Leases(int(SHARE * copies.num_slots))
+        self._leases = leases = Leases(int(SHARE * copies.num_slots))
         server = Server(self._own, leases, copies.arena)
         server.open(transfer.kv_host, transfer.kv_port)
         size = self._config.parallel.tensor_parallel_size

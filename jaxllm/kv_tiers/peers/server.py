@@ -50,6 +50,19 @@ def socket_name(engine_id: str) -> str:
     return f"\0jaxllm-kv-{engine_id}"
 
 
+def listener_at(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises ConfigError if the address cannot be taken."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except (OSError, UnicodeError) as error:  # the second for a name that cannot be one
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"kv_host is {host} and kv_port {port}, where this engine cannot listen ({reason}); choose an address of "
+            "this host and a free port, or port 0 for any"
+        ) from error
+
+
 class Server:
     """Listens at an address, and where processes of this host look for this engine. A thread serves each connection."""
 
@@ -66,15 +79,7 @@ class Server:
 
     def open(self, host: str, port: int) -> None:
         """Listen. Raises ConfigError if the address cannot be taken."""
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-        except (OSError, UnicodeError) as error:  # the second for a name that cannot be one
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(
-                f"kv_host is {host} and kv_port {port}, where this engine cannot listen ({reason}); choose an address of "
-                "this host and a free port, or port 0 for any"
-            ) from error
+        listener = listener_at(host, port)
         self.port = listener.getsockname()[1]
         self._listen(listener)
         if self._memory.descriptor is not None:

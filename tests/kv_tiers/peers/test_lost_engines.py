@@ -235,8 +235,18 @@ def test_a_waiting_request_renews_its_lease(one: Runner, monkeypatch: pytest.Mon
         assert found["r2"][0] == one.run(prompt)[0] and found["r2"][1].num_cached_tokens == 80
 
 
+def test_a_port_that_is_taken_is_found_before_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm.engine.start.Started.of", lambda *args: pytest.fail("it starts"))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match="kv_host is 127.0.0.1 and kv_port .*, where this engine cannot listen"),
+    ):
+        make(**{**PREFILL, "kv_port": taken.getsockname()[1]})
+
+
 @pytest.mark.slow
-def test_an_engine_that_cannot_listen_leaves_nothing(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_listen_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm.engine.core.check_address", lambda config: None)  # another takes the port meanwhile
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = {"kv_port": taken.getsockname()[1], "kv_offloading_disk": str(tmp_path), "kv_offloading_disk_size": 1.0}
         with pytest.raises(ConfigError, match="cannot listen") as error:

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.fault_points import injected
+from jaxllm.errors import InvalidRequestError
 from jaxllm.kv_tiers.peers import client
 from jaxllm.kv_tiers.peers.prefill_tier import PrefillTier
 from jaxllm.kv_transfer import KVTransfer, read_kv_transfer
@@ -241,6 +243,37 @@ def test_aborted_requests_leave_nothing(engines: Any, when: str) -> None:
     decode.finish()
     wait_for(lambda: have_ended(prefill))
     assert decode.run(prompt)[0] == one.run(prompt)[0]
+    decode.core.check_integrity()
+
+
+def test_requests_that_are_not_queued_end_their_leases(engines: Any, transport: str) -> None:
+    """Those that the engine refuses, those that are aborted while it is paused, and those that its server refuses."""
+    _, prefill, decode = engines
+    answer = read_kv_transfer(prefill.prefill(prompt_of(90, 36)))
+    with pytest.raises(InvalidRequestError):
+        decode.send(prompt_of(90, 36), GREEDY, answer, adapter="unknown")
+    wait_for(lambda: have_ended(prefill))
+
+    answer = read_kv_transfer(prefill.prefill(prompt_of(90, 37)))
+    decode.core.pause("wait")
+    request_id = decode.send(prompt_of(90, 37), GREEDY, answer)
+    assert not have_ended(prefill)
+    decode.core.abort_requests([request_id])
+    wait_for(lambda: have_ended(prefill))
+    decode.core.resume()
+
+    answer = read_kv_transfer(prefill.prefill(prompt_of(90, 38)))
+    assert answer is not None
+    waiting = decode.send(prompt_of(90, 38), GREEDY, answer)
+    decode.core.end_lease(answer)  # another request has it
+    decode.core.abort_requests([waiting])
+    wait_for(lambda: have_ended(prefill))
+    for core in (decode.core, prefill.core):
+        answer = read_kv_transfer(prefill.prefill(prompt_of(90, 39)))
+        assert answer is not None
+        core.end_lease(answer)
+        wait_for(lambda: have_ended(prefill))
+    decode.core.end_lease(msgspec.structs.replace(answer, host="10.0.0.1", remote_engine_id="elsewhere"))  # not among its peers
     decode.core.check_integrity()
 
 

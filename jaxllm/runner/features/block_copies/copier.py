@@ -17,7 +17,7 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.parallel.arrays import delete
 from jaxllm.runner.features.block_copies import programs
 from jaxllm.runner.features.block_copies.arena import Arena
-from jaxllm.runner.features.block_copies.cuda import CudaTransfer
+from jaxllm.runner.features.block_copies.cuda import CudaTransfer, check_locking
 from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.programs import Gather, Scatter, batch_sizes
 from jaxllm.runner.features.block_copies.transfer import PlainTransfer, Transfer
@@ -145,8 +145,16 @@ class BlockCopier(OpRunner):
     # Memory
 
     def begin(self) -> None:
-        """See OpRunner. Takes host memory, for which large sizes need seconds."""
-        self._opening = WorkerThread("kv-memory").submit(self._open)
+        """See OpRunner. Takes host memory, for which large sizes need seconds. Raises ConfigError for what is wrong at first sight."""
+        thread = WorkerThread("kv-memory")
+        self.arena.open()
+        try:
+            if self._is_on_gpus:
+                thread.submit(partial(check_locking, self.arena.num_bytes, self._ordinals[0])).result()
+        except BaseException:
+            self.arena.close()
+            raise
+        self._opening = thread.submit(self._open)
 
     def take_over(self, other: "BlockCopier") -> None:
         """See OpRunner."""
@@ -167,18 +175,26 @@ class BlockCopier(OpRunner):
         self._staging = jax.block_until_ready([zeros() for _ in range(self.num_staging)])
 
     def _open(self) -> Transfer:
-        self.arena.open()
+        """Take the memory of the arena, which is open."""
         try:
-            if jax.default_backend() == "cpu":
+            if not self._is_on_gpus:
                 return PlainTransfer(self.arena, self.format)
             self.arena.touch()
             if self.arena.is_closing:  # to lock what was not touched would take long
                 raise EngineDeadError("the engine ends")
-            local = [device.local_hardware_id for device in self._runner.shapes.mesh.local_devices]
-            return CudaTransfer(self.arena, self.format, local)
+            return CudaTransfer(self.arena, self.format, self._ordinals)
         except BaseException:
             self.arena.close()
             raise
+
+    @property
+    def _is_on_gpus(self) -> bool:
+        return jax.default_backend() != "cpu"
+
+    @property
+    def _ordinals(self) -> list[int]:
+        """The numbers of the devices on this host."""
+        return [device.local_hardware_id for device in self._runner.shapes.mesh.local_devices]
 
     def release(self) -> None:
         """See OpRunner."""

@@ -7,20 +7,25 @@ memory of an existing array, which JAX takes for constant: the caller sees to it
 import contextlib
 import ctypes
 import itertools
+import mmap
+import resource
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.runner.features.block_copies.arena import Arena
+from jaxllm.runner.features.block_copies.arena import PAGE_BYTES, Arena
 from jaxllm.runner.features.block_copies.format import WORD_BYTES, BlockFormat
 from jaxllm.runner.features.block_copies.transfer import by_device
 
 _REGISTERED_BYTES = 64 << 30
 """Most memory that is page-locked by one call. No copy reaches from one such piece into the next: CUDA need not accept that."""
+_MAX_TRIED_BYTES = 1 << 30
+"""A larger limit of locked memory is not tried: that would take long."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: locked for all devices."""
 _NON_BLOCKING = 1
@@ -53,10 +58,7 @@ class CudaTransfer:
                 self._registered.append(self._base + start)
         except CudaError as error:
             self.close()
-            raise ConfigError(
-                f"kv_offloading_size is {arena.num_bytes / 2**30:.3g} GiB, and CUDA cannot lock so much memory ({error}); lower it, or "
-                "allow more (ulimit -l, docker's --ulimit memlock=-1)"
-            ) from error
+            raise _cannot_lock(arena.num_bytes, error) from error
         try:
             for ordinal in ordinals:
                 self._runtime.call("cudaSetDevice", ordinal)
@@ -104,6 +106,28 @@ class CudaTransfer:
                 self._runtime.call("cudaStreamDestroy", stream)
         self._registered.clear()
         self._streams.clear()
+
+
+def check_locking(num_bytes: int, ordinal: int) -> None:
+    """Raise ConfigError if so much memory cannot be locked, as far as a small piece tells. On some systems CUDA keeps to the process's
+    limit of locked memory, on others not, so a page more than that is tried."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    num_pages = 1 + (limit // PAGE_BYTES if 0 <= limit < min(num_bytes, _MAX_TRIED_BYTES) else 0)
+    memory = np.frombuffer(mmap.mmap(-1, num_pages * PAGE_BYTES), np.uint8)
+    runtime, address = _Runtime(), _at(memory.ctypes.data)
+    runtime.call("cudaSetDevice", ordinal)
+    try:
+        runtime.call("cudaHostRegister", address, ctypes.c_size_t(memory.nbytes), _PORTABLE)
+    except CudaError as error:
+        raise _cannot_lock(num_bytes, error) from error
+    runtime.call("cudaHostUnregister", address)
+
+
+def _cannot_lock(num_bytes: int, error: CudaError) -> ConfigError:
+    return ConfigError(
+        f"kv_offloading_size is {num_bytes / 2**30:.3g} GiB, and CUDA cannot lock so much memory ({error}); lower it, or "
+        "allow more (ulimit -l, docker's --ulimit memlock=-1)"
+    )
 
 
 class _Runtime:
