@@ -133,7 +133,7 @@ class WeightFormat:
     """
 
     supported: ClassVar[str]
-    """The part of this format that can be read, for errors."""
+    """The part of this format that can be read, for errors; empty: no config.json of others asks for it."""
     may_widen: ClassVar[bool] = False
     """Whether `--dequantize` decides how it is loaded."""
     unused: ClassVar[str] = r"\b\B"

@@ -89,7 +89,9 @@ Which checkpoints make vectors: [EMBEDDINGS.md](EMBEDDINGS.md#which-models). The
 
 def page() -> str:
     """The whole text."""
-    supported = _filled(f"Checkpoints can hold {', and '.join(kind.supported for kind in kinds())}. Other formats are refused.")
+    supported = _filled(
+        f"Checkpoints can hold {', and '.join(kind.supported for kind in kinds() if kind.supported)}. Other formats are refused."
+    )
     return HEAD + "\n".join(_families()) + "\n" + TESTED + _formats() + FOOT.format(supported=supported)
 
 

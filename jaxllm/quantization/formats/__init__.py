@@ -18,7 +18,7 @@ def kinds() -> tuple[type[WeightFormat], ...]:
 def read_formats(given: Any, options: Options, faults: list[str]) -> tuple[WeightFormat, ...]:
     """The formats of a model, of the quantization_config of its config.json and an engine's options. What is not supported is added
     to `faults`."""
-    supported = f"supported: {', and '.join(kind.supported for kind in kinds())}"
+    supported = f"supported: {', and '.join(kind.supported for kind in kinds() if kind.supported)}"
     if given and not isinstance(given, dict):
         faults.append(f"quantization_config is {given!r}, must be an object")
         given = None

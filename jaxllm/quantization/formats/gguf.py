@@ -28,7 +28,7 @@ class Gguf(PackedFormat):
     types: tuple[tuple[str, str], ...]
     """Modules with the types of their weights, those that are no linear layers included."""
 
-    supported: ClassVar[str] = "weights of GGUF files"
+    supported: ClassVar[str] = ""
 
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:
