@@ -115,14 +115,19 @@ class ModelConfig(ServedModel):
         return next((found for format in self.formats if (found := format.kv_scales) is not None), None)
 
     @property
-    def expert_type(self) -> tuple[str, float | None]:
-        """The type that products of experts are computed from, and bytes of a value; None: those of `dtype`."""
-        return next((found for format in self.formats if (found := format.expert_type) is not None), (self.dtype, None))
+    def expert_type(self) -> str:
+        """The type that a kernel computes products of experts from."""
+        return next((found for format in self.formats if (found := format.expert_type) is not None), self.dtype)
 
     @property
     def has_packed_experts(self) -> bool:
         """Whether products of experts are computed from another type than the model's."""
-        return self.expert_type[0] != self.dtype
+        return self.expert_type != self.dtype
+
+    @property
+    def widens_in_products(self) -> bool:
+        """Whether products may make their whole weight in the model's type first."""
+        return any(format.widens_in_products for format in self.formats)
 
     def layer_name(self, layer: int) -> str:
         """The checkpoint's name of a layer."""

@@ -22,10 +22,21 @@ class Registered:
     """The weights in it that --dequantize widens, for help and errors; empty: it does not change them."""
 
 
+_PACKED = "packed weights in 4 or 8 bits"
+
 FORMATS = (
     Registered(
+        path="jaxllm.quantization.formats.rounded:Rounded",
+        online={
+            "int8": "the weights of the decoder's layers and experts become 8-bit integers while they are loaded, each output channel with "
+            "a scale; activations stay as they are",
+            "int4": "likewise 4-bit integers, in groups of up to 128 inputs with a scale: rounded to the nearest, which costs accuracy; "
+            "checkpoints that were calibrated answer better",
+        },
+    ),
+    Registered(
         path="jaxllm.quantization.formats.compressed_tensors:CompressedTensors",
-        widened="packed weights in 4 or 8 bits",
+        widened=_PACKED,
     ),
     Registered(
         path="jaxllm.quantization.formats.fp8:Fp8",
@@ -42,7 +53,7 @@ FORMATS = (
     Registered(
         path="jaxllm.quantization.formats.mxfp4:Mxfp4",
         stored=("mxfp4", "gpt_oss_mxfp4"),
-        widened="packed weights in 4 or 8 bits",
+        widened=_PACKED,
     ),
 )
 """The first that claims a quantization_config reads it; a weight is in the first that declares it."""

@@ -50,13 +50,13 @@ VALUES: Mapping[str, Mapping[str, VllmValue]] = {
         **dict(_refused("weights of bitsandbytes are not supported; give the checkpoint they were made of", "bitsandbytes")),
     },
     "quantization": {
-        **_renamed(fp8_per_channel="fp8", ptpc_fp8="fp8"),
+        **_renamed(fp8_per_channel="fp8", ptpc_fp8="fp8", int8_per_channel_weight_only="int8"),
         **dict(_taken("fp8", "weights have a scale for each output channel", "fp8_per_tensor")),
         **dict(_refused("fp8 here has a scale for each output channel: take fp8, or a checkpoint with scales by block", "fp8_per_block")),
         **dict(_refused(f"name the format: {', '.join(ONLINE)}", "online")),
         **dict(_refused(f"only {', '.join(ONLINE)} is supported, and checkpoints of {', '.join(STORED)} and gguf (docs/MODELS.md)", """
             awq awq_marlin auto_awq gptq gptq_marlin auto_gptq bitsandbytes modelopt modelopt_fp4 modelopt_mxfp8 modelopt_mixed quark
-            torchao fp_quant fbgemm_fp8 experts_int8 deepspeedfp moe_wna16 int8 int8_per_channel_weight_only mxfp8 nvfp4
+            torchao fp_quant fbgemm_fp8 experts_int8 deepspeedfp moe_wna16 mxfp8 nvfp4
             nvfp4_per_token humming inc deepseek_v4_fp8""", but={*ONLINE, *STORED})),
         **dict(_taken(None, _STORED, f"{' '.join(STORED)} gguf")),
     },

@@ -69,6 +69,8 @@ class Expected(NamedTuple):
     shape: tuple[int, ...]
     dtypes: Collection[str] = ()
     """Names of types; empty: those of weights."""
+    otherwise: str = ""
+    """What to do about a tensor of another type, for errors."""
 
 
 class Entry(Protocol):
@@ -96,6 +98,9 @@ class Files(Protocol):
 
     def tensor(self, name: str) -> np.ndarray:
         """A whole tensor as the file has it."""
+
+    def plain(self, tensor: Tensor, index: Index) -> np.ndarray:
+        """A part of a tensor as plain numbers, whatever its format."""
 
     def beside(self, tensor: Tensor) -> Mapping[str, Expected]:
         """The tensors that a weight is read from as plain numbers, whatever its format; none: it is stored so, under its own name."""
@@ -132,8 +137,8 @@ class WeightFormat:
     Modules of formats do not import JAX: clients read config.json too. Methods that compute import it when they are called.
     """
 
-    supported: ClassVar[str]
-    """The part of this format that can be read, for errors; empty: no config.json of others asks for it."""
+    supported: ClassVar[str] = ""
+    """The checkpoints in this format that can be read, for errors; empty: none."""
     may_widen: ClassVar[bool] = False
     """Whether `--dequantize` decides how it is loaded."""
     unused: ClassVar[str] = r"\b\B"
@@ -172,9 +177,14 @@ class WeightFormat:
         return self
 
     @property
-    def expert_type(self) -> tuple[str, float] | None:
-        """The type that products of experts are computed from, and bytes of a value; None: the model's."""
+    def expert_type(self) -> str | None:
+        """The type that a kernel computes products of experts from; None: the model's."""
         return None
+
+    @property
+    def widens_in_products(self) -> bool:
+        """Whether products may make their whole weight in the model's type first, for which the memory of steps has room."""
+        return False
 
     def told(self, dtype: str) -> str:
         """How the checkpoint's weights are converted in a model of this type, for the log; empty: not at all."""
@@ -221,9 +231,17 @@ class WeightFormat:
         """A part without a checkpoint; weights have this deviation, or about the same."""
         return deviation * draw.normal()
 
-    def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
-        """The quantization_config of a saved model, which was read with this one; None: it needs none for this format."""
+    def saved_config(
+        self, given: Any, config: "ModelConfig", formats: Mapping[str, "WeightFormat"]
+    ) -> Mapping[str, Any] | None:
+        """The quantization_config of a saved model, which was read with this one; None: it needs none for this format.
+
+        formats: that of each module with a weight in this format, as `of` gives it."""
         return None
+
+    def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The tensors of a file, of those that sources of this format's parts wrote, and others, which stay."""
+        return tensors
 
     def unrestorable(self, names: Collection[str]) -> str:
         """Why a converted checkpoint with arrays of these names cannot be restored in this format, and the way out, as the end of a

@@ -1,6 +1,6 @@
 """Convert a Hugging Face safetensors model into an orbax one, which loads faster and straight into sharded arrays.
 
-    python scripts/convert_checkpoint.py MODEL OUTPUT [--dtype bfloat16] [--quantization fp8] [--[no-]dequantize]
+    python scripts/convert_checkpoint.py MODEL OUTPUT [--dtype bfloat16] [--quantization fp8|int8|int4] [--[no-]dequantize]
 
 MODEL is a local directory, a hub id or 'demo'. OUTPUT gets the weights and copies of the config and tokenizer files.
 """
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument(
         "--dequantize",
         action=argparse.BooleanOptionalAction,
-        help="widen experts that the model has in 4 bits, or keep them so (default: what an engine does on a GPU)",
+        help="widen packed weights, or keep them so (default: what an engine does on a GPU)",
     )
     args = parser.parse_args()
     try:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tokenizers import Tokenizer
 
+from jaxllm.quantization_options import ONLINE
 from scripts.demo_data import chat_tokenizer, pirate, python_text, scoring, tasks
 from scripts.demo_data.chat_tokenizer import END_OF_TEXT_ID, STOP_IDS
 from scripts.demo_data.dialogue import Dialogue
@@ -32,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="demo", help="a model directory; default: the model that comes with jaxllm")
     parser.add_argument("--direct", action="store_true", help="without the engine")
-    parser.add_argument("--quantization", choices=("fp8",), help="the engine's option")
+    parser.add_argument("--quantization", choices=tuple(ONLINE), help="the engine's option")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="the engine's option")
     parser.add_argument("--adapter", help="a LoRA adapter in the style of demo_pirate, through the engine")
     parser.add_argument("--questions", type=int, default=500)
@@ -41,15 +42,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minimum", type=float, default=0.0, help="exit with 1 if a smaller share of the answers is right")
     parser.add_argument("--json", type=Path, help="write the scores to this file as well")
     arguments = parser.parse_args()
-    if arguments.direct and (arguments.quantization or arguments.adapter or arguments.kv_cache_dtype != "auto"):
-        parser.error("--direct computes without the engine: leave out --quantization, --adapter and --kv-cache-dtype")
+    if arguments.direct and (arguments.adapter or arguments.kv_cache_dtype != "auto"):
+        parser.error("--direct computes without the engine: leave out --adapter and --kv-cache-dtype")
     return arguments
 
 
 class Direct:
     """Answers from the plain model."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, quantization: str | None):
         import jax
 
         from jaxllm.layers.build import build_model
@@ -59,7 +60,7 @@ class Direct:
         from scripts.demo_data.direct import DirectModel
 
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        config = load_model_config(directory, dtype="float32")
+        config = load_model_config(directory, dtype="float32", quantization=quantization)
         state = load_weights(
             config, build_model(config), directory, load_format="safetensors", mesh=make_mesh(1), seed=0, progress=None
         )
@@ -126,7 +127,7 @@ def main() -> None:
     directory = resolve_model(arguments.model)
     subject: Direct | ThroughEngine
     if arguments.direct:
-        subject = Direct(directory)
+        subject = Direct(directory, arguments.quantization)
     else:
         options = {"quantization": arguments.quantization, "kv_cache_dtype": arguments.kv_cache_dtype}
         subject = ThroughEngine(arguments.model, directory, arguments.adapter, **options)

@@ -147,7 +147,7 @@ def _of_mixtures(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> Candidates:
         grouped_matmul.candidates(
             platform="gpu",
             dtype=model.dtype,
-            weight_dtype=model.expert_type[0],
+            weight_dtype=model.expert_type,
             width=model.hidden_size,
             hidden=part.width // (1 if part.by_expert else tensor_size(mesh)),
             interpret=not on_gpu,

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -54,6 +55,20 @@ def num_parameters(config: ModelConfig) -> int:
 def weight_bytes(config: ModelConfig) -> int:
     """Bytes of all weights as stored, on all devices together: copies of KV heads and padding not counted."""
     return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in _leaves(config.as_stored()))
+
+
+def bytes_per_expert_value(config: ModelConfig) -> float:
+    """Bytes of a value of the weights of experts as stored, scales counted in. The model must have experts."""
+
+    def size(config: ModelConfig, of_item: Callable[[nnx.Variable], int]) -> int:
+        found = ((path, v) for path, v in parameters(build_model(config)) if {"gate_up", "down"} & set(path))
+        return sum(
+            math.prod(v.shape) * of_item(v) for _, v in found if v.get_metadata("axes")[0] in ("experts", "split_experts")
+        )
+
+    stored = config.as_stored()
+    num_values = size(dataclasses.replace(stored, formats=()), lambda v: 1)
+    return size(stored, lambda v: jnp.dtype(v.dtype).itemsize) / num_values
 
 
 def _leaves(config: ModelConfig) -> list[nnx.Variable]:

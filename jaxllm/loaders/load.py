@@ -143,13 +143,15 @@ def _check(
     entries, wanted = files.entries, {name: tensor for tensors in expected for name, tensor in tensors.items()}
     # A tied checkpoint may store the head all the same, and a model that only makes vectors needs none.
     needs_no_head = config.tie_word_embeddings or not config.generates
-    ignored = [name for name in entries if HARMLESS.search(name) or (needs_no_head and name == f"{config.names.head}.weight")]
+    ignored = [
+        name for name in entries if HARMLESS.search(name) or (needs_no_head and name.startswith(f"{config.names.head}."))
+    ]
     ignored += [] if is_part else [name for name in entries if name.startswith(config.names.ignored)]
     spare = tuple(f"{config.layer_name(config.num_layers + i)}." for i in range(config.num_spare_layers))
     ignored += [name for name in entries if name.startswith(spare)]
     ignored += [name for name in entries if any(re.search(format.unused, name) for format in config.formats)]
     unreadable = [
-        f"{name} is {entries[name].dtype}"
+        f"{name} is {entries[name].dtype}{tensor.otherwise and f' ({tensor.otherwise})'}"
         for name, tensor in wanted.items()
         if name in entries and entries[name].dtype not in (tensor.dtypes or DTYPES)
     ]

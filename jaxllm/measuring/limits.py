@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxllm.cache_spec import RowState, cache_specs, row_bytes
-from jaxllm.layers.build import num_parameters
+from jaxllm.layers.build import bytes_per_expert_value, num_parameters
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import GatedDeltaNet, MoE
 
@@ -121,7 +121,7 @@ class ModelCost:
             for a, n in attentions.items():
                 flops += n * a.flops_per_pair * (_pairs(last, a.window) - _pairs(first, a.window))
                 cache += n * cache_bytes[a] * (_pairs(last, a.window) - _pairs(prompt, a.window))
-        unread, value_bytes = 0.0, c.expert_type[1] or jnp.dtype(c.dtype).itemsize
+        unread, value_bytes = 0.0, bytes_per_expert_value(c) if mixtures else 0.0
         for moe in mixtures:
             chance = (1 - moe.routing.top_k / moe.routing.num_experts) ** (num_tokens / max(1, num_steps))
             unread += chance * moe.routing.num_experts * 3.0 * moe.width * c.hidden_size * value_bytes

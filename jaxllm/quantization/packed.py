@@ -4,8 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
+from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.quantization import cpu, numbers
 from jaxllm.quantization.numbers import Scheme
@@ -40,3 +42,23 @@ def _dot(x: Array, weight: Array) -> Array:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     contracted = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
     return lax.dot_general(x, weight, contracted, precision=precision, preferred_element_type=jnp.float32)
+
+
+def rounded_arrays(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
+    """`round_to_nearest` of a weight on the host, computed on a device."""
+    codes, scale = convert(round_to_nearest, None, np.ascontiguousarray(weight), scheme=scheme)
+    return np.asarray(codes), np.asarray(scale)
+
+
+def round_to_nearest(weight: Array, scheme: Scheme) -> tuple[Array, Array]:
+    """(codes [N, K / codes in a byte], scale [N, G]) of a weight [N, K], as compressed-tensors rounds: symmetric, the largest value of
+    a group half a step beyond the largest number."""
+    number = numbers.NUMBERS[scheme.number]
+    values = weight.astype(jnp.float32).reshape(len(weight), -1, scheme.group or weight.shape[1])
+    largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True) / (number.middle - 0.5)
+    scale = jnp.where(largest > 0, largest, 1).astype(scheme.scale_type)
+    rounded = jnp.round(values / scale.astype(jnp.float32)) + number.middle
+    codes = jnp.clip(rounded, 0, 2**number.bits - 1).astype(jnp.uint8).reshape(weight.shape)
+    if number.bits == 4:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    return codes, scale[..., 0]

@@ -24,7 +24,9 @@ class DirectModel:
     """A model with its values, computing in the type that its config names."""
 
     def __init__(self, config: ModelConfig, state: nnx.State):
-        self.state = jax.tree.map(lambda leaf: leaf.astype(config.dtype), state)
+        self.state = jax.tree.map(
+            lambda leaf: leaf.astype(config.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, state
+        )
         graph, _ = nnx.split(build_model(config))
         self._generate = jax.jit(partial(_generate, config, graph), static_argnames="max_new")
         self._log_likelihood = jax.jit(partial(_log_likelihood, graph))

@@ -12,7 +12,8 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxllm.errors import JaxLLMError
-from jaxllm.layers.parameters import parameters, source_of
+from jaxllm.layers.build import build_model
+from jaxllm.layers.parameters import parameters, source_of, weights
 from jaxllm.loaders import orbax
 from jaxllm.model_config import ModelConfig
 from jaxllm.weight_format import PLAIN
@@ -39,6 +40,8 @@ def save_safetensors(
         array = np.asarray(variable[...])
         is_plain = variable.get_metadata("format") == PLAIN
         source_of(variable).write(array.astype(stored_dtype) if is_plain else array, tensors)
+    for format in config.formats:
+        tensors = format.saved(tensors)
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_config_json(config, described, str(stored_dtype)), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -78,7 +81,15 @@ def _config_json(config: ModelConfig, described: Mapping[str, Any], dtype: str) 
 def with_formats(described: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     """A config.json with the quantization_config of weights as this config has them. Raises JaxLLMError if it takes several."""
     key, written = "quantization_config", dict(described)
-    found = [saved for format in config.formats if (saved := format.saved_config(described.get(key), config)) is not None]
+    all_weights = weights(build_model(config.as_stored()))
+    modules = {
+        tensor.name.partition(".weight")[0]: weight.format
+        for weight in all_weights
+        for spec in weight.parts.values()
+        for tensor in spec.source.tensors
+    }
+    saved = (format.saved_config(described.get(key), config, modules) for format in config.formats)
+    found = [each for each in saved if each is not None]
     if len(found) > 1:
         raise JaxLLMError("a config.json describes one kind of quantisation; leave --quantization or --no-dequantize out")
     if found:

@@ -7,7 +7,8 @@ import pytest
 from jaxllm.measuring.limits import Ceilings, ModelCost, Work
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Attention, LatentAttention, Layer, MoE, Norm, Rope, Routing
-from jaxllm.quantization.formats.mxfp4 import Mxfp4
+from jaxllm.quantization.formats.rounded import Rounded
+from jaxllm.weight_format import Options
 
 
 def config(windows=(None, None, None), **changes) -> ModelConfig:
@@ -93,9 +94,11 @@ def test_a_step_reads_the_experts_that_its_tokens_are_expected_to_choose():
     one = cost.work([(1, 2)], num_steps=1, skip_prompts=True)
     unread = 3 * 6 * expert_values * 2
     assert one.bytes == pytest.approx(weight_bytes - unread + 2 * 3 * LAYER_CACHE)
-    packed = ModelCost(dataclasses.replace(sparse, formats=(Mxfp4(computes=True),)), weight_bytes)
+    int4 = Rounded.read({}, Options("int4", None, on_gpu=True, dtype="bfloat16", unquantized=(), stored_dtype="bfloat16"), [])
+    packed = ModelCost(dataclasses.replace(sparse, formats=(int4,)), weight_bytes)
     four_bits = packed.work([(1, 2)], num_steps=1, skip_prompts=True)
-    assert four_bits.bytes == pytest.approx(weight_bytes - unread / 2 * 17 / 32 + 2 * 3 * LAYER_CACHE)
+    scales = (2 * 2 / 8 + 2 / 16) / 3  # of a value of gate and up, which have 8 inputs, and of down, which has 16
+    assert four_bits.bytes == pytest.approx(weight_bytes - unread / 2 * (0.5 + scales) + 2 * 3 * LAYER_CACHE)
     many = cost.work([(1, 2)] * 1000, num_steps=1, skip_prompts=True)
     assert many.bytes == pytest.approx(weight_bytes + 1000 * 2 * 3 * LAYER_CACHE)
     dense = ModelCost(dataclasses.replace(sparse, layers=config().layers), 1).work([(1, 2)], num_steps=1, skip_prompts=True)

@@ -6,11 +6,12 @@ import pytest
 from jaxllm.cache_spec import FullCache, cache_layout, row_bytes
 from jaxllm.config import EngineConfig
 from jaxllm.errors import OutOfMemoryError
+from jaxllm.kernel_policy import GPU
 from jaxllm.model_config import FP8
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner import memory
-from jaxllm.runner.memory import _size, check_pool, countable_blocks, device_limit, memory_plan
+from jaxllm.runner.memory import _size, check_pool, countable_blocks, device_limit, estimate_work_bytes, memory_plan
 from tests.helpers import engines, goldens
 
 
@@ -117,6 +118,15 @@ def test_states_by_row_are_counted_for_each_row_and_leave_less_for_blocks():
             work_bytes=0,
             device_bytes=20 << 20,
         ).check()
+
+
+@pytest.mark.parametrize(("golden", "num_values"), [("llama_gqa", 2 * 3 * 96 * 64), ("qwen3_moe", 3 * 8 * 32 * 64)])
+def test_a_step_has_room_for_the_weights_that_products_widen(golden, num_values):
+    """Of a layer: those of two linear layers, or those of all experts."""
+    config = EngineConfig.from_options(**engines.SMALL)
+    models = [load_model_config(goldens.FOLDER / golden, quantization=name) for name in (None, "int4")]
+    plain, packed = (estimate_work_bytes(config, model, GPU) for model in models)
+    assert packed - plain >= num_values * 4
 
 
 def test_a_gpu_that_the_largest_step_fills_is_told_that_fewer_rows_make_room():

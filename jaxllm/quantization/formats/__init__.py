@@ -15,10 +15,15 @@ def kinds() -> tuple[type[WeightFormat], ...]:
     return tuple(getattr(importlib.import_module(module), name) for module, name in paths)
 
 
+def supported_checkpoints() -> str:
+    """The checkpoints that can be read, for errors and pages."""
+    return ", and ".join(kind.supported for kind in kinds() if kind.supported)
+
+
 def read_formats(given: Any, options: Options, faults: list[str]) -> tuple[WeightFormat, ...]:
     """The formats of a model, of the quantization_config of its config.json and an engine's options. What is not supported is added
     to `faults`."""
-    supported = f"supported: {', and '.join(kind.supported for kind in kinds() if kind.supported)}"
+    supported = f"supported: {supported_checkpoints()}"
     if given and not isinstance(given, dict):
         faults.append(f"quantization_config is {given!r}, must be an object")
         given = None

@@ -3,18 +3,21 @@
 Source: github.com/vllm-project/compressed-tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
-from jaxllm.quantization.formats.packed import PackedFormat, Scheme
+from jaxllm.quantization.formats.packed import PART, PackedFormat
 from jaxllm.quantization.formats.patterns import matches, read_names
-from jaxllm.quantization.numbers import NUMBERS
+from jaxllm.quantization.numbers import NUMBERS, Scheme
 from jaxllm.weight_format import Expected, Files, Options, WeightFormat
+
+if TYPE_CHECKING:
+    from jaxllm.model_config import ModelConfig
 
 PACKED, INTEGERS = "pack-quantized", ("int-quantized", "naive-quantized")
 SCALE_TYPES = {"bfloat16": ("BF16",), "float16": ("F16",), "float32": ("F32", "BF16", "F16")}
@@ -29,6 +32,8 @@ class Group:
     targets: tuple[str, ...]
     """Parts of names of modules, regular expressions that begin with `re:`, and names of classes."""
     scheme: Scheme
+    per_tensor: bool = False
+    """One scale is stored, of all outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +76,16 @@ class CompressedTensors(PackedFormat):
         )
 
     def scheme(self, module: str) -> Scheme | None:
-        if any(matches(pattern, module) or pattern == _class_of(module) for pattern in self.ignored):
+        group = self._group(module)
+        return None if group is None else group.scheme
+
+    def _group(self, module: str) -> Group | None:
+        """The first group with a target that names a module, else the first with its class; None: it is not quantised."""
+        of_class = _class_of(module)
+        if any(matches(pattern, module) or pattern == of_class for pattern in self.ignored):
             return None
-        named = (group.scheme for group in self.groups if any(matches(target, module) for target in group.targets))
-        of_class = (group.scheme for group in self.groups if _class_of(module) in group.targets)
-        return next(named, None) or next(of_class, None)
+        named = (group for group in self.groups if any(matches(target, module) for target in group.targets))
+        return next(named, None) or next((group for group in self.groups if of_class in group.targets), None)
 
     def told(self, dtype: str) -> str:
         kinds = ", ".join(dict.fromkeys(str(group.scheme) for group in self.groups))
@@ -86,10 +96,20 @@ class CompressedTensors(PackedFormat):
         )
         return f"weights as the checkpoint has them ({kinds}){activations}"
 
+    def unrestorable(self, names: Collection[str]) -> str:
+        is_packed = any(name.endswith(".codes") for name in names)
+        if is_packed == self.computes:
+            return ""
+        if is_packed:
+            return "holds packed weights, which are widened only while a checkpoint is read; leave --dequantize out"
+        return "holds an orbax checkpoint without packed weights; convert the original again with scripts/convert_checkpoint.py"
+
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
-        scheme, number = self._of_module(module)
+        group = self._of_module(module)
+        scheme, number = group.scheme, NUMBERS[group.scheme.number]
         num_groups = num_inputs // (scheme.group or num_inputs)
         scales = SCALE_TYPES[scheme.scale_type]
+        other = f'config.json says {scheme.scale_type}: set --dtype, and --hf-overrides \'{{"dtype": "float32"}}\''
         if number.code_type == "int8":
             found = {"weight": Expected((num_outputs, num_inputs), ("I8",))}
         else:
@@ -97,13 +117,15 @@ class CompressedTensors(PackedFormat):
             found = {"weight_packed": Expected((num_outputs, -(-num_inputs // per_word)), ("I32",))}
             if scheme.zeros:
                 found["weight_zero_point"] = Expected((-(-num_outputs // per_word), num_groups), ("I32",))
-        found["weight_scale"] = Expected((num_outputs, num_groups), scales)
+        found["weight_scale"] = Expected((1,) if group.per_tensor else (num_outputs, num_groups), scales, other)
         return {f"{module}.{name}": expected for name, expected in found.items()}
 
     def part(self, name: str, module: str, num_outputs: int, num_inputs: int, files: Files) -> np.ndarray:
-        number = self._of_module(module)[1]
+        group = self._of_module(module)
+        number = NUMBERS[group.scheme.number]
         if name == "scale":
-            return files.tensor(f"{module}.weight_scale")
+            scale = files.tensor(f"{module}.weight_scale")
+            return np.broadcast_to(scale, (num_outputs, 1)) if group.per_tensor else scale
         if name == "zero":
             words = files.tensor(f"{module}.weight_zero_point")
             shifts = np.arange(0, _WORD_BITS, number.bits, dtype=np.int32)[:, None]
@@ -117,10 +139,43 @@ class CompressedTensors(PackedFormat):
         # Codes lie in a word from its lowest bits on, so bytes hold them in order.
         return files.tensor(f"{module}.weight_packed").view(np.uint8)[:, : num_inputs // number.per_value]
 
-    def _of_module(self, module: str) -> tuple[Scheme, Any]:
-        scheme = self.scheme(module)
-        assert scheme is not None
-        return scheme, NUMBERS[scheme.number]
+    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
+        return given if self.computes else None
+
+    def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        parts: dict[str, dict[str, np.ndarray]] = {}
+        written: dict[str, np.ndarray] = {}
+        for name, array in tensors.items():
+            weight, _, part = name.partition(PART)
+            if part:
+                parts.setdefault(weight, {})[part] = array
+            else:
+                written[name] = array
+        for weight, arrays in parts.items():
+            codes, group = arrays["codes"], self._of_module(weight.removesuffix(".weight"))
+            number = NUMBERS[group.scheme.number]
+            written[f"{weight}_scale"] = arrays["scale"][0] if group.per_tensor else arrays["scale"]
+            if number.code_type == "int8":
+                written[weight] = codes
+                continue
+            written[f"{weight}_packed"] = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4))).view(np.int32)
+            written[f"{weight}_shape"] = np.array([len(codes), codes.shape[1] * number.per_value])
+            if "zero" in arrays:
+                written[f"{weight}_zero_point"] = _in_words(arrays["zero"], number.bits)
+        return written
+
+    def _of_module(self, module: str) -> Group:
+        group = self._group(module)
+        assert group is not None
+        return group
+
+
+def _in_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """int32 [N / codes in a word, G] of codes [N, G], the first in the lowest bits."""
+    shifts = np.arange(0, _WORD_BITS, bits, dtype=np.uint32)[:, None]
+    padded = np.pad(codes.astype(np.uint32), ((0, -len(codes) % len(shifts)), (0, 0)))
+    shifted = padded.reshape(-1, len(shifts), codes.shape[1]) << shifts
+    return shifted.sum(axis=1, dtype=np.uint32).view(np.int32)
 
 
 def _class_of(module: str) -> str:
@@ -157,4 +212,4 @@ def _read_group(group: Mapping[str, Any], given: Mapping[str, Any], options: Opt
     number = ("int4" if bits == 4 else "uint8b128") if form == PACKED else "int8"
     scale_type = options.stored_dtype if has_groups else "float32"
     targets = read_names(group.get("targets"), "targets", faults, "re:")
-    return Group(targets, Scheme(number, size if has_groups else None, zeros, scale_type=scale_type))
+    return Group(targets, Scheme(number, size if has_groups else None, zeros, scale_type=scale_type), strategy == "tensor")

@@ -67,7 +67,7 @@ class Fp8(WeightFormat):
             return None
         if fields["kv_cache"] and fields["block_shape"] is not None:
             faults.append(_NO_BLOCKS_WITH_CACHE)
-        return cls(computes or fields["block_shape"] is None, **fields)
+        return cls(computes or (options.quantization is None and fields["block_shape"] is None), **fields)
 
     def covers(self, module: str) -> bool:
         return not any(matches(pattern, module) for pattern in self.ignored)
@@ -176,7 +176,7 @@ class Fp8(WeightFormat):
             draw.full(deviation / _DUMMY_DEVIATION, "float32") if part == "scale" else narrow(_DUMMY_DEVIATION * draw.normal())
         )
 
-    def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
+    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
         """Compressed-tensors with a scale per output channel."""
         if not self.computes:
             return None

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from jaxllm.gguf_files.blocks import BLOCKS, SUFFIX, Blocks
 from jaxllm.layers.source import Tensor
 from jaxllm.quantization.formats.packed import PackedFormat
 from jaxllm.quantization.numbers import NUMBERS, Scheme, plain_codes
-from jaxllm.weight_format import Expected, Files, Options
+from jaxllm.weight_format import Expected, Files, Options, WeightFormat
 
 if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
@@ -27,8 +27,6 @@ class Gguf(PackedFormat):
 
     types: tuple[tuple[str, str], ...]
     """Modules with the types of their weights, those that are no linear layers included."""
-
-    supported: ClassVar[str] = ""
 
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:
@@ -54,7 +52,7 @@ class Gguf(PackedFormat):
     def scheme(self, module: str) -> Scheme | None:
         return None if (blocks := self._blocks(module)) is None else scheme_of_blocks(blocks)
 
-    def scheme_of(self, modules: Sequence[str]) -> Scheme | None:
+    def joint_scheme(self, modules: Sequence[str], num_inputs: int) -> Scheme | None:
         schemes = {self.scheme(module) for module in modules}
         if len(schemes) == 1:
             return schemes.pop()
@@ -92,7 +90,7 @@ class Gguf(PackedFormat):
         """None: the reader of the files widens all that is read as plain numbers."""
         return {}
 
-    def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
+    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
         return given
 
 

@@ -101,8 +101,8 @@ class Mxfp4(WeightFormat):
         return replace(self, computes=False) if self.indivisible(config, size) else self
 
     @property
-    def expert_type(self) -> tuple[str, float] | None:
-        return ("float4_e2m1fn", (BLOCK // 2 + 1) / BLOCK) if self.computes else None
+    def expert_type(self) -> str | None:
+        return "float4_e2m1fn" if self.computes else None
 
     def told(self, dtype: str) -> str:
         return "" if self.computes else f"the checkpoint's 4-bit weights of experts (MXFP4) become {dtype}"
@@ -170,7 +170,7 @@ class Mxfp4(WeightFormat):
             return super().dummy(part, draw, deviation)
         return draw.bits("uint16") if part == "words" else draw.full(_DUMMY_EXPONENT, "uint8")
 
-    def saved_config(self, given: Any, config: "ModelConfig") -> Mapping[str, Any] | None:
+    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
         return given if self.computes else None
 
     def unrestorable(self, names: Collection[str]) -> str:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -13,11 +13,14 @@ from jaxllm.layers.source import AnySource, Index, Source, Stacked, Tensor
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats.patterns import partly_covered
 from jaxllm.quantization.numbers import EXPONENT_BIAS, NUMBERS, Number, Scheme
-from jaxllm.weight_format import WHOLE, Array, Arrays, Draw, Expected, Files, ParamSpec, Reader, WeightFormat, WeightSpec
+from jaxllm.weight_format import Array, Arrays, Draw, Expected, Files, ParamSpec, Reader, WeightFormat, WeightSpec
 
 if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
 
+PART = ":"
+"""Stands before the name of a part, behind that of a tensor."""
+ReadPart = Callable[[str, Tensor], np.ndarray]
 _ROWS = 2048
 """Outputs that are widened at a time on the host."""
 
@@ -38,6 +41,8 @@ class PackedFormat(WeightFormat):
     """Devices that the inputs of some layers are split over."""
     weight_scheme: Scheme | None = None
     """That of the weight that this is the format of (`of`); None: of all."""
+    transposed: bool = False
+    """Of this weight a checkpoint in no format has the inputs first."""
 
     may_widen: ClassVar[bool] = True
 
@@ -46,12 +51,12 @@ class PackedFormat(WeightFormat):
         checkpoint's tensors decide, if it has none of `stored`."""
         raise NotImplementedError
 
-    def scheme_of(self, modules: Sequence[str]) -> Scheme | None:
+    def joint_scheme(self, modules: Sequence[str], num_inputs: int) -> Scheme | None:
         """That of modules that are one weight."""
-        schemes = {self.scheme(module): module for module in modules}
+        schemes = {self.scheme_of(module, num_inputs): module for module in modules}
         if len(schemes) > 1:
             told = ", ".join(f"{module} is {scheme or 'plain'}" for scheme, module in schemes.items())
-            raise ModelLoadError(f"these modules are one weight, so all of them must be quantised alike: {told}")
+            raise ModelLoadError(f"these modules are one weight, so all of them must be quantised in the same way: {told}")
         return next(iter(schemes))
 
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
@@ -61,6 +66,10 @@ class PackedFormat(WeightFormat):
     def part(self, name: str, module: str, num_outputs: int, num_inputs: int, files: Files) -> np.ndarray:
         """A part of a module's weight, [N, ...]: of all stored outputs, in their order. A view of the file where that can be."""
         raise NotImplementedError
+
+    def scheme_of(self, module: str, num_inputs: int) -> Scheme | None:
+        """`scheme`, where it depends on the inputs."""
+        return self.scheme(module)
 
     def covers(self, module: str) -> bool:
         return self.scheme(module) is not None
@@ -72,34 +81,33 @@ class PackedFormat(WeightFormat):
         return replace(self, size=size)
 
     def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
-        plain = weight.plain
+        plain, n = weight.plain, weight.num_contracted
         if not self.computes or not (weight.modules or isinstance(plain.source, Stacked)):
             return None
-        modules = [_module_of(tensor) for tensor in plain.source.tensors]
-        if (scheme := self.scheme_of(modules)) is None:
+        if weight.modules:
+            (shape, axes), inputs, inputs_axis = (plain.shape[n:], plain.axes[n:]), plain.shape[:n], plain.axes[0]
+        else:
+            (shape, axes), inputs, inputs_axis = (plain.shape[:-1], plain.axes[:-1]), plain.shape[-1:], plain.axes[-1]
+        num_inputs, is_split = math.prod(inputs), weight.splits_inputs
+        modules = [module_of(tensor) for tensor in plain.source.tensors]
+        if (scheme := self.joint_scheme(modules, num_inputs)) is None:
             return None
         module = modules[0]
-        n = weight.num_contracted
-        if weight.modules:
-            (shape, axes), inputs, inputs_axes = (plain.shape[n:], plain.axes[n:]), plain.shape[:n], plain.axes[:n]
-        else:
-            (shape, axes), inputs, inputs_axes = (plain.shape[:-1], plain.axes[:-1]), plain.shape[-1:], plain.axes[-1:]
-        num_inputs, is_split = math.prod(inputs), weight.splits_inputs
         number, num_groups = NUMBERS[scheme.number], self._num_groups(scheme, module, num_inputs, is_split)
         num_outputs = len(weight.modules[0].outputs) if weight.modules else 1
 
         def spec(part: str, dtype: str, width: int, axis: str) -> ParamSpec:
-            return ParamSpec((*shape, width), (*axes, axis), dtype, _source(plain.source, num_outputs, width))
+            return ParamSpec((*shape, width), (*axes, axis), dtype, _source(plain.source, part, num_outputs, width))
 
         groups_axis = "split_groups" if is_split and num_groups > 1 else "groups"
-        parts = {"codes": spec("codes", number.code_type, num_inputs // number.per_value, inputs_axes[0])}
+        parts = {"codes": spec("codes", number.code_type, num_inputs // number.per_value, inputs_axis)}
         parts["scale"] = spec("scale", scheme.scale_type, num_groups, groups_axis)
         if scheme.zeros:
             parts["zero"] = spec("zero", "uint8", num_groups, groups_axis)
         if scheme.minimums:
             parts["minimum"] = spec("minimum", scheme.minimum_type, num_groups, groups_axis)
         if scheme.factor:
-            parts["factor"] = ParamSpec(shape, axes, "float32", _source(plain.source, num_outputs, None))
+            parts["factor"] = ParamSpec(shape, axes, "float32", _source(plain.source, "factor", num_outputs, None))
         return parts
 
     def _num_groups(self, scheme: Scheme, module: str, num_inputs: int, is_split: bool) -> int:
@@ -117,7 +125,10 @@ class PackedFormat(WeightFormat):
         return num_inputs // math.gcd(scheme.group, num_inputs // size)
 
     def of(self, weight: WeightSpec) -> Self:
-        return replace(self, weight_scheme=self.scheme_of([_module_of(tensor) for tensor in weight.plain.source.tensors]))
+        num_inputs = math.prod(weight.plain.shape[: weight.num_contracted] if weight.modules else weight.plain.shape[-1:])
+        tensors = weight.plain.source.tensors
+        scheme = self.joint_scheme([module_of(tensor) for tensor in tensors], num_inputs)
+        return replace(self, weight_scheme=scheme, transposed=tensors[0].transposed)
 
     @property
     def _scheme(self) -> Scheme:
@@ -127,6 +138,10 @@ class PackedFormat(WeightFormat):
     @property
     def _number(self) -> Number:
         return NUMBERS[self._scheme.number]
+
+    @property
+    def widens_in_products(self) -> bool:
+        return self.computes
 
     def product(self, arrays: Arrays, x: Array, shards: Any) -> Array:
         from jaxllm.quantization.packed import product
@@ -140,25 +155,21 @@ class PackedFormat(WeightFormat):
         return widen(arrays, self._scheme, "float32")
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
-        if WHOLE in parts:
-            return super().expected(parts, files)
-        num_inputs = self._num_inputs(parts)
         found: dict[str, Expected] = {}
         for tensor in parts["codes"].source.tensors:
-            found |= self.stored(_module_of(tensor), tensor.shape[0], num_inputs)
+            found |= self.stored(module_of(tensor), tensor.shape[0], self._num_inputs(parts))
         return found
 
     def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
-        num_inputs = self._num_inputs(parts)
-        for name, spec in parts.items():
+        read = self.reading(self._num_inputs(parts), reader)
+        for part, spec in parts.items():
+            # Of one tensor, or of those of one product: devices read it one after the other.
+            whole = functools.lru_cache(maxsize=4)(functools.partial(_whole, read, part))
+            yield part, reader.array(spec, lambda tensor, index, whole=whole: tensor.read(whole(tensor), index))  # type: ignore[misc]
 
-            @functools.lru_cache(maxsize=4)  # of one tensor, or of those of one product: devices read it one after the other
-            def whole(tensor: Tensor, name: str = name) -> np.ndarray:
-                array = self.part(name, _module_of(tensor), tensor.shape[0], num_inputs, reader)
-                finer = tensor.shape[1] // array.shape[1] if name not in ("codes", "factor") else 1
-                return np.repeat(array, finer, axis=1) if finer > 1 else array
-
-            yield name, reader.array(spec, lambda tensor, index, whole=whole: tensor.read(whole(tensor), index))  # type: ignore[misc]
+    def reading(self, num_inputs: int, reader: Reader) -> ReadPart:
+        """What reads a part [N, ...] of the module of a tensor of the sources that `declare` gave."""
+        return lambda part, tensor: self.part(part, module_of(tensor), tensor.shape[0], num_inputs, reader)
 
     def _num_inputs(self, parts: Mapping[str, ParamSpec]) -> int:
         return parts["codes"].shape[-1] * self._number.per_value
@@ -166,19 +177,20 @@ class PackedFormat(WeightFormat):
     def beside(self, tensor: Tensor, files: Files) -> dict[str, Expected]:
         if not tensor.name.endswith(".weight") or len(tensor.shape) != 2 or tensor.transposed:
             return {}
-        module = _module_of(tensor)
+        module = module_of(tensor)
         if self.scheme(module) is None:
             return {}
         stored = self.stored(module, *tensor.shape)
-        return stored if module in files.linears or stored.keys() <= files.entries.keys() else {}
+        is_plain = tensor.name in files.entries or module not in files.linears
+        return stored if stored.keys() <= files.entries.keys() or not is_plain else {}
 
     def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
         """Float32."""
-        module, (num_outputs, num_inputs) = _module_of(tensor), tensor.shape
+        module, (num_outputs, num_inputs) = module_of(tensor), tensor.shape
         scheme = self.scheme(module)
         assert scheme is not None
-        names = ["codes", "scale", *("zero",) * scheme.zeros, *("minimum",) * scheme.minimums, *("factor",) * scheme.factor]
-        arrays = {name: self.part(name, module, num_outputs, num_inputs, files) for name in names}
+        has = {"codes": True, "scale": True, "zero": scheme.zeros, "minimum": scheme.minimums, "factor": scheme.factor}
+        arrays = {name: self.part(name, module, num_outputs, num_inputs, files) for name in has if has[name]}
         # The view's last dimensions are the inputs.
         split = next(i for i in range(len(tensor.view)) if math.prod(tensor.view[i:]) == num_inputs)
         # From 1 on: what pads a vocabulary has no row.
@@ -193,8 +205,6 @@ class PackedFormat(WeightFormat):
 
     def dummy(self, part: str, draw: Draw, deviation: Any) -> Array:
         """Codes are random, scales equal."""
-        if part == WHOLE:
-            return super().dummy(part, draw, deviation)
         scheme, scale = self._scheme, deviation / self._number.deviation
         if part == "codes":
             return self._dummy_codes(draw)
@@ -213,17 +223,32 @@ class PackedFormat(WeightFormat):
         return draw.bits("uint8").view(self._number.code_type)
 
 
-def _module_of(tensor: Tensor) -> str:
-    return tensor.name.removesuffix(".weight")
+def _whole(read: ReadPart, part: str, tensor: Tensor) -> np.ndarray:
+    """A part of a module's weight as the tensor is: with a scale for each piece of a group that devices share."""
+    array = read(part, tensor)
+    if part not in ("codes", "factor"):
+        finer = tensor.shape[1] // array.shape[1]
+        return array if finer == 1 else np.repeat(array, finer, axis=1)
+    return array
 
 
-def _source(plain: AnySource, num_outputs: int, width: int | None) -> AnySource:
+def module_of(tensor: Tensor) -> str:
+    """The checkpoint's module of a tensor of weights, or of a part of one."""
+    return tensor.name.partition(PART)[0].removesuffix(".weight")
+
+
+def _source(plain: AnySource, part: str, num_outputs: int, width: int | None) -> AnySource:
     """Of a part that has `width` values for each output, or is one (None): it is as the weight, but for its inputs. num_outputs:
     dimensions of the outputs of a tensor."""
     last = () if width is None else (width,)
 
     def part_of(tensor: Tensor) -> Tensor:
-        return replace(tensor, shape=(tensor.shape[0], *last), view=(*tensor.view[:num_outputs], *last))
+        name, shape, view = (
+            f"{tensor.name}{PART}{part}",
+            (tensor.shape[-1 if tensor.transposed else 0], *last),
+            (*tensor.view[:num_outputs], *last),
+        )
+        return replace(tensor, name=name, shape=shape, view=view, transposed=False)
 
     tensors = tuple(map(part_of, plain.tensors))
     if isinstance(plain, Stacked):

@@ -1,0 +1,117 @@
+"""Plain weights rounded to integers of 4 or 8 bits while they are loaded, in the form of compressed-tensors."""
+
+import functools
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from jaxllm.layers.source import Tensor
+from jaxllm.quantization.formats.compressed_tensors import PACKED, CompressedTensors, Group
+from jaxllm.quantization.formats.packed import ReadPart, module_of
+from jaxllm.quantization.numbers import NUMBERS, Scheme
+from jaxllm.weight_format import Expected, Files, Options, ParamSpec, Reader, WeightFormat
+
+if TYPE_CHECKING:
+    from jaxllm.model_config import ModelConfig
+
+LARGEST_GROUP = 128
+_NUMBERS = {"int8": "uint8b128", "int4": "int4"}
+_TARGET = "Linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounded(CompressedTensors):
+    """Weights of linear layers and experts, symmetric: int8 with a scale per output channel, or int4 with one per group, of 128 inputs
+    or of the largest power of two that divides them."""
+
+    supported: ClassVar[str] = ""
+    may_widen: ClassVar[bool] = False
+
+    @classmethod
+    def claims(cls, given: Mapping[str, Any]) -> bool:
+        return False
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
+        if options.quantization not in _NUMBERS:
+            return None
+        number, has_groups = _NUMBERS[options.quantization], options.quantization == "int4"
+        scale_type = options.stored_dtype if has_groups else "float32"
+        scheme = Scheme(number, LARGEST_GROUP if has_groups else None, scale_type=scale_type)
+        return cls(groups=(Group((_TARGET,), scheme),), ignored=options.unquantized)
+
+    def scheme_of(self, module: str, num_inputs: int) -> Scheme | None:
+        scheme = self.scheme(module)
+        if scheme is None or scheme.group is None:
+            return scheme
+        return replace(scheme, group=math.gcd(scheme.group, num_inputs))
+
+    def told(self, dtype: str) -> str:
+        scheme = self.groups[0].scheme
+        return (
+            ""
+            if scheme.group is None
+            else "weights are rounded to 4 bits, which costs accuracy: a calibrated checkpoint is better"
+        )
+
+    def beside(self, tensor: Tensor, files: Files) -> dict[str, Expected]:
+        return {}
+
+    def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
+        found: dict[str, Expected] = {}
+        for tensor in parts["codes"].source.tensors:
+            plain = self._plain(tensor, self._num_inputs(parts))
+            found |= files.beside(plain) or {plain.name: Expected(plain.shape)}
+        return found
+
+    def reading(self, num_inputs: int, reader: Reader) -> ReadPart:
+        from jaxllm.quantization.packed import rounded_arrays
+
+        @functools.lru_cache(maxsize=4)
+        def rounded(tensor: Tensor) -> dict[str, np.ndarray]:
+            weight = reader.plain(tensor, (slice(None), slice(None)))
+            return dict(zip(("codes", "scale"), rounded_arrays(weight, self._scheme), strict=True))
+
+        return lambda part, tensor: rounded(self._plain(tensor, num_inputs))[part]
+
+    def _plain(self, tensor: Tensor, num_inputs: int) -> Tensor:
+        """All of the plain weight [N, inputs] that a tensor of a part is made of."""
+        shape = (tensor.shape[0], num_inputs)
+        return Tensor(
+            f"{module_of(tensor)}.weight", shape[::-1] if self.transposed else shape, shape, transposed=self.transposed
+        )
+
+    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
+        schemes = {module: format.weight_scheme for module, format in formats.items() if isinstance(format, Rounded)}
+        modules: dict[Scheme, list[str]] = {}
+        for module, scheme in schemes.items():
+            assert scheme is not None
+            modules.setdefault(scheme, []).append(module)
+        commonest = max(modules, key=lambda scheme: len(modules[scheme]))
+        plain = [name for names in config.linears() for name in names if name not in schemes]
+        return {
+            "quant_method": "compressed-tensors",
+            "format": PACKED,
+            "quantization_status": "compressed",
+            "config_groups": {
+                f"group_{i}": _group(scheme, [_TARGET] if scheme == commonest else names)
+                for i, (scheme, names) in enumerate(modules.items())
+            },
+            "ignore": [config.names.head, *plain],
+            "kv_cache_scheme": None,
+        }
+
+    def unrestorable(self, names: Collection[str]) -> str:
+        return (
+            "holds an orbax checkpoint, whose weights stay as they are; leave --quantization out, or convert the original again with "
+            "scripts/convert_checkpoint.py --quantization"
+        )
+
+
+def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    size = {"strategy": "channel"} if scheme.group is None else {"strategy": "group", "group_size": scheme.group}
+    number = {"num_bits": NUMBERS[scheme.number].bits, "type": "int", "symmetric": True, "dynamic": False}
+    return {"targets": targets, "weights": {**number, **size}, "input_activations": None}
