@@ -67,6 +67,10 @@ FORMATS = (
         widened=_PACKED,
     ),
     Registered(
+        path="jaxllm.quantization.formats.gguf:Gguf",
+        widened=_PACKED,
+    ),
+    Registered(
         path="jaxllm.quantization.formats.mxfp4:Mxfp4",
         stored=("mxfp4", "gpt_oss_mxfp4"),
         widened=_PACKED,

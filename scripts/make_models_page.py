@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from jaxllm import model_config
 from jaxllm.files import MAX_JSON_BYTES, MAX_JSON_DEPTH
 from jaxllm.gguf_files import families as gguf_families
+from jaxllm.gguf_files.blocks import BLOCKS
 from jaxllm.gguf_files.reading import MAX_DIMENSIONS, MAX_TENSORS, MAX_TEXT_BYTES, MAX_VALUES
 from jaxllm.gguf_files.splits import CHARACTERS, SPLITS, pre_tokenizer
 from jaxllm.gguf_files.tokenizer import KINDS, MAX_TOKEN_LENGTH
@@ -177,7 +178,11 @@ def _formats() -> str:
     ]
     gguf = ", ".join(f"{name} (`{family.architecture}`)" for name, family in gguf_families.FAMILIES.items())
     gguf_text = (
-        f"**GGUF.** Architectures: {gguf}. Number formats: {', '.join(READABLE)}; all are widened to the model's type while they load. A "
+        f"**GGUF.** Architectures: {gguf}. Number formats: {', '.join(READABLE)}. "
+        f"Matrices of layers in {', '.join(BLOCKS)} stay in 4 bits, "
+        "or in 8 if they have 5 or more, and are widened inside products; scales and minimums of types with K become float32. Query, key "
+        "and value, or gate and up, of different types get 8 bits, or the model's type if one of them has no such type. Everything "
+        "else is widened to the model's type while it loads, with `--dequantize` and `--quantization` all. A "
         f"model in several files is named by its first. Kinds of tokenizers: {', '.join(KINDS)}; a file with another needs `--tokenizer`."
     )
     return "\n".join(

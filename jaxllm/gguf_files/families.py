@@ -174,12 +174,20 @@ def _config_json(file: GgufFile, family: Family) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_scaling": _rope_scaling(file),
+        "quantization_config": _quantization_config(file, family),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _ends(file),
         GGUF_TYPE: _quantization(file),
         NUM_PARAMETERS: sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
         "torch_dtype": _FILE_TYPES.get(file.metadata.get("general.file_type", -1), "bfloat16"),
     }
+
+
+def _quantization_config(file: GgufFile, family: Family) -> dict[str, Any]:
+    """The types of the layers' matrices, by module."""
+    names = {transformers_name(name, family): tensor for name, tensor in file.tensors.items() if name.startswith("blk.")}
+    types = {str(name).removesuffix(".weight"): tensor.type for name, tensor in names.items() if len(tensor.shape) == 2}
+    return {"quant_method": "gguf", "types": types}
 
 
 def _ends(file: GgufFile) -> list[int]:

@@ -114,13 +114,17 @@ class Checkpoint(ABC):
 
     def tensor(self, name: str) -> np.ndarray:
         """A read-only view of the file. Nothing is read until the view is used."""
+        return self.decoded(name, self.bytes_of(name))
+
+    def bytes_of(self, name: str) -> np.ndarray:
+        """The bytes that hold a tensor, as a read-only view of the file."""
         entry = self.entries[name]
         if entry.file not in self._maps:
             self._maps[entry.file] = np.memmap(entry.file, dtype=np.uint8, mode="r")
         data = np.asarray(self._maps[entry.file][entry.start : entry.start + entry.num_bytes])
         if len(data) < entry.num_bytes:
             raise ModelLoadError(f"{entry.file} became shorter while it was read; load it again")
-        return self.decoded(name, data)
+        return data
 
     def decoded(self, name: str, data: np.ndarray) -> np.ndarray:
         """The tensor that these bytes hold, which are all of its entry's."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.errors import ModelLoadError
+from jaxllm.gguf_files.blocks import SUFFIX
 from jaxllm.gguf_files.families import Family, family_of, transformers_name
 from jaxllm.gguf_files.reading import GgufFile
 from jaxllm.loaders import checkpoint
@@ -68,7 +69,11 @@ class Checkpoint(checkpoint.Checkpoint):
         return entries
 
     def tensor(self, name: str) -> np.ndarray:
-        """The tensor in the type of the checkpoint."""
+        """The tensor in the type of the checkpoint; behind blocks.SUFFIX the bytes that hold it, [rows, bytes]."""
+        if name.endswith(SUFFIX):
+            name = name.removesuffix(SUFFIX)
+            rows, order = self._rows(name, self.bytes_of(name))
+            return rows if order is None else rows[order]
         if self._latest is None or self._latest[0] != name:
             self._latest = None  # before the next is made
             self._latest = name, super().tensor(name)
@@ -79,10 +84,7 @@ class Checkpoint(checkpoint.Checkpoint):
         from gguf.quants import dequantize
 
         shape, stored = self.entries[name].shape, self._stored[name]
-        rows = data.reshape(math.prod(shape[:-1]), -1)
-        order = None
-        if stored.heads and len(shape) > 1:
-            order = np.arange(len(rows)).reshape(stored.heads, -1, 2).swapaxes(1, 2).ravel()
+        rows, order = self._rows(name, data)
         wide = np.empty((len(rows), shape[-1]), self.dtype)
         kind = GGMLQuantizationType[stored.type]
 
@@ -97,6 +99,13 @@ class Checkpoint(checkpoint.Checkpoint):
         if stored.heads and len(shape) == 1:  # a bias
             return wide.reshape(stored.heads, -1, 2).swapaxes(1, 2).reshape(shape)
         return wide.reshape(shape)
+
+    def _rows(self, name: str, data: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """The bytes of a tensor by row, and the order that the rows have in a Hugging Face checkpoint, if it is another one."""
+        shape, heads = self.entries[name].shape, self._stored[name].heads
+        rows = data.reshape(math.prod(shape[:-1]), -1)
+        in_order = not heads or len(shape) == 1
+        return rows, None if in_order else np.arange(len(rows)).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
 
     def _permuted_heads(self, name: str, family: Family) -> int:
         module = name.rpartition(".")[0].rpartition(".")[2]

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from jaxllm.weight_format import Array, Arrays
 
@@ -30,6 +32,8 @@ NF4 = (
 _MAGNITUDES = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
 FP4 = (*_MAGNITUDES, *(0.0 - value for value in _MAGNITUDES))
 """bitsandbytes' own, by code."""
+IQ4_NL = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
+"""By code. Source: ggml-common.h."""
 EXPONENT_BIAS = 127
 """Of scales that are exponents of two."""
 NO_EXPONENT = 255
@@ -61,6 +65,7 @@ NUMBERS = {
     "e2m1": Number(4, "uint8", 2.9, table=E2M1),
     "nf4": Number(4, "uint8", 0.54, table=NF4),
     "fp4": Number(4, "uint8", 0.49, table=FP4),
+    "iq4_nl": Number(4, "uint8", 68.5, table=IQ4_NL),
     "int8": Number(8, "int8", 73.9),
     "uint8b128": Number(8, "uint8", 73.9, middle=128),
     "e4m3": Number(8, "float8_e4m3fn", 100.0),
@@ -104,6 +109,19 @@ def widen(arrays: "Arrays", scheme: Scheme, xp: Any) -> "Array":
 def nibbles(codes: "Array") -> tuple["Array", "Array"]:
     """The codes of even and of odd inputs, of bytes that hold two."""
     return codes & 15, codes >> 4
+
+
+def split(codes: "Array", scheme: Scheme) -> tuple["Array", ...]:
+    """The codes of an array, those of bytes that hold two as two arrays."""
+    return nibbles(codes) if NUMBERS[scheme.number].bits == 4 else (codes,)
+
+
+def plain_codes(codes: "np.ndarray", number: Number) -> "np.ndarray":
+    """The values of codes [outputs, n] as int8 [outputs, inputs], where they are whole numbers."""
+    if number.bits == 4:
+        codes = np.stack(nibbles(codes), axis=-1).reshape(len(codes), -1)
+    table = np.arange(2**number.bits) - number.middle if number.table is None else np.array(number.table)
+    return codes if number.code_type == "int8" else table.astype(np.int8)[codes]
 
 
 def scaled(codes: "Array", arrays: "Arrays", scheme: Scheme, xp: Any) -> "Array":

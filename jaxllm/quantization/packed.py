@@ -1,5 +1,7 @@
 """Products with weights of 4 and 8 bits, widened inside the product."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ from jax import Array, lax
 
 from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
-from jaxllm.quantization import numbers
+from jaxllm.quantization import cpu, numbers
 from jaxllm.quantization.numbers import Scheme
 from jaxllm.weight_format import Arrays
 
@@ -18,15 +20,21 @@ def widen(arrays: Arrays, scheme: Scheme, dtype: jax.typing.DTypeLike) -> Array:
 
 
 def product(arrays: Arrays, scheme: Scheme, x: Array, shards: Shards = ONE_DEVICE) -> Array:
-    """[..., inputs] to [..., *outputs], in x's type; the weights are rounded to it, the sums are float32.
+    """[..., inputs] to [..., *outputs], in x's type; the sums are float32.
 
     shards: what x and the inputs are split over; the result is then a part of the sum.
     """
+    on_cpu, on_others = (functools.partial(function, scheme=scheme) for function in (cpu.product, _product))
+    return lax.platform_dependent(dict(arrays), x, cpu=on_cpu, default=on_others).astype(x.dtype)
+
+
+def _product(arrays: Arrays, x: Array, scheme: Scheme) -> Array:
+    """Float32; the weights are rounded to x's type."""
     if numbers.NUMBERS[scheme.number].bits == 8:
-        return _dot(x, widen(arrays, scheme, x.dtype)).astype(x.dtype)
+        return _dot(x, widen(arrays, scheme, x.dtype))
     # Two products, because XLA fuses the unpacking of a byte into each, and not that of both with an interleaving.
     even, odd = (numbers.scaled(codes, arrays, scheme, jnp).astype(x.dtype) for codes in numbers.nibbles(arrays["codes"]))
-    return (_dot(x[..., 0::2], even) + _dot(x[..., 1::2], odd)).astype(x.dtype)
+    return _dot(x[..., 0::2], even) + _dot(x[..., 1::2], odd)
 
 
 def _dot(x: Array, weight: Array) -> Array:

@@ -153,7 +153,8 @@ def tensors_of(directory):
 
 
 def load(directory, size=1, **options):
-    config = load_model_config(directory, **options).for_tensor_parallel(size)
+    """Widened while loading."""
+    config = load_model_config(directory, dequantize=True, **options).for_tensor_parallel(size)
     return config, load_checkpoint(config, build_model(config), directory, mesh=make_mesh(size))
 
 

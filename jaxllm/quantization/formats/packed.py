@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -51,6 +51,14 @@ class PackedFormat(WeightFormat):
         checkpoint's tensors decide, if it has none of `stored`."""
         raise NotImplementedError
 
+    def joint_scheme(self, modules: Sequence[str], num_inputs: int) -> Scheme | None:
+        """That of modules that are one weight."""
+        schemes = {self.scheme_of(module, num_inputs): module for module in modules}
+        if len(schemes) > 1:
+            told = ", ".join(f"{module} is {scheme or 'plain'}" for scheme, module in schemes.items())
+            raise ModelLoadError(f"these modules are one weight, so all of them must be quantised in the same way: {told}")
+        return next(iter(schemes))
+
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
         """The tensors of a module, with their shapes and types."""
         raise NotImplementedError
@@ -81,13 +89,10 @@ class PackedFormat(WeightFormat):
         else:
             (shape, axes), inputs, inputs_axis = (plain.shape[:-1], plain.axes[:-1]), plain.shape[-1:], plain.axes[-1]
         num_inputs, is_split = math.prod(inputs), weight.splits_inputs
-        schemes = {self.scheme_of(module, num_inputs): module for module in map(module_of, plain.source.tensors)}
-        if len(schemes) > 1:
-            told = ", ".join(f"{module} is {scheme or 'plain'}" for scheme, module in schemes.items())
-            raise ModelLoadError(f"these modules are one weight, so all of them must be quantised in the same way: {told}")
-        ((scheme, module),) = schemes.items()
-        if scheme is None:
+        modules = [module_of(tensor) for tensor in plain.source.tensors]
+        if (scheme := self.joint_scheme(modules, num_inputs)) is None:
             return None
+        module = modules[0]
         number, num_groups = NUMBERS[scheme.number], self._num_groups(scheme, module, num_inputs, is_split)
         num_outputs = len(weight.modules[0].outputs) if weight.modules else 1
 
@@ -121,8 +126,9 @@ class PackedFormat(WeightFormat):
 
     def of(self, weight: WeightSpec) -> Self:
         num_inputs = math.prod(weight.plain.shape[: weight.num_contracted] if weight.modules else weight.plain.shape[-1:])
-        first = weight.plain.source.tensors[0]
-        return replace(self, weight_scheme=self.scheme_of(module_of(first), num_inputs), transposed=first.transposed)
+        tensors = weight.plain.source.tensors
+        scheme = self.joint_scheme([module_of(tensor) for tensor in tensors], num_inputs)
+        return replace(self, weight_scheme=scheme, transposed=tensors[0].transposed)
 
     @property
     def _scheme(self) -> Scheme:
