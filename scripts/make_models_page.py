@@ -86,7 +86,8 @@ Integers of 4 and 8 bits stay in memory as the checkpoint has them, with their s
 inside each product; sums are of the model's type and float32. Where a checkpoint asks for activations of 8 bits, these keep the
 model's type, which is more exact. A head, an embedding and what latents are multiplied with become the model's type
 while they are read, and with `--dequantize` all weights do. Devices that cut a group have a scale for each piece.
-There is no kernel for these weights yet: XLA widens them.
+There is no kernel for these
+weights yet: XLA widens them in every step, which on a CPU takes longer than plain weights do.
 
 Fp8 weights with a scale per channel or tensor load as they are. Those with a scale per block become 16-bit weights, or with
 `--quantization fp8` get scales per channel. Fp8 weights outside of linear layers, such as heads and experts, become 16-bit
