@@ -28,8 +28,8 @@ FORMATS = (
     Registered(
         path="jaxllm.quantization.formats.rounded:Rounded",
         online={
-            "int8": "the weights of the decoder's layers and experts become 8-bit integers while they are loaded, each output channel with "
-            "a scale; activations stay as they are",
+            "int8": "the weights of the decoder's layers, and of experts that have a tensor each, become 8-bit integers while they are "
+            "loaded, each output channel with a scale; activations stay as they are",
             "int4": "likewise 4-bit integers, in groups of up to 128 inputs with a scale: rounded to the nearest, which costs accuracy; "
             "checkpoints that were calibrated answer better",
         },

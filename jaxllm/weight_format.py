@@ -137,8 +137,10 @@ class WeightFormat:
     Modules of formats do not import JAX: clients read config.json too. Methods that compute import it when they are called.
     """
 
+    methods: ClassVar[tuple[str, ...]] = ()
+    """Values of quant_method in config.json."""
     supported: ClassVar[str] = ""
-    """The checkpoints in this format that can be read, for errors; empty: none."""
+    """The checkpoints in this format that can be read, for docs; empty: it is not chosen by a config.json that people write."""
     may_widen: ClassVar[bool] = False
     """Whether `--dequantize` decides how it is loaded."""
     unused: ClassVar[str] = r"\b\B"
@@ -152,7 +154,7 @@ class WeightFormat:
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:
         """Whether a quantization_config is of this format. The first of the registered formats that claims one reads it."""
-        raise NotImplementedError
+        return given.get("quant_method") in cls.methods
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:

@@ -75,8 +75,8 @@ attention keep the model's type.
 |---|---|---|---|
 | – | as stored | | 1.1191 |
 | `fp8` | e4m3, a scale per output channel | e4m3, a scale per token | 1.1192 (+0.01 %) |
-| `int8` | 8-bit integers, a scale per output channel; experts too | as they are | 1.1197 (+0.05 %) |
-| `int4` | 4-bit integers, a scale per group of inputs; experts too | as they are | 1.1267 (+0.7 %) |
+| `int8` | 8-bit integers, a scale per output channel; experts with a tensor each too | as they are | 1.1197 (+0.05 %) |
+| `int4` | 4-bit integers, a scale per group of inputs; experts with a tensor each too | as they are | 1.1267 (+0.7 %) |
 
 A group has 128 inputs, or the largest power of two that divides them. Rounding to 4 bits costs accuracy: a checkpoint
 that was calibrated (`RedHatAI/*-w4a16`) answers better than `int4`.
@@ -179,10 +179,10 @@ def _formats() -> str:
     gguf = ", ".join(f"{name} (`{family.architecture}`)" for name, family in gguf_families.FAMILIES.items())
     gguf_text = (
         f"**GGUF.** Architectures: {gguf}. Number formats: {', '.join(READABLE)}. "
-        f"Matrices of layers in {', '.join(BLOCKS)} stay in 4 bits, "
+        f"On CPUs, and on GPUs with `--no-dequantize`, matrices of layers in {', '.join(BLOCKS)} stay in 4 bits, "
         "or in 8 if they have 5 or more, and are widened inside products; scales and minimums of types with K become float32. Query, key "
         "and value, or gate and up, of different types get 8 bits, or the model's type if one of them has no such type. Everything "
-        "else is widened to the model's type while it loads, with `--dequantize` and `--quantization` all. A "
+        "else is widened to the model's type while it loads; on GPUs, with `--dequantize` and with `--quantization` everything is. A "
         f"model in several files is named by its first. Kinds of tokenizers: {', '.join(KINDS)}; a file with another needs `--tokenizer`."
     )
     return "\n".join(

@@ -16,14 +16,15 @@ def kinds() -> tuple[type[WeightFormat], ...]:
 
 
 def supported_checkpoints() -> str:
-    """The checkpoints that can be read, for errors and pages."""
+    """The checkpoints that can be read, for pages."""
     return ", and ".join(kind.supported for kind in kinds() if kind.supported)
 
 
 def read_formats(given: Any, options: Options, faults: list[str]) -> tuple[WeightFormat, ...]:
     """The formats of a model, of the quantization_config of its config.json and an engine's options. What is not supported is added
     to `faults`."""
-    supported = f"supported: {supported_checkpoints()}"
+    methods = dict.fromkeys(method for kind in kinds() if kind.supported for method in kind.methods)
+    supported = f"supported: quant_method {', '.join(methods)}, as docs/MODELS.md says"
     if given and not isinstance(given, dict):
         faults.append(f"quantization_config is {given!r}, must be an object")
         given = None

@@ -26,11 +26,8 @@ class Awq(QWeight):
     ignored: tuple[str, ...] = ()
     """Modules that are not quantised: parts of their names, not only whole ones between dots, as AutoAWQ reads them."""
 
+    methods: ClassVar[tuple[str, ...]] = ("awq",)
     supported: ClassVar[str] = "4-bit weights of quant_method awq (version gemm)"
-
-    @classmethod
-    def claims(cls, given: Mapping[str, Any]) -> bool:
-        return given.get("quant_method") == "awq"
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:

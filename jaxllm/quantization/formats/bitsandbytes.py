@@ -36,12 +36,9 @@ class BitsAndBytes(PackedFormat):
     ignored: tuple[str, ...] = ()
     """Modules that are not quantised, as transformers reads them."""
 
+    methods: ClassVar[tuple[str, ...]] = ("bitsandbytes",)
     supported: ClassVar[str] = "nf4, fp4 and int8 weights of quant_method bitsandbytes"
     unused: ClassVar[str] = r"\.(weight\.quant_state\.bitsandbytes__\w+|weight_format)$"
-
-    @classmethod
-    def claims(cls, given: Mapping[str, Any]) -> bool:
-        return given.get("quant_method") == "bitsandbytes"
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:

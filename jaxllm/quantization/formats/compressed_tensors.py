@@ -52,6 +52,7 @@ class CompressedTensors(PackedFormat):
     activations: bool = False
     """The checkpoint was made for quantised activations. They stay in the model's type, which is more exact."""
 
+    methods: ClassVar[tuple[str, ...]] = ("compressed-tensors",)
     supported: ClassVar[str] = "int4, int8, fp8, nvfp4, mxfp4 and mxfp8 weights of quant_method compressed-tensors"
     unused: ClassVar[str] = rf"\.(weight_shape|input_scale|input_zero_point|input_global_scale|{UNUSED})$"
 
@@ -62,7 +63,7 @@ class CompressedTensors(PackedFormat):
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:
         groups = [group for group in _groups(given) if group.get("weights")]
-        return given.get("quant_method") == "compressed-tensors" and (len(groups) > 1 or not all(map(is_fp8, groups)))
+        return super().claims(given) and (len(groups) > 1 or not all(map(is_fp8, groups)))
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:

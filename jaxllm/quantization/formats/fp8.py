@@ -47,6 +47,7 @@ class Fp8(WeightFormat):
     static_activations: bool = False
     """Scales of activations are stored. They are not used: a scale per token is computed, which is at least as precise."""
 
+    methods: ClassVar[tuple[str, ...]] = ("fp8", "compressed-tensors")
     supported: ClassVar[str] = (
         "fp8 (e4m3) weights with a scale per output channel, tensor or block, of quant_method compressed-tensors, modelopt or fp8"
     )
@@ -60,7 +61,7 @@ class Fp8(WeightFormat):
     def claims(cls, given: Mapping[str, Any]) -> bool:
         if is_modelopt(given):
             return algorithm_of(given) in ALL_FP8
-        return given.get("quant_method") in ("fp8", "compressed-tensors")
+        return super().claims(given)
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:

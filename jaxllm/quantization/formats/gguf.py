@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -28,9 +28,7 @@ class Gguf(PackedFormat):
     types: tuple[tuple[str, str], ...]
     """Modules with the types of their weights, those that are no linear layers included."""
 
-    @classmethod
-    def claims(cls, given: Mapping[str, Any]) -> bool:
-        return given.get("quant_method") == "gguf"
+    methods: ClassVar[tuple[str, ...]] = ("gguf",)
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
@@ -39,8 +37,9 @@ class Gguf(PackedFormat):
             faults.append(f"types of the GGUF weights are {types!r:.100}, must be an object of types by module")
             return None
         found = tuple((module, type) for module, type in types.items() if type in BLOCKS)
-        widens = options.dequantize or options.quantization is not None
-        return None if widens or not found else cls(types=found)
+        # On GPUs XLA's products with plain weights are the measured ones.
+        widens = options.on_gpu if options.dequantize is None else options.dequantize
+        return None if widens or options.quantization is not None or not found else cls(types=found)
 
     @functools.cached_property
     def _types(self) -> Mapping[str, str]:

@@ -39,13 +39,10 @@ class Gptq(QWeight):
     """Parts of the names of the modules that are quantised; none: all are."""
     version: int = 1
 
+    methods: ClassVar[tuple[str, ...]] = ("gptq",)
     supported: ClassVar[str] = "4- and 8-bit weights of quant_method gptq (without activation order)"
     # AutoGPTQ writes biases of zeros for layers that have none. Whether `g_idx` is as it must be is seen when codes are read.
     unused: ClassVar[str] = r"\.g_idx$|_proj\.bias$"
-
-    @classmethod
-    def claims(cls, given: Mapping[str, Any]) -> bool:
-        return given.get("quant_method") == "gptq"
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:

@@ -53,6 +53,7 @@ class ModelOpt(PackedFormat):
     cache: str | None = None
     """The type of the KV cache that the checkpoint asks for."""
 
+    methods: ClassVar[tuple[str, ...]] = ("modelopt",)
     supported: ClassVar[str] = (
         f"weights of quant_method modelopt (quant_algo {', '.join(SCHEMES)}, with the alias FP8_BLOCK_SCALES, and {MIXED} of these)"
     )

@@ -63,12 +63,9 @@ class Mxfp4(WeightFormat):
     ignored: tuple[str, ...] = ()
     """Modules that are not quantised: regular expressions of how their names begin, or how they end."""
 
+    methods: ClassVar[tuple[str, ...]] = ("mxfp4",)
     supported: ClassVar[str] = "experts of quant_method mxfp4"
     may_widen: ClassVar[bool] = True
-
-    @classmethod
-    def claims(cls, given: Mapping[str, Any]) -> bool:
-        return given.get("quant_method") == "mxfp4"
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:

@@ -27,12 +27,9 @@ class Rounded(CompressedTensors):
     """Weights of linear layers and experts, symmetric: int8 with a scale per output channel, or int4 with one per group, of 128 inputs
     or of the largest power of two that divides them."""
 
-    supported: ClassVar[str] = ""
     may_widen: ClassVar[bool] = False
-
-    @classmethod
-    def claims(cls, given: Mapping[str, Any]) -> bool:
-        return False
+    methods: ClassVar[tuple[str, ...]] = ()
+    supported: ClassVar[str] = ""
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
