@@ -39,6 +39,11 @@ FORMATS = (
         widened=_PACKED,
     ),
     Registered(
+        path="jaxllm.quantization.formats.modelopt:ModelOpt",
+        stored=("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"),
+        widened=_PACKED,
+    ),
+    Registered(
         path="jaxllm.quantization.formats.fp8:Fp8",
         online={
             "fp8": "the weights of the decoder's layers become 8-bit floats (e4m3, a scale per output channel) while they are loaded, "
@@ -48,7 +53,22 @@ FORMATS = (
     ),
     Registered(
         path="jaxllm.quantization.formats.gguf:Gguf",
-        widened="packed weights in 4 or 8 bits",
+        widened=_PACKED,
+    ),
+    Registered(
+        path="jaxllm.quantization.formats.gptq:Gptq",
+        stored=("gptq", "gptq_marlin", "auto_gptq"),
+        widened=_PACKED,
+    ),
+    Registered(
+        path="jaxllm.quantization.formats.awq:Awq",
+        stored=("awq", "awq_marlin", "auto_awq"),
+        widened=_PACKED,
+    ),
+    Registered(
+        path="jaxllm.quantization.formats.bitsandbytes:BitsAndBytes",
+        stored=("bitsandbytes",),
+        widened=_PACKED,
     ),
     Registered(
         path="jaxllm.quantization.formats.mxfp4:Mxfp4",

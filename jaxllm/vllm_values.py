@@ -47,7 +47,7 @@ VALUES: Mapping[str, Mapping[str, VllmValue]] = {
         **dict(_refused("give the whole checkpoint, of which each device reads its part", "runai_streamer_sharded sharded_state")),
         **dict(_refused("weights are not passed between processes; give the checkpoint's directory", "ipc_cache modelexpress")),
         **dict(_refused("give the checkpoint with safetensors, and config.json and tokenizer.json next to them", "tensorizer mistral")),
-        **dict(_refused("weights of bitsandbytes are not supported; give the checkpoint they were made of", "bitsandbytes")),
+        **dict(_taken("auto", f"{_STORED}; weights that it holds in 16 bits stay so", "bitsandbytes")),
     },
     "quantization": {
         **_renamed(fp8_per_channel="fp8", ptpc_fp8="fp8", int8_per_channel_weight_only="int8"),

@@ -29,6 +29,8 @@ from jaxllm.quantization_options import ONLINE
 from scripts.saving import save_orbax, with_formats
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")
+IN_CONFIG = "hf_quant_config.json"
+"""What it says is written into config.json, as far as it is still true."""
 
 
 def convert(source: Path, output: Path, dtype: str, quantization: str | None = None, dequantize: bool | None = None) -> None:
@@ -52,11 +54,11 @@ def convert(source: Path, output: Path, dtype: str, quantization: str | None = N
         save_orbax(config, load_encoder(config, encoder.model, encoder.part, source, **given), output, ENCODER)
     save_orbax(config, state, output)
     for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
-        if not file.name.endswith(".index.json"):
+        if not file.name.endswith(".index.json") and file.name != IN_CONFIG:
             copy = output / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copy(file, copy)
-    raw = with_formats(read_config_json(output), config)
+    raw = with_formats(read_config_json(source), config)
     (output / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 

@@ -83,17 +83,27 @@ that was calibrated (`RedHatAI/*-w4a16`) answers better than `int4`.
 Measured on a CPU in float32 (`scripts/evaluate_demo_model.py --direct --windows 16 --quantization int4`).
 `scripts/convert_checkpoint.py --quantization int4` rounds once, in the form of compressed-tensors.
 
-Integers of 4 and 8 bits stay in memory as the checkpoint has them, with their scales and zero points, and are widened
-inside each product; sums are of the model's type and float32. Where a checkpoint asks for activations of 8 bits, these keep the
-model's type, which is more exact. A head, an embedding and what latents are multiplied with become the model's type
-while they are read, and with `--dequantize` all weights do. Devices that cut a group have a scale for each piece.
-There is no kernel for these weights yet: XLA widens them.
+| weights in the checkpoint | weights in the model |
+|---|---|
+| fp8, a scale per channel or tensor, fp8 activations | as stored; products are computed in fp8, activations get a scale per token |
+| fp8, a scale per block | 16 bits; with `--quantization fp8` fp8 with a scale per channel |
+| fp8 of experts, heads and others outside of linear layers | 16 bits |
+| fp8 with plain activations, or beside layers in another format | as stored, widened inside products |
+| NVFP4, MXFP4, MXFP8, int4, int8 | as stored, widened inside products; experts too, if each has its own tensors |
+| MXFP4 of gpt-oss's experts | as stored on a GPU in bfloat16; 16 bits elsewhere, and where devices would share a block of 32 values |
 
-Fp8 weights with a scale per channel or tensor load as they are. Those with a scale per block become 16-bit weights, or with
-`--quantization fp8` get scales per channel. Fp8 weights outside of linear layers, such as heads and experts, become 16-bit
-weights. Experts in 4 bits (as gpt-oss is released) are computed from these 4 bits on a GPU in bfloat16; elsewhere, with
-`--dequantize`, and where devices would share a block of 32 values, they become 16-bit weights while they load, four times
-their size.
+Weights that are widened inside products stay in memory with their scales and zero points; sums are float32. Activations
+keep the model's type, also where the checkpoint was made for activations in 4 or 8 bits: that is more exact. A head, an
+embedding and what latents are multiplied with become the model's type while they are read, and with `--dequantize` all
+these weights do, gpt-oss's experts too. Devices that cut a group have a scale for each piece. There is no kernel for
+these weights yet: XLA widens them.
+
+A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. What ModelOpt says in hf_quant_config.json
+counts where config.json has no quantization_config.
+
+GPTQ's `dynamic` and `modules_in_block_to_quantize` count, and so does a quantised head. Groups whose inputs are not
+neighbours (`desc_act` with a group size) are refused: take a checkpoint without activation order. 4-bit blocks of
+bitsandbytes must have 64 values of one output; its int8 weights go with activations of the model's type.
 
 `--kv-cache-dtype fp8` holds twice the tokens in the same memory as 16 bits.
 

@@ -110,7 +110,8 @@ def _refused(directory: Path, reader: ConfigReader) -> ModelLoadError:
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
-    """The JSON object in config.json. Raises ModelLoadError if the directory or file is missing or not JSON."""
+    """The JSON object in config.json, with what hf_quant_config.json says of quantised weights if config.json says nothing: ModelOpt
+    writes it. Raises ModelLoadError if the directory or config.json is missing, or one of the files is not JSON."""
     if not directory.is_dir():
         raise ModelLoadError(f"{directory} is not a directory; give a model directory, a hub id, or 'demo'")
     path = directory / "config.json"
@@ -120,7 +121,10 @@ def read_config_json(directory: Path) -> dict[str, Any]:
         raise ModelLoadError(
             f"{directory} is not a model directory: it has no config.json; give the directory that holds config.json and the weights"
         )
-    return _json_object(path)
+    raw, beside = _json_object(path), directory / "hf_quant_config.json"
+    if not raw.get("quantization_config") and beside.is_file():
+        raw["quantization_config"] = {"quant_method": "modelopt", **_json_object(beside)}
+    return raw
 
 
 def _json_object(path: Path) -> dict[str, Any]:

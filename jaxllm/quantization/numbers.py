@@ -31,8 +31,13 @@ NF4 = (
 """By code. Source: arXiv:2305.14314, appendix E."""
 IQ4_NL = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
 """By code. Source: ggml-common.h."""
+_MAGNITUDES = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
+FP4 = (*_MAGNITUDES, *(0.0 - value for value in _MAGNITUDES))
+"""bitsandbytes' own, by code."""
 EXPONENT_BIAS = 127
 """Of scales that are exponents of two."""
+NO_EXPONENT = 255
+"""The scale that is no number. Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 5.4.1."""
 
 
 class Number(NamedTuple):
@@ -60,6 +65,7 @@ NUMBERS = {
     "e2m1": Number(4, "uint8", 2.9, table=E2M1),
     "nf4": Number(4, "uint8", 0.54, table=NF4),
     "iq4_nl": Number(4, "uint8", 68.5, table=IQ4_NL),
+    "fp4": Number(4, "uint8", 0.49, table=FP4),
     "int8": Number(8, "int8", 73.9),
     "uint8b128": Number(8, "uint8", 73.9, middle=128),
     "e4m3": Number(8, "float8_e4m3fn", 100.0),
@@ -87,6 +93,9 @@ class Scheme:
 
     def __str__(self) -> str:
         return f"{self.number}{'' if self.group is None else f' in groups of {self.group}'}{' with zero points' * self.zeros}"
+
+
+NVFP4 = Scheme("e2m1", 16, scale_type="float8_e4m3fn", factor=True)
 
 
 def widen(arrays: "Arrays", scheme: Scheme, xp: Any) -> "Array":

@@ -113,6 +113,52 @@ ADDITIONS: tuple[dict[str, Any], ...] = (
             },
         }
     },
+    {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["re:.*mlp.*"],
+                    "format": "nvfp4-pack-quantized",
+                    "weights": {
+                        "num_bits": 4,
+                        "type": "float",
+                        "strategy": "tensor_group",
+                        "group_size": 16,
+                        "symmetric": True,
+                    },
+                },
+                "group_1": {
+                    "targets": ["Linear"],
+                    "format": "float-quantized",
+                    "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [8, 8]},
+                },
+            },
+        }
+    },
+    {
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "ignore": ["lm_head", "*.mlp.gate"],
+        }
+    },
+    {
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quantization": {
+                "quant_algo": "MIXED_PRECISION",
+                "kv_cache_quant_algo": "FP8",
+                "quantized_layers": {
+                    "model.layers.0.self_attn": {"quant_algo": "FP8"},
+                    "model.layers.0.mlp.up_proj": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+                },
+            },
+        }
+    },
     {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}},
     {"matryoshka_dimensions": [4, 8], "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
 )

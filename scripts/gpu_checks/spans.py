@@ -61,6 +61,7 @@ def _config(*, tiny: bool) -> seeing_models.Config:
     if tiny:
         config["mm_tokens_per_image"] = 64
         config["text_config"] |= {
+            "num_hidden_layers": PATTERN,
             "hidden_size": 64,
             "intermediate_size": 96,
             "num_attention_heads": 4,

@@ -49,7 +49,7 @@ WHISPER_SMALL: Config = {
 def tiny(config: Config) -> Config:
     """With toy sizes, and clips of a second."""
     sizes = {"vocab_size": 320, "d_model": 64, "max_source_positions": 50, "max_target_positions": 112}
-    sizes |= dict.fromkeys(("encoder_layers", "decoder_layers", "num_hidden_layers"), 2)
+    sizes |= dict.fromkeys(("encoder_layers", "decoder_layers", "num_hidden_layers"), 1)
     sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
     sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96)
     special = {"decoder_start_token_id": 257} | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 256)

@@ -18,6 +18,9 @@ from jaxllm.loaders import orbax
 from jaxllm.model_config import ModelConfig
 from jaxllm.weight_format import PLAIN
 
+CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+"""Compressed-tensors' description of an fp8 KV cache with scales."""
+
 
 def save_safetensors(
     config: ModelConfig,
@@ -92,6 +95,10 @@ def with_formats(described: Mapping[str, Any], config: ModelConfig) -> dict[str,
     found = [each for each in saved if each is not None]
     if len(found) > 1:
         raise JaxLLMError("a config.json describes one kind of quantisation; leave --quantization or --no-dequantize out")
+    if config.kv_format is not None:
+        # What ModelOpt writes where nothing else is quantised; formats of weights take it too.
+        with_cache = {"quant_method": "modelopt", "kv_cache_scheme": CACHE_SCHEME}
+        found = [with_cache | {name: value for name, value in (found[0] if found else {}).items() if value is not None}]
     if found:
         written[key] = found[0]
     else:

@@ -103,7 +103,7 @@ def test_flags_of_vllm_are_accepted(line: str, options: dict[str, object], caplo
     [
         ("-dcp 2", "-dcp 2 is refused (only 1 is taken): the devices that split each layer keep the cache by heads"),
         ("--enable-lora-bias", "--enable-lora-bias is refused: biases of adapters are not supported"),
-        ("-q awq", "argument --quantization: 'awq' is refused: only fp8 is supported"),
+        ("-q quark", "argument --quantization: 'quark' is refused: only "),
         ("--hf-token secret", "--hf-token is refused: set $HF_TOKEN"),
         ("-dc.steps 4", "-dc.steps 4 is refused: no model here has use for it"),
         ("--omni", "--omni is refused: models read text and images and write text"),

@@ -139,6 +139,7 @@ def test_sampling_values(values: dict[str, Any], message: str) -> None:
         ({"stop": "a"}, "stop needs a tokenizer"),
         ({"allowed_token_ids": [VOCABULARY]}, f"allowed_token_ids has token id {VOCABULARY}; the vocabulary has 0 to"),
         ({"logit_bias": {VOCABULARY: 1.0}}, f"logit_bias has token id {VOCABULARY}"),
+        ({"stop_token_ids": [VOCABULARY]}, f"stop_token_ids has token id {VOCABULARY}; the vocabulary has 0 to"),
         ({"min_tokens": MAX_LEN, "max_tokens": None}, f"only {MAX_LEN - 1} of {MAX_LEN} are left"),
         ({"extra_args": {"mine": [1]}}, "which is no logits processor"),
     ],

@@ -33,7 +33,7 @@ class _Gated:
         self._program, self._permits = program, permits
 
     def compile(self, **options):
-        assert self._permits.acquire(timeout=15)
+        assert self._permits.acquire(timeout=120)
         return self._program.compile(**options)
 
 

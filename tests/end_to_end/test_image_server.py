@@ -22,7 +22,8 @@ from jaxllm import LLM, SamplingParams
 from tests.helpers import peft_files, pictures, vision_checkpoint
 from tests.helpers.images import encoded
 from tests.helpers.seeing_core import data_url
-from tests.helpers.serve_processes import ROOT, ServerProcess, serving, wait_until
+from tests.helpers.serve_processes import ROOT, ServerProcess, serving
+from tests.helpers.waiting import wait_until
 from tests.server.client import events
 from tests.server.test_images import BAD_FILES
 

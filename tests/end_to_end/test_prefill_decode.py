@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.serve_processes import ServerProcess, serving, wait_until
+from tests.helpers.serve_processes import ServerProcess, serving
+from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -49,7 +49,7 @@ class Engine:
     def _wake(self) -> None:
         self.num_wakes += 1
 
-    def until(self, is_so: Callable[[], Any], seconds: float = 10.0) -> None:
+    def until(self, is_so: Callable[[], Any], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not is_so():
             assert time.monotonic() < deadline, "it does not happen"

@@ -36,7 +36,7 @@ class Served:
     def end(self) -> int:
         """Have it end in order. Returns its exit code."""
         self.process.terminate()
-        return self.process.wait(10)
+        return self.process.wait(60)
 
 
 @contextlib.contextmanager

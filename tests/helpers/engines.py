@@ -40,13 +40,30 @@ SMALL = {
 """A program of each kind: steps of any size are padded to the same few shapes."""
 
 
+_PROGRAMS: dict[str, dict[Any, Any]] = {}
+"""Compiled programs by the options of engines that share theirs."""
+_NOT_OF_PROGRAMS = {"kv_offloading_disk", "kv_offloading_disk_size"}
+
+
 def make_core(
-    name: str, *, processors: tuple[Processor, ...] = (), kernel_policy: KernelPolicy | None = None, **options: Any
+    name: str,
+    *,
+    processors: tuple[Processor, ...] = (),
+    kernel_policy: KernelPolicy | None = None,
+    shares_programs: bool = False,
+    **options: Any,
 ) -> EngineCore:
-    """An engine over a golden's checkpoint; options added to SMALL or replacing it."""
+    """An engine over a golden's checkpoint; options added to SMALL or replacing it.
+
+    shares_programs: with the engines of the same options that were made so before. For tests that replace nothing of what programs compute.
+    """
     model = str(goldens.golden(name).directory)
-    config = EngineConfig.from_options(**{**SMALL, "model": model, **options})
-    core = EngineCore(config, processors=processors, kernel_policy=kernel_policy)
+    options = {**SMALL, "model": model, **options}
+    core = EngineCore(EngineConfig.from_options(**options), processors=processors, kernel_policy=kernel_policy)
+    if shares_programs:
+        shared = _PROGRAMS.setdefault(repr(sorted((k, v) for k, v in options.items() if k not in _NOT_OF_PROGRAMS)), {})
+        shared.update(core.runner.programs._compiled)
+        core.runner.programs._compiled = shared
     for runner in getattr(core.runner, "stages", (core.runner,)):
         buckets = runner.buckets
         largest = [ProgramKey("forward", buckets.tokens[-1])]

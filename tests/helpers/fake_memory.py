@@ -101,7 +101,7 @@ def prefill(**options: Any) -> Iterator[Prefill]:
 
 
 @contextmanager
-def connected(engine: Prefill, memory: FakeMemory, seconds: float = 2.0, **options: Any) -> Iterator[Connection]:
+def connected(engine: Prefill, memory: FakeMemory, seconds: float = 60, **options: Any) -> Iterator[Connection]:
     """A connection of a decode engine."""
     mapping = Mapping()
     connection = Connection.to(engine.target, identity(**options), memory, None, seconds, mapping)

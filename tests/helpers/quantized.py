@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jaxllm import LLM, SamplingParams
@@ -42,6 +43,31 @@ def write(
     config = json.loads((goldens.FOLDER / golden / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config}))
     return directory
+
+
+def words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """int32 [N, ceil(K · bits / 32)] of codes [N, K], the first in the lowest bits."""
+    per_word = 32 // bits
+    padded = np.pad(codes.astype(np.uint32), ((0, 0), (0, -codes.shape[1] % per_word)))
+    shifted = padded.reshape(len(codes), -1, per_word) << np.arange(0, 32, bits, dtype=np.uint32)
+    return shifted.sum(-1, dtype=np.uint32).view(np.int32)
+
+
+def rounded(
+    weight: np.ndarray, bits: int = 4, group: int | None = 32, symmetric: bool = True, scale_type: Any = ml_dtypes.bfloat16
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(codes, scale, zero) of a weight, by group."""
+    values = weight.reshape(len(weight), -1, group or weight.shape[1])
+    most = 2**bits - 1
+    if symmetric:
+        scale, zero = np.abs(values).max(-1, keepdims=True) / (most / 2), np.full((*values.shape[:2], 1), 2.0 ** (bits - 1))
+    else:
+        low, high = np.minimum(values.min(-1, keepdims=True), 0), np.maximum(values.max(-1, keepdims=True), 0)
+        scale = (high - low) / most
+        zero = np.round(-low / scale)
+    scale = scale.astype(scale_type)
+    codes = np.clip(np.round(values / scale.astype(np.float32)) + zero, 0, most)
+    return codes.astype(np.uint8), scale, zero.astype(np.uint8)
 
 
 def load(directory: Path, *, tensor_parallel_size: int = 1, load_format: str = "auto", **options: Any) -> Any:

@@ -4,15 +4,15 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.helpers.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +71,7 @@ class ServerProcess:
                     found.append(int(place.name))
         return found
 
-    def end(self, seconds: float = 20) -> int:
+    def end(self, seconds: float = 60) -> int:
         """Its exit code, once it has ended by itself."""
         return self.process.wait(seconds)
 
@@ -93,18 +93,12 @@ def serving(model: Path | str, directory: Path, **options: Any) -> Iterator[Serv
         if server.process.poll() is None:
             server.process.send_signal(signal.SIGTERM)
             server.process.send_signal(signal.SIGTERM)
-            server.process.wait(20)
+            server.process.wait(60)
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         assert server.process.stdout is not None
         server.process.stdout.close()
-
-
-def free_port() -> int:
-    """A free port."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def is_alive(pid: int) -> bool:
@@ -113,10 +107,3 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(condition: Callable[[], Any], message: str, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, message
-        time.sleep(0.01)

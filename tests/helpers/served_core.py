@@ -42,7 +42,7 @@ class ServedFakeCore(FakeEngineCore):
             "die": self._die,
             "fail": self._fail,
             "hang": lambda: time.sleep(3600),
-            "hold": lambda: hold_interpreter(3.0),
+            "hold": lambda: hold_interpreter(6.0),
             "compile": lambda: self._compile(lambda: False, 1.5),
             "build": lambda: self._compile((Path(config.model.model) / "built").exists, 60.0),
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),

@@ -12,7 +12,7 @@ from jaxllm.hosts import process_group
 from jaxllm.hosts.follower import Member
 from jaxllm.hosts.leader import Leader
 from tests.helpers import host_scenario, peft_files, tiny_tokenizers
-from tests.hosts.test_two_hosts import free_port
+from tests.helpers.ports import free_port
 
 STRANGERS = (
     b"GET / HTTP/1.1\r\n\r\n",
@@ -47,7 +47,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(rank: int, port: int, **options: Any) -> EngineConfig:
-    options = {"nnodes": 2, "tensor_parallel_size": 2, "distributed_timeout_seconds": 10, **options}
+    options = {"nnodes": 2, "tensor_parallel_size": 2, "distributed_timeout_seconds": 60, **options}
     return EngineConfig.from_options(model="demo", node_rank=rank, master_port=port, **options)
 
 

@@ -14,8 +14,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.hosts import with_ray
 from jaxllm.hosts.follower import follow
-from tests.helpers.serve_processes import serving, wait_until
+from tests.helpers.serve_processes import serving
 from tests.helpers.tiny_tokenizers import write_tokenizer
+from tests.helpers.waiting import wait_until
 from tests.hosts.test_two_hosts import MOST_SECONDS, ROOT, TOKENS, line_of
 from tests.server.test_replicas import SHORT, states
 

@@ -31,19 +31,19 @@ from jaxllm.replicas.hosts.link import Link
 from jaxllm.replicas.hosts.remote_engines import RemoteEngines, of_one_host
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
-from tests.helpers.serve_processes import free_port
+from tests.helpers.ports import free_port
 from tests.hosts.conftest import STRANGERS, reset
 
 FOUND = {"jaxllm version": "1", "max_num_seqs": "8"}
 
 
 def config(rank: int = 0, **options: Any) -> EngineConfig:
-    given = {"nnodes": 2, "data_parallel_size": 2, "distributed_timeout_seconds": 10, "node_rank": rank, **options}
+    given = {"nnodes": 2, "data_parallel_size": 2, "distributed_timeout_seconds": 60, "node_rank": rank, **options}
     return EngineConfig.from_options(model="demo", **given)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 30))
+    asyncio.run(asyncio.wait_for(work, 120))
 
 
 async def connect(config: EngineConfig, found: dict[str, str]) -> Link:
@@ -111,10 +111,10 @@ def test_who_knows_no_token_is_no_host_0_either():
         connecting = thread.submit(handshake.connect, config(1, master_port=listening.getsockname()[1]).parallel, FOUND)
         impostor = Connection(listening.accept()[0], handshake.FROM_OTHER)
         impostor.send(handshake.Challenge(b"nonce"))
-        assert handshake.introduction_of(impostor.receive(10)).rank == 1
+        assert handshake.introduction_of(impostor.receive(60)).rank == 1
         impostor.send(handshake.Welcome(b"guess"))
         with pytest.raises(ConfigError, match="does not know this host's token"):
-            connecting.result(10)
+            connecting.result(60)
         impostor.close()
 
 
@@ -222,10 +222,10 @@ def test_only_who_knows_the_token_can_fail_a_start_with_one(tmp_path, monkeypatc
             for protocol, fault in ((99, "speaks version 99"), (handshake.PROTOCOL, "has another token")):
                 with socket.create_connection(("127.0.0.1", options["master_port"])) as stream:
                     stranger = Connection(stream, handshake.FROM_HOST_0)
-                    await asyncio.to_thread(stranger.receive, 10)
+                    await asyncio.to_thread(stranger.receive, 60)
                     hello = handshake.hello(1, FOUND, b"nonce", handshake.Challenge(b"another"))
                     stranger.send(handshake.Hello(protocol, hello.introduction))
-                    assert fault in (await asyncio.to_thread(stranger.receive, 10)).reason
+                    assert fault in (await asyncio.to_thread(stranger.receive, 60)).reason
             assert not remote._fault.done()
             with pytest.raises(EngineDeadError, match="did not connect .* has another token than host 0"):
                 await remote.ready()
@@ -250,20 +250,20 @@ def test_a_host_that_is_silent_is_lost(tmp_path, monkeypatch):
 
 
 def test_a_message_that_arrives_slowly_is_no_silence(monkeypatch):
-    monkeypatch.setattr(links, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(links, "SILENCE_SECONDS", 1.0)  # which a machine with much to do does not let pass between two bytes
     monkeypatch.setattr(links, "BEAT_SECONDS", 0.05)
 
     async def trickle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         data = framing.frame(wire.Failed("x" * 8), 100)
         for byte in data:
             writer.write(bytes([byte]))
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(1)
+            await asyncio.sleep(1.5 / len(data))
+        await asyncio.Event().wait()
 
     async def work() -> None:
         server = await asyncio.start_server(trickle, "127.0.0.1", 0)
         link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()), wire.FROM_OTHER)
-        assert (await link.receive()).reason == "x" * 8  # after 1 s
+        assert (await link.receive()).reason == "x" * 8  # after 1.5 s
         with pytest.raises(ClosedError, match="it was silent for"):
             await link.receive()
         await link.close()

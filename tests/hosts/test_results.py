@@ -109,7 +109,7 @@ def on_two_hosts(together, monkeypatch) -> Iterator[Callable[[FakeExecutor], Hos
     made: list[HostsExecutor] = []
 
     def make(other: FakeExecutor) -> HostsExecutor:
-        leader, member = (future.result(10) for future in together((1, FOUND), **RANKS))
+        leader, member = (future.result(60) for future in together((1, FOUND), **RANKS))
         threading.Thread(target=Follower(other, member).run, daemon=True).start()  # type: ignore[arg-type]
         made.append(HostsExecutor(FakeExecutor(0), leader))  # type: ignore[arg-type]
         return made[0]

@@ -31,9 +31,9 @@ from jaxllm.parallel import across_hosts
 from jaxllm.ranks_plan import RanksPlan
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
-from tests.helpers.serve_processes import wait_until
+from tests.helpers.ports import free_port
+from tests.helpers.waiting import wait_until
 from tests.hosts.conftest import FOUND, STRANGERS, config, reset
-from tests.hosts.test_two_hosts import free_port
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -44,17 +44,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 def test_a_host_that_differs_is_refused_with_both_values(together, name, value):
     for future in together((1, {**FOUND, name: value})):
         with pytest.raises(ConfigError, match=f"{name} is {FOUND[name]} on host 0 and {value} on host 1") as raised:
-            future.result(10)
+            future.result(60)
         assert "host 1 (" in str(raised.value)
 
 
 def test_two_hosts_of_one_rank_are_named(together):
     first, *others = together((1, FOUND), (1, FOUND), nnodes=3, tensor_parallel_size=3)
     with pytest.raises(ConfigError, match="two hosts have node_rank 1"):
-        first.result(10)
+        first.result(60)
     for other in others:
         with pytest.raises(ConfigError, match="two hosts have node_rank 1"):
-            other.result(10)
+            other.result(60)
 
 
 def test_hosts_that_do_not_come_are_named():
@@ -95,14 +95,14 @@ def test_strangers_at_the_port_do_not_disturb_the_start(together):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Connection, "send", send)
-        leader, member = (future.result(10) for future in together((1, FOUND)))
+        leader, member = (future.result(60) for future in together((1, FOUND)))
     number, answered = leader.new_call()
     member.send(wire.Done(number))
     leader.wait_for(answered)
     assert answered.exception() is None
     for stranger in held:
         with stranger, contextlib.suppress(ConnectionResetError):
-            stranger.settimeout(10)
+            stranger.settimeout(60)
             while stranger.recv(100):  # a challenge, and then the end
                 pass
 
@@ -124,10 +124,10 @@ def test_a_stranger_who_says_hello_byte_by_byte_has_one_deadline(monkeypatch):
     with open_reception() as port, socket.create_connection(("127.0.0.1", port)) as slow:
         began = time.monotonic()
         with pytest.raises(OSError):  # noqa: PT011
-            for byte in (100).to_bytes(4, "big") + bytes(100):
+            for byte in (1000).to_bytes(4, "big") + bytes(1000):
                 slow.sendall(bytes([byte]))
                 time.sleep(0.05)
-        assert time.monotonic() - began < 3, "each byte gave it more time"
+        assert time.monotonic() - began < 30, "each byte gave it more time"
 
 
 def test_strangers_are_told_in_the_log_and_the_oldest_of_too_many_goes(monkeypatch):
@@ -141,15 +141,15 @@ def test_strangers_are_told_in_the_log_and_the_oldest_of_too_many_goes(monkeypat
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(data)
         reset(port)
-        wait_until(lambda: len(told) == len(STRANGERS) + 1, "each gets a line in the log", 10)
+        wait_until(lambda: len(told) == len(STRANGERS) + 1, "each gets a line in the log")
         assert all(text.startswith("a connection from 127.0.0.1 is no host's: ") for text in told)
-        first, *_, last = (stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(4))
+        first, *_, last = (stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(4))
         while first.recv(100):  # a challenge, and then the end
             pass
         host = Connection(last, handshake.FROM_HOST_0)
-        host.send(handshake.hello(1, FOUND, b"nonce", host.receive(10)))
-        assert isinstance(host.receive(10), handshake.Welcome)
-        arrival = arrivals.get(timeout=10)
+        host.send(handshake.hello(1, FOUND, b"nonce", host.receive(60)))
+        assert isinstance(host.receive(60), handshake.Welcome)
+        arrival = arrivals.get(timeout=60)
         assert isinstance(arrival, reception.Arrival) and arrival.rank == 1
 
 
@@ -164,12 +164,12 @@ def test_a_host_of_another_version_is_refused_whatever_else_it_says(introduction
     arrivals: queue.SimpleQueue[object] = queue.SimpleQueue()
     with open_reception(arrivals.put) as port, socket.create_connection(("127.0.0.1", port)) as stream:
         host = Connection(stream, handshake.FROM_HOST_0)
-        host.receive(10)
+        host.receive(60)
         body = msgspec.msgpack.encode(("hello", 4, *introduction))
         stream.sendall(len(body).to_bytes(4, "big") + body)
         fault = f"version 4 of the hosts' protocol, host 0 version {handshake.PROTOCOL}; install the same jaxllm"
-        assert fault in host.receive(10).reason
-        assert fault in str(arrivals.get(timeout=10))
+        assert fault in host.receive(60).reason
+        assert fault in str(arrivals.get(timeout=60))
 
 
 def test_a_host_without_the_token_is_refused_and_the_start_goes_on(monkeypatch):
@@ -178,11 +178,11 @@ def test_a_host_without_the_token_is_refused_and_the_start_goes_on(monkeypatch):
     with open_reception(arrivals.put) as port:
         with socket.create_connection(("127.0.0.1", port)) as stream:
             stranger = Connection(stream, handshake.FROM_HOST_0)
-            stranger.receive(10)
+            stranger.receive(60)
             stranger.send(handshake.hello(1, FOUND, b"nonce", handshake.Challenge(b"of another connection")))
-            assert "has another token than host 0" in stranger.receive(10).reason
+            assert "has another token than host 0" in stranger.receive(60).reason
         host = handshake.connect(config(1, port).parallel, FOUND)
-        assert isinstance(arrivals.get(timeout=10), reception.Arrival)
+        assert isinstance(arrivals.get(timeout=60), reception.Arrival)
         host.close()
 
 
@@ -193,13 +193,13 @@ def test_the_token_reaches_engine_processes_and_no_actor_of_ray(monkeypatch):
 
 
 def test_facts_that_differ_and_errors_of_a_host_reach_all(together):
-    leader, member = (future.result(10) for future in together((1, FOUND)))
+    leader, member = (future.result(60) for future in together((1, FOUND)))
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(member.agree, "prepared", {"device": "B", "same": 1})
         with pytest.raises(ConfigError, match="device is A on host 0 and B on host 1"):
             leader.agree("prepared", {"device": "A", "same": 1})
         with pytest.raises(ConfigError, match="device is A on host 0 and B on host 1"):
-            other.result(10)
+            other.result(60)
     with pytest.raises(ModelLoadError), member.reported():
         raise ModelLoadError("the file is gone")
     with pytest.raises(EngineDeadError, match=r"host 1 \(.*\) failed: the file is gone"):
@@ -207,11 +207,11 @@ def test_facts_that_differ_and_errors_of_a_host_reach_all(together):
 
 
 def test_calls_are_answered_or_raise_the_error_of_a_host(together):
-    leader, member = (future.result(10) for future in together((1, FOUND)))
+    leader, member = (future.result(60) for future in together((1, FOUND)))
     for fault in (None, messages.fault_of(ModelLoadError("gone"))):
         number, answered = leader.new_call()
         leader.send(wire.Do(number, "memory", ["restore", "weights"]))
-        assert member.calls.get(timeout=10) == wire.Do(number, "memory", ["restore", "weights"])
+        assert member.calls.get(timeout=60) == wire.Do(number, "memory", ["restore", "weights"])
         member.send(wire.Done(number, fault))
         leader.wait_for(answered)
         assert (fault is None) == (answered.exception() is None)
@@ -220,7 +220,7 @@ def test_calls_are_answered_or_raise_the_error_of_a_host(together):
     leader.tell_when_lost(told.set)
     member._has_ended = True
     member._connection.close()
-    assert told.wait(10)
+    assert told.wait(60)
     with pytest.raises(EngineDeadError, match=r"host 1 \(.*\) is lost"):
         leader.check()
 
@@ -234,7 +234,7 @@ def test_a_shorter_limit_holds_for_a_message_that_is_waited_for_already():
             time.sleep(0.1)
             connection.limit(0.1)
             with pytest.raises(WireError, match=r"nothing was heard for 0.1 s"):
-                receiving.result(5)
+                receiving.result(60)
         connection.close()
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,16 +17,12 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from tests.helpers import goldens, host_scenario, image_scenario, pictures, rank_scenario, stage_scenario
+from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
-MOST_SECONDS = 10
+MOST_SECONDS = 30
 TOKENS = goldens.golden(host_scenario.NAME).results[0].tokens[:8]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def start(*arguments: str, num_devices: int, errors: Path) -> "subprocess.Popen[str]":
@@ -97,7 +92,7 @@ def test_two_hosts_compute_what_one_device_does_and_end_together(directory, want
     with two_hosts(host_scenario, directory, **layout) as hosts:
         assert wanted[:6] == wanted[6:] and wanted[0] == TOKENS
         assert json.loads(line_of(hosts[0], directory / "host0")) == wanted
-        assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
+        assert [process.wait(60) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
 
 
 def test_stages_on_two_hosts_compute_what_one_device_does(directory):
@@ -111,7 +106,7 @@ def test_stages_on_two_hosts_compute_what_one_device_does(directory):
         assert found.keys() == wanted.keys()
         for name, numbers in wanted.items():
             np.testing.assert_allclose(found[name], numbers, atol=1e-4, err_msg=name)
-        assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
+        assert [process.wait(60) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +119,7 @@ def test_images_on_two_hosts_are_those_of_one_device(tmp_path, layout):
     wanted = [result.tokens for result in pictures.golden(image_scenario.NAME).results]
     with two_hosts(image_scenario, tmp_path, num_devices=1, **layout) as hosts:
         assert json.loads(line_of(hosts[0], tmp_path / "host0")) == [wanted, wanted, wanted, wanted[:1]]
-        assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in tmp_path.glob("host?")]
+        assert [process.wait(60) for process in hosts] == [0, 0], [path.read_text() for path in tmp_path.glob("host?")]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +133,7 @@ def of_one_device(directory):
     ("num_devices", "num_ranks", "size", "more"),
     [
         (2, 4, 1, {"enable_eplb": True, "eplb_config": {"window_size": 8, "step_interval": 8, "num_redundant_experts": 4}}),
-        (1, 2, 1, {"speculative_config": rank_scenario.ITSELF}),
+        (1, 2, 1, {"speculative_config": {**rank_scenario.ITSELF, "num_speculative_tokens": 1}}),
     ],
     ids=["two ranks each", "a rank each, with drafts"],
 )
@@ -150,7 +145,7 @@ def test_ranks_on_two_hosts_compute_what_one_device_does(directory, of_one_devic
             assert found.keys() == of_one_device.keys()
             for name, numbers in of_one_device.items():
                 np.testing.assert_allclose(found[name], numbers, atol=1e-4, err_msg=name)
-        assert [process.wait(20) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
+        assert [process.wait(60) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from jaxllm.kv_tiers.host_tier import HostTier
 from tests.helpers import goldens, peft_files
 from tests.helpers.engines import make_core
 from tests.helpers.kv_subscriber import Subscriber
-from tests.kv_events.test_kv_events import NUM_RANKS, free_ports
+from tests.helpers.ports import free_ports
+from tests.kv_events.test_kv_events import NUM_RANKS
 from tests.kv_tiers.test_offloading import Client, make, make_prompts
 
 

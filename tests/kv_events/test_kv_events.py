@@ -1,7 +1,6 @@
 """The events of an engine: addresses of ranks, groups of layers, and what tiers report."""
 
 import random
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,22 +19,10 @@ from jaxllm.request import RequestStatus
 from jaxllm.scheduler_stats import SchedulerStats
 from tests.helpers import goldens
 from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
+from tests.helpers.ports import free_ports
 from tests.helpers.scheduling import make_request, make_scheduler
 
 NUM_RANKS = 3
-
-
-def free_ports(count: int) -> int:
-    """The first of so many unused ports in a row, below those that systems give to connections."""
-    while True:
-        first = random.randrange(10_000, 32_000)
-        if all(map(is_free, range(first, first + count))):
-            return first
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def config_of(port: int, **options: Any) -> EngineConfig:

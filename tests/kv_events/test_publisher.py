@@ -1,7 +1,6 @@
 """Messages over real sockets: what subscribers get, what they can ask for again, and what fails."""
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +13,10 @@ from jaxllm.kv_events import publisher as module
 from jaxllm.kv_events.messages import Batch
 from jaxllm.kv_events.publisher import Publisher
 from jaxllm.kv_events_options import KVEventsConfig
+from tests.helpers.waiting import wait_until
 
 ANY = "tcp://127.0.0.1:*"
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 
 
 @contextmanager
@@ -97,13 +97,6 @@ def test_a_client_of_type_req_gets_the_first_message_of_an_answer() -> None:
         wait_until(lambda: made._next_number == 1)
         client.send((0).to_bytes(8, "big"))
         assert client.recv_multipart() == [b"kv@pod@model", bytes(8), b"7.0"]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_MS / 1000
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Engines whose blocks leave host memory for files: the tokens are those of engines with room for all, also in engines that start later."""
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from jaxllm.kv_tiers.disk.store import DiskStore
 from jaxllm.outputs import EngineCoreOutput
 from tests.helpers.engines import make_core
 from tests.helpers.slow import slow_except
+from tests.helpers.waiting import wait_until
 from tests.kv_tiers.test_offloading import Client, expected, make, make_prompts, tier_of
 
 CASES: list[list[Any]] = [
@@ -38,7 +38,7 @@ def make_with_disk(directory: Path, name: str = "qwen3", num_slots: int = NUM_SL
     tier = tier_of(core)
     tier.contents = tier._stores._contents = Contents(num_slots)
     tier._stores._num_cold = num_slots // 4
-    wait_for(lambda: store_of(core)._folder is not None)
+    wait_until(lambda: store_of(core)._folder is not None)
     return core
 
 
@@ -48,19 +48,12 @@ def store_of(core: EngineCore) -> DiskStore:
     return store
 
 
-def wait_for(is_so: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.005)
-
-
 def write_all(core: EngineCore, prompts: list[list[int]], wanted: list[list[int]]) -> None:
     """Run the prompts until much of them is in files."""
     client = Client(core, prompts)
     for _ in range(3):
         assert client.run() == wanted
-        wait_for(lambda: store_of(core)._num_queued_writes == 0)
+        wait_until(lambda: store_of(core)._num_queued_writes == 0)
 
 
 class CountingClient(Client):
@@ -123,7 +116,7 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
         core = make_with_disk(tmp_path / "kv", load_format="dummy", seed=seed)
         Client(core, prompts).run()
         Client(core, make_prompts(8, seed=5)).run()
-        wait_for(lambda core=core: store_of(core)._num_queued_writes == 0)
+        wait_until(lambda core=core: store_of(core)._num_queued_writes == 0)
         assert (core.stats().num_disk_writes > 0) and (seed == 2 or len(list((tmp_path / "kv").iterdir())) <= 4)
         core.shutdown()
 
@@ -154,7 +147,7 @@ def test_a_reset_during_sleep_does_not_settle_which_weights_contents_are_of(tmp_
     core = make_with_disk(tmp_path / "kv")
     core.sleep(2)
     assert core.reset_prefix_cache(reset_external=True)
-    wait_for(lambda: store_of(core)._folder is not None)
+    wait_until(lambda: store_of(core)._folder is not None)
     core.wake_up()
     assert store_of(core)._folder is None, "the weights are looked at again"
     core.shutdown()
@@ -171,16 +164,16 @@ def test_sleep_keeps_files_and_a_reset_of_external_contents_does_not(tmp_path: P
         core.wake_up()
         before = core.stats().num_disk_reads
         store_of(core).find([b""])  # opens the directory again
-        wait_for(lambda: store_of(core)._folder is not None)
+        wait_until(lambda: store_of(core)._folder is not None)
         assert store_of(core)._names
         write_all(core, prompts, wanted)
         assert core.stats().num_disk_reads > before
     assert core.reset_prefix_cache()
     store_of(core).find([b""])
-    wait_for(lambda: store_of(core)._folder is not None)
+    wait_until(lambda: store_of(core)._folder is not None)
     assert store_of(core)._names
     assert core.reset_prefix_cache(reset_external=True)
-    wait_for(lambda: store_of(core)._folder is not None)
+    wait_until(lambda: store_of(core)._folder is not None)
     before = core.stats().num_disk_reads
     assert not store_of(core)._names and Client(core, prompts[:1]).run() == wanted[:1]
     assert core.stats().num_disk_reads == before

@@ -37,7 +37,8 @@ NUM_BLOCKS = 20
 
 def make(name: str, **options: Any) -> EngineCore:
     """An engine with few blocks and a tier that loads whatever it can."""
-    core = make_core(name, **{"kv_offloading_size": 0.02, "num_gpu_blocks_override": NUM_BLOCKS, **options})
+    options = {"kv_offloading_size": 0.02, "num_gpu_blocks_override": NUM_BLOCKS, **options}
+    core = make_core(name, shares_programs=True, **options)
     tier_of(core)._worth, tier_of(core)._min_tokens = AlwaysWorth(), 1
     return core
 
@@ -102,7 +103,7 @@ class Client:
 
 def expected(name: str, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
     """The tokens of an engine without a tier, with room for all."""
-    core = make_core(name, **{**options, "num_gpu_blocks_override": 200})
+    core = make_core(name, shares_programs=True, **{**options, "num_gpu_blocks_override": 200})
     try:
         return Client(core, prompts).run()
     finally:

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxllm.kv_tiers.own.own_store import MAX_FAILURES, OwnStore
 from jaxllm.kv_tiers.slot_store import Transfer
 from jaxllm.scheduler_stats import STORE_CALLS
 from tests.helpers.fake_engine_core import fake_stats
+from tests.helpers.waiting import wait_until
 
 A, B = b"a" * 32, b"b" * 32
 NO_CLASS = "model"
@@ -106,17 +107,10 @@ class Driven:
         return list(self.end(number).is_right)
 
     def end(self, number: int) -> Transfer:
-        assert self.is_over.acquire(timeout=10)
+        assert self.is_over.acquire(timeout=60)
         (transfer,) = self.store.finished()
         assert transfer.number == number
         return transfer
-
-    def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for what threads do."""
-        deadline = time.monotonic() + 10
-        while not holds():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
 
 
 @pytest.fixture(autouse=True)
@@ -170,14 +164,14 @@ def test_contents_of_other_models_and_weights_are_not_found(driven: Driven) -> N
     other.store.close()
     driven.store.reset(external=False)
     assert not driven.store.find([A]), "the weights may be others"
-    driven.until(lambda: bool(driven.store.find([A])))
+    wait_until(lambda: bool(driven.store.find([A])))
     driven.store._describe = lambda: {"model": "new weights"}
     driven.store.reset(external=False)
     assert not driven.store.write(2, [A], [1])
-    driven.until(lambda: driven.store._prefix is not None)
+    wait_until(lambda: driven.store._prefix is not None)
     assert not driven.store.find([A]) and DictStore.contents
     driven.store.reset(external=True)
-    driven.until(lambda: not DictStore.contents)
+    wait_until(lambda: not DictStore.contents)
 
 
 def test_roles_say_who_reads_and_writes(driven: Driven) -> None:
@@ -192,7 +186,7 @@ def test_roles_say_who_reads_and_writes(driven: Driven) -> None:
 def test_what_is_wrong_is_dropped(driven: Driven) -> None:
     driven.write(1, [A], [1])
     driven.store.discard([A])
-    driven.until(lambda: not DictStore.contents)
+    wait_until(lambda: not DictStore.contents)
 
 
 @pytest.mark.parametrize("damage", ["mixed up", "not written", "no answer"])
@@ -258,7 +252,7 @@ def test_a_transfer_that_takes_too_long_is_given_up_and_touches_no_slot_later() 
     driven.own.held.clear()
     driven.store.read(2, [A, A], [2, 3])
     found: list[Transfer] = []
-    driven.until(lambda: bool(found.extend(driven.store.finished()) or found))
+    wait_until(lambda: bool(found.extend(driven.store.finished()) or found))
     assert [transfer.number for transfer in found] == [2] and found[0].is_right == [False, False]
     assert not driven.store.find([A]), "a store that hangs is left alone for a while"
     driven.own.held.set()
@@ -274,7 +268,7 @@ def test_weights_that_were_not_looked_at_because_calls_hang_are_looked_at_later(
     with monkeypatch.context() as patched:
         patched.setattr(driven.store._writers, "submit", lambda task: task.end(CancelledError(), 0.0))
         assert not driven.store.find([A])
-    driven.until(lambda: list(driven.store.find([A])) == [A])
+    wait_until(lambda: list(driven.store.find([A])) == [A])
 
 
 def test_writes_that_pile_up_are_refused_and_hold_up_no_reads(driven: Driven) -> None:
@@ -287,7 +281,7 @@ def test_writes_that_pile_up_are_refused_and_hold_up_no_reads(driven: Driven) ->
     assert driven.read(1000, [A], [2]) == [False]
     held.set()
     over: list[Transfer] = []
-    driven.until(lambda: bool(over.extend(driven.store.finished()) or len(over) == accepted))
+    wait_until(lambda: bool(over.extend(driven.store.finished()) or len(over) == accepted))
     assert driven.store.write(1001, [A], [1])
 
 

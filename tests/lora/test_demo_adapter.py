@@ -5,7 +5,7 @@ import pytest
 from jaxllm import LLM, LoRARequest, SamplingParams
 from scripts.demo_data import pirate, scoring, tasks
 
-NUM_QUESTIONS = 40
+NUM_QUESTIONS = 24
 SIZES = {"max_num_seqs": 16, "max_model_len": 512, "token_buckets": (512,), "decode_buckets": (16,)}
 
 

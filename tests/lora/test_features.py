@@ -53,7 +53,7 @@ def answers(llm: LLM, adapter: LoRARequest | None, kinds: Iterable[str] = tuple(
         (
             "qwen3_moe",
             64,
-            {"num_gpu_blocks_override": 40, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            {"num_gpu_blocks_override": 40, "speculative_config": {"method": "ngram", "num_speculative_tokens": 1}},
         ),
     ],
     ids=lambda value: str(value) if not isinstance(value, dict) else "",

@@ -252,8 +252,7 @@ def test_a_scale_of_a_plain_head_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("quantization_config", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'; supported: .*fp8"),
-        ({"quant_method": "gptq"}, "'gptq'; supported"),
+        ({"quant_method": "quark"}, "quant_method 'quark'; supported: "),
         (DYNAMIC | {"format": "pack-quantized"}, "format pack-quantized, 8 bits of type float"),
         (DYNAMIC | {"config_groups": {}}, "0 config_groups"),
         ({"quant_method": "fp8", "activation_scheme": "sometimes"}, "'sometimes', must be dynamic or static"),
@@ -285,6 +284,19 @@ def test_converted_checkpoints_of_blocks_load_again(tmp_path, quantization):
     assert orbax.is_checkpoint(tmp_path / "output")
     config, state = load(tmp_path / "output")
     assert [format.computes for format in config.formats] == ([True] if quantization else [])
+    assert_equal(state, load(source, quantization=quantization)[1])
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_scales_of_the_cache_stay_where_weights_become_others(tmp_path, quantization):
+    more = {"model.layers.0.self_attn.k_scale": np.array([0.5], np.float32)}
+    given = {"quant_method": "fp8", "weight_block_size": [32, 32], "kv_cache_scheme": {**NUMBER, "strategy": "tensor"}}
+    source = write(tmp_path / "source", given, per_block, more=more)
+    script = Path(__file__).parent.parent.parent / "scripts" / "convert_checkpoint.py"
+    runpy.run_path(str(script))["convert"](source, tmp_path / "output", "float32", quantization)
+    config, state = load(tmp_path / "output")
+    assert config.kv_cache_dtype == "float8_e4m3fn" and config.kv_format is not None
+    np.testing.assert_array_equal(state["blocks"][0]["attention"]["kv_scale"][...], [0.5, 1])
     assert_equal(state, load(source, quantization=quantization)[1])
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -21,7 +20,7 @@ from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization.formats import read_formats
 from jaxllm.weight_format import Options
 from tests.helpers import goldens
-from tests.helpers.quantized import answer, assert_equal, assert_near, by_path, load, write
+from tests.helpers.quantized import answer, assert_equal, assert_near, by_path, load, rounded, words, write
 from tests.helpers.slow import slow_except
 
 
@@ -37,29 +36,6 @@ def described(bits=4, group=32, symmetric=True, form="pack-quantized", **changed
         "ignore": ["lm_head"],
         **changed,
     }
-
-
-def words(codes, bits):
-    """int32 [N, ceil(K · bits / 32)] of codes [N, K], the first in the lowest bits."""
-    per_word = 32 // bits
-    padded = np.pad(codes.astype(np.uint32), ((0, 0), (0, -codes.shape[1] % per_word)))
-    shifted = padded.reshape(len(codes), -1, per_word) << np.arange(0, 32, bits, dtype=np.uint32)
-    return shifted.sum(-1, dtype=np.uint32).view(np.int32)
-
-
-def rounded(weight, bits=4, group=32, symmetric=True):
-    """(codes, scale, zero) of a weight, by group."""
-    values = weight.reshape(len(weight), -1, group or weight.shape[1])
-    most = 2**bits - 1
-    if symmetric:
-        scale, zero = np.abs(values).max(-1, keepdims=True) / (most / 2), np.full((*values.shape[:2], 1), 2.0 ** (bits - 1))
-    else:
-        low, high = np.minimum(values.min(-1, keepdims=True), 0), np.maximum(values.max(-1, keepdims=True), 0)
-        scale = (high - low) / most
-        zero = np.round(-low / scale)
-    scale = scale.astype(ml_dtypes.bfloat16)
-    codes = np.clip(np.round(values / scale.astype(np.float32)) + zero, 0, most)
-    return codes.astype(np.uint8), scale, zero.astype(np.uint8)
 
 
 def packed(bits=4, group=32, symmetric=True):
@@ -259,7 +235,7 @@ def test_modules_of_several_groups_are_stored_each_in_its_own_way(tmp_path, capl
     plain = write(tmp_path / "plain", None, lambda name, weight: widened(*form_of(name))(name, weight), also=also)
     with caplog.at_level("INFO", logger="jaxllm"):
         state = load(stored, tensor_parallel_size=2)[1]
-    assert "uint8b128" in caplog.text and "activations of 8 bits, which stay float32" in caplog.text
+    assert "uint8b128" in caplog.text and "quantised activations, which stay float32" in caplog.text
     wanted = by_path(load(plain, tensor_parallel_size=2)[1])
     for name in ("head.weight", "embedding.weight"):
         np.testing.assert_array_equal(by_path(state)[name], wanted[name])

@@ -20,4 +20,4 @@ def test_a_registered_format_takes_its_values_of_options(registered, kind):
 def test_vllms_names_of_formats_that_can_be_read_are_not_refused():
     assert not any(VALUES["quantization"][name].refused for name in STORED)
     assert not VALUES["quantization"].keys() & ONLINE.keys()
-    assert VALUES["quantization"]["awq"].refused
+    assert VALUES["quantization"]["quark"].refused

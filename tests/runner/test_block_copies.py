@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from jaxllm.cache_spec import CacheArray, CacheLayout
+from jaxllm.config import EngineConfig
 from jaxllm.device_ops import FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.runner.features.block_copies import arena as arena_module
 from jaxllm.runner.features.block_copies import cuda
@@ -25,7 +27,8 @@ from jaxllm.runner.features.block_copies.format import BlockFormat, checksums
 from jaxllm.runner.features.block_copies.programs import Gather
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.scheduler_output import SchedulerOutput
-from tests.helpers.engines import make_core
+from tests.helpers import goldens
+from tests.helpers.engines import SMALL
 from tests.helpers.scheduling import make_request
 from tests.helpers.slow import slow_except
 
@@ -39,6 +42,13 @@ CASES: list[list[Any]] = [
     ["deepseek_v3", {"dtype": "bfloat16"}],  # latents
     ["deepseek_v3", {"tensor_parallel_size": 2}],  # latents, copied
 ]
+
+
+def make_core(name: str, **options: Any) -> EngineCore:
+    """An engine with a tier, which compiles what it runs."""
+    model = str(goldens.golden(name).directory)
+    size = {"kv_offloading_size": 0.002, "num_gpu_blocks_override": NUM_BLOCKS, "warmup": "lazy"}
+    return EngineCore(EngineConfig.from_options(**{**SMALL, "model": model, **size, **options}))
 
 
 class Copied:
@@ -78,8 +88,7 @@ class Copied:
 @pytest.fixture(params=slow_except(CASES[:1], CASES), scope="module", ids=str)
 def copied(request: pytest.FixtureRequest) -> Iterator[Copied]:
     name, options = request.param
-    size = {"kv_offloading_size": 0.002, "num_gpu_blocks_override": NUM_BLOCKS, "warmup": "lazy"}
-    core = make_core(name, **{**size, **options})
+    core = make_core(name, **options)
     try:
         yield Copied(core.runner, np.random.default_rng(0))
     finally:
@@ -427,7 +436,7 @@ def test_memory_that_cannot_be_locked_is_given_back(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_has_ended_ends_the_engine() -> None:
-    core = make_core("qwen3", kv_offloading_size=0.002, num_gpu_blocks_override=NUM_BLOCKS, warmup="lazy")
+    core = make_core("qwen3")
     copier = core.runner.op_runner(GatherBlocks)
     copier._threads[1]._calls.put(("no call", None))
     copier._threads[1]._thread.join()
@@ -439,7 +448,7 @@ def test_a_thread_that_has_ended_ends_the_engine() -> None:
 
 
 def test_host_memory_is_given_back_at_the_end() -> None:
-    core = make_core("qwen3", kv_offloading_size=0.002, num_gpu_blocks_override=NUM_BLOCKS, warmup="lazy")
+    core = make_core("qwen3")
     memory = weakref.ref(core.runner.op_runner(GatherBlocks).arena.words)
     core.shutdown()
     assert memory() is None, "the engine's objects may live on"

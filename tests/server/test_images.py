@@ -16,6 +16,7 @@ from PIL import Image
 
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import MediaFetchError
+from jaxllm.media import Media
 from jaxllm.media.addresses import MediaReader
 from jaxllm.media.fetch import MediaFetcher
 from jaxllm.request import EngineCoreRequest
@@ -429,18 +430,23 @@ def test_hostile_servers_cost_their_own_request_alone(directory: Path, monkeypat
             while path == b"/endless" and not writer.is_closing():
                 writer.write(bytes(65536))
                 await writer.drain()
-            await asyncio.sleep(5.0 if path == b"/slow" else 0.0)
+            await asyncio.sleep(60 if path == b"/slow" else 0)
             writer.write(RED)
         writer.close()
 
+    made: list[MediaFetcher] = []
+
     def fetcher(domains: list[str], **options: Any) -> MediaFetcher:
         addresses = {"images.example": ["127.0.0.1"], "inside.example": ["127.0.0.2"]}
-        return MediaFetcher(
-            domains,
-            look_up=lambda host, port: addresses[host],
-            is_public=lambda address: str(address) == "127.0.0.1",
-            **options,
+        made.append(
+            MediaFetcher(
+                domains,
+                look_up=lambda host, port: addresses[host],
+                is_public=lambda address: str(address) == "127.0.0.1",
+                **options,
+            )
         )
+        return made[-1]
 
     monkeypatch.setattr("jaxllm.media.fetch.MediaFetcher", fetcher)
     core = seeing_core(directory, allowed_media_domains=["*"], mm_fetch_timeout=0.3, mm_max_image_bytes=1 << 20)
@@ -450,7 +456,10 @@ def test_hostile_servers_cost_their_own_request_alone(directory: Path, monkeypat
 
         def ask(host: str, path: str) -> tuple[int, str]:
             url = f"http://{host}:{port}/{path}"
-            reply = client.chat(messages=user({"type": "image_url", "image_url": {"url": url}}))
+            with monkeypatch.context() as patch:
+                if path != "slow":  # the others are right or wrong however long they take
+                    patch.setattr(made[0], "_seconds", 60.0)
+                reply = client.chat(messages=user({"type": "image_url", "image_url": {"url": url}}))
             return reply.status_code, reply.text
 
         for host, path, status, told in (
@@ -572,16 +581,23 @@ def test_preparation_ends_with_more_tokens_than_a_prompt_has(directory: Path) ->
 def test_images_of_one_client_do_not_hold_up_anothers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = seeing_core(directory, max_model_len=5000)
     with AsyncLLM(core=core) as engine, Client(create_app(engine, options(api_key=["one", "two"]))) as client:
-        processor = engine.input_processor.media._processor
+        media = engine.input_processor.media
+        processor = media._processor
         assert processor is not None
-        process, is_free, prepared = processor.process, threading.Event(), []
+        process, submit, is_free, prepared, submitted = processor.process, media.process, threading.Event(), [], []
 
         def slow(media: Any, *arguments: Any) -> Any:
-            is_free.wait(10)
+            is_free.wait()
             prepared.append(media.data)
             return process(media, *arguments)
 
+        def watched(items: Any, *arguments: Any) -> Any:
+            futures = submit(items, *arguments)
+            submitted.extend(item.data for item in items if isinstance(item, Media))
+            return futures
+
         monkeypatch.setattr(processor, "process", slow)
+        monkeypatch.setattr(media, "process", watched)
 
         async def run() -> list[int]:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(client.app), base_url="http://localhost") as http:
@@ -593,9 +609,11 @@ def test_images_of_one_client_do_not_hold_up_anothers(directory: Path, monkeypat
                     return reply.status_code
 
                 many = asyncio.ensure_future(ask("one", *(file_of(64 + place) for place in range(30))))
-                await asyncio.sleep(0.2)
+                while not submitted:
+                    await asyncio.sleep(0.001)
                 other = asyncio.ensure_future(ask("two", BLUE))
-                await asyncio.sleep(0.2)
+                while BLUE not in submitted:
+                    await asyncio.sleep(0.001)
                 is_free.set()
                 return [await many, await other]
 

@@ -23,8 +23,9 @@ from server.routes.page import page_replies
 from tests.helpers.browser import PHONE, SMALL_PHONE, Browser, programs
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.live_server import LiveServer
+from tests.helpers.ports import free_port
 from tests.helpers.scripted_core import fake_core
-from tests.helpers.serve_processes import free_port, serving
+from tests.helpers.serve_processes import serving
 from tests.helpers.served_core import SLOW_FACTORY
 from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
 

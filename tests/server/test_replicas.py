@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from jaxllm.replicas.core import STALL_POLL_SECONDS
-from tests.helpers.serve_processes import ServerProcess, is_alive, serving, wait_until
+from tests.helpers.serve_processes import ServerProcess, is_alive, serving
 from tests.helpers.tiny_tokenizers import write_tokenizer
+from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +38,9 @@ def by_replica(client: httpx.Client, metric: str) -> dict[str, float]:
 
 
 def test_requests_are_spread_and_control_calls_reach_every_replica(model: Path, tmp_path: Path) -> None:
-    options = {**OPTIONS, "enable_dev_endpoints": True, "stall_timeout": 1.0}
+    options = {**OPTIONS, "enable_dev_endpoints": True, "stall_timeout": 3.0}
     with serving(model, tmp_path, **options) as server, server.wait_ready().client() as client:
-        assert states(client) == ["serving"] * 3
+        wait_until(lambda: states(client) == ["serving"] * 3, "not all serve")
         assert len(server.children("engine")) == 3
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             replies = list(pool.map(lambda _: client.post("/v1/completions", json={**SHORT, "n": 2}), range(12)))
@@ -69,7 +70,7 @@ def test_requests_are_spread_and_control_calls_reach_every_replica(model: Path, 
         time.sleep(STALL_POLL_SECONDS)
         assert client.get("/ready").status_code == 200 and client.get("/health").json()["status"] == "serving"
         for _ in range(6):
-            assert client.post("/v1/completions", json=SHORT, timeout=10).status_code == 200, "it gets new requests"
+            assert client.post("/v1/completions", json=SHORT, timeout=30).status_code == 200, "it gets new requests"
         os.kill(still, signal.SIGCONT)
         wait_until(lambda: states(client) == ["serving"] * 3, "it does not serve again")
 

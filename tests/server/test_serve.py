@@ -14,16 +14,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.serve_processes import is_alive, serving, wait_until
+from tests.helpers.serve_processes import is_alive, serving
 from tests.helpers.served_core import SLOW_FACTORY
 from tests.helpers.tiny_tokenizers import write_tokenizer
+from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 PROMPT = {"model": "model", "prompt": "hi", "max_tokens": 50}
 ENDLESS = {"model": "model", "prompt": "hi", "max_tokens": 15_000, "ignore_eos": True, "stream": True}
-PROMPTLY = 10.0
-"""Seconds. A machine that has nothing else to do takes a tenth of it."""
+PROMPTLY = 25.0
+"""Seconds, less than running requests get by default. A machine that has nothing else to do takes a tenth of it."""
 OPTIONS = {"served_model_name": ["model"], "web": False}
 
 

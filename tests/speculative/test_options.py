@@ -84,7 +84,7 @@ def config_of(model: str | None, revision: str | None) -> dict[str, Any]:
         ({"draft_sample_method": "greedy"}, "draft_sample_method is set, but it is for draft_model, eagle, eagle3 or mtp"),
         ({**DRAFT, "draft_sample_method": "best"}, "draft_sample_method is 'best', must be one of greedy, probabilistic"),
         ({**DRAFT, "prompt_lookup_max": 3}, "prompt_lookup_max is set, but it is for ngram, and the method is draft_model"),
-        ({**DRAFT, "quantization": "awq"}, "quantization is 'awq', must be one of fp8"),
+        ({**DRAFT, "quantization": "awq"}, "quantization is 'awq', must be one of "),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min is 4, must be at most prompt_lookup_max, which is 3"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min is 0, must be at least 1"),
         ({"prompt_lookup_max": -2}, "prompt_lookup_max is -2, must be at least 1"),

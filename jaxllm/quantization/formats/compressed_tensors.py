@@ -1,26 +1,31 @@
-"""Integer weights as compressed-tensors writes them: packed in words of 32 bits, or plain int8.
+"""Weights as compressed-tensors writes them: integers packed in words of 32 bits, plain int8, and floats of 4 and 8 bits.
 
-Source: github.com/vllm-project/compressed-tensors.
+Those that are all computed in fp8 are read by `fp8.Fp8`. Source: github.com/vllm-project/compressed-tensors.
 """
 
-from collections.abc import Collection, Mapping
+import functools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from jaxllm.errors import ModelLoadError
+from jaxllm.quantization.formats.fp8 import read_block
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
-from jaxllm.quantization.formats.packed import PART, PackedFormat
+from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale, parts_by_module
 from jaxllm.quantization.formats.patterns import matches, read_names
-from jaxllm.quantization.numbers import NUMBERS, Scheme
+from jaxllm.quantization.numbers import NUMBERS, NVFP4, Number, Scheme
 from jaxllm.weight_format import Expected, Files, Options, WeightFormat
 
-if TYPE_CHECKING:
-    from jaxllm.model_config import ModelConfig
-
 PACKED, INTEGERS = "pack-quantized", ("int-quantized", "naive-quantized")
+FLOATS = {"nvfp4-pack-quantized": NVFP4, "mxfp4-pack-quantized": Scheme("e2m1", 32, scale_type="uint8")}
+FLOATS["mxfp8-quantized"] = Scheme("e4m3", 32, scale_type="uint8")
+"""Schemes of floats, by format."""
+FP8 = ("float-quantized", "naive-quantized")
 SCALE_TYPES = {"bfloat16": ("BF16",), "float16": ("F16",), "float32": ("F32", "BF16", "F16")}
+SCALE_TYPES |= {"float8_e4m3fn": ("F8_E4M3",), "uint8": ("U8",)}
 """Types of stored scales, safetensors' names, that are kept exactly in a type."""
 _WORD_BITS = 32
 
@@ -32,25 +37,23 @@ class Group:
     targets: tuple[str, ...]
     """Parts of names of modules, regular expressions that begin with `re:`, and names of classes."""
     scheme: Scheme
-    per_tensor: bool = False
-    """One scale is stored, of all outputs."""
+    rows: int | None = 1
+    """Outputs that share scales; None: the whole weight has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedTensors(PackedFormat):
-    """Integers of 4 or 8 bits with a scale, and perhaps the code of zero, per group, output channel or tensor."""
+    """Integers or floats of 4 or 8 bits with a scale, and perhaps the code of zero, per group, block, output channel or tensor."""
 
     groups: tuple[Group, ...]
     ignored: tuple[str, ...] = ()
     """Modules that are not quantised, in the form of targets."""
     kv_cache: bool = False
     activations: bool = False
-    """The checkpoint was made for activations of 8 bits. They stay in the model's type, which is more exact."""
+    """The checkpoint was made for quantised activations. They stay in the model's type, which is more exact."""
 
-    supported: ClassVar[str] = (
-        "int4 and int8 weights of quant_method compressed-tensors (formats pack-quantized, int-quantized and naive-quantized)"
-    )
-    unused: ClassVar[str] = rf"\.(weight_shape|input_scale|input_zero_point|{UNUSED})$"
+    supported: ClassVar[str] = "int4, int8, fp8, nvfp4, mxfp4 and mxfp8 weights of quant_method compressed-tensors"
+    unused: ClassVar[str] = rf"\.(weight_shape|input_scale|input_zero_point|input_global_scale|{UNUSED})$"
 
     @property
     def kv_scales(self) -> WeightFormat | None:
@@ -58,9 +61,8 @@ class CompressedTensors(PackedFormat):
 
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:
-        return given.get("quant_method") == "compressed-tensors" and any(
-            group.get("weights", {}).get("type") == "int" for group in _groups(given)
-        )
+        groups = _groups(given)
+        return given.get("quant_method") == "compressed-tensors" and (len(groups) > 1 or not all(map(is_fp8, groups)))
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
@@ -75,63 +77,74 @@ class CompressedTensors(PackedFormat):
             activations=any(group.get("input_activations") for group in groups),
         )
 
-    def scheme(self, module: str) -> Scheme | None:
-        group = self._group(module)
-        return None if group is None else group.scheme
+    @functools.cached_property
+    def _found(self) -> dict[str, Group | None]:
+        return {}
 
     def _group(self, module: str) -> Group | None:
         """The first group with a target that names a module, else the first with its class; None: it is not quantised."""
-        of_class = _class_of(module)
-        if any(matches(pattern, module) or pattern == of_class for pattern in self.ignored):
+        if module not in self._found:
+            self._found[module] = self._find_group(module)
+        return self._found[module]
+
+    def _find_group(self, module: str) -> Group | None:
+        if any(matches(pattern, module) or pattern == _class_of(module) for pattern in self.ignored):
             return None
         named = (group for group in self.groups if any(matches(target, module) for target in group.targets))
-        return next(named, None) or next((group for group in self.groups if of_class in group.targets), None)
+        of_class = (group for group in self.groups if _class_of(module) in group.targets)
+        return next(named, None) or next(of_class, None)
+
+    def scheme(self, module: str) -> Scheme | None:
+        group = self._group(module)
+        return None if group is None else group.scheme
 
     def told(self, dtype: str) -> str:
         kinds = ", ".join(dict.fromkeys(str(group.scheme) for group in self.groups))
         if not self.computes:
             return f"the checkpoint's weights ({kinds}) become {dtype}"
         activations = (
-            f"; it was made for activations of 8 bits, which stay {dtype}: that is more exact" if self.activations else ""
+            f"; it was made for quantised activations, which stay {dtype}: that is more exact" if self.activations else ""
         )
         return f"weights as the checkpoint has them ({kinds}){activations}"
 
-    def unrestorable(self, names: Collection[str]) -> str:
-        is_packed = any(name.endswith(".codes") for name in names)
-        if is_packed == self.computes:
-            return ""
-        if is_packed:
-            return "holds packed weights, which are widened only while a checkpoint is read; leave --dequantize out"
-        return "holds an orbax checkpoint without packed weights; convert the original again with scripts/convert_checkpoint.py"
-
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
-        group = self._of_module(module)
-        scheme, number = group.scheme, NUMBERS[group.scheme.number]
-        num_groups = num_inputs // (scheme.group or num_inputs)
-        scales = SCALE_TYPES[scheme.scale_type]
-        other = f'config.json says {scheme.scale_type}: set --dtype, and --hf-overrides \'{{"dtype": "float32"}}\''
-        if number.code_type == "int8":
-            found = {"weight": Expected((num_outputs, num_inputs), ("I8",))}
+        group, scheme, number = self._of_module(module)
+        num_groups = math.ceil(num_inputs / (scheme.group or num_inputs))
+        packed = num_inputs // number.per_value
+        if number.code_type != "uint8":
+            codes = {"int8": ("I8",), "float8_e4m3fn": ("F8_E4M3",)}
+            found = {"weight": Expected((num_outputs, packed), codes[number.code_type])}
+        elif scheme.number == "e2m1":
+            found = {"weight_packed": Expected((num_outputs, packed), ("U8",))}
         else:
             per_word = _WORD_BITS // number.bits
             found = {"weight_packed": Expected((num_outputs, -(-num_inputs // per_word)), ("I32",))}
             if scheme.zeros:
                 found["weight_zero_point"] = Expected((-(-num_outputs // per_word), num_groups), ("I32",))
-        found["weight_scale"] = Expected((1,) if group.per_tensor else (num_outputs, num_groups), scales, other)
+        shape = (1,) if group.rows is None else (math.ceil(num_outputs / group.rows), num_groups)
+        types, other = SCALE_TYPES[scheme.scale_type], ""
+        if scheme.group is not None and scheme.number not in ("e2m1", "e4m3"):
+            other = f'config.json says {scheme.scale_type}: set --dtype, and --hf-overrides \'{{"dtype": "float32"}}\''
+        found["weight_scale"] = Expected(shape, types, other)
+        if scheme.factor:
+            found["weight_global_scale"] = Expected((1,), ("F32",))
         return {f"{module}.{name}": expected for name, expected in found.items()}
 
     def part(self, name: str, module: str, num_outputs: int, num_inputs: int, files: Files) -> np.ndarray:
-        group = self._of_module(module)
-        number = NUMBERS[group.scheme.number]
+        group, scheme, number = self._of_module(module)
         if name == "scale":
-            scale = files.tensor(f"{module}.weight_scale")
-            return np.broadcast_to(scale, (num_outputs, 1)) if group.per_tensor else scale
+            scale = float_scale(files, f"{module}.weight_scale")
+            if group.rows is None:
+                return np.broadcast_to(scale, (num_outputs, 1))
+            return scale if group.rows == 1 else scale[np.arange(num_outputs) // group.rows]
+        if name == "factor":
+            return np.broadcast_to(np.float32(1) / float_factor(files, f"{module}.weight_global_scale"), num_outputs)
         if name == "zero":
             words = files.tensor(f"{module}.weight_zero_point")
             shifts = np.arange(0, _WORD_BITS, number.bits, dtype=np.int32)[:, None]
             codes = (words[:, None] >> shifts & 2**number.bits - 1).astype(np.uint8)
             return codes.reshape(-1, words.shape[1])[:num_outputs]
-        if number.code_type == "int8":
+        if number.code_type != "uint8":
             return files.tensor(f"{module}.weight")
         shape = f"{module}.weight_shape"
         if shape in files.entries and files.tensor(shape).tolist() != [num_outputs, num_inputs]:
@@ -139,35 +152,29 @@ class CompressedTensors(PackedFormat):
         # Codes lie in a word from its lowest bits on, so bytes hold them in order.
         return files.tensor(f"{module}.weight_packed").view(np.uint8)[:, : num_inputs // number.per_value]
 
-    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
-        return given if self.computes else None
-
     def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        parts: dict[str, dict[str, np.ndarray]] = {}
-        written: dict[str, np.ndarray] = {}
-        for name, array in tensors.items():
-            weight, _, part = name.partition(PART)
-            if part:
-                parts.setdefault(weight, {})[part] = array
-            else:
-                written[name] = array
-        for weight, arrays in parts.items():
-            codes, group = arrays["codes"], self._of_module(weight.removesuffix(".weight"))
-            number = NUMBERS[group.scheme.number]
-            written[f"{weight}_scale"] = arrays["scale"][0] if group.per_tensor else arrays["scale"]
-            if number.code_type == "int8":
+        written, parts = parts_by_module(tensors)
+        for module, arrays in parts.items():
+            group, scheme, number = self._of_module(module)
+            codes, scale, weight = arrays["codes"], arrays["scale"], f"{module}.weight"
+            written[f"{weight}_scale"] = scale[:1, 0] if group.rows is None else scale[:: group.rows]
+            if "factor" in arrays:
+                written[f"{weight}_global_scale"] = 1 / arrays["factor"][:1]
+            if number.code_type != "uint8":
                 written[weight] = codes
-                continue
-            written[f"{weight}_packed"] = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4))).view(np.int32)
-            written[f"{weight}_shape"] = np.array([len(codes), codes.shape[1] * number.per_value])
+            elif scheme.number == "e2m1":
+                written[f"{weight}_packed"] = codes
+            else:
+                written[f"{weight}_packed"] = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4))).view(np.int32)
+                written[f"{weight}_shape"] = np.array([len(codes), codes.shape[1] * number.per_value])
             if "zero" in arrays:
                 written[f"{weight}_zero_point"] = _in_words(arrays["zero"], number.bits)
         return written
 
-    def _of_module(self, module: str) -> Group:
+    def _of_module(self, module: str) -> tuple[Group, Scheme, Number]:
         group = self._group(module)
         assert group is not None
-        return group
+        return group, group.scheme, NUMBERS[group.scheme.number]
 
 
 def _in_words(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -189,14 +196,32 @@ def _groups(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [group for group in found if isinstance(group, Mapping) and isinstance(group.get("weights") or {}, Mapping)]
 
 
+def is_fp8(group: Mapping[str, Any]) -> bool:
+    """Whether products of an element of config_groups are computed in fp8, or its weights have a scale per block."""
+    weights = group.get("weights") or {}
+    of_block = weights.get("strategy") == "block"
+    return (weights.get("type"), weights.get("num_bits")) == ("float", 8) and (
+        of_block or (weights.get("strategy") in ("tensor", "channel") and bool(group.get("input_activations")))
+    )
+
+
 def _read_group(group: Mapping[str, Any], given: Mapping[str, Any], options: Options, faults: list[str]) -> Group:
-    weights, form = group["weights"], group.get("format") or given.get("format")
+    targets = read_names(group.get("targets"), "targets", faults, "re:")
+    weights, form = group["weights"], str(group.get("format") or given.get("format"))
+    zeros = weights.get("symmetric") is False
+    told = f"{'asymmetric ' * zeros}{weights.get('num_bits')} bits of type {weights.get('type')}, format {form}"
+    read = _read_integers if weights.get("type") == "int" else _read_floats
+    scheme, rows = read(weights, form, told, options, faults)
+    return Group(targets, scheme, rows)
+
+
+def _read_integers(
+    weights: Mapping[str, Any], form: str, told: str, options: Options, faults: list[str]
+) -> tuple[Scheme, int | None]:
     bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
     zeros = weights.get("symmetric") is False
-    told = f"{bits} bits of type {weights.get('type')}, format {form}"
-    if weights.get("type") != "int" or form not in (PACKED, *INTEGERS) or (form in INTEGERS and (zeros or bits != 8)):
-        kind = "asymmetric " if zeros else ""
-        faults.append(f"the weights are quantised with compressed-tensors ({kind}{told}); {options.supported}")
+    if form not in (PACKED, *INTEGERS) or (form in INTEGERS and (zeros or bits != 8)):
+        faults.append(f"the weights are quantised with compressed-tensors ({told}); {options.supported}")
     elif bits not in (4, 8):
         faults.append(f"the weights have {told}, of which codes cross words; supported: 4 and 8 bits")
     if strategy not in ("group", "channel", "tensor"):
@@ -211,5 +236,24 @@ def _read_group(group: Mapping[str, Any], given: Mapping[str, Any], options: Opt
         )
     number = ("int4" if bits == 4 else "uint8b128") if form == PACKED else "int8"
     scale_type = options.stored_dtype if has_groups else "float32"
-    targets = read_names(group.get("targets"), "targets", faults, "re:")
-    return Group(targets, Scheme(number, size if has_groups else None, zeros, scale_type=scale_type), strategy == "tensor")
+    return Scheme(number, size if has_groups else None, zeros, scale_type=scale_type), None if strategy == "tensor" else 1
+
+
+def _read_floats(
+    weights: Mapping[str, Any], form: str, told: str, options: Options, faults: list[str]
+) -> tuple[Scheme, int | None]:
+    bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
+    scheme = FLOATS.get(form, Scheme("e4m3"))
+    is_known = form in FLOATS or (form in FP8 and strategy in ("tensor", "channel", "block", "group"))
+    if not is_known or bits != NUMBERS[scheme.number].bits or weights.get("symmetric") is False:
+        faults.append(f"the weights are quantised with compressed-tensors ({told}, scales per {strategy}); {options.supported}")
+        return scheme, 1
+    if form in FLOATS and size != scheme.group:
+        faults.append(f"group_size of the quantised weights is {size!r}, must be {scheme.group} in {form}")
+    if form in FLOATS or strategy in ("tensor", "channel"):
+        return scheme, None if strategy == "tensor" else 1
+    rows, columns = read_block(weights.get("block_structure") or [], faults) or (1, 1) if strategy == "block" else (1, size)
+    if not isinstance(columns, int) or columns < 1:
+        faults.append(f"group_size of the quantised weights is {columns!r}, must be a positive number")
+        columns = 1
+    return Scheme("e4m3", columns), rows

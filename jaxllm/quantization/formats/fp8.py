@@ -10,6 +10,8 @@ import numpy as np
 
 from jaxllm.layers.source import Index, Source, Tensor, output_major
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
+from jaxllm.quantization.formats.modelopt_config import ALL_FP8, BLOCK, FP8_BLOCK, algorithm_of, is_modelopt, read_description
+from jaxllm.quantization.formats.modelopt_config import FP8 as PER_TENSOR
 from jaxllm.quantization.formats.patterns import matches, partly_covered, read_names
 from jaxllm.weight_format import Array, Arrays, Draw, Expected, Files, Options, ParamSpec, Reader, WeightFormat, WeightSpec
 
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
 
 TYPE, STORED_TYPE = "float8_e4m3fn", "F8_E4M3"
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 _DUMMY_DEVIATION = 100.0
-_NO_BLOCKS_WITH_CACHE = "scales of the KV cache beside a weight scale per block are not supported"
 _NUMBER = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
@@ -37,6 +39,8 @@ class Fp8(WeightFormat):
     """The last part of the name of a scale in the checkpoint; None: it holds no fp8 weights."""
     block_shape: tuple[int, int] | None = None
     """(outputs, inputs) that share a scale; None: the scales are per output channel or per tensor."""
+    targets: tuple[str, ...] = ()
+    """Modules that are quantised, in the form of `ignored`; empty: all linear layers."""
     ignored: tuple[str, ...] = ()
     """Modules that are not quantised: parts of dotted names, or regular expressions that begin with `re:`."""
     kv_cache: bool = False
@@ -44,8 +48,7 @@ class Fp8(WeightFormat):
     """Scales of activations are stored. They are not used: a scale per token is computed, which is at least as precise."""
 
     supported: ClassVar[str] = (
-        "fp8 (e4m3) weights with a scale per output channel, tensor or block, of quant_method compressed-tensors "
-        "(format float-quantized) or fp8"
+        "fp8 (e4m3) weights with a scale per output channel, tensor or block, of quant_method compressed-tensors, modelopt or fp8"
     )
     unused: ClassVar[str] = rf"\.(input_scale|{UNUSED})$"
 
@@ -55,6 +58,8 @@ class Fp8(WeightFormat):
 
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:
+        if is_modelopt(given):
+            return algorithm_of(given) in ALL_FP8
         return given.get("quant_method") in ("fp8", "compressed-tensors")
 
     @classmethod
@@ -62,15 +67,14 @@ class Fp8(WeightFormat):
         computes = options.quantization == "fp8"
         if not given:
             return cls(computes, ignored=options.unquantized) if computes else None
-        read = _read_fp8 if given["quant_method"] == "fp8" else _read_compressed_tensors
+        read = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors}.get(given["quant_method"], _read_modelopt)
         if (fields := read(given, options.supported, faults)) is None:
             return None
-        if fields["kv_cache"] and fields["block_shape"] is not None:
-            faults.append(_NO_BLOCKS_WITH_CACHE)
         return cls(computes or (options.quantization is None and fields["block_shape"] is None), **fields)
 
     def covers(self, module: str) -> bool:
-        return not any(matches(pattern, module) for pattern in self.ignored)
+        is_target = not self.targets or any(matches(pattern, module) for pattern in self.targets)
+        return is_target and not any(matches(pattern, module) for pattern in self.ignored)
 
     def faults(self, config: "ModelConfig") -> list[str]:
         return [] if self.scale_name is None else partly_covered(self.covers, config.linears())
@@ -136,24 +140,38 @@ class Fp8(WeightFormat):
         module = tensor.name.removesuffix(".weight")
         if self.scale_name is None or module == tensor.name or len(tensor.shape) != 2 or tensor.transposed:
             return {}
-        name, (outputs, inputs) = f"{module}.{self.scale_name}", tensor.shape
-        rows, columns = self.block_shape or (1, inputs)
-        shape = (math.ceil(outputs / rows), math.ceil(inputs / columns))
-        own = {tensor.name: Expected(tensor.shape)}
+        entry = files.entries.get(tensor.name)
         if module in files.linears and self.block_shape is not None:
-            return {**own, name: Expected(shape)} if self.covers(module) else {}
-        entry, scale = files.entries.get(tensor.name), files.entries.get(name)
-        if entry is None or scale is None or entry.dtype != STORED_TYPE:
+            if not self.covers(module):
+                return {}
+        elif entry is None or entry.dtype != STORED_TYPE or not any(f"{module}.{n}" in files.entries for n in _SCALE_NAMES):
             return {}
-        return {**own, name: Expected(scale.shape if math.prod(scale.shape) in (1, math.prod(shape)) else shape)}
+        # A head may have another kind of scales than the layers.
+        names = [f"{module}.{name}" for name in (self.scale_name, *_SCALE_NAMES)]
+        name = next((name for name in names if name in files.entries), names[0])
+        shape = files.entries[name].shape if name in files.entries else ()
+        if name not in files.entries or self._block_of(tensor, shape) is None:
+            rows, columns = self.block_shape or (1, tensor.shape[1])
+            shape = (math.ceil(tensor.shape[0] / rows), math.ceil(tensor.shape[1] / columns))
+        return {tensor.name: Expected(tensor.shape), name: Expected(shape)}
+
+    def _block_of(self, tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """(outputs, inputs) that share a scale, where scales of a weight have this shape; None: they cannot have it."""
+        (outputs, inputs), (rows, columns) = tensor.shape, self.block_shape or BLOCK
+        blocks = math.ceil(outputs / rows), math.ceil(inputs / columns)
+        if math.prod(shape) == 1:
+            return outputs, inputs
+        if shape in (blocks, (blocks[0], 1, blocks[1], 1)):
+            return rows, columns
+        return (1, inputs) if shape in ((outputs,), (outputs, 1)) else None
 
     def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
         """Float32."""
         _, name = self.beside(tensor, files)
         scale, (outputs, inputs) = files.tensor(name), tensor.shape
-        rows, columns = self.block_shape or (1, inputs)
-        if scale.size == 1:
-            rows, columns = outputs, inputs
+        block = self._block_of(tensor, scale.shape)
+        assert block is not None, "checked before"
+        rows, columns = block
         scale = scale.reshape(math.ceil(outputs / rows), math.ceil(inputs / columns))
         # The view's last dimensions are the inputs.
         split = next(i for i in range(len(tensor.view)) if math.prod(tensor.view[i:]) == inputs)
@@ -192,7 +210,6 @@ class Fp8(WeightFormat):
             "quantization_status": "compressed",
             "config_groups": {"group_0": linear},
             "ignore": [config.names.head, *plain],
-            "kv_cache_scheme": {**_NUMBER, "strategy": "tensor", "dynamic": False} if self.kv_cache else None,
         }
 
     def unrestorable(self, names: Any) -> str:
@@ -216,7 +233,7 @@ def _read_fp8(given: Mapping[str, Any], supported: str, faults: list[str]) -> di
         faults.append(f"activation_scheme of the fp8 weights is {scheme!r}, must be dynamic or static")
     if number_format not in ("e4m3", "e4m3fn", TYPE):
         faults.append(f"the weights are quantised to {number_format!r}; {supported}")
-    block = _block_shape(given.get("weight_block_size"), faults)
+    block = read_block(given.get("weight_block_size"), faults)
     key = "ignored_layers" if given.get("ignored_layers") else "modules_to_not_convert"
     return {
         "scale_name": "weight_scale_inv" if block else "weight_scale",
@@ -241,28 +258,38 @@ def _read_compressed_tensors(given: Mapping[str, Any], supported: str, faults: l
     weights, inputs = parts["weights"], parts["input_activations"]
     form = group.get("format") or given.get("format")
     told = f"format {form}, {weights.get('num_bits')} bits of type {weights.get('type')}"
-    if not inputs:
-        faults.append(f"the quantised weights ({told}) go with activations that are not quantised; {supported}")
-    elif form != "float-quantized" or any((x.get("num_bits"), x.get("type")) != (8, "float") for x in (weights, inputs)):
+    numbers = [(part.get("num_bits"), part.get("type")) for part in (weights, inputs) if part or part is weights]
+    if form not in ("float-quantized", "naive-quantized") or any(number != (8, "float") for number in numbers):
         faults.append(f"the weights are quantised with compressed-tensors ({told}); {supported}")
-    if group.get("targets") != ["Linear"]:
-        faults.append(
-            f"targets of the quantised weights are {group.get('targets')!r}, supported: ['Linear'], with an ignore list"
-        )
+    if not (targets := read_names(group.get("targets"), "targets", faults, "re:")):
+        faults.append("the quantised weights have no targets, must have ['Linear'] or names of modules")
     if weights.get("strategy") not in ("channel", "tensor", "block") or weights.get("symmetric") is False:
         symmetry = "asymmetric " if weights.get("symmetric") is False else ""
         faults.append(f"the weights have {symmetry}scales per {weights.get('strategy')}; {supported}")
-    block = _block_shape(weights.get("block_structure"), faults) if weights.get("strategy") == "block" else None
+    block = read_block(weights.get("block_structure") or [], faults) if weights.get("strategy") == "block" else None
     return {
         "scale_name": "weight_scale",
         "block_shape": block,
         "kv_cache": read_cache_scheme(given, faults),
+        "targets": () if "Linear" in targets else targets,
         "ignored": read_names(given.get("ignore"), "ignore", faults, "re:"),
-        "static_activations": not inputs.get("dynamic"),
+        "static_activations": bool(inputs) and not inputs.get("dynamic"),
     }
 
 
-def _block_shape(given: Any, faults: list[str]) -> tuple[int, int] | None:
+def _read_modelopt(given: Mapping[str, Any], supported: str, faults: list[str]) -> dict[str, Any] | None:
+    found = read_description(given, dict.fromkeys(ALL_FP8), faults)
+    return {
+        "scale_name": "weight_scale",
+        "block_shape": BLOCK if found.algorithm == FP8_BLOCK else None,
+        "kv_cache": found.cache == "FP8",
+        "ignored": found.ignored,
+        "static_activations": found.algorithm == PER_TENSOR,
+    }
+
+
+def read_block(given: Any, faults: list[str]) -> tuple[int, int] | None:
+    """The (outputs, inputs) that share a scale."""
     if given is None:
         return None
     if isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) and n > 0 for n in given):

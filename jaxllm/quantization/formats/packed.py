@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -12,7 +12,7 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource, Index, Source, Stacked, Tensor
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats.patterns import partly_covered
-from jaxllm.quantization.numbers import EXPONENT_BIAS, NUMBERS, Number, Scheme
+from jaxllm.quantization.numbers import EXPONENT_BIAS, NO_EXPONENT, NUMBERS, Number, Scheme
 from jaxllm.weight_format import Array, Arrays, Draw, Expected, Files, ParamSpec, Reader, WeightFormat, WeightSpec
 
 if TYPE_CHECKING:
@@ -217,10 +217,53 @@ class PackedFormat(WeightFormat):
             return draw.full(middle * scale, "float32")
         return draw.full(round(math.log2(scale)) + EXPONENT_BIAS if scheme.scale_type == "uint8" else scale, "float32")
 
+    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
+        return given if self.computes else None
+
+    def unrestorable(self, names: Collection[str]) -> str:
+        is_packed = any(name.endswith(".codes") for name in names)
+        if is_packed == self.computes:
+            return ""
+        if is_packed:
+            return "holds packed weights, which are widened only while a checkpoint is read; leave --dequantize out"
+        return "holds an orbax checkpoint without packed weights; convert the original again with scripts/convert_checkpoint.py"
+
     def _dummy_codes(self, draw: Draw) -> Array:
         if self._number.code_type == "float8_e4m3fn":
             return self._number.deviation * draw.normal()
         return draw.bits("uint8").view(self._number.code_type)
+
+
+def float_scale(files: Files, name: str) -> np.ndarray:
+    """Scales that a checkpoint holds as floats, or as exponents (uint8). Raises ModelLoadError if one is no number."""
+    scale = files.tensor(name)
+    is_number = scale != NO_EXPONENT if scale.dtype == np.uint8 else np.isfinite(scale.astype(np.float32))
+    if not is_number.all():
+        raise ModelLoadError(
+            f"{name} has {np.sum(~is_number)} scales that are no numbers; the file is damaged, or of another format"
+        )
+    return scale
+
+
+def float_factor(files: Files, name: str) -> np.float32:
+    """The scale of a whole tensor. Raises ModelLoadError unless it is a positive number."""
+    factor = np.float32(files.tensor(name).item())
+    if not 0 < factor < np.inf:
+        raise ModelLoadError(f"{name} is {factor}, must be a positive number; the file is damaged, or of another format")
+    return factor
+
+
+def parts_by_module(tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
+    """The tensors of `WeightFormat.saved` that are no parts of weights, and the parts of each module."""
+    others: dict[str, np.ndarray] = {}
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    for name, array in tensors.items():
+        weight, _, part = name.partition(PART)
+        if part:
+            parts.setdefault(weight.removesuffix(".weight"), {})[part] = array
+        else:
+            others[name] = array
+    return others, parts
 
 
 def _whole(read: ReadPart, part: str, tensor: Tensor) -> np.ndarray:

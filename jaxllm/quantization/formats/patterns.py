@@ -45,6 +45,12 @@ def begins(pattern: str, module: str) -> bool:
     return _compiled(pattern).match(module, timeout=_MATCH_SECONDS) is not None
 
 
+def is_skipped(pattern: str, module: str) -> bool:
+    """Whether transformers leaves a module out for this element of a list such as llm_int8_skip_modules: a part of its name, or the
+    end, or a regular expression of how it begins up to a dot. Raises TimeoutError."""
+    return matches(pattern, module) or module.endswith(pattern) or begins(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module)
+
+
 def partly_covered(covers: Callable[[str], object], linears: Iterable[tuple[str, ...]]) -> list[str]:
     """Faults of linear layers that are made of several modules of which a format covers some, or which differ in it; or that its
     patterns take too long. covers: whether it covers a module; or how, as a text of errors, and None if not."""

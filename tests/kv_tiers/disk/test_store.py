@@ -276,7 +276,7 @@ def test_closing_waits_for_no_answer(make: Any, monkeypatch: pytest.MonkeyPatch)
     engine.store.read(50, [NAMES[1]], [0])
     start = time.monotonic()
     engine.store.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     answer.append(True)
 
 
@@ -412,7 +412,7 @@ def test_weights_that_cannot_be_read_are_tried_again(make: Any, tmp_path: Path, 
 
     engine = DiskStore(open_root(tmp_path / "kv2"), 1 << 30, Memory(), describe, lambda: None)
     assert engine.find(NAMES) == []
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while engine._folder is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert engine._folder is not None

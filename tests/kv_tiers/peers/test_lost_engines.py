@@ -21,7 +21,8 @@ from jaxllm.kv_transfer import read_kv_transfer
 from jaxllm.request import ErrorKind, FinishReason
 from tests.helpers.engines import make_core
 from tests.helpers.slow import slow_except
-from tests.kv_tiers.peers.test_two_engines import DECODE, GREEDY, NUM_BLOCKS, PREFILL, SEEDED, Runner, make, prompt_of, wait_for
+from tests.helpers.waiting import wait_until
+from tests.kv_tiers.peers.test_two_engines import DECODE, GREEDY, NUM_BLOCKS, PREFILL, SEEDED, Runner, make, prompt_of
 
 
 def descriptors() -> set[str]:
@@ -52,13 +53,13 @@ def pair(name: str = "qwen3", prefill: dict[str, Any] | None = None, decode: dic
     del engines, each
     gc.collect()
     with suppress(AssertionError):
-        wait_for(lambda: descriptors() <= before)  # others may have a file open for a moment
+        wait_until(lambda: descriptors() <= before)  # others may have a file open for a moment
     assert not descriptors() - before
 
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[Runner]:
-    core = make_core("qwen3", num_gpu_blocks_override=NUM_BLOCKS)
+    core = make_core("qwen3", shares_programs=True, num_gpu_blocks_override=NUM_BLOCKS)
     yield Runner(core)
     core.shutdown()
 
@@ -154,11 +155,12 @@ def test_an_engine_with_another_token_or_model_is_not_asked_again(one: Runner, m
 
 
 CASES: list[list[Any]] = [
-    ["qwen3", {}, {"tensor_parallel_size": 2}],
-    ["qwen3", {"tensor_parallel_size": 2}, {}],
-    ["qwen3", {"async_scheduling": False}, {"async_scheduling": False}],
-    ["qwen3", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}],
-    ["qwen3", {"max_num_batched_tokens": 32, "token_buckets": (32,)}, {}],
+    ["qwen3", {"max_num_batched_tokens": 32, "token_buckets": (32,)}, {"tensor_parallel_size": 2, "async_scheduling": False}],
+    [
+        "qwen3",
+        {"tensor_parallel_size": 2, "async_scheduling": False, "kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8"},
+    ],
     ["gemma3", {}, {}],
     ["deepseek_v3", {"tensor_parallel_size": 2}, {}],
 ]
@@ -168,7 +170,7 @@ CASES: list[list[Any]] = [
 def test_tokens_are_those_of_one_engine(case: list[Any]) -> None:
     name, prefill_options, decode_options = case
     shared = {key: value for key, value in decode_options.items() if key == "kv_cache_dtype"}
-    one = Runner(make_core(name, num_gpu_blocks_override=NUM_BLOCKS, **shared))
+    one = Runner(make_core(name, shares_programs=True, num_gpu_blocks_override=NUM_BLOCKS, **shared))
     with pair(name, prefill_options, decode_options) as (prefill, decode):
         for seed, params in enumerate((GREEDY, SEEDED, GREEDY)):
             prompt = prompt_of(90 + seed, seed)
@@ -213,7 +215,7 @@ def test_idle_connections_are_closed(one: Runner, monkeypatch: pytest.MonkeyPatc
     with pair() as (prefill, decode):
         prompt = prompt_of(90, 5)
         assert decode.decode(prompt, prefill.prefill(prompt))[1].num_cached_tokens == 80
-        wait_for(lambda: server_of(prefill).num_connections == 0)
+        wait_until(lambda: server_of(prefill).num_connections == 0)
         again = prompt_of(90, 6)
         assert decode.decode(again, prefill.prefill(again))[1].num_cached_tokens == 80
 
@@ -228,9 +230,9 @@ def test_a_waiting_request_renews_its_lease(one: Runner, monkeypatch: pytest.Mon
         decode.core.step()
         decode.send(prompt, GREEDY, read_kv_transfer(answer))
         (lease,) = prefill.core._tiers[0]._leases._leases.values()
-        wait_for(lambda: bool(lease.connections))
+        wait_until(lambda: bool(lease.connections))
         before = lease.expires_at
-        wait_for(lambda: lease.expires_at > before)
+        wait_until(lambda: lease.expires_at > before)
         found = decode.finish()
         assert found["r2"][0] == one.run(prompt)[0] and found["r2"][1].num_cached_tokens == 80
 

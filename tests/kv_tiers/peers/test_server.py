@@ -6,8 +6,7 @@ import random
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +19,7 @@ from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.client import Connection, RefusedError
 from jaxllm.kv_tiers.peers.messages import Attach, Code, Done, Hello, Map, Proof, Pull, Renew
 from tests.helpers.fake_memory import BLOCK_BYTES, FakeMemory, Prefill, connected, identity, names_of, prefill
+from tests.helpers.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def nothing_leaks() -> Iterator[None]:
     before = len(os.listdir("/proc/self/fd"))
     yield
     gc.collect()
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")])
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")])
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
@@ -37,13 +37,6 @@ def memory() -> Iterator[FakeMemory]:
     made = FakeMemory(8)
     yield made
     made.close()
-
-
-def wait_for(holds: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["tcp", "shared memory"])
@@ -62,7 +55,7 @@ def test_contents_come_with_their_checksums(memory: FakeMemory, is_shared: bool,
             assert connection.pull(lease.number, [b"of another prompt"], [0]) == [False]
             connection.renew([lease.number])
             connection.end(lease.number)
-            wait_for(lambda: lease.is_over)
+            wait_until(lambda: lease.is_over)
             assert connection.pull(lease.number, lease.names[:2], [0, 1]) == [False, False]
             with pytest.raises(RefusedError, match="there is no such lease"):
                 connection.attach(lease.number)
@@ -76,7 +69,7 @@ def test_a_lease_ends_after_its_connection(memory: FakeMemory) -> None:
         with connected(engine, memory) as connection:
             connection.attach(lease.number)
             before = lease.expires_at
-        wait_for(lambda: lease.expires_at < before)
+        wait_until(lambda: lease.expires_at < before)
 
 
 @pytest.mark.parametrize(
@@ -120,11 +113,11 @@ def test_another_engine_at_the_port_is_refused(memory: FakeMemory) -> None:
     with prefill() as engine:
         target = engine.target.__class__("of before", engine.target.host, engine.target.port)
         with pytest.raises(RefusedError, match="not of before"):
-            Connection.to(target, identity(), memory, None, 2.0)
+            Connection.to(target, identity(), memory, None, 60)
 
 
 def dial(engine: Prefill) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", engine.target.port), timeout=5.0)
+    return socket.create_connection(("127.0.0.1", engine.target.port), timeout=60)
 
 
 def is_closed(stream: socket.socket) -> bool:
@@ -164,7 +157,7 @@ def test_strangers_are_closed(memory: FakeMemory, data: bytes) -> None:
             assert is_closed(stream)
         with connected(engine, memory) as connection:  # others are served
             assert connection.pull(lease.number, lease.names, range(4)) == [True] * 4
-        wait_for(lambda: engine.server.num_connections == 0)
+        wait_until(lambda: engine.server.num_connections == 0)
 
 
 def test_silent_strangers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,21 +172,21 @@ def test_a_thousand_connections_keep_nobody_out(memory: FakeMemory) -> None:
     with prefill() as engine:
         lease = engine.lease()
         streams = [dial(engine) for _ in range(1000)]
-        wait_for(lambda: engine.server.num_connections <= server.MAX_STRANGERS)
+        wait_until(lambda: engine.server.num_connections <= server.MAX_STRANGERS)
         with connected(engine, memory) as connection:
             assert connection.pull(lease.number, lease.names, range(4)) == [True] * 4
         for stream in streams:
             stream.close()
-        wait_for(lambda: engine.server.num_connections == 0)
+        wait_until(lambda: engine.server.num_connections == 0)
 
 
 def greet(engine: Prefill) -> Channel:
     """A connection whose handshake is over."""
     channel = Channel(dial(engine), messages.FIRST_OF_PREFILL)
-    channel.send(Hello(messages.PROTOCOL, engine.identity.engine_id, {"model": "one"}, BLOCK_BYTES, b"n" * 16), 5.0)
-    hello = channel.receive(5.0)
-    channel.send(Proof(messages.proof("decode", b"", b"n" * 16, hello.nonce)), 5.0)
-    assert isinstance(channel.receive(5.0), Proof)
+    channel.send(Hello(messages.PROTOCOL, engine.identity.engine_id, {"model": "one"}, BLOCK_BYTES, b"n" * 16), 60)
+    hello = channel.receive(60)
+    channel.send(Proof(messages.proof("decode", b"", b"n" * 16, hello.nonce)), 60)
+    assert isinstance(channel.receive(60), Proof)
     channel.accept(messages.OF_PREFILL)
     return channel
 
@@ -202,10 +195,10 @@ def test_a_proof_cannot_be_sent_back() -> None:
     """A stranger without the token learns nothing from the server that serves as its own proof."""
     with prefill(token=b"secret") as engine:
         channel = Channel(dial(engine), messages.FIRST_OF_PREFILL)
-        channel.send(Hello(messages.PROTOCOL, engine.identity.engine_id, {"model": "one"}, BLOCK_BYTES, b"n" * 16), 5.0)
-        hello = channel.receive(5.0)
-        channel.send(Proof(messages.proof("prefill", b"secret", b"n" * 16, hello.nonce)), 5.0)
-        refused = channel.receive(5.0)
+        channel.send(Hello(messages.PROTOCOL, engine.identity.engine_id, {"model": "one"}, BLOCK_BYTES, b"n" * 16), 60)
+        hello = channel.receive(60)
+        channel.send(Proof(messages.proof("prefill", b"secret", b"n" * 16, hello.nonce)), 60)
+        refused = channel.receive(60)
         assert refused.code == Code.TOKEN
         channel.close()
 
@@ -224,12 +217,12 @@ def test_faults_of_decode_engines_close_their_connection(memory: FakeMemory, dat
     with prefill() as engine:
         lease = engine.lease()
         channel = greet(engine)
-        channel.send(Attach(lease.number), 5.0)
-        channel.receive(5.0)
+        channel.send(Attach(lease.number), 60)
+        channel.receive(60)
         channel._socket.sendall(data)
         channel._socket.shutdown(socket.SHUT_WR)
         assert is_closed(channel._socket)
-        wait_for(lambda: not lease.connections)
+        wait_until(lambda: not lease.connections)
         channel.close()
         with connected(engine, memory) as connection:
             assert connection.pull(lease.number, lease.names, range(4)) == [True] * 4
@@ -242,10 +235,10 @@ def test_resets_after_each_message(memory: FakeMemory) -> None:
         for count in range(len(steps) + 1):
             channel = greet(engine)
             for message in steps[:count]:
-                channel.send(message, 5.0)
+                channel.send(message, 60)
             channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             channel._socket.close()
-        wait_for(lambda: engine.server.num_connections == 0 and not lease.connections and not lease.num_readers)
+        wait_until(lambda: engine.server.num_connections == 0 and not lease.connections and not lease.num_readers)
         engine.leases.end(lease.number)
         assert engine.leases.take_ended() == [lease]
 
@@ -256,9 +249,9 @@ def test_a_slow_reader_holds_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
         lease = engine.lease()
         channel = greet(engine)
         names = list(lease.names) * 10_000  # more than the sockets' buffers hold
-        channel.send(Pull(lease.number, names), 5.0)
-        wait_for(lambda: lease.num_readers == 1)
-        wait_for(lambda: lease.num_readers == 0)
+        channel.send(Pull(lease.number, names), 60)
+        wait_until(lambda: lease.num_readers == 1)
+        wait_until(lambda: lease.num_readers == 0)
         channel.close()
 
 
@@ -267,17 +260,17 @@ def test_a_silent_decode_engine_is_closed(monkeypatch: pytest.MonkeyPatch) -> No
     with prefill() as engine:
         lease = engine.lease()
         channel = greet(engine)
-        channel.send(Attach(lease.number), 5.0)
-        channel.receive(5.0)
+        channel.send(Attach(lease.number), 60)
+        channel.receive(60)
         assert is_closed(channel._socket)  # half open: this end may be gone without a word
-        wait_for(lambda: not lease.connections)
+        wait_until(lambda: not lease.connections)
         channel.close()
 
 
 def test_a_pull_waits_for_what_is_being_stored(memory: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     with prefill() as engine:
         lease = engine.lease(3, stored=[0])
-        with connected(engine, memory, seconds=5.0) as connection:
+        with connected(engine, memory, seconds=60) as connection:
             timer = threading.Timer(0.1, lambda: engine.leases.note(lease, [(lease.names[1], 5)]))
             timer.start()
             assert connection.pull(lease.number, lease.names[:2], [0, 1]) == [True, True]
@@ -290,11 +283,11 @@ def test_a_pull_waits_for_what_is_being_stored(memory: FakeMemory, monkeypatch: 
 def test_a_server_that_closes_ends_pulls(memory: FakeMemory) -> None:
     engine = Prefill()
     lease = engine.lease(2, stored=[0])
-    with connected(engine, memory, seconds=5.0) as connection:
+    with connected(engine, memory, seconds=60) as connection:
         threading.Timer(0.1, engine.close).start()
         with suppress(WireError):
             assert connection.pull(lease.number, lease.names, [0, 1]) == [True, False]
-        wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")])
+        wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")])
         with pytest.raises(WireError):
             connection.attach(lease.number)
 
@@ -313,7 +306,7 @@ def test_random_bytes(memory: FakeMemory) -> None:
         lease = engine.lease()
         with connected(engine, memory) as connection:
             assert connection.pull(lease.number, lease.names, range(4)) == [True] * 4
-        wait_for(lambda: engine.server.num_connections == 0)
+        wait_until(lambda: engine.server.num_connections == 0)
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from jaxllm.request import EngineCoreRequest
 from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers.engines import make_core
+from tests.helpers.waiting import wait_until
 
 NUM_BLOCKS = 40
 PREFILL = {"kv_role": "prefill", "kv_port": 0}
@@ -31,7 +32,8 @@ SEEDED = SamplingParams(temperature=1.0, max_tokens=8, seed=7)
 
 
 def make(name: str = "qwen3", **options: Any) -> EngineCore:
-    return make_core(name, **{"kv_offloading_size": 0.02, "num_gpu_blocks_override": NUM_BLOCKS, **options})
+    options = {"kv_offloading_size": 0.02, "num_gpu_blocks_override": NUM_BLOCKS, **options}
+    return make_core(name, shares_programs=True, **options)
 
 
 def prompt_of(count: int, seed: int = 0) -> list[int]:
@@ -94,7 +96,8 @@ class Runner:
 @pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[Runner, Runner, Runner]]:
     """One that computes all, one of each role."""
-    cores = make_core("qwen3", num_gpu_blocks_override=NUM_BLOCKS), make(**PREFILL), make(**DECODE)
+    one = make_core("qwen3", shares_programs=True, num_gpu_blocks_override=NUM_BLOCKS)
+    cores = one, make(**PREFILL), make(**DECODE)
     yield tuple(map(Runner, cores))
     for core in cores:
         core.shutdown()
@@ -125,13 +128,6 @@ def have_ended(runner: Runner) -> bool:
     return all(lease.is_over for lease in leases_of(runner)._leases.values())
 
 
-def wait_for(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10.0
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_tokens_are_those_of_one_engine(engines: Any, transport: str, params: SamplingParams) -> None:
     one, prefill, decode = engines
@@ -146,7 +142,7 @@ def test_tokens_are_those_of_one_engine(engines: Any, transport: str, params: Sa
         assert tokens == wanted
         assert last.num_cached_tokens == count // 16 * 16
         assert decode.loaded_tokens[last.request_id] == {"peer": last.num_cached_tokens}
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
     assert prefill.prefill(prompt_of(10)) is None, "there is no full block"
     assert len(leases_of(prefill)) == 0, "the slots of leases that are over are free"
     for each in (prefill, decode):
@@ -176,7 +172,7 @@ def test_answers_of_one_prompt_share_a_lease(engines: Any) -> None:
         wanted, _ = one.run(prompt, SamplingParams(temperature=1.0, seed=seed, max_tokens=8))
         assert found[request_id][0] == wanted
         assert found[request_id][1].num_cached_tokens == 80
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
     decode.core.check_integrity()
 
 
@@ -238,10 +234,10 @@ def test_aborted_requests_leave_nothing(engines: Any, when: str) -> None:
     request_id = decode.send(prompt, GREEDY, read_kv_transfer(prefill.prefill(prompt)))
     if when == "loading":
         request = decode.core.scheduler.requests[request_id]
-        wait_for(lambda: bool(decode.core.step()) or request.status.name == "WAITING_FOR_BLOCKS")
+        wait_until(lambda: bool(decode.core.step()) or request.status.name == "WAITING_FOR_BLOCKS")
     decode.core.abort_requests([request_id])
     decode.finish()
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
     assert decode.run(prompt)[0] == one.run(prompt)[0]
     decode.core.check_integrity()
 
@@ -252,14 +248,14 @@ def test_requests_that_are_not_queued_end_their_leases(engines: Any, transport: 
     answer = read_kv_transfer(prefill.prefill(prompt_of(90, 36)))
     with pytest.raises(InvalidRequestError):
         decode.send(prompt_of(90, 36), GREEDY, answer, adapter="unknown")
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
 
     answer = read_kv_transfer(prefill.prefill(prompt_of(90, 37)))
     decode.core.pause("wait")
     request_id = decode.send(prompt_of(90, 37), GREEDY, answer)
     assert not have_ended(prefill)
     decode.core.abort_requests([request_id])
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
     decode.core.resume()
 
     answer = read_kv_transfer(prefill.prefill(prompt_of(90, 38)))
@@ -267,12 +263,12 @@ def test_requests_that_are_not_queued_end_their_leases(engines: Any, transport: 
     waiting = decode.send(prompt_of(90, 38), GREEDY, answer)
     decode.core.end_lease(answer)  # another request has it
     decode.core.abort_requests([waiting])
-    wait_for(lambda: have_ended(prefill))
+    wait_until(lambda: have_ended(prefill))
     for core in (decode.core, prefill.core):
         answer = read_kv_transfer(prefill.prefill(prompt_of(90, 39)))
         assert answer is not None
         core.end_lease(answer)
-        wait_for(lambda: have_ended(prefill))
+        wait_until(lambda: have_ended(prefill))
     decode.core.end_lease(msgspec.structs.replace(answer, host="10.0.0.1", remote_engine_id="elsewhere"))  # not among its peers
     decode.core.check_integrity()
 

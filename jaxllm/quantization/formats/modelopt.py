@@ -1,0 +1,169 @@
+"""Weights of 4 and 8 bits as ModelOpt exports them: NVFP4, MXFP8, and layers that differ, among them fp8.
+
+Checkpoints of nothing but fp8 are read by `fp8.Fp8`. Source: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales
+from jaxllm.quantization.formats.modelopt_config import (
+    ALL_FP8,
+    BLOCK,
+    FP8,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    MIXED,
+    algorithm_of,
+    is_modelopt,
+    read_description,
+)
+from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale, module_of, parts_by_module
+from jaxllm.quantization.formats.patterns import matches
+from jaxllm.quantization.numbers import NUMBERS, NVFP4, Scheme
+from jaxllm.weight_format import Expected, Files, Options, WeightFormat, WeightSpec
+
+SCHEMES = {
+    "NVFP4": NVFP4,
+    "W4A16_NVFP4": NVFP4,
+    "MXFP8": Scheme("e4m3", 32, scale_type="uint8"),
+    FP8: Scheme("e4m3"),
+    FP8_CHANNEL: Scheme("e4m3"),
+    FP8_BLOCK: Scheme("e4m3", BLOCK[1]),
+}
+"""By algorithm."""
+_GROUPS = {name: None if name in ALL_FP8 else scheme.group for name, scheme in SCHEMES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOpt(PackedFormat):
+    """Floats of 4 or 8 bits with a scale per group, and for NVFP4 a factor of the whole tensor (`weight_scale_2`)."""
+
+    algorithm: str | None = None
+    """That of modules that `layers` do not name; None: they are plain."""
+    layers: tuple[tuple[str, str], ...] = ()
+    """Algorithms of modules, or of all below them."""
+    ignored: tuple[str, ...] = ()
+    """Modules that are not quantised: parts of dotted names, or regular expressions that begin with `re:`."""
+    cache: str | None = None
+    """The type of the KV cache that the checkpoint asks for."""
+
+    supported: ClassVar[str] = (
+        f"weights of quant_method modelopt (quant_algo {', '.join(SCHEMES)}, with the alias FP8_BLOCK_SCALES, and {MIXED} of these)"
+    )
+    unused: ClassVar[str] = rf"\.(input_scale|{UNUSED})$"
+
+    @property
+    def kv_scales(self) -> WeightFormat | None:
+        return KVScales() if self.cache == "FP8" else None
+
+    @classmethod
+    def claims(cls, given: Mapping[str, Any]) -> bool:
+        return is_modelopt(given) and algorithm_of(given) not in ALL_FP8
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
+        if not given:
+            return None
+        found = read_description(given, _GROUPS, faults)
+        has_weights = found.algorithm is not None or bool(found.layers)
+        return cls(
+            computes=has_weights and not options.dequantize and options.quantization is None,
+            algorithm=found.algorithm,
+            layers=found.layers,
+            ignored=found.ignored,
+            cache=found.cache,
+        )
+
+    @functools.cached_property
+    def _by_module(self) -> dict[str, str]:
+        return dict(self.layers)
+
+    @functools.cached_property
+    def _found(self) -> dict[str, str | None]:
+        return {}
+
+    def _algorithm(self, module: str) -> str | None:
+        if module not in self._found:
+            is_ignored = any(matches(pattern, module) for pattern in self.ignored)
+            self._found[module] = None if is_ignored else self._of_layers(module)
+        return self._found[module]
+
+    def _of_layers(self, module: str) -> str | None:
+        while module and self.layers:
+            if module in self._by_module:
+                return self._by_module[module]
+            module = module.rpartition(".")[0]
+        return self.algorithm
+
+    def scheme(self, module: str) -> Scheme | None:
+        return SCHEMES.get(self._algorithm(module) or "")
+
+    def of(self, weight: WeightSpec) -> Self:
+        """With what is said of this weight's modules alone, so that equal layers have equal formats."""
+        modules = set(map(module_of, weight.plain.source.tensors))
+        named = {module: self._algorithm(module) for module in sorted(modules)}
+        algorithms = set(named.values())
+        layers = () if len(algorithms) == 1 else tuple((name, found) for name, found in named.items() if found is not None)
+        return replace(super().of(weight), algorithm=None if layers else algorithms.pop(), layers=layers, ignored=())
+
+    def told(self, dtype: str) -> str:
+        told = [f"the checkpoint's KV cache ({self.cache}) stays {dtype}"] if self.cache not in (None, "FP8") else []
+        names = dict.fromkeys(name for _, name in self.layers) if self.layers else filter(None, [self.algorithm])
+        if algorithms := ", ".join(names):
+            kept = f"weights as the checkpoint has them ({algorithms}); activations stay {dtype}, which is more exact"
+            told.insert(0, kept if self.computes else f"the checkpoint's weights ({algorithms}) become {dtype}")
+        return "; ".join(told)
+
+    def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
+        algorithm = self._algorithm(module)
+        shape, eight = (num_outputs, num_inputs), ("F8_E4M3",)
+        if algorithm == "MXFP8":
+            found = {"weight": Expected(shape, eight), "weight_scale": Expected((num_outputs, num_inputs // 32), ("U8",))}
+        elif algorithm in ALL_FP8:
+            blocks = math.ceil(num_outputs / BLOCK[0]), math.ceil(num_inputs / BLOCK[1])
+            of_blocks = () if blocks == (1, 1) else (blocks[0], 1, blocks[1], 1)
+            scale: tuple[int, ...] = {FP8: (), FP8_CHANNEL: (num_outputs,), FP8_BLOCK: of_blocks}[algorithm]
+            found = {"weight": Expected(shape, eight), "weight_scale": Expected(scale)}
+        else:
+            found = {
+                "weight": Expected((num_outputs, num_inputs // 2), ("U8",)),
+                "weight_scale": Expected((num_outputs, num_inputs // 16), eight),
+                "weight_scale_2": Expected((), ("F32",)),
+            }
+        return {f"{module}.{name}": expected for name, expected in found.items()}
+
+    def part(self, name: str, module: str, num_outputs: int, num_inputs: int, files: Files) -> np.ndarray:
+        if name == "codes":
+            return files.tensor(f"{module}.weight")
+        if name == "factor":
+            return np.broadcast_to(float_factor(files, f"{module}.weight_scale_2"), num_outputs)
+        scale = float_scale(files, f"{module}.weight_scale")
+        algorithm = self._algorithm(module)
+        if algorithm not in ALL_FP8:
+            return scale
+        if algorithm == FP8_BLOCK:
+            blocks = scale.reshape(math.ceil(num_outputs / BLOCK[0]), -1)
+            return blocks.astype(np.float32)[np.arange(num_outputs) // BLOCK[0]]
+        return np.broadcast_to(scale.astype(np.float32).reshape(-1, 1), (num_outputs, 1))
+
+    def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        written, parts = parts_by_module(tensors)
+        for module, arrays in parts.items():
+            codes, scale, algorithm = arrays["codes"], arrays["scale"], self._algorithm(module)
+            if algorithm == FP8_BLOCK:
+                scale = scale[:: BLOCK[0]]
+            elif algorithm in ALL_FP8:
+                scale = scale[:, 0]
+            stored = self.stored(module, len(codes), codes.shape[1] * NUMBERS[SCHEMES[str(algorithm)].number].per_value)
+            found = {"weight": codes, "weight_scale": scale, "weight_scale_2": arrays.get("factor")}
+            for name, array in found.items():
+                if array is not None:
+                    shape = stored[f"{module}.{name}"].shape
+                    written[f"{module}.{name}"] = array.reshape(-1)[: math.prod(shape)].reshape(shape)
+        return written

@@ -1,0 +1,228 @@
+"""Weights as GPTQ's programs store them: goldens of gptqmodel, and whole models against the same numbers without quantisation."""
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import ModelLoadError
+from jaxllm.models.load_config import load_model_config
+from jaxllm.quantization.formats.gptq import Gptq
+from jaxllm.weight_format import Options
+from tests.helpers import packed_goldens
+from tests.helpers.packed_goldens import MODULE
+from tests.helpers.quantized import answer, assert_equal, assert_near, by_path, load, rounded, words, write
+from tests.helpers.slow import slow_except
+
+OPTIONS = Options(None, None, on_gpu=False, dtype="float32", unquantized=())
+
+
+def described(bits=4, group=32, symmetric=True, version=1, **changed):
+    """A quantization_config."""
+    form = "gptq" if version == 1 else "gptq_v2"
+    given = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": False}
+    return {**given, "checkpoint_format": form, **changed}
+
+
+def packed(bits=4, group=32, symmetric=True, version=1):
+    """What makes the tensors of a weight."""
+
+    def quantize(name, weight):
+        codes, scale, zero = rounded(weight, bits, None if group == -1 else group, symmetric, "float16")
+        module, inputs = name.removesuffix(".weight"), weight.shape[1]
+        stored_zero = words(zero[..., 0].T, bits).view(np.uint32) - (
+            words(np.ones((1, 8), np.uint8), bits).view(np.uint32)[0, 0] * (version == 1)
+        )
+        return {
+            f"{module}.qweight": words(codes.reshape(weight.shape), bits).T,
+            f"{module}.qzeros": stored_zero.view(np.int32),
+            f"{module}.scales": scale[..., 0].T,
+            f"{module}.g_idx": (np.arange(inputs) // (inputs if group == -1 else group)).astype(np.int32),
+        }
+
+    return quantize
+
+
+def widened(bits=4, group=32, symmetric=True):
+    """What makes the same numbers without quantisation."""
+
+    def quantize(name, weight):
+        codes, scale, zero = rounded(weight, bits, None if group == -1 else group, symmetric, "float16")
+        return {name: ((codes.astype(np.float32) - zero) * scale.astype(np.float32)).reshape(weight.shape)}
+
+    return quantize
+
+
+def read(given):
+    faults = []
+    format = Gptq.read(given, OPTIONS, faults)
+    assert not faults
+    return format
+
+
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [
+        ("sym4_g32_v1", (4, 32, True, 1)),
+        ("asym4_g32_v1", (4, 32, False, 1)),
+        ("sym4_g-1_v2", (4, -1, True, 2)),
+        ("asym4_g-1_v2", (4, -1, False, 2)),
+        ("sym8_g32_v1", (8, 32, True, 1)),
+        ("asym8_g32_v1", (8, 32, False, 1)),
+    ],
+)
+def test_weights_are_those_of_gptqmodel(case, form):
+    packed_goldens.assert_exact(read(described(*form)), packed_goldens.read("gptq", case), 32, 64)
+
+
+FORMS = [(4, 32, True, 1), (4, 32, False, 1), (4, -1, True, 2), (4, -1, False, 2), (8, 32, True, 1), (8, 32, False, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "group", "symmetric", "version"), FORMS)
+def test_an_engine_answers_as_with_the_widened_weights(tmp_path, bits, group, symmetric, version):
+    form = (bits, group, symmetric, version)
+    tokens, logprobs = answer(write(tmp_path / "packed", described(*form), packed(*form)))
+    wanted_tokens, wanted = answer(write(tmp_path / "plain", None, widened(*form[:3])))
+    assert tokens == wanted_tokens
+    np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_an_engine_on_two_devices(tmp_path):
+    tokens, logprobs = answer(write(tmp_path / "packed", described(), packed()), tensor_parallel_size=2)
+    wanted_tokens, wanted = answer(write(tmp_path / "plain", None, widened()))
+    assert tokens == wanted_tokens
+    np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_widened_while_loading_if_asked(tmp_path, form):
+    stored = load(write(tmp_path / "packed", described(*form), packed(*form)), dequantize=True)[1]
+    assert_equal(stored, load(write(tmp_path / "plain", None, widened(*form[:3])))[1])
+
+
+MODELS = [
+    ("llama_gqa", 32, 2),
+    ("llama_gqa", -1, 4),
+    ("qwen2", 32, 2),
+    ("deepseek_v3", 8, 2),
+    ("qwen3_moe", 32, 1),
+    ("qwen3_moe", 32, 2),
+]
+
+
+@pytest.mark.parametrize(("golden", "group", "size"), slow_except(MODELS[:1], MODELS))
+def test_devices_and_experts(tmp_path, golden, group, size):
+    stored = write(tmp_path / "packed", described(4, group, False), packed(4, group, False), golden=golden)
+    plain = write(tmp_path / "plain", None, widened(4, group, False), golden=golden)
+    assert_near(stored, plain, tensor_parallel_size=size)
+
+
+def test_a_quantised_head_is_widened(tmp_path):
+    stored = write(tmp_path / "packed", described(lm_head=True), packed(), also=("lm_head",))
+    plain = write(tmp_path / "plain", None, widened(), also=("lm_head",))
+    np.testing.assert_array_equal(by_path(load(stored)[1])["head.weight"], by_path(load(plain)[1])["head.weight"])
+
+
+def test_rules_say_how_modules_are_stored(tmp_path):
+    rules = {"-:.*\\.1\\.mlp": {}, "+:.*o_proj": {"bits": 8, "group_size": -1}, ".*down_proj": {"sym": False}}
+
+    def form_of(name):
+        if "o_proj" in name:
+            return (8, -1, True)
+        return (4, 32, "down_proj" not in name)
+
+    def quantize(make):
+        return lambda name, weight: {name: weight} if ".1.mlp" in name else make(*form_of(name))(name, weight)
+
+    stored = write(tmp_path / "packed", described(dynamic=rules), quantize(packed))
+    plain = write(tmp_path / "plain", None, quantize(widened))
+    assert_equal(load(stored, dequantize=True)[1], load(plain)[1])
+    names = by_path(load(stored)[1])
+    assert "blocks.1.mlp.down.weight" in names and "blocks.0.mlp.down.weight.zero" in names
+    assert names["blocks.0.attention.out.weight.scale"].shape[-1] == 1
+
+
+def test_a_list_says_which_modules_are_quantised(tmp_path):
+    given = described(
+        modules_in_block_to_quantize=[["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["mlp.down_proj"]]
+    )
+
+    def quantize(make):
+        listed = ("q_proj", "k_proj", "v_proj", "down_proj")
+        return lambda name, weight: make()(name, weight) if name.split(".")[-2] in listed else {name: weight}
+
+    stored = write(tmp_path / "packed", given, quantize(packed))
+    assert_equal(load(stored, dequantize=True)[1], load(write(tmp_path / "plain", None, quantize(widened)))[1])
+    names = by_path(load(stored)[1])
+    assert {"blocks.0.mlp.gate_up.weight", "blocks.0.mlp.down.weight.codes"} <= names.keys()
+
+
+def test_biases_that_a_model_lacks_are_not_read(tmp_path):
+    more = {"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float16)}
+    load(write(tmp_path, described(), packed(), more=more))
+
+
+def test_a_stored_zero_of_a_whole_word_wraps():
+    """Version 1 takes one from the word: a zero borrows from the next."""
+    zero = np.array([[0, 0, 15, 1, 0, 8, 0, 0]], np.uint8)
+    stored = (words(zero, 4).view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
+    np.testing.assert_array_equal(read(described(symmetric=False)).zeros(stored, 4), zero)
+
+
+def test_converted_checkpoints_load_again(tmp_path):
+    source = write(tmp_path / "source", described(4, 32, False), packed(4, 32, False))
+    script = Path(__file__).parent.parent.parent / "scripts" / "convert_checkpoint.py"
+    runpy.run_path(str(script))["convert"](source, tmp_path / "output", "float32")
+    for size in (1, 2):
+        assert_equal(load(tmp_path / "output", tensor_parallel_size=size)[1], load(source, tensor_parallel_size=size)[1])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"bits": 3}, "3 bits, must have 4 or 8"),
+        ({"bits": None}, "None bits"),
+        ({"group_size": 33}, "group_size of the quantised weights is 33, must be an even number"),
+        ({"group_size": 0}, "is 0, must be an even number"),
+        ({"checkpoint_format": "marlin"}, "'marlin', must be gptq or gptq_v2"),
+        ({"is_marlin_format": True}, "'marlin', must be"),
+        ({"checkpoint_format": {}, "format": ["gptq"]}, "must be gptq or gptq_v2"),
+        ({"dynamic": [".*"]}, "must be an object of objects by pattern"),
+        ({"dynamic": {"-:(": {}}}, "no regular expression"),
+        ({"dynamic": {"+:.*q_proj": {"bits": 2}}}, "2 bits, must have 4 or 8"),
+        ({"dynamic": {"-:.*up_proj": {}}}, "gate_proj is int4 in groups of 32, model.layers.0.mlp.up_proj is not"),
+        ({"modules_in_block_to_quantize": 3}, "modules_in_block_to_quantize is 3"),
+    ],
+)
+def test_what_is_not_supported_is_told(tmp_path, changed, message):
+    with pytest.raises(ModelLoadError, match=message):
+        load_model_config(write(tmp_path, described(**changed), packed()))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("g_idx", lambda g: g[::-1], r"q_proj\.g_idx says that the inputs of a group are not neighbours .*desc_act false"),
+        ("qzeros", lambda z: z * 0, 'qzeros has 1, symmetric weights have 8 throughout; say "sym": false'),
+        ("scales", lambda s: None, r"1 missing: model\.layers\.0\.self_attn\.q_proj\.scales"),
+        ("scales", lambda s: s[:1], r"q_proj\.scales is \[1, 64\]"),
+        ("qweight", lambda w: w.view(np.float32), r"q_proj\.qweight is F32"),
+        ("scales", lambda s: s.astype(np.float32), r"q_proj\.scales is F32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_told(tmp_path, name, change, message):
+    def quantize(weight_name, weight):
+        tensors = packed()(weight_name, weight)
+        changed = {key: change(value) if key == f"{MODULE}.{name}" else value for key, value in tensors.items()}
+        return {key: np.ascontiguousarray(value) for key, value in changed.items() if value is not None}
+
+    with pytest.raises(ModelLoadError, match=message):
+        load(write(tmp_path, described(), quantize))
+
+
+def test_groups_that_do_not_fit_the_inputs_are_told(tmp_path):
+    with pytest.raises(ModelLoadError, match="has 96 inputs, which must be a multiple of the group size 64"):
+        load(write(tmp_path, described(group=64), lambda name, weight: {name: weight}))
