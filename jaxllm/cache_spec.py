@@ -25,6 +25,8 @@ from jaxllm.model_config import FP8, ModelConfig
 from jaxllm.model_parts import Attention, CrossAttentionLayer, GatedDeltaNet, LatentAttention
 
 _BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
+WORD_BYTES = 4
+"""Contents of blocks are copied and checked in such words."""
 _MOST_PADDING = 6
 """The last group of a policy may be too small by one in so many of the policy's layers."""
 
@@ -227,6 +229,26 @@ class CacheLayout:
     def row_bytes(self) -> int:
         """Bytes of a row in the states of all layers, over all devices."""
         return sum(array.bytes_per_row for array in self.states)
+
+    @property
+    def state_head_words(self) -> int:
+        """Words of four bytes that one head has in the states of a row, each array in whole words."""
+        return sum(-(-array.bytes_per_row // (array.num_heads * WORD_BYTES)) for array in self.states)
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks that hold the states of a row, in which each head has an equal part; 0: there are no states. Raises ConfigError for
+        states that blocks cannot hold."""
+        if not self.states:
+            return 0
+        num_heads = {array.num_heads for array in self.states}
+        part_words = self.block_bytes // WORD_BYTES // max(num_heads)
+        if len(num_heads) > 1 or not part_words:
+            raise ConfigError(
+                f"block_size is {self.block_size}: blocks of {self.block_bytes} bytes cannot hold states of {sorted(num_heads)} heads, by "
+                "which engines pass them to each other; raise block_size, or leave kv_role out"
+            )
+        return -(-self.state_head_words // part_words)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a request of `num_tokens` tokens holds at a time."""

@@ -116,6 +116,21 @@ class ScatterBlocks(CopyBlocks, frozen=True):
     block_ids: list[int]
 
 
+class StoreState(DeviceOp, frozen=True):
+    """Write what layers keep of a request's row into blocks, as it is before the step behind, which computes more tokens of the request.
+    Read as keys and values they may be NaN, which does no harm: no step reads a slot before it wrote it."""
+
+    request_id: str
+    block_ids: list[int]
+
+
+class LoadState(DeviceOp, frozen=True):
+    """Read back what `StoreState` wrote, into the row that the step behind gives a request."""
+
+    request_id: str
+    block_ids: list[int]
+
+
 class FinishedCopy(NamedTuple):
     """The end of a `CopyBlocks`."""
 
@@ -140,6 +155,8 @@ AnyDeviceOp = (
     | GatherBlocks
     | StageBlocks
     | ScatterBlocks
+    | StoreState
+    | LoadState
 )
 """All kinds, as other hosts decode them."""
 

@@ -52,10 +52,6 @@ FORMATS = (
         stored=("compressed-tensors",),
     ),
     Registered(
-        path="jaxllm.quantization.formats.gguf:Gguf",
-        widened=_PACKED,
-    ),
-    Registered(
         path="jaxllm.quantization.formats.gptq:Gptq",
         stored=("gptq", "gptq_marlin", "auto_gptq"),
         widened=_PACKED,
@@ -68,6 +64,10 @@ FORMATS = (
     Registered(
         path="jaxllm.quantization.formats.bitsandbytes:BitsAndBytes",
         stored=("bitsandbytes",),
+        widened=_PACKED,
+    ),
+    Registered(
+        path="jaxllm.quantization.formats.gguf:Gguf",
         widened=_PACKED,
     ),
     Registered(

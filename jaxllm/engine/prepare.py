@@ -29,6 +29,8 @@ from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.hosts_options import has_stages_on_hosts
 from jaxllm.kernel_policy import KernelPolicy, platform_policy
 from jaxllm.kernel_verdicts import OpReport
+from jaxllm.kv_connectors import KVTransferConfig
+from jaxllm.kv_events_options import KVEventsConfig
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import axes_of, parameters
@@ -379,19 +381,43 @@ def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
     reason = "has layers with linear attention, whose states sum up a whole prompt"
     if model.attends_to_audio:
         reason = "attends to audio, which is encoded with each prompt"
+    if config.kv_transfer.kv_role is not None and not model.attends_to_audio:
+        _check_hand_over(config, f"{model.architecture} {reason}")
+        return True
     if asked:
         raise ConfigError(
             f"enable_prefix_caching is set, but {model.architecture} {reason}: no part of it can be skipped; leave the option out, or "
             "use --no-enable-prefix-caching"
         )
     if config.cache.kv_offloading_size:
+        way_out = (
+            "" if model.attends_to_audio else ", or set kv_role to pass whole prompts from a prefill engine to a decode engine"
+        )
         raise ConfigError(
             f"kv_offloading_size is {config.cache.kv_offloading_size}, but {model.architecture} {reason}: no prefix of it can be kept; "
-            "leave the option out"
+            f"leave the option out{way_out}"
         )
     if asked is None:
         logger.info("prefix caching is off: %s %s", model.architecture, reason)
     return False
+
+
+def _check_hand_over(config: EngineConfig, reason: str) -> None:
+    """Raise ConfigError for options of an engine with a role that states by row exclude: they come with whole prompts alone."""
+    excluded = {
+        "kv_offloading_disk": config.cache.kv_offloading_disk,
+        "kv_transfer_config": KVTransferConfig.of(config.cache.kv_transfer_config).is_own,
+        "kv_events_config": KVEventsConfig.of(config.observe.kv_events_config).publishes,
+    }
+    if names := [name for name, is_set in excluded.items() if is_set]:
+        raise ConfigError(
+            f"{' and '.join(names)} would keep or tell prefixes of prompts, but {reason}: prefill engines pass on whole prompts alone; "
+            "leave it out"
+        )
+    if not config.scheduler.enable_chunked_prefill and config.kv_transfer.is_prefill:
+        raise ConfigError(
+            f"enable_chunked_prefill is off, but {reason}: a prefill engine takes its states between two chunks; leave it on"
+        )
 
 
 def _with_redundant_experts(config: EngineConfig, model: ModelConfig) -> ModelConfig:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxllm
-from jaxllm.cache_spec import CacheLayout
+from jaxllm.cache_spec import WORD_BYTES, CacheLayout
 from jaxllm.config import EngineConfig
 from jaxllm.files import open_regular
 from jaxllm.hub import WEIGHTS, resolve_model
@@ -54,7 +54,18 @@ def describe(
         "arrays": [[array.width, array.dtype] for array in layout.arrays],
         "arrangement": arrangement,
         "hash algorithm": options["prefix_caching_hash_algo"],
+        **_states(layout, options["tensor_parallel_size"]),
     }
+
+
+def _states(layout: CacheLayout, num_devices: int) -> dict[str, Any]:
+    """What blocks with states by row depend on; nothing if there are none. In a block all heads have equal parts, which follow each other:
+    where its words cannot be divided so, the number of devices counts."""
+    if not layout.states:
+        return {}
+    arrays = [[array.num_heads, list(array.shape), array.dtype] for array in layout.states]
+    is_even = layout.block_bytes // WORD_BYTES % layout.states[0].num_heads == 0
+    return {"states": [arrays, layout.state_blocks, 1 if is_even else num_devices]}
 
 
 def digest(described: dict[str, Any]) -> bytes:

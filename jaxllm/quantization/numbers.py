@@ -29,11 +29,11 @@ NF4 = (
     1.0,
 )
 """By code. Source: arXiv:2305.14314, appendix E."""
-IQ4_NL = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
-"""By code. Source: ggml-common.h."""
 _MAGNITUDES = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
 FP4 = (*_MAGNITUDES, *(0.0 - value for value in _MAGNITUDES))
 """bitsandbytes' own, by code."""
+IQ4_NL = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
+"""By code. Source: ggml-common.h."""
 EXPONENT_BIAS = 127
 """Of scales that are exponents of two."""
 NO_EXPONENT = 255
@@ -64,8 +64,8 @@ NUMBERS = {
     "uint4": Number(4, "uint8", 4.6),
     "e2m1": Number(4, "uint8", 2.9, table=E2M1),
     "nf4": Number(4, "uint8", 0.54, table=NF4),
-    "iq4_nl": Number(4, "uint8", 68.5, table=IQ4_NL),
     "fp4": Number(4, "uint8", 0.49, table=FP4),
+    "iq4_nl": Number(4, "uint8", 68.5, table=IQ4_NL),
     "int8": Number(8, "int8", 73.9),
     "uint8b128": Number(8, "uint8", 73.9, middle=128),
     "e4m3": Number(8, "float8_e4m3fn", 100.0),

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
+from jaxlib import lapack
 
 from jaxllm import trusted_files
 from jaxllm.cache_folders import keep_recent, tell_not_kept
@@ -106,6 +108,9 @@ class ProgramStore:
 
     def _read(self, stored: Any) -> jax.stages.Compiled:
         payload, in_tree, out_tree = stored
+        if b"lapack_" in payload:
+            # Of a CPU. JAX finds LAPACK's functions when it lowers a call of one; without them the program ends the process.
+            lapack.prepare_lapack_call("trsm", np.dtype(np.float32))
         return serialize_executable.deserialize_and_load(
             payload, in_tree, out_tree, backend=self._devices[0].client, execution_devices=self._devices
         )

@@ -17,6 +17,7 @@ from jaxllm.scheduler.block_pool import BlockPool
 from jaxllm.scheduler.cache_observer import CacheObserver
 from jaxllm.scheduler.cache_tier import CacheTier
 from jaxllm.scheduler.loading import Loading
+from jaxllm.scheduler.prefix_states import PrefixStates
 from jaxllm.scheduler.store_filter import StoreFilter
 
 _Lookups = list[tuple[CachePolicy, Callable[[bytes], bool]]]
@@ -46,6 +47,8 @@ class CachedPrefix:
     """Tokens that need not be computed: at most all but the last, whose hidden state gives the next token."""
     num_cached_tokens: int = 0
     """Tokens in the blocks of the prefix."""
+    state_ids: Sequence[int] = ()
+    """Blocks with the states by row behind the prefix, for layers that have some. The request does not hold them."""
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
@@ -83,11 +86,13 @@ class KVCacheManager:
         block_size: int | None = None,
         tiers: Sequence[CacheTier] = (),
         observer: CacheObserver | None = None,
+        num_state_blocks: int = 0,
     ):
         """max_step_tokens: most tokens of a request that one step computes. policies: of each group. num_lookahead: slots that a
         request gets behind the tokens of a step that draws, up to its most tokens, for a drafter to write to. block_size: tokens of a
         block over all devices that split it; None: the option's. tiers: asked in this order for blocks that the pool does not have.
-        observer: notified of the contents of the pool, which is empty at first."""
+        observer: notified of the contents of the pool, which is empty at first. num_state_blocks: blocks that hold the states of a row, if
+        layers have some, and requests continue prefixes only with their states."""
         self.block_size = block_size or options.block_size
         self.enable_prefix_caching = bool(options.enable_prefix_caching)
         self.pool = BlockPool(num_blocks)
@@ -99,10 +104,13 @@ class KVCacheManager:
         self._num_lookahead = num_lookahead
         self._suffixes = [index.to_bytes(2, "little") if index else b"" for index in range(len(policies))]
         """Suffixes that distinguish the hashes of equal tokens in different groups."""
+        self.states = PrefixStates(num_state_blocks, self.block_size)
         self._lookups = self._lookups_in(self.pool.is_cached)
         self._tables: dict[str, _BlockTable] = {}
         self._store_filter = StoreFilter.of(options, self.block_size) if tiers else None
-        self.loading = Loading(self, tiers, self._store_filter) if tiers and self.enable_prefix_caching else None
+        self.loading: Loading | None = None
+        if tiers and self.enable_prefix_caching:
+            self.loading = Loading(self, tiers, self._store_filter, stores_cold=not num_state_blocks)
         """Loads blocks from tiers, if there are any."""
 
     def _lookups_in(self, is_cached: Callable[[bytes], bool]) -> _Lookups:
@@ -141,7 +149,8 @@ class KVCacheManager:
         """
         if not self.reads_cache(request):
             return NO_PREFIX
-        names = self._longest_prefix(request.block_hashes, self._lookups)
+        names = self._longest_prefix_of(request, self.pool.is_cached, self._lookups)
+        states = map(self.pool.find, self.states.names(names))
         num_cached = len(names) * self.block_size
         num_computed = min(num_cached, request.num_tokens - 1)
         groups = []
@@ -149,34 +158,53 @@ class KVCacheManager:
             num_expired = policy.num_expired(num_computed, self.block_size)
             found = [block for name in names[num_expired:] if (block := self.pool.find(name + suffix)) is not None]
             groups.append(_GroupTable([self.pool.null_block] * num_expired + found, num_expired))
-        return CachedPrefix(groups, num_computed, num_cached)
+        return CachedPrefix(groups, num_computed, num_cached, [block.block_id for block in states if block is not None])
 
     def absent_names(self, request: Request) -> list[bytes]:
-        """The names of all full blocks of a request that the pool does not have, in all groups."""
-        names = (name + suffix for name in request.block_hashes for suffix in self._suffixes)
-        return [name for name in names if not self.pool.is_cached(name)]
+        """The names of all full blocks of a request that the pool does not have, in all groups, and of its states."""
+        hashes = self.states.hashes(request)
+        names = [name + suffix for name in hashes for suffix in self._suffixes]
+        return [name for name in (*names, *self.states.names(hashes)) if not self.pool.is_cached(name)]
 
     def names_of_prefix(self, request: Request, others: Container[bytes]) -> tuple[list[bytes], int]:
         """The names of the blocks of the longest prefix of which the pool has a part and `others` are the names of the rest. In the order
         of the sequence, with the number of its tokens."""
-        lookups = self._lookups_in(lambda name: self.pool.is_cached(name) or name in others)
-        names = self._longest_prefix(request.block_hashes, lookups)
+
+        def is_there(name: bytes) -> bool:
+            return self.pool.is_cached(name) or name in others
+
+        names = self._longest_prefix_of(request, is_there, self._lookups_in(is_there))
         return self._names_in_groups(names), len(names) * self.block_size
+
+    def num_blocks_of_prompt(self, request: Request) -> int:
+        """Blocks of each group behind which another engine continues a prompt."""
+        num_tokens = self.states.position(request) if self.states.num_blocks else request.num_prompt_tokens
+        return num_tokens // self.block_size
 
     def names_of_prompt(self, request: Request) -> list[bytes]:
         """The names, in all groups, that another engine needs to continue behind the full blocks of a prompt."""
-        return self._names_in_groups(request.block_hashes[: request.num_prompt_tokens // self.block_size])
+        return self._names_in_groups(request.block_hashes[: self.num_blocks_of_prompt(request)])
 
     def _names_in_groups(self, names: Sequence[bytes]) -> list[bytes]:
-        """The names of a prefix in all groups, but for blocks that have expired behind it. In the order of the sequence."""
+        """The names of a prefix in all groups, but for blocks that have expired behind it. In the order of the sequence; those of states
+        behind it come last."""
         # Without these, `longest_prefix` would not find it: computation continues at the last of its tokens, or behind it.
         expired = [policy.num_expired(len(names) * self.block_size - 1, self.block_size) for policy in self.policies]
-        return [
+        in_groups = [
             name + suffix
             for index, name in enumerate(names)
             for num_expired, suffix in zip(expired, self._suffixes, strict=True)
             if index >= num_expired
         ]
+        return in_groups + self.states.names(names)
+
+    def _longest_prefix_of(self, request: Request, is_there: Callable[[bytes], bool], lookups: _Lookups) -> list[bytes]:
+        """The hashes of a request's longest prefix that is there; with states, of all before them or none."""
+        hashes = self.states.hashes(request)
+        longest = self._longest_prefix(hashes, lookups)
+        if self.states.num_blocks and not (len(longest) == len(hashes) and all(map(is_there, self.states.names(hashes)))):
+            return []
+        return longest
 
     def _longest_prefix(self, names: list[bytes], lookups: _Lookups) -> list[bytes]:
         """Cut the hashes of a request's blocks down to the longest prefix that is there."""

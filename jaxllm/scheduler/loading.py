@@ -9,6 +9,7 @@ from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_tier import CacheTier, KeepingTier
+from jaxllm.scheduler.prefix_states import is_of_states
 from jaxllm.scheduler.store_filter import StoreFilter
 from jaxllm.scheduler.storing import Storing
 from jaxllm.scheduler_stats import SchedulerStats
@@ -66,10 +67,18 @@ class Loading:
     there; what has not arrived is computed.
     """
 
-    def __init__(self, manager: "KVCacheManager", tiers: Sequence[CacheTier], store_filter: StoreFilter | None = None):
-        """store_filter: see Storing."""
+    def __init__(
+        self,
+        manager: "KVCacheManager",
+        tiers: Sequence[CacheTier],
+        store_filter: StoreFilter | None = None,
+        *,
+        stores_cold: bool = True,
+    ):
+        """store_filter: see Storing. stores_cold: whether tiers are offered what leaves the pool, in addition to what they keep for other
+        engines."""
         self._manager, self._tiers = manager, tiers
-        self._storing = Storing(manager.pool, tiers, store_filter)
+        self._storing = Storing(manager.pool, tiers if stores_cold else (), store_filter)
         self._keepers = [tier for tier in tiers if isinstance(tier, KeepingTier)]
         self._loads: dict[str, _Load] = {}
         """Loads by request, in the order of their beginning."""
@@ -124,6 +133,8 @@ class Loading:
         for block, name, source, right in zip(copy.blocks, copy.names, copy.sources, is_right, strict=True):
             if right:
                 arrived.append((block, name))
+                if is_of_states(name):
+                    continue
                 request.num_loaded_blocks[source] = request.num_loaded_blocks.get(source, 0) + 1
             else:
                 request.loads_blocks = False
@@ -299,11 +310,20 @@ class Loading:
 
     def hand_over(self, request: Request) -> dict[str, Any] | None:
         """Keep the blocks of a prompt whose request has ended, in the first tier that does. See KeepingTier."""
-        block_size = self._manager.block_size
-        num_blocks = request.num_prompt_tokens // block_size
-        names = self._manager.names_of_prompt(request)
-        answers = (tier.hand_over(request, names, num_blocks, num_blocks * block_size) for tier in self._keepers)
+        manager = self._manager
+        num_blocks = manager.num_blocks_of_prompt(request)
+        names = manager.names_of_prompt(request)
+        answers = (
+            tier.hand_over(request, names, num_blocks, num_blocks * manager.block_size)
+            for tier in self._keepers
+            if self._has_states(request, tier)
+        )
         return next((answer for answer in answers if answer is not None), None)
+
+    def _has_states(self, request: Request, tier: CacheTier) -> bool:
+        """Whether the pool or a tier has the states behind a prompt, as far as layers have some: blocks alone are of no use."""
+        absent = [name for name in self._manager.states.names_of(request) if not self._manager.pool.is_cached(name)]
+        return not (absent and tier.wants(absent))
 
     @property
     def is_keeping(self) -> bool:

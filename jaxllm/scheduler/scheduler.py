@@ -38,6 +38,7 @@ from jaxllm.scheduler.loading import Loading
 from jaxllm.scheduler.refusal import Refusal
 from jaxllm.scheduler.results import Share, last_output, take_in
 from jaxllm.scheduler.scheduling_policies import Turns, choose_victim, make_waiting_queue
+from jaxllm.scheduler.states_passed_on import StatesPassedOn
 from jaxllm.scheduler.totals import Totals
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats
@@ -62,12 +63,13 @@ class Scheduler:
         block_size: int | None = None,
         tiers: Sequence[CacheTier] = (),
         observer: CacheObserver | None = None,
+        num_state_blocks: int = 0,
     ):
         """policies: one for each group of layers with separate block tables. drafts: how many each request gets; None: none.
         rooms: needs of a request other than blocks. num_stages: so many steps in a row are of different requests, because
         the first stage of a pipeline would wait for a token that the last one has yet to draw. block_size: tokens of a block over
         all devices that split it; None: the option's. tiers: where blocks are kept outside the pool. observer: is told what the
-        pool has."""
+        pool has. num_state_blocks: see KVCacheManager; 0: no states by row are passed between engines."""
         block_size = block_size or cache.block_size
         check_options(options, max_model_len)
         assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
@@ -80,7 +82,8 @@ class Scheduler:
         """See `limit_steps`, and `limit_tokens` for the next one."""
         self._most_tokens_of_step: int | None = None
         self.drafts = drafts
-        self.rooms = rooms
+        self._states = StatesPassedOn(lambda: self.cache_manager) if num_state_blocks else None
+        self.rooms = rooms = rooms if self._states is None else (self._states, *rooms)
         self.chunk_rooms = tuple(room for room in rooms if isinstance(room, ChunkRoom))
         self._min_chunk = max((room.min_chunk for room in self.chunk_rooms), default=1)
         if self.chunk_rooms and not options.enable_chunked_prefill:
@@ -97,6 +100,7 @@ class Scheduler:
             num_lookahead=0 if drafts is None else drafts.num_lookahead,
             tiers=tiers,
             observer=observer,
+            num_state_blocks=num_state_blocks,
         )
         self.cache_manager = self._new_cache_manager()
         self.running: list[Request] = []
@@ -540,6 +544,8 @@ class Scheduler:
     def _admit(self, request: Request, prefix: CachedPrefix) -> NewRequestData:
         self._refusal = None
         self.running.append(request)
+        if self._states is not None and prefix.state_ids:
+            self._states.load(request, prefix.state_ids)
         for room in self.rooms:
             room.take(request)
         return NewRequestData(
@@ -702,7 +708,10 @@ class Scheduler:
     # Updates of the prefix cache, for API servers that choose among several engines
 
     def publish_cache_events(self) -> None:
-        """Collect changes of the prefix cache from now on. The first update is a snapshot."""
+        """Collect changes of the prefix cache from now on. The first update is a snapshot. None follow from an engine whose prefixes are
+        of no use without states by row."""
+        if self._states is not None:
+            return
         pool = self.cache_manager.pool
         pool.events = EventCollector(pool.cached_hashes())
 
@@ -713,7 +722,8 @@ class Scheduler:
 
     def cache_snapshot(self) -> CacheEvents:
         """Everything that can be found in the prefix cache. Updates that are taken later may follow it."""
-        return CacheEvents(cleared=True, stored=keys_of(self.cache_manager.pool.cached_hashes()))
+        stored = () if self._states is not None else self.cache_manager.pool.cached_hashes()
+        return CacheEvents(cleared=True, stored=keys_of(stored))
 
     def start_over(self) -> None:
         """Return every request to the waiting queue, with no blocks, no computed tokens and no step in flight.

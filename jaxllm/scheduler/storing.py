@@ -27,7 +27,7 @@ class Storing:
         """Leaving contents that requests found while they were in the pool."""
         self._num_allocated = 0
         """Blocks that were allocated when tiers were last offered cold ones."""
-        self._num_cold = max(tier.num_cold for tier in tiers)
+        self._num_cold = max((tier.num_cold for tier in tiers), default=0)
         pool.evicting = self._note_eviction
 
     def begin_step(self) -> list[AnyDeviceOp]:

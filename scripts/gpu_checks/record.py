@@ -30,6 +30,7 @@ OPS_OF_CASES = {
     "experts": "grouped_matmul",
     "latent": "mla_attention",
     "lora": "lora",
+    "quantized": "quantized_matmul",
     "rope": "rope_cache_write",
     "sampling": "sampling",
     "segments": "segment_attention",

@@ -14,6 +14,7 @@ from pallas_kernels.checking import (
     gated_delta,
     grouped_matmul,
     lora,
+    quantized_matmul,
     rope_cache_write,
     sampling,
     segment_attention,
@@ -97,6 +98,13 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
     found += [("delta triton", case) for case in gated_delta.cases(delta, "triton", interpret=interpret)]
     adapted = lora.Shapes("bfloat16", 3, 8, 300, Parts(2, (3, 1, 1), 40))
     found += [("lora triton", case) for case in lora.cases(adapted, "triton", interpret=interpret)]
+    for weight in (
+        quantized_matmul.Shapes("int4", 200, 640, 128, has_zeros=True),
+        quantized_matmul.Shapes("e2m1", 128, 320, 32, "uint8"),
+        quantized_matmul.Shapes("int8", 64, 256, None),
+        quantized_matmul.Shapes("e4m3", 192, 192, None, "float32"),
+    ):
+        found += [("quantized mosaic", case) for case in quantized_matmul.cases(weight, "mosaic", interpret=interpret)]
     found += [("sampling triton", case) for case in sampling.cases(sampling.Shapes(VOCAB_SIZE), "triton", interpret=interpret)]
     for head_dim in (72, 128):
         encoder = segment_attention.Shapes("bfloat16", 2, head_dim)

@@ -32,7 +32,7 @@ _OF_ENGINES = (
     *("jaxllm", "pallas_kernels", "scripts/gpu_checks", "scripts/kernels", "scripts/measuring", "scripts/rehearsing"),
     *("tests/helpers/vision_checkpoint.py", "tests/helpers/whisper_checkpoint.py"),
 )
-_BOOKKEEPING = ("carrying.py", "jobs.py", "lowered.py", "pages.py", "record.py", "state.py", "verified.json")
+_BOOKKEEPING = ("carrying.py", "compiled.py", "jobs.py", "lowered.py", "pages.py", "record.py", "state.py", "verified.json")
 """Files that decide no outcome."""
 
 

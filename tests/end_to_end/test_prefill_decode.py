@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.helpers.goldens import golden
 from tests.helpers.serve_processes import ServerProcess, serving
 from tests.helpers.waiting import wait_until
 
@@ -113,3 +114,23 @@ def test_a_prefill_engine_that_is_killed_costs_no_answer(server: ServerProcess) 
         before = loaded_bytes(client)
         complete(client, f"after that {TEXT * 5}", **fields)
         wait_until(lambda: loaded_bytes(client) > before, "the decode engine fetched nothing from the new one")
+
+
+def test_states_by_row_come_with_the_blocks_of_a_prompt(tmp_path: Path) -> None:
+    """A model with linear attention, whose prompts no engine can begin in the middle."""
+    flags = (*FLAGS[:4], "--prefill-threshold", "64", "--kv-offloading-size", "0.02", "--skip-tokenizer-init", *SMALL)
+    with serving(golden("qwen3_next").directory, tmp_path, command=("serve", *flags)) as server:
+        wait_until(lambda: _states(server) == ["serving", "serving"], "the server did not start")
+        with server.client() as client:
+            for num_tokens in (97, 112, 113):
+                fields: dict[str, Any] = {
+                    "prompt": [(num_tokens + place * place) % 60 for place in range(num_tokens)],
+                    "max_tokens": 12,
+                    "temperature": 0,
+                    "return_token_ids": True,
+                }
+                before = loaded_bytes(client)
+                answer = client.post("/v1/completions", json=fields).json()
+                wait_until(lambda before=before: loaded_bytes(client) > before, "the decode engine fetched nothing")
+                alone = client.post("/v1/completions", json={**fields, "prompt_logprobs": 0}).json()
+                assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]

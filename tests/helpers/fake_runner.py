@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.cache_policy import CachePolicy, WindowPolicy
 from jaxllm.data_parallel.scheduler import RanksScheduler
-from jaxllm.device_ops import DeviceOp, DropStaged, RankOp, WriteAdapter, run_ops
+from jaxllm.device_ops import DeviceOp, DropStaged, LoadState, RankOp, StoreState, WriteAdapter, run_ops
 from jaxllm.engine.op_queue import OpQueue
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.ranks_plan import RanksPlan
@@ -109,6 +109,8 @@ class _Row:
     adapter: int = 0
     """Initial value of its digests."""
     adapter_slot: int = NO_ADAPTER
+    state: int | None = None
+    """The digest that its state has, if there are states by row; None: what an earlier owner left."""
     item_at: dict[int, ItemToken] = field(default_factory=dict)
     """By position, where items stand. In `token_ids` their embeddings stand for the placeholder tokens."""
 
@@ -133,8 +135,13 @@ class FakeRunner:
         policies: Sequence[CachePolicy],
         drafts: RandomDrafts | None = None,
         rank: int = 0,
+        num_state_blocks: int = 0,
     ):
+        """num_state_blocks: blocks that hold the state of a row; 0: there are no states."""
         self.device = FakeDevice(rank=rank)
+        self.num_state_blocks = num_state_blocks
+        self.state_ops: list[StoreState | LoadState] = []
+        """Those of the plan."""
         self.drafts = drafts
         self.block_size, self.vocab_size, self.policies = block_size, vocab_size, policies
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
@@ -155,6 +162,8 @@ class FakeRunner:
             self.slots[op.slot] = self.staged.pop(op.staged)
         elif isinstance(op, DropStaged):
             self.staged.pop(op.staged, None)
+        elif isinstance(op, StoreState | LoadState):
+            self.state_ops.append(op)
         else:
             self.device.run(op, self.memory)
         return []
@@ -164,11 +173,13 @@ class FakeRunner:
         self.device.begin_step()
         run_ops(plan.ops, self._run_op)
         if plan.ops and not plan.rows:
+            self._run_state_ops()
             return ModelRunnerOutput({})
         for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
             self.rows.pop(request_id, None)
         for data in plan.new_requests:
             self._admit(data)
+        self._run_state_ops()
         num_known = len(plan.rows) - len(plan.new_requests)
         for planned in plan.rows[:num_known]:
             row = self.rows[planned.request_id]
@@ -197,6 +208,8 @@ class FakeRunner:
             row, right = self.rows[request_id], foreseen[request_id]
             count += len(right)
             self._check_reads(row, count)
+            if self.num_state_blocks:
+                self._check_state(row, count)
             row.num_computed += count
             if row.num_computed == len(row.token_ids) and row.pools:
                 pooled[request_id] = np.array(row.digests[: row.num_computed])
@@ -209,6 +222,30 @@ class FakeRunner:
                     self._spoil(row)
         self.num_computed_tokens += plan.num_tokens
         return ModelRunnerOutput(sampled, num_drafts, pooled=pooled)
+
+    def _run_state_ops(self) -> None:
+        """Loads, then stores."""
+        for op in self.state_ops:
+            if isinstance(op, LoadState):
+                found = [self.memory[block] for block in op.block_ids]
+                states = {block[0][2] for block in found}
+                assert len(states) == 1 and len(found) == self.num_state_blocks, "blocks have parts of several states"
+                (state,) = states
+                assert found == [[("state", index, state)] * self.block_size for index in range(len(found))]
+                self.rows[op.request_id].state = state
+        for op in self.state_ops:
+            if isinstance(op, StoreState):
+                state = self.rows[op.request_id].state
+                assert len(op.block_ids) == self.num_state_blocks
+                for index, block in enumerate(op.block_ids):
+                    self.memory[block] = [("state", index, state)] * self.block_size
+        self.state_ops.clear()
+
+    def _check_state(self, row: _Row, count: int) -> None:
+        """The next `count` tokens follow the state that all before them left."""
+        expected = row.digest_at(row.num_computed - 1) if row.num_computed else row.adapter
+        assert row.state == expected, f"position {row.num_computed} is computed with the state of others"
+        row.state = row.digest_at(row.num_computed + count - 1)
 
     def _draft(self, row: _Row, planned: RowStep) -> list[int]:
         """The first drafts of a row that are right."""
@@ -242,6 +279,7 @@ class FakeRunner:
     def start_over(self, failed: Iterable[DeviceOp] = ()) -> None:
         """Drop rows and memory. failed: operations of steps whose results are lost."""
         self.rows.clear()
+        self.state_ops.clear()
         self.device.start_over(failed)
         self.memory = [[NOTHING] * self.block_size for _ in self.memory]
 
@@ -255,6 +293,7 @@ class FakeRunner:
         row.adapter_slot = data.adapter_slot
         if data.adapter_slot != NO_ADAPTER:
             row.adapter = self.slots[data.adapter_slot]
+        row.state = None if data.num_computed_tokens else row.adapter
         self.rows[data.request_id] = row
         row.item_at = self.device.items_of(data.request_id, data.items, row.token_ids)
 
@@ -301,6 +340,7 @@ def runner_for(scheduler: Scheduler, vocab_size: int, rank: int = 0) -> FakeRunn
         policies=scheduler.cache_manager.policies,
         drafts=scheduler.drafts,
         rank=rank,
+        num_state_blocks=scheduler.cache_manager.states.num_blocks,
     )
     for room in scheduler.chunk_rooms:
         if isinstance(room, EncoderCache):

@@ -33,6 +33,7 @@ def make_scheduler(
     tiers: Sequence[CacheTier] = (),
     kv_transfer_config: dict[str, Any] | None = None,
     observer: CacheObserver | None = None,
+    num_state_blocks: int = 0,
     **options: Any,
 ) -> Scheduler:
     """A scheduler without watermark or run-ahead unless asked."""
@@ -55,6 +56,7 @@ def make_scheduler(
         num_stages=num_stages,
         tiers=tiers,
         observer=observer,
+        num_state_blocks=num_state_blocks,
     )
 
 

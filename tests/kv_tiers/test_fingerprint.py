@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxllm.cache_policy import FULL, WindowPolicy
-from jaxllm.cache_spec import CacheArray, CacheGroup, CacheLayout
+from jaxllm.cache_spec import CacheArray, CacheGroup, CacheLayout, StateArray
 from jaxllm.config import EngineConfig
 from jaxllm.kv_tiers import fingerprint
 from jaxllm.model_config import ModelConfig
@@ -105,6 +105,19 @@ def test_the_number_of_devices_matters_only_where_it_orders_the_bytes(heads: tup
     assert (one == two == four) is same
     # Two heads on four devices are stored twice each; a content has them once.
     assert BlockFormat.of(layout((4, 4)), 4, 2).arrangement == BlockFormat.of(layout((2, 2)), 2).arrangement
+
+
+@pytest.mark.parametrize(("num_heads", "same"), [(8, True), (12, False)])
+def test_states_by_row_are_part_of_it(num_heads: int, same: bool) -> None:
+    """The number of devices matters where words of a block cannot be divided among all heads."""
+    states = (StateArray(num_heads, (3, 4), "float32"), StateArray(num_heads, (5,), "bfloat16"))
+    with_states = dataclasses.replace(layout(), states=states)
+    assert with_states.block_bytes // 4 % num_heads == (0 if same else 8)
+    found = described(layout=with_states)
+    assert found.keys() == FIELDS | {"states"}
+    other = (states[0], StateArray(num_heads, (5,), "float32"))
+    assert described(layout=dataclasses.replace(with_states, states=other))["states"] != found["states"]
+    assert (described(layout=with_states, options={"tensor_parallel_size": 2})["states"] == found["states"]) is same
 
 
 def write(directory: Path, **files: bytes) -> Path:

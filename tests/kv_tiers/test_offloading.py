@@ -267,10 +267,20 @@ def test_adapters_with_other_files_have_other_blocks(tmp_path: Any) -> None:
     assert rounds[0] == rounds[1] and rounds[0][0] != rounds[0][2] and num_loaded > 0
 
 
+DECODE = {"kv_role": "decode"}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("qwen3_next", {}, "no prefix of it can be kept"),
+        ("qwen3_next", {}, "no prefix of it can be kept; leave the option out, or set kv_role"),
+        ("qwen3_next", {**DECODE, "kv_offloading_disk": "d", "kv_offloading_disk_size": 1.0}, "kv_offloading_disk would keep"),
+        (
+            "qwen3_next",
+            {**DECODE, "kv_events_config": {"enable_kv_cache_events": True}},
+            "prefill engines pass on whole prompts",
+        ),
+        ("qwen3_next", {"kv_role": "prefill", "enable_chunked_prefill": False}, "takes its states between two chunks"),
         ("qwen3", {"kv_offloading_size": 1e-6}, "less than a block"),
         ("qwen3", {"kv_offloading_size": 900_000.0}, "of memory are free"),
         ("qwen3", {"kv_offloading_size": 900_000.0, "data_parallel_size": 900_000}, "for 900000 engines together"),

@@ -191,6 +191,11 @@ def changed(**weights):
         (described(4, None, True, "int-quantized"), "4 bits of type int, format int-quantized"),
         (described() | {"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme is"),
         (described() | {"ignore": ["re:("]}, "is no regular expression"),
+        (described(config_groups={"group_0": {"targets": ["Linear"], "weights": None}}), "; supported: "),
+        (
+            described(config_groups={"group_0": {"targets": "Linear", "weights": {"num_bits": 4, "type": "int"}}}),
+            "targets is 'Linear'",
+        ),
         (described() | {"ignore": ["model.layers.0.mlp.up_proj"]}, "gate_proj is int4 in groups of 32, .*up_proj is not"),
     ],
 )

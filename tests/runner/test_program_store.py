@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -69,6 +70,22 @@ def test_a_program_that_xla_has_in_its_own_cache_comes_back(tmp_path):
     jax.clear_caches()
     new, _ = artifact(tmp_path / "a").load(KEY)(RowArrays(jnp.arange(4), jnp.ones((4, 2)), {}), jnp.asarray(3))
     assert new.last_token_N.tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_a_program_that_calls_lapack_runs_in_a_process_that_has_lowered_none(tmp_path):
+    solve = partial(jax.lax.linalg.triangular_solve, left_side=True, lower=True)
+    store = new_artifact(tmp_path / "a", DEVICES)
+    store.save(KEY, jax.jit(solve).lower(2 * jnp.eye(3), jnp.ones((3, 1))).compile())
+    write_manifest(tmp_path / "a", {})
+    code = (
+        "import sys, jax, numpy as np; from pathlib import Path; from jaxllm.runner.program_store import open_artifact;"
+        "from jaxllm.runner.programs.key import ProgramKey;"
+        "solve = open_artifact(Path(sys.argv[1]), {}, jax.devices()[:1]).load(ProgramKey('decode', 4));"
+        "print(solve(2 * np.eye(3, dtype='f4'), np.ones((3, 1), 'f4')).tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], capture_output=True, text=True)
+    assert done.stdout.strip() == "[[0.5], [0.5], [0.5]]", done.stderr
 
 
 def test_a_program_in_pieces_comes_back(tmp_path):

@@ -345,6 +345,7 @@ def run_load(
     make_tier: Callable[[random.Random], tuple[CacheTier, Any]] | None = None,
     share_again: float = 0.0,
     num_events: int = 80,
+    num_state_blocks: int = 0,
     **options: Any,
 ) -> int:
     """Run a random load to its end. Returns the number of steps.
@@ -353,7 +354,8 @@ def run_load(
     how often one is right. item_sizes: most embeddings of an item, most that a step encodes, pages. decode_step: most that a step encodes
     in which requests decode; 0: as in others. whole_items: a step must compute all that is left of an item. tiers: arguments of fake
     tiers. num_ranks: data-parallel ranks. make_tier: makes a further tier, and what runs its
-    operations on the fake device. share_again: part of the prompts that were asked before.
+    operations on the fake device. share_again: part of the prompts that were asked before. num_state_blocks: blocks of a row's state;
+    0: there are no states.
     """
     max_model_len = 46
     control = None
@@ -394,7 +396,8 @@ def run_load(
             num_stages=num_stages,
             tiers=all_tiers,
             rooms=() if item_sizes is None else (encoder(**room_sizes),),
-            observer=routers[-1].recorder,
+            observer=None if num_state_blocks else routers[-1].recorder,
+            num_state_blocks=num_state_blocks,
             **options,
         )
         return scheduler
@@ -412,12 +415,13 @@ def run_load(
     load.max_item_tokens, load.share_again = max_item_tokens, share_again
     for runner in engine.runners:
         runner.device.whole_items, runner.device.copies = whole_items, copies
-    if seed % 3 and num_ranks == 1:
+    if seed % 3 and num_ranks == 1 and not num_state_blocks:
         scheduler.publish_cache_events()
         load.readers.append(_Reader())
     else:
         assert scheduler.take_cache_events() is None
-    load.check_routers = lambda: [each.check(all_tiers) for each in routers]
+    if not num_state_blocks:
+        load.check_routers = lambda: [each.check(all_tiers) for each in routers]
     for _ in range(num_events):
         load.event()
     load.finish()

@@ -157,7 +157,9 @@ def test_every_op_names_its_cases_and_all_can_be_shaped() -> None:
         for _, case in found:
             jax.eval_shape(case.make)
             assert case.variants
-    with pytest.raises(SystemExit, match="no op 'dance'; there are attention, .*experts, latent, lora, rope, sampling"):
+    with pytest.raises(
+        SystemExit, match="no op 'dance'; there are attention, .*experts, latent, lora, quantized, rope, sampling"
+    ):
         scripts.kernels.cases("check", ["dance"], tiny=True)
 
 
@@ -516,6 +518,7 @@ def test_the_sanitizer_sees_every_kernel() -> None:
     for kernel in (
         "experts mosaic: 1 token",
         "experts triton biases",
+        "quantized mosaic: int4 200x640 g128 bfloat16 zeros, 150 rows",
         "rope triton",
         "sampling triton: argmax",
         "sampling triton: draw",

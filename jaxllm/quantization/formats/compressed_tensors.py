@@ -61,7 +61,7 @@ class CompressedTensors(PackedFormat):
 
     @classmethod
     def claims(cls, given: Mapping[str, Any]) -> bool:
-        groups = _groups(given)
+        groups = [group for group in _groups(given) if group.get("weights")]
         return given.get("quant_method") == "compressed-tensors" and (len(groups) > 1 or not all(map(is_fp8, groups)))
 
     @classmethod
@@ -218,7 +218,8 @@ def _read_group(group: Mapping[str, Any], given: Mapping[str, Any], options: Opt
 def _read_integers(
     weights: Mapping[str, Any], form: str, told: str, options: Options, faults: list[str]
 ) -> tuple[Scheme, int | None]:
-    bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
+    bits, size = weights.get("num_bits"), weights.get("group_size")
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     zeros = weights.get("symmetric") is False
     if form not in (PACKED, *INTEGERS) or (form in INTEGERS and (zeros or bits != 8)):
         faults.append(f"the weights are quantised with compressed-tensors ({told}); {options.supported}")

@@ -1,16 +1,19 @@
 """Random loads of a prefill engine: while a lease lasts, its contents stay in their slots, and they are those of its names."""
 
 import random
+from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from jaxllm.device_ops import AnyDeviceOp, LoadState, StoreState
 from jaxllm.kv_tiers.contents import Content
 from jaxllm.kv_tiers.peers.leases import Lease, Leases
 from jaxllm.kv_tiers.peers.prefill_tier import PrefillTier
 from jaxllm.request import Request
+from jaxllm.scheduler.scheduler import Scheduler
 from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
 from tests.helpers.fake_store import FakeStore
 from tests.helpers.slow import slow_except
@@ -80,7 +83,7 @@ class CheckedTier(PrefillTier):
         assert not any(lease.is_over and lease in self._pending and lease not in self._held for lease in self._pending)
 
 
-def run(seed: int, chosen: dict[str, Any]) -> CheckedTier:
+def run(seed: int, chosen: dict[str, Any], **options: Any) -> CheckedTier:
     sizes = {name: chosen.pop(name) for name in HOST_CHOICES}
     of_stores, of_tier = sizes.pop("stores"), {name: sizes.pop(name) for name in ("num_cold", "protected_share")}
     made: list[CheckedTier] = []
@@ -91,7 +94,7 @@ def run(seed: int, chosen: dict[str, Any]) -> CheckedTier:
         made.append(CheckedTier(rng, copies, **of_tier, stores=stores))
         return made[0], copies
 
-    run_load(seed=seed, caching=True, make_tier=make_tier, num_events=NUM_EVENTS, **chosen)
+    run_load(seed=seed, caching=True, make_tier=make_tier, num_events=NUM_EVENTS, **chosen, **options)
     return made[0]
 
 
@@ -104,3 +107,24 @@ def test_random_schedules(num_loads: int, monkeypatch: pytest.MonkeyPatch) -> No
         tier = run(rng.randrange(2**32), {name: rng.choice(values) for name, values in CHOICES.items()})
         num_held, num_lost = num_held + tier.num_held, num_lost + tier.num_lost
     assert num_held > 2 * num_loads and num_lost > num_loads // 20
+
+
+@pytest.mark.parametrize("num_loads", slow_except([8], [8, 150]))
+def test_random_schedules_with_states_by_row(num_loads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has the state of its tokens alone, whether computed or loaded."""
+    monkeypatch.setattr(Request, "is_kept_for_decode", property(lambda self: self.spec.prompt_token_ids[0] % 2 == 0))
+    rng, ops = random.Random(2), Counter[str]()
+    plan = Scheduler._ops
+    monkeypatch.setattr(Scheduler, "_ops", lambda self, shares: count(ops, plan(self, shares)))
+    num_held = num_written = 0
+    for _ in range(num_loads):
+        chosen = {name: rng.choice(values) for name, values in CHOICES.items()}
+        tier = run(rng.randrange(2**32), {**chosen, "drafts": None, "num_stages": 1}, num_state_blocks=rng.choice([1, 2, 5]))
+        num_held, num_written = num_held + tier.num_held, num_written + tier.copies.num_written
+    assert num_held > 2 * num_loads and num_written > num_loads
+    assert min(ops[kind.__name__] for kind in (StoreState, LoadState)) > num_loads
+
+
+def count(counts: Counter[str], ops: tuple[AnyDeviceOp, ...]) -> tuple[AnyDeviceOp, ...]:
+    counts.update(type(op).__name__ for op in ops)
+    return ops

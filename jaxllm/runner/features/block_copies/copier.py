@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.device_ops import CopyBlocks, DeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.errors import EngineDeadError
 from jaxllm.parallel.arrays import delete
 from jaxllm.runner.features.block_copies import programs
@@ -32,7 +32,7 @@ class BlockCopier(OpRunner):
     """The slots of a runner's blocks in host memory, and the way between. A part of a copy waits in a thread: for gathered blocks and their
     transfer, for a transfer to the devices, or for the verdict on written blocks. So a transfer never waits for a step but its own."""
 
-    ops = (GatherBlocks, StageBlocks, ScatterBlocks)
+    ops: tuple[type[DeviceOp], ...] = (GatherBlocks, StageBlocks, ScatterBlocks)
 
     def __init__(self, runner: Any, format: BlockFormat, arena_bytes: int, num_staging: int, *, is_shared: bool = False):
         """Takes no memory. Raises ConfigError if a block does not fit into the arena."""

@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.cache_spec import WORD_BYTES
 from jaxllm.errors import ConfigError
 from jaxllm.runner.features.block_copies.arena import PAGE_BYTES, Arena
-from jaxllm.runner.features.block_copies.format import WORD_BYTES, BlockFormat
+from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.transfer import by_device
 
 _REGISTERED_BYTES = 64 << 30

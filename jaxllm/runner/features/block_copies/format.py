@@ -12,10 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache_spec import CacheLayout
+from jaxllm.cache_spec import WORD_BYTES, CacheLayout
 from jaxllm.errors import ConfigError
-
-WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -108,11 +106,23 @@ class BlockFormat:
     ) -> tuple[list[jax.Array], jax.Array]:
         """The arrays with these parts in blocks, and bool [n]: whether the parts have these checksums. Others are left out, because a NaN
         in a block reaches every later owner of it. A negative block is nowhere."""
-        split = [words_nw[:, end - run.num_words : end] for run, end in zip(self.runs, self._ends(), strict=True)]
-        of_heads = [part.reshape(len(block_n), run.num_heads, -1) for run, part in zip(self.runs, split, strict=True)]
+        of_heads = self._of_heads(words_nw)
         is_right_n = jnp.all(jnp.concatenate(list(map(checksums, of_heads)), axis=1) == sums_nH, axis=1)
+        return self._written(caches, block_n, is_right_n & (block_n >= 0), of_heads), is_right_n
+
+    def write(self, caches: Sequence[jax.Array], block_n: jax.Array, words_nw: jax.Array) -> list[jax.Array]:
+        """The arrays with these parts in blocks, which nothing checks. A negative block is nowhere."""
+        return self._written(caches, block_n, block_n >= 0, self._of_heads(words_nw))
+
+    def _of_heads(self, words_nw: jax.Array) -> list[jax.Array]:
+        """The words of each run: [n, H, words of a head]."""
+        split = [words_nw[:, end - run.num_words : end] for run, end in zip(self.runs, self._ends(), strict=True)]
+        return [part.reshape(len(words_nw), run.num_heads, -1) for run, part in zip(self.runs, split, strict=True)]
+
+    def _written(
+        self, caches: Sequence[jax.Array], block_n: jax.Array, is_wanted_n: jax.Array, of_heads: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         written = list(caches)
-        is_wanted_n = is_right_n & (block_n >= 0)
         # Targets must differ, also those that are dropped because no array has them.
         nowhere_n = jnp.iinfo(jnp.int32).max - jnp.arange(len(block_n), dtype=jnp.int32)
         target_n = jnp.where(is_wanted_n, block_n, nowhere_n)
@@ -123,7 +133,7 @@ class BlockFormat:
                 values = _values(words_nHw[:, :, start : start + count], cache)
                 written[index] = cache.at[target_n].set(values, mode="drop", unique_indices=True)
                 start += count
-        return written, is_right_n
+        return written
 
     def _ends(self) -> list[int]:
         sizes = [run.num_words for run in self.runs]

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxllm.cache_spec import WORD_BYTES
 from jaxllm.device_ops import GatherBlocks
 from jaxllm.parallel.mesh import TENSOR
-from jaxllm.runner.features.block_copies.format import WORD_BYTES, BlockFormat
+from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Caches

@@ -1,0 +1,114 @@
+"""Numbers of 4 and 8 bits as bfloat16, in plain JAX, and by a few instructions for the two of a register. All but nf4 are exact.
+
+Register r of a word of packed codes (see `packed`) has the codes at bits b * r and b * r + 16, b bits each. `instructions` are PTX
+that turn a word $1 into that register $0; they may use the 32-bit registers of TEMPORARIES. Bits of a bfloat16: sign 15, exponent 14 to 7,
+mantissa 6 to 0. So 0x4300 | n is 128 + n for n below 128, and a small float whose exponent and mantissa are moved to the lower end
+of both fields is a subnormal or normal number that is a power of two too small.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+TEMPORARIES = "a", "b", "c", "d", "m"
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""By code. Source: arXiv:2305.14314, appendix E."""
+_AND_OR = 0xEA
+"""Truth table of lop3 for (x & y) | z."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A kind of number."""
+
+    bits: int
+    widen: Callable[[jax.Array], jax.Array]
+    """From uint8 codes to bfloat16, any shape."""
+    instructions: Callable[[int], str]
+    """PTX for register r."""
+
+
+def _widen_int4(codes: jax.Array) -> jax.Array:
+    return (codes.astype(jnp.int32) - 8).astype(jnp.bfloat16)
+
+
+def _int4(r: int) -> str:
+    """128 + code, less 136."""
+    return (
+        f"shr.u32 a, $1, {4 * r}; lop3.b32 a, a, 0x000F000F, 0x43004300, {_AND_OR}; mov.b32 m, 0x43084308; sub.bf16x2 $0, a, m;"
+    )
+
+
+def _widen_e2m1(codes: jax.Array) -> jax.Array:
+    exponent, mantissa = codes.astype(jnp.int32) >> 1 & 3, (codes & 1).astype(jnp.float32) / 2
+    size = jnp.where(exponent == 0, mantissa, (1 + mantissa) * (1 << jnp.maximum(exponent - 1, 0)).astype(jnp.float32))
+    return jnp.where(codes & 8, -size, size).astype(jnp.bfloat16)
+
+
+def _e2m1(r: int) -> str:
+    """Sign to bit 15, the rest to bits 8 to 6, times 2^126."""
+    up = 6 - 4 * r
+    move = f"shl.b32 a, $1, {up};" if up > 0 else f"shr.u32 a, $1, {-up};"
+    sign = f"shl.b32 m, $1, {12 - 4 * r}; and.b32 m, m, 0x80008000; lop3.b32 a, a, 0x01C001C0, m, {_AND_OR};"
+    return f"{move} {sign} mov.b32 m, 0x7E807E80; mul.rn.bf16x2 $0, a, m;"
+
+
+def _widen_int8(codes: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.bfloat16)
+
+
+def _int8(r: int) -> str:
+    """128 + the lower 7 bits, less 128 or, where the sign is set, 256."""
+    low = f"shr.u32 m, $1, {8 * r}; lop3.b32 a, m, 0x007F007F, 0x43004300, {_AND_OR};"
+    return f"{low} lop3.b32 m, m, 0x00800080, 0x43004300, {_AND_OR}; sub.bf16x2 $0, a, m;"
+
+
+def _widen_e4m3(codes: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.bfloat16)
+
+
+def _e4m3(r: int) -> str:
+    """Sign at bit 15, the rest moved to bits 10 to 4, times 2^120. NaN becomes ±480."""
+    move = f"shl.b32 m, $1, {8 - 8 * r}; and.b32 a, m, 0x7F007F00; shr.u32 a, a, 4;"
+    return f"{move} lop3.b32 a, m, 0x80008000, a, {_AND_OR}; mov.b32 m, 0x7B807B80; mul.rn.bf16x2 $0, a, m;"
+
+
+def _widen_by_table(table: Sequence[float], codes: jax.Array) -> jax.Array:
+    # No array of constants: kernels that are interpreted cannot have one.
+    values = [jnp.where(codes == code, jnp.float32(value), 0) for code, value in enumerate(table)]
+    return functools.reduce(jnp.add, values).astype(jnp.bfloat16)
+
+
+def _by_table(table: Sequence[float], r: int) -> str:
+    """Lower and upper bytes apart: the lower three bits of both codes choose from each half of the table, the upper bits a half."""
+    words = np.asarray(table, np.float32).astype(jnp.bfloat16).view(np.uint8).reshape(4, 4, 2)
+
+    def chosen(byte: int, target: str, other: str) -> str:
+        four = [f"0x{int.from_bytes(words[part, :, byte].tobytes(), 'little'):08X}" for part in range(4)]
+        halves = f"prmt.b32 {target}, {four[0]}, {four[1]}, a; prmt.b32 {other}, {four[2]}, {four[3]}, a;"
+        return f"{halves} prmt.b32 {target}, {target}, {other}, b;"
+
+    lower_bits = "and.b32 a, m, 0x00070007; shr.u32 b, a, 12; or.b32 a, a, b;"
+    upper_bits = "and.b32 b, m, 0x00080008; shr.u32 c, b, 1; shr.u32 b, b, 13; or.b32 b, b, c; or.b32 b, b, 0x10;"
+    places = f"shr.u32 m, $1, {4 * r}; {lower_bits} {upper_bits}"
+    return f"{places} {chosen(0, 'c', 'd')} {chosen(1, 'd', 'm')} prmt.b32 $0, c, d, 0x5140;"
+
+
+DECODERS = {
+    "int4": Decoder(4, _widen_int4, _int4),
+    "e2m1": Decoder(4, _widen_e2m1, _e2m1),
+    "nf4": Decoder(4, functools.partial(_widen_by_table, NF4), functools.partial(_by_table, NF4)),
+    "int8": Decoder(8, _widen_int8, _int8),
+    "e4m3": Decoder(8, _widen_e4m3, _e4m3),
+}
+"""By the name of the number. int4: code - 8. e2m1: OCP Microscaling Formats (MX) Specification 1.0. nf4: `NF4`, rounded.
+int8: two's complement. e4m3: float8_e4m3fn."""

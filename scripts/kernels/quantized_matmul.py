@@ -1,0 +1,215 @@
+"""Products with weights of 4 and 8 bits: few rows against a copy, many against the products' peak, and XLA's product in bfloat16."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.checking.case import Case
+from pallas_kernels.checking.quantized_matmul import (
+    TOLERANCE,
+    TOLERANCE_OF_SUMS,
+    Shapes,
+    bits_of,
+    decoding_arrays,
+    decoding_error,
+    distance,
+    host_arrays,
+    host_error,
+)
+from pallas_kernels.quantized_matmul import DECODERS, GROUPS, Packed, candidates, few, many, product
+from pallas_kernels.quantized_matmul.few import SUMMED_GROUP, FewSizes
+from pallas_kernels.quantized_matmul.many import ManySizes
+from pallas_kernels.quantized_matmul.mosaic import FEW_ROWS
+from pallas_kernels.quantized_matmul.packed import MIDDLES
+
+INT4 = Shapes("int4", 1, 1, 128)
+INT4_ZEROS = Shapes("int4", 1, 1, 128, "float16", has_zeros=True)
+"""AWQ, and GPTQ with zero points."""
+FP8 = Shapes("e4m3", 1, 1, None, "float32")
+INT8 = Shapes("int8", 1, 1, None)
+UINT8 = Shapes("uint8b128", 1, 1, 128, "float16", has_zeros=True)
+"""GPTQ of 8 bits."""
+NF4 = Shapes("nf4", 1, 1, 64, "float32")
+"""bitsandbytes."""
+NVFP4 = Shapes("e2m1", 1, 1, 16, "float8_e4m3fn", has_factor=True)
+MXFP4 = Shapes("e2m1", 1, 1, 32, "uint8")
+FORMATS = (INT4, INT4_ZEROS, FP8, INT8, UINT8, NVFP4, MXFP4, NF4)
+QKV, OUT, GATE_UP, DOWN = LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+"""Outputs and inputs of Llama-3.1-8B's products."""
+TOY = Shapes("int4", 72, 128, 32, dtype="float32")
+
+
+def speed_cases(tiny: bool, tune: bool) -> list[Case]:
+    """Llama-3.1-8B's products in int4, in fp8 for few rows, and by XLA in bfloat16; gate and up in all formats."""
+    if tiny:
+        return [_case(TOY, 3), _dense_case((72, 128), 3, "float32")]
+    found = []
+    for sizes in LLAMA_8B:
+        found += [_dense_case(sizes, num_rows) for num_rows in (8, 64, 256, 8192)]
+        found += [_case(_of_size(INT4, sizes), num_rows, tune=tune) for num_rows in (8, 16, 64, 256, 8192)]
+        found += [_case(_of_size(FP8, sizes), num_rows, tune=tune) for num_rows in (8, 16)]
+    return found + [
+        _case(_of_size(shapes, GATE_UP), num_rows, tune=tune)
+        for shapes in FORMATS
+        for num_rows in (8, 64, 8192)
+        if shapes != INT4 and (shapes, num_rows) != (FP8, 8)
+    ]
+
+
+def check_cases(tiny: bool) -> list[Case]:
+    """Every number to the bit; every format at rows around the kernels' limits; sizes of models, and those that tiles do not divide."""
+    if tiny:
+        return [_case(TOY, 5), _case(replace(TOY, number="e4m3", group=None), 20)]
+    found = [_decoding(Shapes(number, 256, 64, None)) for number in DECODERS]
+    found += [_decoding(Shapes(number, 256, 256, group)) for number in DECODERS for group in GROUPS]
+    found += [_decoding(Shapes(number, 256, 256, group, has_zeros=True)) for number in MIDDLES for group in GROUPS]
+    small = [_of_size(shapes, (1024, 2048)) for shapes in FORMATS]
+    found += [_case(shapes, num_rows) for shapes in (small[0], small[2]) for num_rows in (7, 8, 16, 17, 127)]
+    small += [replace(small[0], group=group) for group in (32, 64, 2048)]
+    small += [replace(small[1], group=group, scale_type="float32") for group in (32, 64)]
+    small.append(replace(small[1], group=None))
+    small.append(replace(small[2], group=128))
+    # The kernel for many rows where the other one would be chosen.
+    found += [_many(shapes, num_rows) for shapes in (small[0], small[2]) for num_rows in (8, 24, 64)]
+    found += [_case(shapes, num_rows, plain=num_rows == 9) for shapes in small for num_rows in (1, 9, 64, 257)]
+    by_32 = [replace(shapes, group=32) for shapes in (INT4, INT4_ZEROS)]
+    for sizes in ((2880, 2880), (200, 2880), (1000, 1536), (64, 64), (72, 96), (5120, 640), (320, 14336)):
+        found += [_case(_of_size(shapes, sizes), num_rows) for shapes in (*by_32, FP8) for num_rows in (3, 16, 130)]
+    found += [_case(_of_size(shapes, sizes), rows) for shapes in (INT4, FP8) for sizes in LLAMA_8B for rows in (1, 16, 257)]
+    found += [
+        _sums(_of_size(shapes, sizes), rows) for shapes in (INT4, INT4_ZEROS, FP8) for sizes in LLAMA_8B for rows in (8, 16)
+    ]
+    return found
+
+
+def _of_size(shapes: Shapes, sizes: tuple[int, int]) -> Shapes:
+    return replace(shapes, num_outputs=sizes[0], num_inputs=sizes[1])
+
+
+def _case(shapes: Shapes, num_rows: int, *, plain: bool = False, tune: bool = False) -> Case:
+    """plain: with plain JAX, too."""
+    names = candidates(platform=jax.default_backend(), dtype=shapes.dtype)
+    names = names if plain else names[:1]
+    # Calls of a program share what is traced and compiled.
+    variants: dict[str, Callable[..., Any]] = {name: jax.jit(functools.partial(product, implementation=name)) for name in names}
+    if tune and "mosaic" in names:
+        variants |= _tuned(shapes, num_rows)
+    bits = bits_of(shapes.number)
+    of_groups = 0 if shapes.group is None else 16 * (1 + shapes.has_zeros) / shapes.group
+    return Case(
+        f"quantized, {shapes}, {num_rows} rows",
+        lambda: jax.device_put(host_arrays(shapes, num_rows)),
+        variants,
+        functools.partial(host_error, shapes),
+        TOLERANCE,
+        bytes=shapes.num_outputs * shapes.num_inputs * (bits + of_groups) / 8 + _bytes_of_rows(shapes, num_rows),
+        flops=2.0 * num_rows * shapes.num_outputs * shapes.num_inputs,
+        feed=_feed,
+    )
+
+
+def _sums(shapes: Shapes, num_rows: int) -> Case:
+    """The kernel for few rows with results in float32."""
+    is_grouped = shapes.group == SUMMED_GROUP
+    return Case(
+        f"quantized, {shapes}, {num_rows} rows in float32",
+        lambda: jax.device_put(host_arrays(shapes, num_rows)),
+        {"mosaic": functools.partial(few.product, interpret=jax.default_backend() != "gpu")},
+        functools.partial(host_error, shapes),
+        TOLERANCE_OF_SUMS[is_grouped],
+    )
+
+
+def _many(shapes: Shapes, num_rows: int) -> Case:
+    """The kernel for many rows."""
+    return Case(
+        f"quantized, {shapes}, {num_rows} rows as many",
+        lambda: jax.device_put(host_arrays(shapes, num_rows)),
+        {"mosaic": functools.partial(many.product, interpret=jax.default_backend() != "gpu")},
+        functools.partial(host_error, shapes),
+        TOLERANCE,
+    )
+
+
+def _decoding(shapes: Shapes) -> Case:
+    """Both kernels, each with a row for every input."""
+    interpret = jax.default_backend() != "gpu"
+    return Case(
+        f"quantized, {shapes} decoded",
+        lambda: jax.device_put(decoding_arrays(shapes)),
+        {
+            "mosaic few": functools.partial(few.product, sizes=FewSizes(2, 1, 1), interpret=interpret),
+            "mosaic many": functools.partial(many.product, interpret=interpret),
+        },
+        functools.partial(decoding_error, shapes),
+        0.0,
+    )
+
+
+def _dense_case(sizes: tuple[int, int], num_rows: int, dtype: str = "bfloat16") -> Case:
+    N, K = sizes
+
+    @jax.jit
+    def draw() -> tuple[jax.Array, tuple[jax.Array]]:
+        of_x, of_weight = jax.random.split(jax.random.key(0))
+        return jax.random.normal(of_x, (num_rows, K), dtype), (jax.random.normal(of_weight, (N, K), dtype),)
+
+    def dense(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+
+    def error(x: Any, constants: Any, got: Any) -> float:
+        """Of the first row."""
+        first, weight = (np.asarray(array).astype(np.float64) for array in (x[:1], constants[0]))
+        return distance(np.asarray(got)[:1].astype(np.float64), first @ weight.T)
+
+    shapes = Shapes("int8", N, K, None, dtype=dtype)
+    return Case(
+        f"quantized, {dtype} {N}x{K}, {num_rows} rows",
+        draw,
+        {"xla": dense},
+        error,
+        TOLERANCE,
+        bytes=float(jnp.dtype(dtype).itemsize * N * K) + _bytes_of_rows(shapes, num_rows),
+        flops=2.0 * num_rows * N * K,
+        feed=_feed,
+    )
+
+
+def _bytes_of_rows(shapes: Shapes, num_rows: int) -> float:
+    return float(jnp.dtype(shapes.dtype).itemsize * num_rows * (shapes.num_outputs + shapes.num_inputs))
+
+
+def _feed(x_TK: jax.Array, result_TN: jax.Array) -> jax.Array:
+    """The next input: this one, and so little of all of the result that it stays as it is, which XLA does not know."""
+    (num_rows, K), N = x_TK.shape, result_TN.shape[1]
+    folded_TK = jnp.pad(result_TN, ((0, 0), (0, -N % K))).reshape(num_rows, -1, K).sum(axis=1, dtype=jnp.float32)
+    return (x_TK.astype(jnp.float32) + folded_TK * 2.0**-30).astype(x_TK.dtype)
+
+
+def _tuned(shapes: Shapes, num_rows: int) -> dict[str, Callable[..., Any]]:
+    """The kernels with other sizes, and the one for few rows with more of them."""
+
+    @functools.partial(jax.jit, static_argnames="sizes")
+    def few_rows(x: jax.Array, weight: Packed, sizes: FewSizes) -> jax.Array:
+        return few.product(x, weight, sizes=sizes).astype(x.dtype)
+
+    many_rows = jax.jit(many.product, static_argnames="sizes")
+    found: dict[str, Callable[..., Any]] = {}
+    if num_rows <= 64:
+        stages = 2 if bits_of(shapes.number) == 8 else 4 if num_rows <= FEW_ROWS else 3
+        for consumers in (2, 3, 4):
+            for parts in (1, 2, 4, 8, 14):
+                sizes = FewSizes(consumers, parts, stages)
+                found[f"mosaic few {consumers}-{parts}-{stages}"] = functools.partial(few_rows, sizes=sizes)
+    if num_rows > FEW_ROWS:
+        for tile_rows, stages in ((64, 10), (128, 6), (192, 4), (256, 3), (256, 4)):
+            if tile_rows <= num_rows:
+                sizes_of_many = ManySizes(tile_rows, stages)
+                found[f"mosaic many {tile_rows}-{stages}"] = functools.partial(many_rows, sizes=sizes_of_many)
+    return found
