@@ -62,7 +62,7 @@ class ModelOptions:
     ] = None
     dequantize: Annotated[
         bool | None,
-        f"widen {WIDENED} while they are loaded; default: compute from the stored bits, of GGUF files on a CPU only, of experts in "
+        f"widen {WIDENED} while they are loaded; default: compute from the stored bits, but not of GGUF files, and of experts in "
         "MXFP4 on a GPU in bfloat16 only",
     ] = None
     max_model_len: Annotated[

@@ -179,10 +179,10 @@ def _formats() -> str:
     gguf = ", ".join(f"{name} (`{family.architecture}`)" for name, family in gguf_families.FAMILIES.items())
     gguf_text = (
         f"**GGUF.** Architectures: {gguf}. Number formats: {', '.join(READABLE)}. "
-        f"On CPUs, and on GPUs with `--no-dequantize`, matrices of layers in {', '.join(BLOCKS)} stay in 4 bits, "
+        f"With `--no-dequantize` matrices of layers in {', '.join(BLOCKS)} stay in 4 bits, "
         "or in 8 if they have 5 or more, and are widened inside products; scales and minimums of types with K become float32. Query, key "
         "and value, or gate and up, of different types get 8 bits, or the model's type if one of them has no such type. Everything "
-        "else is widened to the model's type while it loads; on GPUs, with `--dequantize` and with `--quantization` everything is. A "
+        "else is widened to the model's type while it loads, and without that option everything is. A "
         f"model in several files is named by its first. Kinds of tokenizers: {', '.join(KINDS)}; a file with another needs `--tokenizer`."
     )
     return "\n".join(

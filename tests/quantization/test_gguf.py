@@ -77,7 +77,9 @@ def write(tmp_path, monkeypatch):
 def schemes(directory):
     """The schemes of the model's products, by their last module; None: plain numbers."""
     linears = [
-        module for _, module in nnx.iter_modules(build_model(load_model_config(directory))) if isinstance(module, Linear)
+        module
+        for _, module in nnx.iter_modules(build_model(load_model_config(directory, dequantize=False)))
+        if isinstance(module, Linear)
     ]
     return {
         linear.modules[-1].name.split(".")[-1]: linear.weight.format.weight_scheme
@@ -113,22 +115,25 @@ def test_tensor_parallelism(write, size):
 
 def assert_equal_logits(directory, size=1):
     """As stored and widened, but for the order of sums."""
-    found = goldens.logits(*quantized.load(directory, tensor_parallel_size=size), quantized.PROMPT)
-    wanted = goldens.logits(*quantized.load(directory, dequantize=True), quantized.PROMPT)
+    as_stored = quantized.load(directory, tensor_parallel_size=size, dequantize=False)
+    found = goldens.logits(*as_stored, quantized.PROMPT)
+    wanted = goldens.logits(*quantized.load(directory), quantized.PROMPT)
     np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, atol=1e-4 * np.abs(wanted).max())
 
 
 def test_an_engine_answers_as_with_widened_weights(write):
     directory = write("Q4_1", "Q4_1", "Q4_1", "Q4_0", "Q4_K", "Q4_K", "Q6_K")
-    tokens, logprobs = quantized.answer(directory)
-    wanted, wanted_logprobs = quantized.answer(directory, dequantize=True)
+    tokens, logprobs = quantized.answer(directory, dequantize=False)
+    wanted, wanted_logprobs = quantized.answer(directory)
     assert tokens == wanted
     np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-4)
 
 
 def test_options(write, tmp_path):
     directory = write(*("Q4_0",) * 7)
-    assert load_model_config(directory, dequantize=True).formats == ()
+    [as_stored] = load_model_config(directory, dequantize=False).formats
+    assert type(as_stored).__name__ == "Gguf"
+    assert load_model_config(directory).formats == load_model_config(directory, dequantize=True).formats == ()
     [fp8] = load_model_config(directory, quantization="fp8").formats
     assert type(fp8).__name__ == "Fp8"
     (tmp_path / "plain").mkdir()

@@ -37,9 +37,9 @@ class Gguf(PackedFormat):
             faults.append(f"types of the GGUF weights are {types!r:.100}, must be an object of types by module")
             return None
         found = tuple((module, type) for module, type in types.items() if type in BLOCKS)
-        # On GPUs XLA's products with plain weights are the measured ones.
-        widens = options.on_gpu if options.dequantize is None else options.dequantize
-        return None if widens or options.quantization is not None or not found else cls(types=found)
+        # Products with plain weights are faster for several rows at a time.
+        widens = options.dequantize is not False or options.quantization is not None
+        return None if widens or not found else cls(types=found)
 
     @functools.cached_property
     def _types(self) -> Mapping[str, str]:
