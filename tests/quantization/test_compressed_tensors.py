@@ -209,6 +209,19 @@ def test_groups_that_do_not_divide_the_inputs_are_told(tmp_path):
         load(write(tmp_path, described(group=48), lambda name, weight: {name: weight}))
 
 
+def test_groups_that_do_not_divide_the_inputs_are_not_widened_either(tmp_path):
+    """Of 64 inputs: groups of 40 and 24, as many as groups of 32 would be."""
+
+    def quantize(name, weight):
+        whole = np.pad(weight, ((0, 0), (0, -weight.shape[1] % 40)))
+        codes, scale, _ = rounded(whole, 4, 40)
+        codes = codes.reshape(whole.shape)[:, : weight.shape[1]]
+        return {f"{name}_packed": words(codes, 4), f"{name}_scale": scale[..., 0]}
+
+    with pytest.raises(ModelLoadError, match=r"64 inputs, which must be a multiple of the group size 40"):
+        load(write(tmp_path, described(group=40), quantize), dequantize=True)
+
+
 def test_missing_tensors_and_other_scales_are_named(tmp_path):
     def quantize(name, weight):
         tensors = packed()(name, weight)

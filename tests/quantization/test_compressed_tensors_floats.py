@@ -1,6 +1,9 @@
 """Weights in floats of 4 and 8 bits as compressed-tensors stores them: what it wrote itself (scripts/make_float_weight_goldens.py), and
 tiny models against the same plain numbers."""
 
+from types import SimpleNamespace
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -260,3 +263,20 @@ def test_a_bad_tensor_is_told(tmp_path, kind, name, change, message):
 
     with pytest.raises(ModelLoadError, match=message):
         load(write(tmp_path, described(group(kind)), quantize))
+
+
+def test_codes_without_their_scale_are_not_read_as_weights(tmp_path):
+    def quantize(name, weight):
+        tensors = QUANTIZE["fp8 per channel"](name, weight)
+        tensors.pop("model.layers.1.mlp.down_proj.weight_scale", None)
+        return tensors
+
+    with pytest.raises(ModelLoadError, match=r"1 missing: model\.layers\.1\.mlp\.down_proj\.weight_scale"):
+        load(write(tmp_path, described(group("fp8 per channel")), quantize), dequantize=True)
+
+
+def test_dummy_weights_are_numbers():
+    """Random values beyond the largest number of e4m3 become that one."""
+    draw = SimpleNamespace(normal=lambda: jnp.array([-5.0, 0.0, 1.0, 5.0]))
+    codes = CompressedTensors(groups=(), weight_scheme=Scheme("e4m3")).dummy("codes", draw, 0.02)
+    np.testing.assert_array_equal(np.asarray(codes.astype(E4M3), np.float32), [-448, 0, 96, 448])

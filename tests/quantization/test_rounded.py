@@ -51,6 +51,7 @@ def test_saved_weights_load_again(tmp_path, golden, quantization):
     assert any(name.endswith("weight_packed") for name in safetensors.Checkpoint(tmp_path).entries)
     many = goldens.logits(*load(source, quantization=quantization, tensor_parallel_size=2), PROMPT)
     one = goldens.logits(config, state, PROMPT)
+    np.testing.assert_allclose(goldens.logits(*load(tmp_path, dequantize=True), PROMPT), one, atol=1e-4)
     np.testing.assert_allclose(many[:, : one.shape[1]], one, atol=1e-4)
 
 

@@ -118,11 +118,8 @@ class PackedFormat(WeightFormat):
             raise ModelLoadError(
                 f"{module} has {num_inputs} inputs in {scheme.number}, which {of} cannot share; use --dequantize"
             )
-        if scheme.group is None:
-            return 1
-        if num_inputs % scheme.group:
-            raise ModelLoadError(f"{module} has {num_inputs} inputs, which must be a multiple of the group size {scheme.group}")
-        return num_inputs // math.gcd(scheme.group, num_inputs // size)
+        _check_groups(scheme, module, num_inputs)
+        return 1 if scheme.group is None else num_inputs // math.gcd(scheme.group, num_inputs // size)
 
     def of(self, weight: WeightSpec) -> Self:
         num_inputs = math.prod(weight.plain.shape[: weight.num_contracted] if weight.modules else weight.plain.shape[-1:])
@@ -175,22 +172,25 @@ class PackedFormat(WeightFormat):
         return parts["codes"].shape[-1] * self._number.per_value
 
     def beside(self, tensor: Tensor, files: Files) -> dict[str, Expected]:
-        if not tensor.name.endswith(".weight") or len(tensor.shape) != 2 or tensor.transposed:
+        if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             return {}
         module = module_of(tensor)
         if self.scheme(module) is None:
             return {}
-        stored = self.stored(module, *tensor.shape)
-        is_plain = tensor.name in files.entries or module not in files.linears
+        stored, entry = self.stored(module, *_output_major_shape(tensor)), files.entries.get(tensor.name)
+        # Codes may have the name of plain numbers: their type tells which they are.
+        has_codes = entry is not None and tensor.name in stored and entry.dtype in stored[tensor.name].dtypes
+        is_plain = not has_codes and (entry is not None or module not in files.linears)
         return stored if stored.keys() <= files.entries.keys() or not is_plain else {}
 
     def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
         """Float32."""
-        module, (num_outputs, num_inputs) = module_of(tensor), tensor.shape
+        module, (num_outputs, num_inputs) = module_of(tensor), _output_major_shape(tensor)
         scheme = self.scheme(module)
         assert scheme is not None
         has = {"codes": True, "scale": True, "zero": scheme.zeros, "minimum": scheme.minimums, "factor": scheme.factor}
         arrays = {name: self.part(name, module, num_outputs, num_inputs, files) for name in has if has[name]}
+        _check_groups(scheme, module, num_inputs)
         # The view's last dimensions are the inputs.
         split = next(i for i in range(len(tensor.view)) if math.prod(tensor.view[i:]) == num_inputs)
         # From 1 on: what pads a vocabulary has no row.
@@ -230,7 +230,9 @@ class PackedFormat(WeightFormat):
 
     def _dummy_codes(self, draw: Draw) -> Array:
         if self._number.code_type == "float8_e4m3fn":
-            return self._number.deviation * draw.normal()
+            from jaxllm.quantization.fp8 import narrow
+
+            return narrow(self._number.deviation * draw.normal())
         return draw.bits("uint8").view(self._number.code_type)
 
 
@@ -264,6 +266,18 @@ def parts_by_module(tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, np.nda
         else:
             others[name] = array
     return others, parts
+
+
+def _output_major_shape(tensor: Tensor) -> tuple[int, int]:
+    """(outputs, inputs) of a weight: packed, it has the outputs first whatever the checkpoint's plain weights have."""
+    rows, columns = tensor.shape
+    return (columns, rows) if tensor.transposed else (rows, columns)
+
+
+def _check_groups(scheme: Scheme, module: str, num_inputs: int) -> None:
+    """Raises ModelLoadError if the last group has fewer inputs than the others."""
+    if scheme.group is not None and num_inputs % scheme.group:
+        raise ModelLoadError(f"{module} has {num_inputs} inputs, which must be a multiple of the group size {scheme.group}")
 
 
 def _whole(read: ReadPart, part: str, tensor: Tensor) -> np.ndarray:
