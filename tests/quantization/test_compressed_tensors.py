@@ -18,6 +18,7 @@ from jaxllm.loaders.load import load_checkpoint
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization.formats import read_formats
+from jaxllm.quantization.formats.compressed_tensors import CompressedTensors
 from jaxllm.weight_format import Options
 from tests.helpers import goldens
 from tests.helpers.quantized import answer, assert_equal, assert_near, by_path, load, rounded, words, write
@@ -349,3 +350,11 @@ def test_dummy_weights_have_the_shapes_and_about_the_size_of_real_ones(tmp_path)
     down = by_path(state["blocks"][0]["mlp"]["down"]["weight"])
     assert down["scale"].std() == 0 and down["codes"].std() > 60
     assert weight_bytes(config) == sum(array.nbytes for array in jax.tree.leaves(load(directory)[1]))
+
+
+def test_a_split_format_does_not_search_for_groups_again(monkeypatch):
+    (format,) = read_formats(described(ignore=["searched_once"]), Options(None, None, False, "float32", ()), [])
+    assert format.scheme("m.searched_once") is None and format.scheme("m.other") is not None
+    monkeypatch.setattr(CompressedTensors, "_find_group", None)
+    split = dataclasses.replace(format, size=2)
+    assert split.scheme("m.searched_once") is None and split.scheme("m.other") == format.scheme("m.other")

@@ -78,15 +78,12 @@ class CompressedTensors(PackedFormat):
             activations=any(group.get("input_activations") for group in groups),
         )
 
-    @functools.cached_property
-    def _found(self) -> dict[str, Group | None]:
-        return {}
-
     def _group(self, module: str) -> Group | None:
         """The first group with a target that names a module, else the first with its class; None: it is not quantised."""
-        if module not in self._found:
-            self._found[module] = self._find_group(module)
-        return self._found[module]
+        known = _known(self.groups, self.ignored)
+        if module not in known:
+            known[module] = self._find_group(module)
+        return known[module]
 
     def _find_group(self, module: str) -> Group | None:
         if any(matches(pattern, module) or pattern == _class_of(module) for pattern in self.ignored):
@@ -176,6 +173,13 @@ class CompressedTensors(PackedFormat):
         group = self._group(module)
         assert group is not None
         return group, group.scheme, NUMBERS[group.scheme.number]
+
+
+@functools.lru_cache(maxsize=4)
+def _known(groups: tuple[Group, ...], ignored: tuple[str, ...]) -> dict[str, Group | None]:
+    """The groups of modules that were asked for. All copies of a format (`split`, `of`) have them, because hundreds of names for tens of
+    thousands of experts take seconds."""
+    return {}
 
 
 def _in_words(codes: np.ndarray, bits: int) -> np.ndarray:
