@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         return follow_host_0(config, server_options, log_level=level)
     if server_options.processes.headless:
         raise ConfigError(
-            "headless is set, but host 0 serves HTTP: leave it out, or give this host's --node-rank (and --nnodes)"
+            "headless is set, but host 0 serves HTTP: leave it out, or give --node-rank and --nnodes of this host"
         )
     on_ready = (lambda serving: None) if arguments.quiet else show_start
     with options.progress_for(arguments, engine_options) as progress:
