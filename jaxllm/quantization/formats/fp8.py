@@ -12,7 +12,7 @@ from jaxllm.layers.source import Index, Source, Tensor, output_major
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
 from jaxllm.quantization.formats.modelopt_config import ALL_FP8, BLOCK, FP8_BLOCK, algorithm_of, is_modelopt, read_description
 from jaxllm.quantization.formats.modelopt_config import FP8 as PER_TENSOR
-from jaxllm.quantization.formats.patterns import matches, partly_covered, read_names
+from jaxllm.quantization.formats.patterns import matches_any, partly_covered, read_names
 from jaxllm.weight_format import Array, Arrays, Draw, Expected, Files, Options, ParamSpec, Reader, WeightFormat, WeightSpec
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class Fp8(WeightFormat):
         return cls(computes or (options.quantization is None and fields["block_shape"] is None), **fields)
 
     def covers(self, module: str) -> bool:
-        is_target = not self.targets or any(matches(pattern, module) for pattern in self.targets)
-        return is_target and not any(matches(pattern, module) for pattern in self.ignored)
+        is_target = not self.targets or matches_any(self.targets, module)
+        return is_target and not matches_any(self.ignored, module)
 
     def faults(self, config: "ModelConfig") -> list[str]:
         return [] if self.scale_name is None else partly_covered(self.covers, config.linears())

@@ -24,7 +24,7 @@ from jaxllm.quantization.formats.modelopt_config import (
     read_description,
 )
 from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale, module_of, parts_by_module
-from jaxllm.quantization.formats.patterns import matches
+from jaxllm.quantization.formats.patterns import matches_any
 from jaxllm.quantization.numbers import NUMBERS, NVFP4, Scheme
 from jaxllm.weight_format import Expected, Files, Options, WeightFormat, WeightSpec
 
@@ -91,8 +91,7 @@ class ModelOpt(PackedFormat):
 
     def _algorithm(self, module: str) -> str | None:
         if module not in self._found:
-            is_ignored = any(matches(pattern, module) for pattern in self.ignored)
-            self._found[module] = None if is_ignored else self._of_layers(module)
+            self._found[module] = None if matches_any(self.ignored, module) else self._of_layers(module)
         return self._found[module]
 
     def _of_layers(self, module: str) -> str | None:

@@ -33,6 +33,17 @@ def read_names(given: Any, key: str, faults: list[str], prefix: str = "") -> tup
     return tuple(given)
 
 
+def matches_any(patterns: tuple[str, ...], module: str) -> bool:
+    """Whether `matches` is true of one of the patterns. Checkpoints name hundreds of modules, and have tens of thousands: the names are
+    looked up. Raises TimeoutError."""
+    names, expressions = _names_and_expressions(patterns)
+    parts = module.split(".")
+    ends = range(1, len(parts) + 1)
+    return any(".".join(parts[start:end]) in names for end in ends for start in range(end)) or any(
+        matches(pattern, module) for pattern in expressions
+    )
+
+
 def matches(pattern: str, module: str) -> bool:
     """Whether a module has this part in its name, or fits the regular expression behind `re:`. Raises TimeoutError."""
     if pattern.startswith("re:"):
@@ -72,6 +83,12 @@ def partly_covered(covers: Callable[[str], object], linears: Iterable[tuple[str,
 
 def _told(how: object) -> str:
     return ("is" if how else "is not") if how is None or isinstance(how, bool) else f"is {how}"
+
+
+@functools.lru_cache(maxsize=16)
+def _names_and_expressions(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    expressions = tuple(pattern for pattern in patterns if pattern.startswith("re:"))
+    return frozenset(patterns).difference(expressions), expressions
 
 
 @functools.lru_cache(maxsize=1024)
