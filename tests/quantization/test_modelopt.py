@@ -311,6 +311,33 @@ def test_a_bad_tensor_is_told(tmp_path, name, change, message):
         load(directory)
 
 
+@pytest.mark.parametrize("head", [(), ("lm_head",)])
+def test_scales_may_have_dimensions_of_one(tmp_path, head):
+    algorithms = {"o_proj": "FP8", **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "FP8_PER_CHANNEL_PER_TOKEN")}
+    layers: dict[str, dict[str, str]] = {}
+
+    def stored(change):
+        def quantize(name, weight):
+            module = name.removesuffix(".weight")
+            algorithm = algorithms.get(module.split(".")[-1], "NVFP4")
+            layers[module] = {"quant_algo": algorithm}
+            tensors = QUANTIZE[algorithm](name, weight)
+            return {key: value if key == name else change(np.asarray(value)) for key, value in tensors.items()}
+
+        given = described("MIXED_PRECISION", (), quantized_layers=layers)
+        for _ in range(2):  # the first fills `layers`
+            directory = write(tmp_path / change.__name__, given, quantize, also=head)
+        return load(directory)[1]
+
+    def as_usual(scale):
+        return scale
+
+    def with_more(scale):
+        return scale[..., None]
+
+    assert_equal(stored(with_more), stored(as_usual))
+
+
 @pytest.mark.parametrize("algorithm", PACKED)
 def test_saved_weights_load_again(tmp_path, algorithm):
     source = write(tmp_path / "source", described(algorithm), QUANTIZE[algorithm])
