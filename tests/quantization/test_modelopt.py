@@ -188,7 +188,10 @@ def test_an_algorithm_of_a_module_holds_for_those_below_it():
 
 def test_wildcards_of_modules_that_are_not_quantised():
     (format,) = read(
-        described("NVFP4", ["lm_head", "model.layers.1.self_attn*", "*.mlp.gate", "model.layers.2.mlp", "model.layers.?.x"])
+        described(
+            "NVFP4",
+            ["lm_head", "model.layers.1.self_attn*", "*.mlp.gate", "re:.*[.]y$", "model.layers.2.mlp", "model.layers.?.x"],
+        )
     )
     plain = (
         "lm_head",
@@ -196,6 +199,7 @@ def test_wildcards_of_modules_that_are_not_quantised():
         "model.layers.0.mlp.gate",
         "model.layers.2.mlp.up_proj",
         "model.layers.7.x",
+        "model.layers.7.y",
     )
     assert not any(map(format.covers, plain))
     quantised = ("model.layers.11.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "model.layers.2.mlp2", "model.layers.70.x")

@@ -11,8 +11,8 @@ from jaxllm.errors import shortened
 
 _MATCH_SECONDS = 0.1
 """Longest time for a pattern and a name."""
-_MAX_SECONDS = 1.0
-"""Longest CPU time for all of them."""
+_MAX_SECONDS = 5.0
+"""Longest CPU time for all of them: four expressions take 0.6 s for the 74 000 linear layers of Qwen3-Next-80B-A3B."""
 _MAX_PATTERN = 500
 _TOO_SLOW = "the patterns of modules that are not quantised take too long; give the names of the modules there"
 
