@@ -110,6 +110,31 @@ def test_a_scale_of_a_whole_tensor_counts_for_each_of_its_outputs(tmp_path, scal
         assert_near(goldens.logits(config, state, PROMPT), "llama_gqa")
 
 
+def test_transformers_names_of_scales_of_whole_tensors(tmp_path):
+    """As in Ministral 3 and Devstral 2."""
+
+    def renamed(name, weight):
+        values, scale, _ = per_tensor(name, weight).values()
+        return {
+            name: values,
+            f"{name}_scale_inv": scale.reshape(()),
+            name.replace("weight", "activation_scale"): np.float32(1),
+        }
+
+    given = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    state = load(write(tmp_path / "renamed", given, renamed))[1]
+    assert_equal(state, load(write(tmp_path / "usual", given, per_tensor))[1])
+
+
+def test_weights_that_are_rounded_once_more_are_told(tmp_path):
+    directory = write(tmp_path, DYNAMIC, per_channel)
+    assert [format.told("bfloat16") for format in load_model_config(directory).formats] == [
+        "fp8 weights as the checkpoint has them"
+    ]
+    told = [format.told("bfloat16") for format in load_model_config(directory, quantization="int8").formats]
+    assert told == ["", "the checkpoint's fp8 weights become bfloat16"]
+
+
 @pytest.mark.parametrize(("stored", "size"), slow_except([(False, 2)], [(False, 2), (True, 8)]))
 def test_many_devices_compute_the_same(tmp_path, stored, size):
     directory, quantization = goldens.FOLDER / "llama_gqa", "fp8"

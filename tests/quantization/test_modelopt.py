@@ -188,7 +188,10 @@ def test_an_algorithm_of_a_module_holds_for_those_below_it():
 
 def test_wildcards_of_modules_that_are_not_quantised():
     (format,) = read(
-        described("NVFP4", ["lm_head", "model.layers.1.self_attn*", "*.mlp.gate", "model.layers.2.mlp", "model.layers.?.x"])
+        described(
+            "NVFP4",
+            ["lm_head", "model.layers.1.self_attn*", "*.mlp.gate", "re:.*[.]y$", "model.layers.2.mlp", "model.layers.?.x"],
+        )
     )
     plain = (
         "lm_head",
@@ -196,6 +199,7 @@ def test_wildcards_of_modules_that_are_not_quantised():
         "model.layers.0.mlp.gate",
         "model.layers.2.mlp.up_proj",
         "model.layers.7.x",
+        "model.layers.7.y",
     )
     assert not any(map(format.covers, plain))
     quantised = ("model.layers.11.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "model.layers.2.mlp2", "model.layers.70.x")
@@ -309,6 +313,33 @@ def test_a_bad_tensor_is_told(tmp_path, name, change, message):
     directory = write(tmp_path, described("NVFP4"), changed(f"model.layers.1.mlp.down_proj.{name}", change))
     with pytest.raises(ModelLoadError, match=message):
         load(directory)
+
+
+@pytest.mark.parametrize("head", [(), ("lm_head",)])
+def test_scales_may_have_dimensions_of_one(tmp_path, head):
+    algorithms = {"o_proj": "FP8", **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "FP8_PER_CHANNEL_PER_TOKEN")}
+    layers: dict[str, dict[str, str]] = {}
+
+    def stored(change):
+        def quantize(name, weight):
+            module = name.removesuffix(".weight")
+            algorithm = algorithms.get(module.split(".")[-1], "NVFP4")
+            layers[module] = {"quant_algo": algorithm}
+            tensors = QUANTIZE[algorithm](name, weight)
+            return {key: value if key == name else change(np.asarray(value)) for key, value in tensors.items()}
+
+        given = described("MIXED_PRECISION", (), quantized_layers=layers)
+        for _ in range(2):  # the first fills `layers`
+            directory = write(tmp_path / change.__name__, given, quantize, also=head)
+        return load(directory)[1]
+
+    def as_usual(scale):
+        return scale
+
+    def with_more(scale):
+        return scale[..., None]
+
+    assert_equal(stored(with_more), stored(as_usual))
 
 
 @pytest.mark.parametrize("algorithm", PACKED)

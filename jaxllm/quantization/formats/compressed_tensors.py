@@ -15,7 +15,7 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.quantization.formats.fp8 import read_block
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
 from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale, parts_by_module
-from jaxllm.quantization.formats.patterns import matches, read_names
+from jaxllm.quantization.formats.patterns import matches_any, read_names
 from jaxllm.quantization.numbers import NUMBERS, NVFP4, Number, Scheme
 from jaxllm.weight_format import Expected, Files, Options, WeightFormat
 
@@ -86,9 +86,9 @@ class CompressedTensors(PackedFormat):
         return known[module]
 
     def _find_group(self, module: str) -> Group | None:
-        if any(matches(pattern, module) or pattern == _class_of(module) for pattern in self.ignored):
+        if matches_any(self.ignored, module) or _class_of(module) in self.ignored:
             return None
-        named = (group for group in self.groups if any(matches(target, module) for target in group.targets))
+        named = (group for group in self.groups if matches_any(group.targets, module))
         of_class = (group for group in self.groups if _class_of(module) in group.targets)
         return next(named, None) or next(of_class, None)
 

@@ -12,7 +12,7 @@ from jaxllm.layers.source import Index, Source, Tensor, output_major
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
 from jaxllm.quantization.formats.modelopt_config import ALL_FP8, BLOCK, FP8_BLOCK, algorithm_of, is_modelopt, read_description
 from jaxllm.quantization.formats.modelopt_config import FP8 as PER_TENSOR
-from jaxllm.quantization.formats.patterns import matches, partly_covered, read_names
+from jaxllm.quantization.formats.patterns import matches_any, partly_covered, read_names
 from jaxllm.weight_format import Array, Arrays, Draw, Expected, Files, Options, ParamSpec, Reader, WeightFormat, WeightSpec
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Fp8(WeightFormat):
     supported: ClassVar[str] = (
         "fp8 (e4m3) weights with a scale per output channel, tensor or block, of quant_method compressed-tensors, modelopt or fp8"
     )
-    unused: ClassVar[str] = rf"\.(input_scale|{UNUSED})$"
+    unused: ClassVar[str] = rf"\.(input_scale|activation_scale|{UNUSED})$"
 
     @property
     def kv_scales(self) -> WeightFormat | None:
@@ -74,8 +74,8 @@ class Fp8(WeightFormat):
         return cls(computes or (options.quantization is None and fields["block_shape"] is None), **fields)
 
     def covers(self, module: str) -> bool:
-        is_target = not self.targets or any(matches(pattern, module) for pattern in self.targets)
-        return is_target and not any(matches(pattern, module) for pattern in self.ignored)
+        is_target = not self.targets or matches_any(self.targets, module)
+        return is_target and not matches_any(self.ignored, module)
 
     def faults(self, config: "ModelConfig") -> list[str]:
         return [] if self.scale_name is None else partly_covered(self.covers, config.linears())
@@ -89,6 +89,8 @@ class Fp8(WeightFormat):
             if not self.computes:
                 becomes = f"become {dtype} (for 8 bits a weight, with a scale per output channel instead: --quantization fp8)"
             return f"the checkpoint's fp8 weights have a scale per {size} block: they {becomes}"
+        if not self.computes:
+            return f"the checkpoint's fp8 weights become {dtype}"
         if self.static_activations:
             return "fp8 weights; the checkpoint's scales of activations are not used: each token gets its own in every step"
         return "fp8 weights as the checkpoint has them"
@@ -118,16 +120,22 @@ class Fp8(WeightFormat):
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
         values = super().expected({"values": parts["values"]}, files)
         for tensor in parts["scale"].source.tensors if self._is_stored else ():
-            found = files.entries[tensor.name].shape if tensor.name in files.entries else ()
+            name = _name_of_scale(tensor.name, files)
+            found = files.entries[name].shape if name in files.entries else ()
             # Of each output, or of the whole tensor.
-            fits = math.prod(found) in (1, math.prod(tensor.shape)) and tensor.name in files.entries
-            values[tensor.name] = Expected(found if fits else tensor.shape)
+            fits = math.prod(found) in (1, math.prod(tensor.shape)) and name in files.entries
+            values[name] = Expected(found if fits else tensor.shape)
         return values
 
     def load(self, reader: Reader, parts: Mapping[str, ParamSpec]) -> Iterator[tuple[str, Array]]:
         if self._is_stored:
             yield "values", reader.array(parts["values"], reader.stored)
-            yield "scale", reader.array(parts["scale"], lambda t, i: t.read(_of_outputs(reader.tensor(t.name), t.shape), i))
+
+            def read_scale(tensor: Tensor, index: Index) -> np.ndarray:
+                stored = reader.tensor(_name_of_scale(tensor.name, reader))
+                return tensor.read(_of_outputs(stored, tensor.shape), index)
+
+            yield "scale", reader.array(parts["scale"], read_scale)
         else:
             from jaxllm.quantization.fp8 import quantize_tensors
 
@@ -220,6 +228,12 @@ class Fp8(WeightFormat):
             "holds an orbax checkpoint without fp8 weights; leave --quantization out, or convert the original again with "
             "scripts/convert_checkpoint.py --quantization fp8"
         )
+
+
+def _name_of_scale(name: str, files: Files) -> str:
+    """The name in the checkpoint of a scale `weight_scale`: transformers calls that of a whole tensor `weight_scale_inv` too."""
+    other = f"{name}_inv"
+    return other if name not in files.entries and other in files.entries else name
 
 
 def _of_outputs(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from jaxllm.errors import ModelLoadError, shortened
-from jaxllm.quantization.formats.patterns import begins, matches, read_names
+from jaxllm.quantization.formats.patterns import begins, matches_any, read_names
 from jaxllm.quantization.formats.qweight import NUMBER_BY_BITS, SCALE_TYPE, QWeight, read_group
 from jaxllm.quantization.numbers import Scheme, nibbles
 from jaxllm.weight_format import Files, Options
@@ -66,7 +66,7 @@ class Gptq(QWeight):
         for rule in self.rules:
             if begins(rule.pattern, module):
                 return rule.scheme
-        return self.default if not self.only or any(matches(part, module) for part in self.only) else None
+        return self.default if not self.only or matches_any(self.only, module) else None
 
     @classmethod
     def packed_shape(cls, num_outputs: int, num_inputs: int, per_word: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from jaxllm.layers.source import Tensor
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales
 from jaxllm.quantization.formats.modelopt_config import (
     ALL_FP8,
@@ -24,9 +25,9 @@ from jaxllm.quantization.formats.modelopt_config import (
     read_description,
 )
 from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale, module_of, parts_by_module
-from jaxllm.quantization.formats.patterns import matches
+from jaxllm.quantization.formats.patterns import matches_any
 from jaxllm.quantization.numbers import NUMBERS, NVFP4, Scheme
-from jaxllm.weight_format import Expected, Files, Options, WeightFormat, WeightSpec
+from jaxllm.weight_format import Expected, Files, Options, ParamSpec, WeightFormat, WeightSpec
 
 SCHEMES = {
     "NVFP4": NVFP4,
@@ -91,8 +92,7 @@ class ModelOpt(PackedFormat):
 
     def _algorithm(self, module: str) -> str | None:
         if module not in self._found:
-            is_ignored = any(matches(pattern, module) for pattern in self.ignored)
-            self._found[module] = None if is_ignored else self._of_layers(module)
+            self._found[module] = None if matches_any(self.ignored, module) else self._of_layers(module)
         return self._found[module]
 
     def _of_layers(self, module: str) -> str | None:
@@ -139,6 +139,12 @@ class ModelOpt(PackedFormat):
             }
         return {f"{module}.{name}": expected for name, expected in found.items()}
 
+    def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
+        return _as_written(super().expected(parts, files), files)
+
+    def beside(self, tensor: Tensor, files: Files) -> dict[str, Expected]:
+        return _as_written(super().beside(tensor, files), files)
+
     def part(self, name: str, module: str, num_outputs: int, num_inputs: int, files: Files) -> np.ndarray:
         if name == "codes":
             return files.tensor(f"{module}.weight")
@@ -147,7 +153,7 @@ class ModelOpt(PackedFormat):
         scale = float_scale(files, f"{module}.weight_scale")
         algorithm = self._algorithm(module)
         if algorithm not in ALL_FP8:
-            return scale
+            return scale.reshape(num_outputs, -1)
         if algorithm == FP8_BLOCK:
             blocks = scale.reshape(math.ceil(num_outputs / BLOCK[0]), -1)
             return blocks.astype(np.float32)[np.arange(num_outputs) // BLOCK[0]]
@@ -168,3 +174,14 @@ class ModelOpt(PackedFormat):
                     shape = stored[f"{module}.{name}"].shape
                     written[f"{module}.{name}"] = array.reshape(-1)[: math.prod(shape)].reshape(shape)
         return written
+
+
+def _as_written(found: Mapping[str, Expected], files: Files) -> dict[str, Expected]:
+    """With the shapes of scales that the checkpoint has, where they differ in dimensions of one alone, as writers' versions do."""
+
+    def expected(name: str, wanted: Expected) -> Expected:
+        written = files.entries[name].shape if name in files.entries else ()
+        is_same = [size for size in written if size != 1] == [size for size in wanted.shape if size != 1]
+        return wanted._replace(shape=written) if is_same and not name.endswith(".weight") else wanted
+
+    return {name: expected(name, wanted) for name, wanted in found.items()}

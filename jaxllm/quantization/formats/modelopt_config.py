@@ -75,7 +75,7 @@ def _algorithm(name: Any) -> str:
 def _patterns(wildcards: Sequence[str]) -> tuple[str, ...]:
     """Names of modules in which `*` is any text and `?` any character, as `patterns.matches` takes them: all with one of these are one
     regular expression, which is tried on each of perhaps thousands of experts."""
-    wild = [name for name in wildcards if "*" in name or "?" in name]
+    wild = [name for name in wildcards if ("*" in name or "?" in name) and not name.startswith("re:")]
     names = tuple(name for name in wildcards if name not in wild)
     if not wild:
         return names

@@ -11,8 +11,8 @@ from jaxllm.errors import shortened
 
 _MATCH_SECONDS = 0.1
 """Longest time for a pattern and a name."""
-_MAX_SECONDS = 1.0
-"""Longest CPU time for all of them."""
+_MAX_SECONDS = 5.0
+"""Longest CPU time for all of them: four expressions take 0.6 s for the 74 000 linear layers of Qwen3-Next-80B-A3B."""
 _MAX_PATTERN = 500
 _TOO_SLOW = "the patterns of modules that are not quantised take too long; give the names of the modules there"
 
@@ -31,6 +31,17 @@ def read_names(given: Any, key: str, faults: list[str], prefix: str = "") -> tup
             faults.append(f"{key} has {shortened(pattern)!r}, which is no regular expression ({error})")
             return ()
     return tuple(given)
+
+
+def matches_any(patterns: tuple[str, ...], module: str) -> bool:
+    """Whether `matches` is true of one of the patterns. Checkpoints name hundreds of modules, and have tens of thousands: the names are
+    looked up. Raises TimeoutError."""
+    names, expressions = _names_and_expressions(patterns)
+    parts = module.split(".")
+    ends = range(1, len(parts) + 1)
+    return any(".".join(parts[start:end]) in names for end in ends for start in range(end)) or any(
+        matches(pattern, module) for pattern in expressions
+    )
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -72,6 +83,12 @@ def partly_covered(covers: Callable[[str], object], linears: Iterable[tuple[str,
 
 def _told(how: object) -> str:
     return ("is" if how else "is not") if how is None or isinstance(how, bool) else f"is {how}"
+
+
+@functools.lru_cache(maxsize=16)
+def _names_and_expressions(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    expressions = tuple(pattern for pattern in patterns if pattern.startswith("re:"))
+    return frozenset(patterns).difference(expressions), expressions
 
 
 @functools.lru_cache(maxsize=1024)
