@@ -1,8 +1,11 @@
 """When the states by row of a prompt are taken and given, step by step."""
 
+import pytest
+
 from jaxllm.device_ops import LoadState, StoreState
 from jaxllm.kv_transfer import KVTransfer
 from jaxllm.request import Request
+from jaxllm.scheduler.prefix_states import is_of_states
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.helpers.scheduling import make_request, make_scheduler, result_of, run_to_end, step
 
@@ -44,16 +47,19 @@ def test_a_prompt_without_a_full_block_before_its_last_token_is_computed_at_once
         assert parts(plan) == [(0, count)] and plan.ops == ()
 
 
-def test_states_of_a_request_that_failed_are_not_found_again() -> None:
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_states_of_a_request_that_failed_are_not_found_again(is_preempted: bool) -> None:
     scheduler = make_scheduler(num_state_blocks=2)
     scheduler.add_request(prefill("bad"))
     step(scheduler)
     plan = scheduler.schedule()
     assert [type(op) for op in plan.ops] == [StoreState]
+    if is_preempted:  # while the step that fails is in flight
+        scheduler.hold_requests(["bad"])
+        scheduler.release_requests(["bad"])
     scheduler.update_from_output(plan, ModelRunnerOutput({}, errors={"bad": "it broke"}))
     scheduler.check_integrity()
-    pool = scheduler.cache_manager.pool
-    assert not list(pool.cached_hashes())
+    assert not any(map(is_of_states, scheduler.cache_manager.pool.cached_hashes()))
     scheduler.add_request(make_request("again", PROMPT, max_tokens=1))
     assert parts(scheduler.schedule()) == [(0, 60)]
 
