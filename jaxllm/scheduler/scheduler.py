@@ -86,7 +86,7 @@ class Scheduler:
         self.rooms = rooms = rooms if self._states is None else (self._states, *rooms)
         self.chunk_rooms = tuple(room for room in rooms if isinstance(room, ChunkRoom))
         self._min_chunk = max((room.min_chunk for room in self.chunk_rooms), default=1)
-        if self.chunk_rooms and not options.enable_chunked_prefill:
+        if any(room.item_kinds for room in self.chunk_rooms) and not options.enable_chunked_prefill:
             raise ConfigError("enable_chunked_prefill is off, but prompts with items are computed in chunks; leave it on")
         assert self._min_chunk <= self.max_num_batched_tokens
         self.num_stages = num_stages

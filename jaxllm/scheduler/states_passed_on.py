@@ -41,8 +41,8 @@ class StatesPassedOn:
         """See AdmissionRoom."""
 
     def release(self, request: Request) -> None:
-        """See AdmissionRoom. After an error, nothing that it computed is kept."""
-        if request in self._stored:
+        """See AdmissionRoom. After an error, nothing that it computed is kept, also where it comes after a preemption."""
+        if request in self._stored and request.status.is_finished:
             self._stored.remove(request)
             if request.status is RequestStatus.FINISHED_ERROR:
                 self._discard(request)

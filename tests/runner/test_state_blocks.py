@@ -1,15 +1,20 @@
 """States of rows to blocks and back: to the bit, on one and more devices, and the same bytes whatever devices hold."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
 import pytest
 
 from jaxllm.cache_spec import CacheArray, CacheLayout, StateArray
-from jaxllm.device_ops import GatherBlocks
+from jaxllm.device_ops import GatherBlocks, LoadState, StoreState
 from jaxllm.errors import ConfigError
+from jaxllm.runner.features.block_copies import state_copier
+from jaxllm.runner.features.block_copies.format import BlockFormat
+from jaxllm.runner.features.block_copies.state_copier import StateCopier
 from jaxllm.runner.features.block_copies.state_programs import Load, Store, run
 from tests.helpers.engines import make_core
 from tests.helpers.slow import slow_except
@@ -84,13 +89,16 @@ def test_slots_of_states_have_the_same_bytes_whatever_devices_hold(copied: Copie
 
 
 def test_programs_run_on_nothing(copied: Copied) -> None:
-    before = copied.bits()
+    blocks, states = split(copied)
     for kind in copied.runner.shapes.kinds.values():
         if isinstance(kind, Store | Load):
             (key,) = kind.common(copied.runner.shapes)
             kind.run_on_nothing(copied.runner, key, copied.runner.program(key))
-    for old, new in zip(before, copied.bits(), strict=True):
-        np.testing.assert_array_equal(new[:4], old[:4])
+    same, after = split(copied)
+    for old, new in zip(blocks, same, strict=True):
+        np.testing.assert_array_equal(new, old)
+    for old, new in zip(states, after, strict=True):
+        np.testing.assert_array_equal(new[:-1], old[:-1])  # all but the row of padding
 
 
 def test_blocks_of_a_row() -> None:
@@ -103,3 +111,25 @@ def test_blocks_of_a_row() -> None:
         layout = CacheLayout((), layout.arrays, wrong, (), block_size=4, max_step_tokens=8)
         with pytest.raises(ConfigError, match="raise block_size, or leave kv_role out"):
             layout.state_blocks  # noqa: B018
+
+
+def test_operations_start_with_the_rows_of_their_step_and_read_blocks_before_others_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan may take blocks for states whose contents it also gives to a row."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(state_copier, "run", lambda runner, *call: calls.append(call))
+    layout = CacheLayout((), (CacheArray(2, 8, "float32"),), (), (), block_size=4, max_step_tokens=8)
+    copier = StateCopier(Mock(), BlockFormat.of(layout, 1), 1 << 12, 2)
+    rows = [SimpleNamespace(data=SimpleNamespace(request_id=name), index=index) for name, index in (("a", 5), ("b", 0))]
+    batches: Any = [SimpleNamespace(chunks=[SimpleNamespace(row=row) for row in rows])]
+    for op in (StoreState("a", [1, 2]), StoreState("failed", [3, 4]), LoadState("b", [2, 1])):
+        copier.run(op)
+    assert not calls
+    copier.before_step(batches)
+    assert calls == [(Load.name, 0, [2, 1]), (Store.name, 5, [1, 2])]
+    for forget in (lambda: copier.before_step(()), copier.replace_lost):
+        copier.run(LoadState("b", [2, 1]))
+        forget()
+        copier.before_step(batches)
+    assert len(calls) == 2, "an operation ran in the step of another plan"
