@@ -70,7 +70,7 @@ class Expected(NamedTuple):
     dtypes: Collection[str] = ()
     """Names of types; empty: those of weights."""
     otherwise: str = ""
-    """What to do about a tensor of another type, for errors."""
+    """The way out where a tensor has another type, for errors."""
 
 
 class Entry(Protocol):

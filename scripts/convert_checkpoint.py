@@ -30,7 +30,7 @@ from scripts.saving import save_orbax, with_formats
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")
 IN_CONFIG = "hf_quant_config.json"
-"""What it says is written into config.json, as far as it is still true."""
+"""Not copied: config.json says the same, as far as it is still true."""
 
 
 def convert(source: Path, output: Path, dtype: str, quantization: str | None = None, dequantize: bool | None = None) -> None:

@@ -88,7 +88,7 @@ Measured on a CPU in float32 (`scripts/evaluate_demo_model.py --direct --windows
 | fp8, a scale per channel or tensor, fp8 activations | as stored; products are computed in fp8, activations get a scale per token |
 | fp8, a scale per block | 16 bits; with `--quantization fp8` fp8 with a scale per channel |
 | fp8 of experts, heads and others outside of linear layers | 16 bits |
-| fp8 with plain activations, or beside layers in another format | as stored, widened inside products |
+| fp8 with plain activations, or of some layers where others are in another format | as stored, widened inside products |
 | NVFP4, MXFP4, MXFP8, int4, int8 | as stored, widened inside products; experts too, if each has its own tensors |
 | MXFP4 of gpt-oss's experts | as stored on a GPU in bfloat16; 16 bits elsewhere, and where devices would share a block of 32 values |
 

@@ -50,9 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.parallel.node_rank:
         return follow_host_0(config, server_options, log_level=level)
     if server_options.processes.headless:
-        raise ConfigError(
-            "headless is set, but host 0 serves HTTP: leave it out, or give this host's --node-rank (and --nnodes)"
-        )
+        raise ConfigError("headless is set, but host 0 serves HTTP: leave it out, or give --node-rank and --nnodes")
     on_ready = (lambda serving: None) if arguments.quiet else show_start
     with options.progress_for(arguments, engine_options) as progress:
         return serve(config, server_options, log_level=level, progress=progress, on_ready=on_ready)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 SUFFIX = ".blocks"
-"""What follows the name of a tensor in that of its blocks."""
+"""Suffix by which readers know that blocks are asked for, and not the tensor."""
 _BYTES_AT_ONCE = 1 << 16
 """Bytes that a thread decodes at once: what it makes on the way stays in a core's cache."""
 
 Part = Callable[[np.ndarray], np.ndarray]
-"""Of blocks, uint8 [..., bytes of a block], values [..., values]."""
+"""Maps blocks, uint8 [..., bytes of a block], to values [..., values]."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Blocks:
     number: str
     """A key of `jaxllm.quantization.numbers.NUMBERS`; int8 also where a format has 5 or 6 bits."""
     num_bytes: int
-    """Of a block."""
+    """Bytes of a block."""
     group: int
     """Values that share a scale."""
     codes: Part
-    """Of numbers of 4 bits two in a byte, the lower half first."""
+    """Codes of a block; of 4 bits two in a byte, the lower half first."""
     scale: Part
     scale_type: str = "float16"
     minimum: Part | None = None

@@ -59,8 +59,8 @@ def describe(
 
 
 def _states(layout: CacheLayout, num_devices: int) -> dict[str, Any]:
-    """What blocks with states by row depend on; nothing if there are none. In a block all heads have equal parts, which follow each other:
-    where its words cannot be divided so, the number of devices counts."""
+    """Properties that blocks with states by row depend on; none without states. In a block all heads have equal parts, which follow each
+    other: where its words cannot be divided so, the number of devices counts."""
     if not layout.states:
         return {}
     arrays = [[array.num_heads, list(array.shape), array.dtype] for array in layout.states]

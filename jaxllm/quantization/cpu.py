@@ -12,7 +12,7 @@ from jaxllm.weight_format import Arrays
 _FEW_ROWS = 4
 """Rows up to which weights are widened once for each row, because that takes less time than writing them down."""
 _FEW_ROWS_OF_FLOATS = 1
-"""The same of numbers that take longer to read: from a table, or floats."""
+"""The limit of numbers that take longer to read: from a table, or floats."""
 _LANES = 16
 """Neighbouring codes that are computed at once."""
 _UNROLLED = 16

@@ -35,17 +35,17 @@ FP4 = (*_MAGNITUDES, *(0.0 - value for value in _MAGNITUDES))
 IQ4_NL = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
 """By code. Source: ggml-common.h."""
 EXPONENT_BIAS = 127
-"""Of scales that are exponents of two."""
+"""Added to the exponents of scales that are powers of two."""
 NO_EXPONENT = 255
 """The scale that is no number. Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 5.4.1."""
 
 
 class Number(NamedTuple):
-    """What the codes of a weight mean."""
+    """Meaning of the codes of a weight."""
 
     bits: int
     code_type: str
-    """Of the array that holds the codes: two in a byte, or one in a value."""
+    """Type of the array that holds the codes: two in a byte, or one in a value."""
     deviation: float
     """Standard deviation of the values of random codes."""
     middle: int = 0

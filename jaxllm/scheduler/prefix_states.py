@@ -33,7 +33,7 @@ class PrefixStates:
         return [hashes[-1] + suffix for suffix in self._suffixes] if hashes else []
 
     def names_of(self, request: Request) -> list[bytes]:
-        """Those behind a request's prompt."""
+        """The names of the blocks with the states behind a request's prompt."""
         return self.names(self.hashes(request))
 
 

@@ -18,14 +18,14 @@ from pallas_kernels.quantized_matmul.decoders import NF4
 from pallas_kernels.quantized_matmul.packed import MIDDLES
 
 TOLERANCE = 6e-3
-"""Of results in bfloat16, whose weights may have been rounded too; see `distance`."""
+"""Largest distance of results in bfloat16, whose weights may have been rounded too; see `distance`."""
 TOLERANCE_OF_SUMS = {True: 1e-6, False: 1e-5}
-"""Of results in float32 by the kernel for few rows: whether it scales sums of groups. Tensor cores truncate where they add, more often in
-long sums."""
+"""Largest distance of results in float32 by the kernel for few rows, by whether it scales sums of groups. Tensor cores truncate where
+they add, more often in long sums."""
 _NUM_ROWS = (1, 13, 150)
 """One; a few; and so many that another kernel multiplies them. At an engine's start."""
 _MAX_OUTPUTS = 1 << 11
-"""Of a weight at an engine's start: blocks of outputs are computed alike."""
+"""Outputs of a weight at an engine's start: blocks of outputs are computed alike."""
 _STRIDE = TILE - 3
 """Outputs that are compared, of many: some of every block, at changing places of it."""
 _MIDDLE_EXPONENT = 122
@@ -45,7 +45,7 @@ class Shapes:
     has_zeros: bool = False
     has_factor: bool = False
     dtype: str = "bfloat16"
-    """Of activations."""
+    """Type of activations."""
 
     @property
     def num_groups(self) -> int:
@@ -93,7 +93,7 @@ class Stored:
 
 
 def bits_of(number: str) -> int:
-    """Of a code."""
+    """Bits of a code."""
     return DECODERS[decoder_of(number)].bits
 
 
@@ -164,7 +164,7 @@ def host_error(shapes: Shapes, x: Any, constants: Any, got: Any) -> float:
 
 
 def distance(got: np.ndarray, expected: np.ndarray) -> float:
-    """Of the norm and of the largest difference, each relative to that of the results, the larger."""
+    """The larger of two relative differences: of the norm, and of the largest value."""
     difference, largest = got - expected, max(float(np.abs(expected).max()), 1e-30)
     norm = float(np.linalg.norm(difference)) / max(float(np.linalg.norm(expected)), 1e-30)
     return max(norm, float(np.abs(difference).max()) / largest)

@@ -1,4 +1,4 @@
-"""What a CTA of either kernel has: registers, shared memory, and a weight's arrays as they are copied there."""
+"""Resources of a CTA of either kernel: registers, shared memory, and a weight's arrays as they are copied there."""
 
 import jax
 
@@ -13,8 +13,8 @@ PRODUCER_REGISTERS = 40
 
 
 def consumer_registers(num_consumers: int) -> int:
-    """What a consumer may ask for: what the CTA's threads begin with, and its share of what the producer gives back. It waits forever for
-    more."""
+    """Registers that a consumer may ask for: those its threads begin with, and its share of those that the producer gives back. It
+    waits forever for more."""
     at_start = (1 << 16) // (128 * (num_consumers + 1)) // 8 * 8
     return (at_start + (at_start - PRODUCER_REGISTERS) // num_consumers) // 8 * 8
 

@@ -36,7 +36,7 @@ _ALL_CONSUMERS_ROWS = 16
 """Rows up to which the sums fit into the registers of more than two consumers. With more, multiplying takes as long as reading, and half
 of the bytes in flight are enough."""
 _IDLE_BYTES = 48 << 10
-"""What a core could read while a CTA begins and ends: an estimate."""
+"""Bytes that a core could read while a CTA begins and ends: an estimate."""
 _MIN_STAGES, _MAX_STAGES = 2, 6
 
 
@@ -50,7 +50,7 @@ class FewSizes:
 
 
 def pick_sizes(num_rows: int, weight: Packed, num_cores: int) -> FewSizes:
-    """Those with which each core reads the least of the weight, its CTAs one after the other.
+    """Sizes with which each core reads the least of the weight, its CTAs one after the other.
 
     Raises ValueError for more rows than shared memory holds in any way.
     """
@@ -150,7 +150,7 @@ class _Few:
     group: int | None
     sizes: FewSizes
     num_steps: int
-    """Of a part."""
+    """Steps of a part."""
     words_ref: Any  # [N / 64, tiles * word rows, 256]
     x_ref: Any  # [M, K]
     vector_refs: dict[str, Any]  # [K / group, N]

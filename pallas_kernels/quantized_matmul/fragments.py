@@ -19,7 +19,7 @@ from pallas_kernels.quantized_matmul.decoders import DECODERS, TEMPORARIES, Deco
 from pallas_kernels.quantized_matmul.packed import TILE, unpack_words
 
 WORD_COLUMNS = 256
-"""Of an array of words in the kernels: no box of a copy is wider."""
+"""Columns of an array of words in the kernels: no box of a copy is wider."""
 _PRODUCTS, _REGISTERS = 4, 4
 """Products of 64 x 16 of a tile, and registers of a thread for each."""
 

@@ -128,7 +128,7 @@ class _Many:
     sizes: ManySizes
     num_ctas: int
     num_steps: int
-    """Of an item: a multiple of STEPS."""
+    """Steps of an item, a multiple of STEPS."""
     words_ref: Any  # [N / 64, tiles * word rows, 256]
     x_ref: Any  # [T, K]
     vector_refs: dict[str, Any]  # [K / group, N]
@@ -151,7 +151,7 @@ class _Many:
 
     @property
     def num_pairs(self) -> int:
-        """Of blocks of outputs."""
+        """Pairs of blocks of outputs."""
         return pl.cdiv(self.words_ref.shape[0], NUM_CONSUMERS)
 
     def num_my_items(self) -> Any:
@@ -254,7 +254,7 @@ class _Many:
         return pl.run_scoped(accumulate, plgpu.ACC((TILE, self.sizes.tile_rows), jnp.float32))
 
     def release(self, index: Any) -> None:
-        """What this consumer has read."""
+        """Release the slot that this consumer has read."""
         self.plgpu.barrier_arrive(self.smem["free"].at[self.slot(index)])
 
     def operand(self, wg: Any, slot: Any) -> Any:

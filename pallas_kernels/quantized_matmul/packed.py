@@ -25,7 +25,7 @@ TILE = 64
 GROUPS = (16, 32, 64, 128)
 """Inputs that share a scale: sizes that kernels take."""
 MIDDLES = {"int4": 8, "uint8b128": 128}
-"""Of numbers that are stored without a sign: the code of zero, where a group does not say its own."""
+"""The code of zero of numbers that are stored without a sign, where a group does not say its own."""
 
 
 def decoder_of(number: str) -> str:

@@ -65,7 +65,7 @@ OF_GROUPS, TINY_OF_GROUPS = 50, 22
 """Blocks of a model whose groups of layers share them: few enough to preempt, enough for cached prefixes."""
 TINY_FAMILIES = ("Gemma 3", "Qwen3-VL with videos")
 TINY_ON_TWO = ("Qwen3-VL with videos",)
-"""For a machine without a GPU: images whose tokens see each other, and images beside videos."""
+"""For a machine without a GPU: images whose tokens see each other, and images with videos."""
 
 
 def check(*, tiny: bool, deadline: float, share: tuple[int, int] = (0, 1)) -> Iterator[Outcome]:

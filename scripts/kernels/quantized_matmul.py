@@ -164,7 +164,7 @@ def _dense_case(sizes: tuple[int, int], num_rows: int, dtype: str = "bfloat16") 
         return lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
 
     def error(x: Any, constants: Any, got: Any) -> float:
-        """Of the first row."""
+        """Distance of the first row."""
         first, weight = (np.asarray(array).astype(np.float64) for array in (x[:1], constants[0]))
         return distance(np.asarray(got)[:1].astype(np.float64), first @ weight.T)
 

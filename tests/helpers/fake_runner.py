@@ -141,7 +141,7 @@ class FakeRunner:
         self.device = FakeDevice(rank=rank)
         self.num_state_blocks = num_state_blocks
         self.state_ops: list[StoreState | LoadState] = []
-        """Those of the plan."""
+        """Operations of the plan."""
         self.drafts = drafts
         self.block_size, self.vocab_size, self.policies = block_size, vocab_size, policies
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens

@@ -49,7 +49,7 @@ def widen(format: PackedFormat, tensors: Mapping[str, np.ndarray], num_outputs: 
 
 
 def assert_exact(format: PackedFormat, tensors: dict[str, np.ndarray], num_outputs: int, num_inputs: int) -> None:
-    """What is read equals the golden to the bit."""
+    """The weights that are read equal the golden to the bit."""
     values = tensors.pop("values")
     wide = widen(format, tensors, num_outputs, num_inputs)
     np.testing.assert_array_equal(np.concatenate([wide[:4], wide[-4:]]), values)

@@ -1,4 +1,4 @@
-"""Ports for processes that are told theirs before they listen."""
+"""Ports for processes that get theirs as an option."""
 
 import os
 import random

@@ -98,7 +98,7 @@ def assert_near(directory: Path, plain: Path, *, tensor_parallel_size: int = 1, 
 
 
 def answer(directory: Path, **options: Any) -> tuple[list[int], np.ndarray]:
-    """What an engine answers to PROMPT: the tokens of 8 greedy steps, and logprobs of the prompt's tokens and of these. options: of
+    """An engine's answer to PROMPT: the tokens of 8 greedy steps, and logprobs of the prompt's tokens and of these. options: of
     the engine."""
     llm = LLM(str(directory), **{**engines.SMALL, **options})
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0, logprobs=0)

@@ -21,7 +21,7 @@ def described(group=32, **changed):
 
 
 def packed(group=32):
-    """What makes the tensors of a weight."""
+    """Returns a function that makes the tensors of a weight."""
 
     def in_order(codes):
         return words(codes.reshape(len(codes), -1, 8)[..., ORDER].reshape(codes.shape), 4)
@@ -39,7 +39,7 @@ def packed(group=32):
 
 
 def widened(group=32):
-    """What makes the same numbers without quantisation."""
+    """Returns a function that makes the same numbers without quantisation."""
 
     def quantize(name, weight):
         codes, scale, zero = rounded(weight, 4, None if group == -1 else group, False, "float16")

@@ -36,7 +36,7 @@ def rounded(weight, number):
 
 
 def packed(number="nf4"):
-    """What makes the tensors of a weight."""
+    """Returns a function that makes the tensors of a weight."""
 
     def quantize(name, weight):
         if ODD in name:
@@ -59,7 +59,7 @@ def packed(number="nf4"):
 
 
 def widened(number="nf4"):
-    """What makes the same numbers without quantisation."""
+    """Returns a function that makes the same numbers without quantisation."""
 
     def quantize(name, weight):
         if ODD in name:

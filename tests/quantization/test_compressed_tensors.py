@@ -39,7 +39,7 @@ def described(bits=4, group=32, symmetric=True, form="pack-quantized", **changed
 
 
 def packed(bits=4, group=32, symmetric=True):
-    """What makes the tensors of a weight."""
+    """Returns a function that makes the tensors of a weight."""
 
     def quantize(name, weight):
         codes, scale, zero = rounded(weight, bits, group, symmetric)
@@ -54,7 +54,7 @@ def packed(bits=4, group=32, symmetric=True):
 
 
 def widened(bits=4, group=32, symmetric=True):
-    """What makes the same numbers without quantisation."""
+    """Returns a function that makes the same numbers without quantisation."""
 
     def quantize(name, weight):
         codes, scale, zero = rounded(weight, bits, group, symmetric)

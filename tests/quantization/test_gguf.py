@@ -38,7 +38,7 @@ INPUTS = 512
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of scales that are no numbers
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_parts_are_what_the_package_reads(monkeypatch, kind):
-    """Of any bytes, zeros and subnormal scales among them; several threads."""
+    """Random bytes, zeros and subnormal scales among them; several threads."""
     monkeypatch.setattr("jaxllm.gguf_files.blocks._BYTES_AT_ONCE", 4096)
     number_format = gguf.GGMLQuantizationType[kind]
     block_values, block_bytes = gguf.GGML_QUANT_SIZES[number_format]

@@ -26,7 +26,7 @@ def described(bits=4, group=32, symmetric=True, version=1, **changed):
 
 
 def packed(bits=4, group=32, symmetric=True, version=1):
-    """What makes the tensors of a weight."""
+    """Returns a function that makes the tensors of a weight."""
 
     def quantize(name, weight):
         codes, scale, zero = rounded(weight, bits, None if group == -1 else group, symmetric, "float16")
@@ -45,7 +45,7 @@ def packed(bits=4, group=32, symmetric=True, version=1):
 
 
 def widened(bits=4, group=32, symmetric=True):
-    """What makes the same numbers without quantisation."""
+    """Returns a function that makes the same numbers without quantisation."""
 
     def quantize(name, weight):
         codes, scale, zero = rounded(weight, bits, None if group == -1 else group, symmetric, "float16")

@@ -13,7 +13,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """What makes a golden with weights in int4, and one with the same numbers in float32."""
+    """Makes a golden with weights in int4, and one with the same numbers in float32."""
     made = {}
 
     def make(golden):

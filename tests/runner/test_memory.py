@@ -122,7 +122,7 @@ def test_states_by_row_are_counted_for_each_row_and_leave_less_for_blocks():
 
 @pytest.mark.parametrize(("golden", "num_values"), [("llama_gqa", 2 * 3 * 96 * 64), ("qwen3_moe", 3 * 8 * 32 * 64)])
 def test_a_step_has_room_for_the_weights_that_products_widen(golden, num_values):
-    """Of a layer: those of two linear layers, or those of all experts."""
+    """The weights of a layer: two linear layers, or those of all experts."""
     config = EngineConfig.from_options(**engines.SMALL)
     models = [load_model_config(goldens.FOLDER / golden, quantization=name) for name in (None, "int4")]
     plain, packed = (estimate_work_bytes(config, model, GPU) for model in models)

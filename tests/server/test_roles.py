@@ -141,7 +141,7 @@ def chat(client: httpx.Client, text: str, **fields: Any) -> httpx.Response:
 
 
 def asked(server: ServerProcess, prompt: str) -> socket.socket:
-    """A connection with a request whose answer nobody reads."""
+    """A connection with a request whose answer is not read."""
     body = json.dumps({"prompt": prompt}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     connection = socket.socket(socket.AF_UNIX)

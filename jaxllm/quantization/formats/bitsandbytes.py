@@ -110,7 +110,7 @@ class BitsAndBytes(PackedFormat):
         return absmax.reshape(num_outputs, -1)
 
     def _state(self, weight: str, num_outputs: int, num_inputs: int, files: Files) -> Mapping[str, Any]:
-        """What the file says of a 4-bit weight. Raises ModelLoadError if it is not as this class reads it."""
+        """The quant_state of a 4-bit weight. Raises ModelLoadError if it is not as this class reads it."""
         if num_inputs % BLOCK:
             raise ModelLoadError(
                 f"{weight} has {num_inputs} inputs, which must be a multiple of {BLOCK}: a block of {self.number} would have values of "

@@ -42,7 +42,7 @@ class PackedFormat(WeightFormat):
     weight_scheme: Scheme | None = None
     """That of the weight that this is the format of (`of`); None: of all."""
     transposed: bool = False
-    """Of this weight a checkpoint in no format has the inputs first."""
+    """A checkpoint in no format has the inputs of this weight first."""
 
     may_widen: ClassVar[bool] = True
 
@@ -168,7 +168,7 @@ class PackedFormat(WeightFormat):
             yield part, reader.array(spec, lambda tensor, index, whole=whole: tensor.read(whole(tensor), index))  # type: ignore[misc]
 
     def reading(self, num_inputs: int, reader: Reader) -> ReadPart:
-        """What reads a part [N, ...] of the module of a tensor of the sources that `declare` gave."""
+        """Returns a function that reads a part [N, ...] of the module of a tensor of the sources that `declare` gave."""
         return lambda part, tensor: self.part(part, module_of(tensor), tensor.shape[0], num_inputs, reader)
 
     def _num_inputs(self, parts: Mapping[str, ParamSpec]) -> int:
@@ -281,7 +281,7 @@ def module_of(tensor: Tensor) -> str:
 
 
 def _source(plain: AnySource, part: str, num_outputs: int, width: int | None) -> AnySource:
-    """Of a part that has `width` values for each output, or is one (None): it is as the weight, but for its inputs. num_outputs:
+    """The source of a part that has `width` values for each output, or one (None): that of the weight, but for its inputs. num_outputs:
     dimensions of the outputs of a tensor."""
     last = () if width is None else (width,)
 

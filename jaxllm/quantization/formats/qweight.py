@@ -20,7 +20,7 @@ class QWeight(PackedFormat):
     """Codes of 4 or 8 bits with a scale, and perhaps the code of zero, per group of inputs that are neighbours, or per output."""
 
     default: Scheme
-    """Of modules of which the checkpoint's configuration says nothing else."""
+    """The scheme of modules for which the checkpoint's configuration has no rule."""
 
     @classmethod
     def packed_shape(cls, num_outputs: int, num_inputs: int, per_word: int) -> tuple[int, int]:

@@ -243,7 +243,7 @@ def test_aborted_requests_leave_nothing(engines: Any, when: str) -> None:
 
 
 def test_requests_that_are_not_queued_end_their_leases(engines: Any, transport: str) -> None:
-    """Those that the engine refuses, those that are aborted while it is paused, and those that its server refuses."""
+    """Requests that the engine refuses, that are aborted while it is paused, and that its server refuses."""
     _, prefill, decode = engines
     answer = read_kv_transfer(prefill.prefill(prompt_of(90, 36)))
     with pytest.raises(InvalidRequestError):

@@ -17,7 +17,7 @@ class StateFormat:
 
     blocks: BlockFormat
     num_blocks: int
-    """Of a row."""
+    """Blocks that hold the states of a row."""
     num_heads: int
     """On each device."""
     num_arrays: int

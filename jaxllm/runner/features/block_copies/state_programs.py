@@ -31,7 +31,7 @@ class StateProgram(ProgramKind):
         return programs.lower_on_each(partial(self.change, format), arguments, programs.cache_shardings, donate=(0,))
 
     def change(self, format: StateFormat, caches: Caches, row: jax.Array, block_k: jax.Array) -> Caches:
-        """What a device does with its parts."""
+        """Change the parts of one device."""
         raise NotImplementedError
 
     def run_on_nothing(self, runner: Any, key: ProgramKey, program: CompiledProgram) -> None:
