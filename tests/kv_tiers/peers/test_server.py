@@ -291,9 +291,11 @@ def test_a_server_that_closes_ends_pulls(memory: FakeMemory) -> None:
     engine = Prefill()
     lease = engine.lease(2, stored=[0])
     with connected(engine, memory, seconds=60) as connection:
-        threading.Timer(0.1, engine.close).start()
+        closing = threading.Timer(0.1, engine.close)
+        closing.start()
         with suppress(WireError):
             assert connection.pull(lease.number, lease.names, [0, 1]) == [True, False]
+        closing.join()
         wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")])
         with pytest.raises(WireError):
             connection.attach(lease.number)
