@@ -115,7 +115,7 @@ class PeerStore:
                 peer = self._peer(target)
             except (RefusedError, RuntimeError):  # the second if there are too many threads; the lease ends by itself, later
                 return
-        peer.end(number).add_done_callback(_error_of)
+            peer.end(number).add_done_callback(partial(self._note_ended, peer))
 
     def fault_of(self, request_id: str) -> str | None:
         """Why blocks of a request did not come, or will not; None as long as all may."""
@@ -138,6 +138,13 @@ class PeerStore:
                 lease.attached.set_result(names)
                 self._end_unused(lease)
         self._wake()
+
+    def _note_ended(self, peer: Peer, future: "Future[None]") -> None:
+        """A lease has ended that no request used. An engine that did not end it gives its place among MAX_PEERS to others."""
+        if _error_of(future) is not None:
+            with self._lock:
+                if not any(lease.peer is peer for lease in self._leases.values()):
+                    self._drop(peer)
 
     def _end_unused(self, lease: _Lease) -> None:
         """End a lease at the prefill engine that no request and no read needs."""

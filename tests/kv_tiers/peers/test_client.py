@@ -22,6 +22,7 @@ from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.client import Connection, Mapping, RefusedError, Target
 from jaxllm.kv_tiers.peers.identity import is_signed, signature
 from jaxllm.kv_tiers.peers.messages import Attached, Block, Hello, Mapped, Missing, Proof, Refused, Slot
+from jaxllm.kv_tiers.peers.peer import Peer
 from jaxllm.kv_tiers.peers.peer_store import PeerStore
 from jaxllm.kv_tiers.peers.server import socket_name
 from jaxllm.kv_transfer import KVTransfer
@@ -406,6 +407,36 @@ def test_an_engine_that_ends_takes_its_leases_along(memory: FakeMemory) -> None:
             store.detach(request_id)
         store.check_integrity()
     other.close()
+
+
+def test_engines_that_cannot_be_reached_to_end_a_lease_keep_no_others_out(memory: FakeMemory) -> None:
+    with socket.socket() as taken, prefill() as engine, stored(memory) as (store, woken):
+        taken.bind(("127.0.0.1", 0))  # where nobody listens
+        for index in range(peer_store.MAX_PEERS):
+            store.end_lease(Target(f"engine {index}", *taken.getsockname()), "x")
+        woken.until(lambda: not store._peers)
+        lease = engine.lease()
+        assert store.attach("a", engine.target, lease.number).result(60) == lease.names
+        store.end_lease(Target("another", engine.target.host, engine.target.port), "x")  # is refused
+        store.detach("a")
+        woken.until(lambda: lease.is_over and list(store._peers) == [engine.target])
+
+
+def test_an_engine_that_is_lost_while_a_lease_is_ended_raises_nothing(
+    memory: FakeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step loop ends leases, other threads let engines go."""
+    with prefill() as engine, stored(memory) as (store, _):
+        end = Peer.end
+
+        def lost_meanwhile(peer: Peer, lease: str) -> Any:
+            losing = threading.Thread(target=store.close)
+            losing.start()
+            losing.join(0.2)
+            return end(peer, lease)
+
+        monkeypatch.setattr(Peer, "end", lost_meanwhile)
+        store.end_lease(engine.target, engine.lease().number)
 
 
 def test_a_prefill_engine_that_differs_is_asked_once(memory: FakeMemory) -> None:
