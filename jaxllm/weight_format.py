@@ -145,6 +145,8 @@ class WeightFormat:
     """Whether `--dequantize` decides how it is loaded."""
     unused: ClassVar[str] = r"\b\B"
     """A pattern of tensors that a checkpoint of this format may hold and that are not read."""
+    unused_zeros: ClassVar[str] = r"\b\B"
+    """Likewise, if all their values are zero and the model has no such weight."""
 
     @property
     def kv_scales(self) -> "WeightFormat | None":

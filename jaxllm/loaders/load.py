@@ -150,6 +150,9 @@ def _check(
     spare = tuple(f"{config.layer_name(config.num_layers + i)}." for i in range(config.num_spare_layers))
     ignored += [name for name in entries if name.startswith(spare)]
     ignored += [name for name in entries if any(re.search(format.unused, name) for format in config.formats)]
+    others = (name for name in entries if name not in wanted)
+    zeros = (name for name in others if any(re.search(format.unused_zeros, name) for format in config.formats))
+    ignored += [name for name in zeros if not files.tensor(name).any()]
     unreadable = [
         f"{name} is {entries[name].dtype}{tensor.otherwise and f' ({tensor.otherwise})'}"
         for name, tensor in wanted.items()

@@ -160,9 +160,13 @@ def test_a_list_says_which_modules_are_quantised(tmp_path):
     assert {"blocks.0.mlp.gate_up.weight", "blocks.0.mlp.down.weight.codes"} <= names.keys()
 
 
-def test_biases_that_a_model_lacks_are_not_read(tmp_path):
-    more = {"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float16)}
-    load(write(tmp_path, described(), packed(), more=more))
+def test_biases_that_a_model_lacks_must_be_zero(tmp_path):
+    name = "model.layers.0.self_attn.q_proj.bias"
+    found = load(write(tmp_path / "zero", described(), packed(), more={name: np.zeros(64, np.float16)}))
+    assert_equal(found[1], load(write(tmp_path / "none", described(), packed()))[1])
+    stored = write(tmp_path / "one", described(), packed(), more={name: np.eye(64, dtype=np.float16)[0]})
+    with pytest.raises(ModelLoadError, match=rf"1 unused: {name}"):
+        load(stored)
 
 
 def test_a_stored_zero_of_a_whole_word_wraps():

@@ -41,8 +41,8 @@ class Gptq(QWeight):
 
     methods: ClassVar[tuple[str, ...]] = ("gptq",)
     supported: ClassVar[str] = "4- and 8-bit weights of quant_method gptq (without activation order)"
-    # AutoGPTQ writes biases of zeros for layers that have none. Whether `g_idx` is as it must be is seen when codes are read.
-    unused: ClassVar[str] = r"\.g_idx$|_proj\.bias$"
+    unused: ClassVar[str] = r"\.g_idx$"  # checked when codes are read
+    unused_zeros: ClassVar[str] = r"_proj\.bias$"  # which AutoGPTQ writes for layers that have none
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
