@@ -427,16 +427,16 @@ def test_an_engine_that_is_lost_while_a_lease_is_ended_raises_nothing(
 ) -> None:
     """The step loop ends leases, other threads let engines go."""
     with prefill() as engine, stored(memory) as (store, _):
-        end = Peer.end
+        end, losing = Peer.end, threading.Thread(target=store.close)
 
         def lost_meanwhile(peer: Peer, lease: str) -> Any:
-            losing = threading.Thread(target=store.close)
             losing.start()
             losing.join(0.2)
             return end(peer, lease)
 
         monkeypatch.setattr(Peer, "end", lost_meanwhile)
         store.end_lease(engine.target, engine.lease().number)
+        losing.join(60)
 
 
 def test_a_prefill_engine_that_differs_is_asked_once(memory: FakeMemory) -> None:
