@@ -6,13 +6,10 @@ For each case, under `name/`: the tensors of a weight as the package stores them
 Scales are float32 with values of bfloat16.
 """
 
+import argparse
 from pathlib import Path
 
 import numpy as np
-import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
 
 FILE = Path(__file__).resolve().parent.parent / "tests" / "goldens" / "quantization" / "compressed_tensors.npz"
 CASES = {
@@ -30,6 +27,11 @@ CASES = {
 
 def made(bits: int, group: int | None, symmetric: bool, form: str, seed: int) -> dict[str, np.ndarray]:
     """The tensors of a random weight [12, 64], or [12, 36] without groups, with a row of zeros and a row of tiny numbers."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
     weight = torch.randn(12, 64 if group else 36, generator=torch.Generator().manual_seed(seed))
     weight[3], weight[5] = 0, weight[5] * 1e-6
     groups = weight.reshape(12, -1, group or weight.shape[1])
@@ -46,6 +48,7 @@ def made(bits: int, group: int | None, symmetric: bool, form: str, seed: int) ->
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     cases = {name: made(*case, seed) for seed, (name, case) in enumerate(CASES.items())}
     arrays = {f"{name}/{part}": array for name, tensors in cases.items() for part, array in tensors.items()}
     np.savez_compressed(FILE, **arrays)

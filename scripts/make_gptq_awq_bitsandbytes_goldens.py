@@ -7,9 +7,14 @@ The names of a case's arrays are `case/tensor`; `case/values` are float32 weight
 which the program itself makes of the other tensors, with the scales in float32 so that nothing is rounded.
 """
 
+# ruff: noqa: E402
+
 import argparse
 from pathlib import Path
 from types import SimpleNamespace
+
+if __name__ == "__main__":  # --help needs none of the packages below
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 
 import bitsandbytes
 import numpy as np
@@ -111,7 +116,6 @@ def write(name: str, cases: dict[str, Tensors]) -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
     named = {
         f"{'sym' if symmetric else 'asym'}{bits}_g{group}_v{version}": gptq(bits, group, symmetric, version)
         for bits, symmetric, group, version in (
