@@ -213,7 +213,7 @@ class WeightFormat:
         raise NotImplementedError
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
-        """The tensors that a weight of these parts is read from; by default those of `Files.beside`, or its own."""
+        """The tensors that a weight of these parts is read from; by default those of `Files.beside`, or those of its source."""
         found: dict[str, Expected] = {}
         for tensor in (tensor for spec in parts.values() for tensor in spec.source.tensors):
             found |= files.beside(tensor) or {tensor.name: Expected(tensor.shape)}

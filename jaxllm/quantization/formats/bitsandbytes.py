@@ -69,12 +69,7 @@ class BitsAndBytes(PackedFormat):
         return Scheme(self.number, None if self.number == "int8" else BLOCK)
 
     def told(self, dtype: str) -> str:
-        kind = f"bitsandbytes {self.number}"
-        return (
-            f"weights as the checkpoint has them ({kind})"
-            if self.computes
-            else f"the checkpoint's weights ({kind}) become {dtype}"
-        )
+        return self.told_of(f"bitsandbytes {self.number}", dtype)
 
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
         weight, num_values = f"{module}.weight", num_outputs * num_inputs

@@ -97,13 +97,10 @@ class CompressedTensors(PackedFormat):
         return None if group is None else group.scheme
 
     def told(self, dtype: str) -> str:
-        kinds = ", ".join(dict.fromkeys(str(group.scheme) for group in self.groups))
-        if not self.computes:
-            return f"the checkpoint's weights ({kinds}) become {dtype}"
-        activations = (
-            f"; it was made for quantised activations, which stay {dtype}: that is more exact" if self.activations else ""
-        )
-        return f"weights as the checkpoint has them ({kinds}){activations}"
+        told = self.told_of(", ".join(dict.fromkeys(str(group.scheme) for group in self.groups)), dtype)
+        if self.computes and self.activations:
+            return f"{told}; it was made for quantised activations, which stay {dtype}: that is more exact"
+        return told
 
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
         group, scheme, number = self._of_module(module)

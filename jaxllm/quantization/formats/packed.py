@@ -71,6 +71,11 @@ class PackedFormat(WeightFormat):
         """`scheme`, where it depends on the inputs."""
         return self.scheme(module)
 
+    def told_of(self, kind: str, dtype: str) -> str:
+        """`told` of weights of this kind."""
+        stored = f"weights as the checkpoint has them ({kind})"
+        return stored if self.computes else f"the checkpoint's weights ({kind}) become {dtype}"
+
     def covers(self, module: str) -> bool:
         return self.scheme(module) is not None
 

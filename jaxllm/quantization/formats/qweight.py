@@ -37,12 +37,7 @@ class QWeight(PackedFormat):
         raise NotImplementedError
 
     def told(self, dtype: str) -> str:
-        kind = f"{type(self).__name__.upper()}, {self.default}"
-        return (
-            f"weights as the checkpoint has them ({kind})"
-            if self.computes
-            else f"the checkpoint's weights ({kind}) become {dtype}"
-        )
+        return self.told_of(f"{type(self).__name__.upper()}, {self.default}", dtype)
 
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
         scheme, bits = self._of_module(module)

@@ -411,7 +411,7 @@ def test_an_engine_that_ends_takes_its_leases_along(memory: FakeMemory) -> None:
 
 def test_engines_that_cannot_be_reached_to_end_a_lease_keep_no_others_out(memory: FakeMemory) -> None:
     with socket.socket() as taken, prefill() as engine, stored(memory) as (store, woken):
-        taken.bind(("127.0.0.1", 0))  # where nobody listens
+        taken.bind(("127.0.0.1", 0))  # not listening
         for index in range(peer_store.MAX_PEERS):
             store.end_lease(Target(f"engine {index}", *taken.getsockname()), "x")
         woken.until(lambda: not store._peers)
@@ -437,6 +437,7 @@ def test_an_engine_that_is_lost_while_a_lease_is_ended_raises_nothing(
         monkeypatch.setattr(Peer, "end", lost_meanwhile)
         store.end_lease(engine.target, engine.lease().number)
         losing.join(60)
+        assert not losing.is_alive()
 
 
 def test_a_prefill_engine_that_differs_is_asked_once(memory: FakeMemory) -> None:
