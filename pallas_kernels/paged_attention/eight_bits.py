@@ -37,6 +37,11 @@ _AND_OR = 0xEA
 """Truth table of lop3 for (x & y) | z."""
 
 
+def unit(dtype: Any) -> float:
+    """What tiles that were widened to a type are multiplied with."""
+    return UNIT if jnp.dtype(dtype) == WIDE else 1.0
+
+
 def row_bytes(head_dim: int) -> int:
     """Width of the swizzled tiles that rows of a head lie in, in bytes and numbers."""
     return min(head_dim, 128)
@@ -255,10 +260,81 @@ def _mlir() -> tuple[Any, tuple[Any, ...], Any]:
 
 
 def widen(tile_ref: Any, wide_ref: Any) -> Any:
-    """The tile [keys, H] as `keys` and `values` see it, in shared memory and in its own order: for the interpreter."""
+    """What `widen_tile` does, for the interpreter, and fenced: the tile as `keys` and `values` see it, but in its own order."""
     for start in range(0, tile_ref.shape[1], BLOCK):
         chunk = (slice(None), pl.ds(start, BLOCK))
         found = _compat.load_smem(tile_ref.at[chunk], plgpu.Layout.WGMMA).astype(jnp.float32)
-        wide_ref[chunk] = (jnp.where(jnp.isnan(found), LARGEST, found) / UNIT).astype(WIDE)
+        wide_ref[chunk] = (jnp.where(jnp.isnan(found), LARGEST, found) / unit(wide_ref.dtype)).astype(wide_ref.dtype)
     plgpu.commit_smem()
     return wide_ref
+
+
+def widen_tile(tile_ref: Any, wide_ref: Any) -> None:
+    """wide_ref [keys, H] = the tile [keys, H], in its own order and wide_ref's type: times 1 / UNIT in float16, exact in bfloat16.
+
+    By the 128 threads of a warpgroup, 8 rows of 64 columns by a warp at once; rows p and p ^ 5 in a group of 8 lanes meet no bank
+    twice. Not fenced.
+    """
+    num_rows, head_dim = tile_ref.shape
+    swizzled = plgpu.TilingTransform((TILE_ROWS, 64)), plgpu.SwizzleTransform(128)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(head_dim)), plgpu.RefType(swizzled)))
+    def widen(_: Any, tile: Any, wide: Any) -> None:
+        ir, (arith, llvm, _, _), utils = _mlir()
+        places = _Places(tile, head_dim)
+        c, i32 = places.constant, places.i32
+        is_bfloat16 = isinstance(ir.MemRefType(wide.type).element_type, ir.BF16Type)
+        wide_base = llvm.ptrtoint(i32, utils.memref_ptr(wide))
+        lane = places.lane
+        odd = arith.andi(arith.shrui(lane, c(2)), c(1))
+        row, four = arith.xori(arith.shrui(lane, c(3)), arith.muli(odd, c(5))), arith.andi(lane, c(3))
+        column = arith.muli(four, c(16))
+        wide_places = [arith.muli(arith.xori(arith.addi(arith.muli(four, c(2)), c(i)), row), c(16)) for i in range(2)]
+        wide_row = arith.addi(wide_base, arith.muli(row, c(128)))
+        columns = head_dim // 64
+        turns = num_rows // TILE_ROWS * columns // 4
+
+        def load(turn: int) -> tuple[list[Any], list[Any]]:
+            number = arith.addi(arith.muli(c(4), c(turn)), places.warp)
+            tile_row, block = (arith.divui(number, c(columns)), arith.remui(number, c(columns)))
+            start, swizzle = places.of_row(arith.addi(arith.muli(tile_row, c(TILE_ROWS)), row))
+            first = arith.addi(arith.muli(block, c(64)), column)
+            address = arith.addi(start, arith.xori(first, swizzle))
+            found = llvm.inline_asm(
+                llvm.StructType.get_literal([i32] * 4),
+                [address],
+                "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+                "=r,=r,=r,=r,r",
+                has_side_effects=True,
+            )
+            target = arith.addi(wide_row, arith.muli(number, c(TILE_ROWS * 128)))
+            return [llvm.extractvalue(i32, found, [i]) for i in range(4)], [arith.addi(target, x) for x in wide_places]
+
+        def store(words: list[Any], targets: list[Any]) -> None:
+            pairs = [_widen_pair(places, word, upper, is_bfloat16) for word in words for upper in range(2)]
+            for i, target in enumerate(targets):
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"),
+                    [target, *pairs[4 * i : 4 * i + 4]],
+                    "st.shared.v4.b32 [$0], {$1, $2, $3, $4};",
+                    "r,r,r,r,r",
+                    has_side_effects=True,
+                )
+
+        for first in range(0, turns, 2):
+            for found in [load(turn) for turn in range(first, min(first + 2, turns))]:
+                store(*found)
+
+    widen(tile_ref, wide_ref)
+
+
+def _widen_pair(places: _Places, word: Any, upper: int, is_bfloat16: bool) -> Any:
+    """Bytes 0 and 1, or 2 and 3, as a register of two numbers."""
+    first = f"prmt.b32 m, $1, 0, {'0x3424' if upper else '0x1404'};"
+    if is_bfloat16:
+        # Times 2^120, which is exact, so that no product is subnormal.
+        move = f"and.b32 a, m, 0x7F007F00; shr.u32 a, a, 4; lop3.b32 a, m, 0x80008000, a, {_AND_OR}; "
+        move += "mov.b32 m, 0x7B807B80; mul.rn.bf16x2 $0, a, m;"
+    else:
+        move = f"shr.u32 a, m, 1; and.b32 a, a, 0x3F803F80; lop3.b32 $0, m, 0x80008000, a, {_AND_OR};"
+    return places.llvm.inline_asm(places.i32, [word], f"{{ .reg .b32 a, m; {first} {move} }}", "=r,r")

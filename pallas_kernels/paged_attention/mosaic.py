@@ -37,10 +37,9 @@ def paged_attention(
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
     options |= {"sinks_KG": sinks_KG, "part": part, "interpret": interpret}
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
-    if k_pages_PKSH.dtype.itemsize == 1:
-        prefill = partial(triton_prefill.paged_attention, **options, **scales)
-    else:
-        prefill = partial(mosaic_prefill.paged_attention, **options)
+    takes_cache = k_pages_PKSH.dtype.itemsize > 1 or q_TKGH.shape[3] <= mosaic_prefill.MAX_NARROW_WIDTH
+    kernels = mosaic_prefill if takes_cache else triton_prefill
+    prefill = partial(kernels.paged_attention, **options, **scales)
     decode = partial(paged_decode, **options, **scales)
     return by_row_length(decode, prefill, q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, query_start_R1, kv_length_R)
 

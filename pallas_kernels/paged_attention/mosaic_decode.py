@@ -545,6 +545,7 @@ def _attend(
             return acc_ref[...]
         for key in range(0, block_k, eight_bits.BLOCK):
             plgpu.wgmma(acc_ref.at[pl.ds(key, eight_bits.BLOCK)], eight_bits.keys(k_ref, key), q_ref.transpose((1, 0)))
+            plgpu.wgmma_wait(0)
         return acc_ref[...]
 
     def add_values(acc_HN, v_ref):
@@ -555,6 +556,7 @@ def _attend(
             for key in range(0, block_k, eight_bits.BLOCK):
                 weights_ref = smem["p"].at[:, pl.ds(key, eight_bits.BLOCK)]
                 plgpu.wgmma(acc_ref, eight_bits.values(v_ref, key), weights_ref.transpose((1, 0)))
+                plgpu.wgmma_wait(0)
 
         return pl.run_state(multiply)(plgpu.ACC.init(acc_HN))
 
