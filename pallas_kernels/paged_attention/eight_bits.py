@@ -35,6 +35,13 @@ BLOCK = 64  # rows of an operand of wgmma
 _SIZE = 16  # rows and columns that a warp takes at once, of the operand
 _AND_OR = 0xEA
 """Truth table of lop3 for (x & y) | z."""
+_FIRST = {
+    "0 and 2": "shl.b32 m, $1, 8;",
+    "1 and 3": "mov.b32 m, $1;",
+    "0 and 1": "prmt.b32 m, $1, 0, 0x1404;",
+    "2 and 3": "prmt.b32 m, $1, 0, 0x3424;",
+}
+"""Two bytes of a word to bits 8 to 15 and 24 to 31."""
 
 
 def unit(dtype: Any) -> float:
@@ -168,16 +175,28 @@ def _load_transposed(ref: Any, start: int, head_dim: int) -> dict[tuple[int, int
     return found
 
 
+def instructions(pair: str, is_bfloat16: bool = False) -> str:
+    """PTX for a register $0 of two numbers, of two bytes of the word $1 (a key of _FIRST), with the 32-bit registers a and m.
+
+    In float16 numbers are 1 / UNIT times as large, in bfloat16 exact; NaN becomes ±LARGEST.
+    """
+    if is_bfloat16:
+        # Times 2^120, so that no number is subnormal.
+        move = "and.b32 a, m, 0x7F007F00; shr.u32 a, a, 4;"
+        return f"{_FIRST[pair]} {move} lop3.b32 a, m, 0x80008000, a, {_AND_OR}; mov.b32 m, 0x7B807B80; mul.rn.bf16x2 $0, a, m;"
+    return f"{_FIRST[pair]} shr.u32 a, m, 1; and.b32 a, a, 0x3F803F80; lop3.b32 $0, m, 0x80008000, a, {_AND_OR};"
+
+
+def _widened(places: _Places, word: Any, pair: str, is_bfloat16: bool = False) -> Any:
+    text = f"{{ .reg .b32 a, m; {instructions(pair, is_bfloat16)} }}"
+    return places.llvm.inline_asm(places.i32, [word], text, "=r,r")
+
+
 def _widen(places: _Places, word: Any) -> list[Any]:
     """Bytes 0 and 2, and bytes 1 and 3, as two float16 each."""
     ir, _, utils = _mlir()
-    pair = ir.VectorType.get((2,), ir.F16Type.get())
-    move = f"shr.u32 a, m, 1; and.b32 a, a, 0x3F803F80; lop3.b32 $0, m, 0x80008000, a, {_AND_OR};"
-    found = []
-    for first in ("shl.b32 m, $1, 8;", "mov.b32 m, $1;"):
-        text = f"{{ .reg .b32 a, m; {first} {move} }}"
-        found.append(utils.bitcast(places.llvm.inline_asm(places.i32, [word], text, "=r,r"), pair))
-    return found
+    two = ir.VectorType.get((2,), ir.F16Type.get())
+    return [utils.bitcast(_widened(places, word, pair), two) for pair in ("0 and 2", "1 and 3")]
 
 
 def store_queries(q_ref: Any, wide_ref: Any) -> None:
@@ -311,7 +330,7 @@ def widen_tile(tile_ref: Any, wide_ref: Any) -> None:
             return [llvm.extractvalue(i32, found, [i]) for i in range(4)], [arith.addi(target, x) for x in wide_places]
 
         def store(words: list[Any], targets: list[Any]) -> None:
-            pairs = [_widen_pair(places, word, upper, is_bfloat16) for word in words for upper in range(2)]
+            pairs = [_widened(places, word, pair, is_bfloat16) for word in words for pair in ("0 and 1", "2 and 3")]
             for i, target in enumerate(targets):
                 llvm.inline_asm(
                     ir.Type.parse("!llvm.void"),
@@ -326,15 +345,3 @@ def widen_tile(tile_ref: Any, wide_ref: Any) -> None:
                 store(*found)
 
     widen(tile_ref, wide_ref)
-
-
-def _widen_pair(places: _Places, word: Any, upper: int, is_bfloat16: bool) -> Any:
-    """Bytes 0 and 1, or 2 and 3, as a register of two numbers."""
-    first = f"prmt.b32 m, $1, 0, {'0x3424' if upper else '0x1404'};"
-    if is_bfloat16:
-        # Times 2^120, which is exact, so that no product is subnormal.
-        move = f"and.b32 a, m, 0x7F007F00; shr.u32 a, a, 4; lop3.b32 a, m, 0x80008000, a, {_AND_OR}; "
-        move += "mov.b32 m, 0x7B807B80; mul.rn.bf16x2 $0, a, m;"
-    else:
-        move = f"shr.u32 a, m, 1; and.b32 a, a, 0x3F803F80; lop3.b32 $0, m, 0x80008000, a, {_AND_OR};"
-    return places.llvm.inline_asm(places.i32, [word], f"{{ .reg .b32 a, m; {first} {move} }}", "=r,r")
