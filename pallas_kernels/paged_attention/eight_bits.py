@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 
@@ -56,6 +55,7 @@ def row_bytes(head_dim: int) -> int:
 
 def transforms(head_dim: int) -> tuple[Any, ...]:
     """Of shared memory [..., keys, head_dim] for keys and values."""
+    plgpu = _compat.mosaic()
     width = row_bytes(head_dim)
     return plgpu.TilingTransform((TILE_ROWS, width)), plgpu.SwizzleTransform(width)
 
@@ -71,6 +71,7 @@ def values(tile_ref: Any, start: int) -> jax.Array:
 
 
 def _operand(tile_ref: Any, start: int, *, is_transposed: bool) -> jax.Array:
+    plgpu = _compat.mosaic()
     head_dim = tile_ref.shape[-1]
     fa = importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array")
     shape = (head_dim, BLOCK) if is_transposed else (BLOCK, head_dim)
@@ -201,6 +202,7 @@ def _widen(places: _Places, word: Any) -> list[Any]:
 
 def store_queries(q_ref: Any, wide_ref: Any) -> None:
     """wide_ref[n, ...] = the queries of q_ref [N, H], in float16 and in the order above. q_ref: without tiles."""
+    plgpu = _compat.mosaic()
     num_lines, head_dim = q_ref.shape
     swizzled = plgpu.TilingTransform((TILE_ROWS, 64)), plgpu.SwizzleTransform(128)
 
@@ -240,6 +242,7 @@ def store_queries(q_ref: Any, wide_ref: Any) -> None:
 
 def store_result(ref: Any, acc_HN: jax.Array) -> None:
     """ref[N, H] = acc.T of ref's type, H in order again. ref: without tiles."""
+    plgpu = _compat.mosaic()
     head_dim, num_lines = acc_HN.shape
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
@@ -267,7 +270,9 @@ def store_result(ref: Any, acc_HN: jax.Array) -> None:
                 )
                 if dtype != ir.F32Type.get():
                     two = arith.truncf(ir.VectorType.get((2,), dtype), two)
-                at = [arith.index_cast(index_type, x) for x in (arith.addi(line, c(8 * n + odd)), arith.addi(row, c(BLOCK * m)))]
+                at = [
+                    arith.index_cast(index_type, x) for x in (arith.addi(line, c(8 * n + odd)), arith.addi(row, c(BLOCK * m)))
+                ]
                 vector.store(two, out, at)
 
     store(ref, acc_HN)
@@ -280,6 +285,7 @@ def _mlir() -> tuple[Any, tuple[Any, ...], Any]:
 
 def widen(tile_ref: Any, wide_ref: Any) -> Any:
     """What `widen_tile` does, for the interpreter, and fenced: the tile as `keys` and `values` see it, but in its own order."""
+    plgpu = _compat.mosaic()
     for start in range(0, tile_ref.shape[1], BLOCK):
         chunk = (slice(None), pl.ds(start, BLOCK))
         found = _compat.load_smem(tile_ref.at[chunk], plgpu.Layout.WGMMA).astype(jnp.float32)
@@ -294,6 +300,7 @@ def widen_tile(tile_ref: Any, wide_ref: Any) -> None:
     By the 128 threads of a warpgroup, 8 rows of 64 columns by a warp at once; rows p and p ^ 5 in a group of 8 lanes meet no bank
     twice. Not fenced.
     """
+    plgpu = _compat.mosaic()
     num_rows, head_dim = tile_ref.shape
     swizzled = plgpu.TilingTransform((TILE_ROWS, 64)), plgpu.SwizzleTransform(128)
 

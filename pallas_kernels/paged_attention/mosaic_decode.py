@@ -273,7 +273,9 @@ def decode_items(
     q_shape = (2, padded_lines, head_dim)
     copies = tiles.block_k // min(page_size, tiles.block_k)
     ring = (tiles.num_stages, tiles.block_k, head_dim)
-    pages = plgpu.SMEM(ring, cache_dtype, transforms=eight_bits.transforms(head_dim)) if is_narrow else _swizzled(ring, cache_dtype)
+    pages = (
+        plgpu.SMEM(ring, cache_dtype, transforms=eight_bits.transforms(head_dim)) if is_narrow else _swizzled(ring, cache_dtype)
+    )
     return plgpu.kernel(
         kernel,
         out_type=(

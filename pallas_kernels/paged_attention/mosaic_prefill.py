@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import _compat, row_copies
+from pallas_kernels.paged_attention import eight_bits
 from pallas_kernels.paged_attention.parts import NO_KEYS, Part
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles
 from pallas_kernels.row_copies import Rows
@@ -137,7 +138,7 @@ def paged_attention(
     pieces = max(1, tiles.block_kv // page_size)
     dtype = q_TKGH.dtype
     scratch = _scratch(tiles, pieces, head_dim, dtype, is_narrow=is_narrow, interpret=bool(interpret))
-    unit = eight_bits().unit(dtype) if is_narrow else 1.0
+    unit = eight_bits.unit(dtype) if is_narrow else 1.0
     scales_2 = unit * jnp.stack([jnp.asarray(1.0 if x is None else x, jnp.float32).reshape(()) for x in (k_scale, v_scale)])
     optional = {"scales_ref": scales_2 if is_narrow else None, "sinks_ref": sinks_KG}
     operands = {name: x for name, x in optional.items() if x is not None}
@@ -196,13 +197,6 @@ def _by_token(lse_NKGM: jax.Array, table_NC: jax.Array, num_tokens: int) -> jax.
     return empty.at[jnp.where(is_own_NM, token_NM, num_tokens)].set(lse_NKGM.transpose(0, 3, 1, 2), mode="drop")
 
 
-def eight_bits() -> Any:
-    """Imported late: it needs Mosaic."""
-    from pallas_kernels.paged_attention import eight_bits
-
-    return eight_bits
-
-
 def _check(q_TKGH: jax.Array, k_pages_PKSH: jax.Array, v_pages_PKSH: jax.Array, tiles: MosaicPrefillTiles) -> None:
     """Raise ValueError for what the kernel cannot take."""
     head_dim, page_size = q_TKGH.shape[3], k_pages_PKSH.shape[2]
@@ -247,7 +241,7 @@ def _scratch(
         "turn": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=1),
     }
     if is_narrow:
-        narrow = plgpu.SMEM((tiles.block_kv, head_dim), jnp.float8_e4m3fn, transforms=eight_bits().transforms(head_dim))
+        narrow = plgpu.SMEM((tiles.block_kv, head_dim), jnp.float8_e4m3fn, transforms=eight_bits.transforms(head_dim))
         scratch |= {"k_narrow": narrow, "v_narrow": narrow, "k_raw": plgpu.Barrier(num_arrivals=pieces, num_barriers=1)}
     if interpret:
         scratch["p_smem"] = plgpu.SMEM((NUM_CONSUMERS, tiles.block_q, tiles.block_kv), dtype, transforms=transforms)
@@ -437,7 +431,6 @@ class _Prefill:
     # Producer
 
     def produce(self) -> None:
-        plgpu = self.plgpu
         num_items = self.num_my_items()
 
         def do_item(index, base):
@@ -567,7 +560,7 @@ class _Prefill:
                     plgpu.barrier_wait(getattr(self, f"{letter}_raw").at[0])
                     free = getattr(self, f"{letter}_free").at[slot]
                     pl.when(base + tile - first >= self.tiles.num_stages)(functools.partial(plgpu.barrier_wait, free))
-                    eight_bits().widen(narrow, wide) if self.p_smem is not None else eight_bits().widen_tile(narrow, wide)
+                    eight_bits.widen(narrow, wide) if self.p_smem is not None else eight_bits.widen_tile(narrow, wide)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(getattr(self, f"{letter}_full").at[slot])
                     copy = functools.partial(self.copy_narrow, letter, upcoming, upcoming_tile, pages)

@@ -64,7 +64,13 @@ def make_arrays(batch: Batch) -> list[jax.Array]:
     start = np.concatenate([[0], np.cumsum([new for new, _ in batch.rows])])
     q = rng.normal(size=(batch.num_tokens + batch.padding, 1, batch.num_groups, batch.head_dim))
     caches = [jnp.asarray(x, jnp.float32).astype(batch.cache_dtype or batch.dtype) for x in (k, v)]
-    return [jnp.asarray(q, batch.dtype), *caches, jnp.asarray(table), jnp.asarray(start, jnp.int32), jnp.asarray([n for _, n in batch.rows], jnp.int32)]
+    return [
+        jnp.asarray(q, batch.dtype),
+        *caches,
+        jnp.asarray(table),
+        jnp.asarray(start, jnp.int32),
+        jnp.asarray([n for _, n in batch.rows], jnp.int32),
+    ]
 
 
 def run(batch: Batch, tiles: MosaicPrefillTiles = SMALL, interpret: Any = True) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +93,9 @@ def run(batch: Batch, tiles: MosaicPrefillTiles = SMALL, interpret: Any = True) 
         pytest.param(
             Batch(((4, 4), (130, 170), (0, 0), (5, 90)), window=100, cache_dtype="float8_e4m3fn"), id="8-bit cache, window"
         ),
-        pytest.param(Batch(((70, 150),), cache_dtype="float8_e4m3fn", dtype="float16", has_sinks=True), id="8-bit cache, sinks"),
+        pytest.param(
+            Batch(((70, 150),), cache_dtype="float8_e4m3fn", dtype="float16", has_sinks=True), id="8-bit cache, sinks"
+        ),
     ],
 )
 def test_kernel_agrees_with_reference(batch):
