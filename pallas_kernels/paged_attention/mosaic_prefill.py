@@ -543,8 +543,8 @@ class _Prefill:
         def do_item(index, carry):
             base, columns = carry
             item, next_columns = self.item(index, columns), self.load(index + 1, needed)
-            self.load_queries(index, item)
             first, end = self.first_tile(item), self.end_tile(item)
+            pl.when(first == end)(lambda: self.load_queries(index, item))
             next_item = self.item(index + 1, next_columns)
             # Items without keys are the last ones.
             is_another = (index + 1 < num_items) & has_keys(next_item)
@@ -565,6 +565,8 @@ class _Prefill:
                     plgpu.barrier_arrive(getattr(self, f"{letter}_full").at[slot])
                     copy = functools.partial(self.copy_narrow, letter, upcoming, upcoming_tile, pages)
                     pl.when(jnp.logical_not(is_last) | is_another)(copy)
+                # Their place may be free only when the item before has ended, the first tile's earlier.
+                pl.when(tile == first)(lambda: self.load_queries(index, item))
 
             lax.fori_loop(first, end, do_tile, None)
             return base + end - first, next_columns
