@@ -106,11 +106,12 @@ def test_kernel_agrees_with_reference(batch):
 
 
 @needs_mosaic
-def test_barriers_order_every_access():
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+def test_barriers_order_every_access(cache_dtype):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     params = _compat.mosaic().InterpretGPUParams(out_of_bounds_reads="uninitialized", detect_races=True)
-    batch = Batch(((3, 190), (2, 2)), padding=0)
+    batch = Batch(((3, 190), (2, 2)), padding=0, cache_dtype=cache_dtype)
     got, want = run(batch, interpret=params)
     np.testing.assert_allclose(got, want, atol=2e-2)
     assert not gpu_callbacks.get_races().races_found
@@ -176,9 +177,9 @@ def test_supports_what_tensor_cores_and_swizzle_take():
     assert supports(**case | {"platform": "cpu"}, interpret=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_default_tiles_fit_into_shared_memory(head_dim):
-    assert pick_tiles(head_dim).smem_bytes(head_dim) <= mosaic_prefill.SMEM_BYTES
+@pytest.mark.parametrize(("head_dim", "is_narrow"), [(64, False), (128, False), (256, False), (64, True), (128, True)])
+def test_default_tiles_fit_into_shared_memory(head_dim, is_narrow):
+    assert pick_tiles(head_dim, is_narrow).smem_bytes(head_dim, is_narrow) <= mosaic_prefill.SMEM_BYTES
 
 
 @pytest.mark.parametrize(
