@@ -39,6 +39,7 @@ NUM_CONSUMERS = 2
 SWIZZLE_BYTES = 128
 SMEM_BYTES = 227 << 10
 TILE_ROWS = 8  # of the swizzled tiles in shared memory
+REGISTERS = {1: (224, 56), 2: (216, 40)}
 MAX_NARROW_WIDTH = 128
 """Of heads of 8 bits: there is no room to widen tiles of wider ones."""
 HAS_TAIL, FIRST, END = (
@@ -56,6 +57,7 @@ class MosaicPrefillTiles:
     block_kv: int = 128
     num_stages: int = 2
     q_slots: int = 2
+    num_producers: int = 1
 
     def smem_bytes(self, head_dim: int, is_narrow: bool = False) -> int:
         q = self.q_slots * NUM_CONSUMERS * self.block_q * head_dim
@@ -176,7 +178,7 @@ def paged_attention(
         scratch_types=list(scratch.values()),
         grid=(num_ctas,),
         grid_names=("cta",),
-        num_threads=NUM_CONSUMERS + 1,
+        num_threads=NUM_CONSUMERS + tiles.num_producers,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         # Reads out of bounds give NaN.
@@ -346,7 +348,6 @@ class _Prefill:
     v_raw: Any
     turn: Any
     sinks_ref: Any = None  # [K, G] float32, if there are any
-    value_scale: Any = None
     scales_ref: Any = None  # [2] float32 of keys and values, and what follows, only over a cache of 8 bits
     k_narrow: Any = None
     v_narrow: Any = None
@@ -357,7 +358,7 @@ class _Prefill:
         # Three warpgroups start with 168 registers a thread. Asking for more than that in all would wait forever.
         consumer_registers, producer_registers = (224, 56) if self.q_ref.shape[3] == 64 else (232, 40)
         if self.scales_ref is not None:
-            consumer_registers, producer_registers = 224, 56
+            consumer_registers, producer_registers = REGISTERS[self.tiles.num_producers]
         wg = lax.axis_index("wg")
 
         @pl.when(wg < NUM_CONSUMERS)
@@ -368,7 +369,14 @@ class _Prefill:
         @pl.when(wg == NUM_CONSUMERS)
         def _():
             self.plgpu.set_max_registers(producer_registers, action="decrease")
-            self.produce() if self.scales_ref is None else self.produce_widened()
+            self.produce() if self.scales_ref is None else self.produce_widened("k" if self.tiles.num_producers == 2 else "kv")
+
+        if self.tiles.num_producers == 2:
+
+            @pl.when(wg == NUM_CONSUMERS + 1)
+            def _():
+                self.plgpu.set_max_registers(producer_registers, action="decrease")
+                self.produce_widened("v")
 
     # Work items
 
@@ -462,18 +470,20 @@ class _Prefill:
                 after=(item.head, group),
             )
 
-    def drain(self, num_steps: jax.Array, num_items: jax.Array) -> None:
+    def drain(self, num_steps: jax.Array, num_items: jax.Array, letters: str = "kv") -> None:
         """What the consumers still release must have arrived before the barriers go."""
         plgpu = self.plgpu
 
         @pl.loop(jnp.maximum(num_steps - self.tiles.num_stages, 0), num_steps)
         def _(step):
-            plgpu.barrier_wait(self.k_free.at[self.slot(step)])
-            plgpu.barrier_wait(self.v_free.at[self.slot(step)])
+            for letter in letters:
+                plgpu.barrier_wait(getattr(self, f"{letter}_free").at[self.slot(step)])
 
-        @pl.loop(jnp.maximum(num_items - self.tiles.q_slots, 0), num_items)
-        def _(index):
-            plgpu.barrier_wait(self.q_free.at[lax.rem(index, self.tiles.q_slots)])
+        if "k" in letters:
+
+            @pl.loop(jnp.maximum(num_items - self.tiles.q_slots, 0), num_items)
+            def _(index):
+                plgpu.barrier_wait(self.q_free.at[lax.rem(index, self.tiles.q_slots)])
 
     def q_place(self, item: _Item, wg: Any) -> tuple[Any, Any]:
         """Query head within the group, and the token of the first row in shared memory, of a consumer."""
@@ -532,7 +542,7 @@ class _Prefill:
 
         return next_pages
 
-    def produce_widened(self) -> None:
+    def produce_widened(self, letters: str) -> None:
         """`produce` of keys and values of 8 bits: a tile is widened while the next one is copied, also the first of the next item."""
         plgpu = self.plgpu
         num_items, needed = self.num_my_items(), (*self.keys_of_part, TOKEN, COUNT, POSITION, ROW)
@@ -544,7 +554,8 @@ class _Prefill:
             base, columns = carry
             item, next_columns = self.item(index, columns), self.load(index + 1, needed)
             first, end = self.first_tile(item), self.end_tile(item)
-            pl.when(first == end)(lambda: self.load_queries(index, item))
+            if "k" in letters:
+                pl.when(first == end)(lambda: self.load_queries(index, item))
             next_item = self.item(index + 1, next_columns)
             # Items without keys are the last ones.
             is_another = (index + 1 < num_items) & has_keys(next_item)
@@ -555,7 +566,7 @@ class _Prefill:
                 upcoming_tile = jnp.where(is_last, self.first_tile(next_item), tile + 1)
                 pages = self.pages(upcoming, upcoming_tile)  # in flight while this tile is widened
                 slot = self.slot(base + tile - first)
-                for letter in "kv":
+                for letter in letters:
                     narrow, wide = getattr(self, f"{letter}_narrow"), getattr(self, f"{letter}_smem").at[slot]
                     plgpu.barrier_wait(getattr(self, f"{letter}_raw").at[0])
                     free = getattr(self, f"{letter}_free").at[slot]
@@ -566,7 +577,8 @@ class _Prefill:
                     copy = functools.partial(self.copy_narrow, letter, upcoming, upcoming_tile, pages)
                     pl.when(jnp.logical_not(is_last) | is_another)(copy)
                 # Their place may be free only when the item before has ended, the first tile's earlier.
-                pl.when(tile == first)(lambda: self.load_queries(index, item))
+                if "k" in letters:
+                    pl.when(tile == first)(lambda: self.load_queries(index, item))
 
             lax.fori_loop(first, end, do_tile, None)
             return base + end - first, next_columns
@@ -578,11 +590,11 @@ class _Prefill:
         def _():
             tile = self.first_tile(item)
             pages = self.pages(item, tile)
-            for letter in "kv":
+            for letter in letters:
                 self.copy_narrow(letter, item, tile, pages)
 
         num_steps, _ = lax.fori_loop(0, num_items, do_item, (jnp.int32(0), columns))
-        self.drain(num_steps, num_items)
+        self.drain(num_steps, num_items, letters)
 
     def copy_narrow(self, letter: str, item: _Item, tile: jax.Array, pages: tuple[jax.Array, ...]) -> None:
         """Starts the copy of a tile of keys or values as they are stored."""
@@ -615,8 +627,7 @@ class _Prefill:
 
     def consume(self, wg: jax.Array) -> None:
         if self.scales_ref is not None:
-            scales = {"score_scale": self.score_scale * self.scales_ref[0], "value_scale": self.scales_ref[1]}
-            self = replace(self, **scales)
+            self = replace(self, score_scale=self.score_scale * self.scales_ref[0])
         plgpu = self.plgpu
         num_items, needed = self.num_my_items(), (*self.keys_of_part, TOKEN, COUNT, POSITION)
         pl.when(wg == 1)(self.take_turns)
@@ -675,7 +686,7 @@ class _Prefill:
         acc_MH, max_M, sum_M = lax.fori_loop(whole_end, end, functools.partial(step, masked=True), carry)
 
         self.take_turns()  # the other consumer has the tensor cores while this one normalises and stores
-        inverse_M = (1.0 if self.value_scale is None else self.value_scale) / jnp.where(sum_M == 0.0, 1.0, sum_M)
+        inverse_M = (1.0 if self.scales_ref is None else self.scales_ref[1]) / jnp.where(sum_M == 0.0, 1.0, sum_M)
         if self.num_parts is not None:
             has_keys_M = max_M > MASKED  # queries without keys here have summed masked scores
             inverse_M = jnp.where(has_keys_M, inverse_M, 0.0)
