@@ -1,4 +1,5 @@
-"""Tiles of float8_e4m3fn as float16 operands of wgmma, in registers: what the decode kernel needs of the inside of Mosaic GPU.
+"""Tiles of float8_e4m3fn as 16-bit operands of wgmma, in registers for a decode and in shared memory for a prefill: all of attention
+that rests on the inside of Mosaic GPU.
 
 A byte's sign and its other bits move to the places that they have in a float16: a number 2^-8 times as large, subnormals too, and
 NaN becomes ±480 * 2^-8, so that slots which hold anything are harmless under a weight of zero. See `UNIT`.
@@ -98,16 +99,13 @@ class _Places:
     """Addresses of 16 bytes in a tile of keys or values, for the thread that this is."""
 
     def __init__(self, ref: Any, head_dim: int) -> None:
-        ir, (arith, llvm, _, _), utils = _mlir()
+        ir, (arith, llvm, _), utils = _mlir()
         self.i32 = ir.IntegerType.get_signless(32)
         self.arith, self.llvm = arith, llvm
         self.width, self.columns = row_bytes(head_dim), head_dim // row_bytes(head_dim)
         thread = arith.remui(utils.thread_idx(), self.constant(128))
         self.warp, self.lane = arith.shrui(thread, self.constant(5)), arith.andi(thread, self.constant(31))
-        pointer_type = llvm.PointerType.get(3)
-        pointer = utils.memref_ptr(ref)
-        self.base = llvm.ptrtoint(self.i32, pointer)
-        self.pointer_type = pointer_type
+        self.base = llvm.ptrtoint(self.i32, utils.memref_ptr(ref))
 
     def constant(self, value: int) -> Any:
         return self.arith.constant(self.i32, value)
@@ -208,7 +206,7 @@ def store_queries(q_ref: Any, wide_ref: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(swizzled)))
     def store(_: Any, q: Any, wide: Any) -> None:
-        ir, (arith, llvm, vector, _), utils = _mlir()
+        ir, (arith, llvm, vector), utils = _mlir()
         i32, index_type = ir.IntegerType.get_signless(32), ir.IndexType.get()
         dtype = ir.MemRefType(q.type).element_type
         wide_type = ir.F16Type.get()
@@ -247,7 +245,7 @@ def store_result(ref: Any, acc_HN: jax.Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
     def store(_: Any, out: Any, acc: Any) -> None:
-        ir, (arith, _, vector, _), utils = _mlir()
+        ir, (arith, _, vector), utils = _mlir()
         i32, index_type = ir.IntegerType.get_signless(32), ir.IndexType.get()
         dtype = ir.MemRefType(out.type).element_type
 
@@ -279,12 +277,12 @@ def store_result(ref: Any, acc_HN: jax.Array) -> None:
 
 
 def _mlir() -> tuple[Any, tuple[Any, ...], Any]:
-    dialects = tuple(importlib.import_module(f"jaxlib.mlir.dialects.{name}") for name in ("arith", "llvm", "vector", "memref"))
+    dialects = tuple(importlib.import_module(f"jaxlib.mlir.dialects.{name}") for name in ("arith", "llvm", "vector"))
     return importlib.import_module("jaxlib.mlir.ir"), dialects, importlib.import_module("jax.experimental.mosaic.gpu.utils")
 
 
 def widen(tile_ref: Any, wide_ref: Any) -> Any:
-    """What `widen_tile` does, for the interpreter, and fenced: the tile as `keys` and `values` see it, but in its own order."""
+    """`widen_tile` for the interpreter, and fenced -> wide_ref, which also stands in for `keys` and `values`."""
     plgpu = _compat.mosaic()
     for start in range(0, tile_ref.shape[1], BLOCK):
         chunk = (slice(None), pl.ds(start, BLOCK))
@@ -306,7 +304,7 @@ def widen_tile(tile_ref: Any, wide_ref: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(head_dim)), plgpu.RefType(swizzled)))
     def widen(_: Any, tile: Any, wide: Any) -> None:
-        ir, (arith, llvm, _, _), utils = _mlir()
+        ir, (arith, llvm, _), utils = _mlir()
         places = _Places(tile, head_dim)
         c, i32 = places.constant, places.i32
         is_bfloat16 = isinstance(ir.MemRefType(wide.type).element_type, ir.BF16Type)
@@ -322,7 +320,7 @@ def widen_tile(tile_ref: Any, wide_ref: Any) -> None:
 
         def load(turn: int) -> tuple[list[Any], list[Any]]:
             number = arith.addi(arith.muli(c(4), c(turn)), places.warp)
-            tile_row, block = (arith.divui(number, c(columns)), arith.remui(number, c(columns)))
+            tile_row, block = arith.divui(number, c(columns)), arith.remui(number, c(columns))
             start, swizzle = places.of_row(arith.addi(arith.muli(tile_row, c(TILE_ROWS)), row))
             first = arith.addi(arith.muli(block, c(64)), column)
             address = arith.addi(start, arith.xori(first, swizzle))

@@ -12,6 +12,7 @@ to a buffer, and a second kernel merges the parts by their softmax sums (split-K
 Keys are the M of the products and the G query heads of a KV head, filled up to a multiple of 8, their N: no work is spent on 64
 rows of queries that are not there. Two CTAs share a core, so that one computes while the other waits.
 Of W queries a row, N are the W * G query heads that share its keys; each query has its own last key.
+Over a float8_e4m3fn cache a warp reads tiles from shared memory straight into registers, as float16 operands of K and V^T (`eight_bits`).
 """
 
 import functools
@@ -51,8 +52,9 @@ MAX_SUMS = 8192
 PAGE_SIZES = (8, 16, 32, 64, 128)
 LAYOUT = plgpu.Layout.WGMMA
 TILE_ROWS = 8  # of the swizzled tiles in shared memory
-EARLY = False
 CHUNK = 64  # numbers of a row that pass through registers at once
+_NARROW_BYTES = 96 << 10
+"""Of an 8-bit cache in flight, of a core: twice as many were slower on an H100, 66 us in place of 59 over 64 rows of 1152 keys."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,6 @@ class DecodeTiles:
     num_stages: int = 3
     ctas_per_core: int = 2
     min_share: int = 1
-    workers_per_cta: int = 1
 
 
 def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int, num_queries: int = 1) -> DecodeTiles:
@@ -75,7 +76,8 @@ def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int, num_queries:
     tile = 2 * block_k * head_dim * cache_itemsize
     stages = {ctas: (SMEM_BYTES // ctas - fixed - 1024) // tile for ctas in (1, 2)}
     ctas = 2 if stages[2] >= 3 and padded_lines * head_dim < 2048 else 1
-    return DecodeTiles(block_k=block_k, num_stages=min(stages[ctas], 8), ctas_per_core=ctas)
+    most = max(2, _NARROW_BYTES // ctas // tile) if cache_itemsize == 1 else 8
+    return DecodeTiles(block_k=block_k, num_stages=min(stages[ctas], most), ctas_per_core=ctas)
 
 
 def most_queries(num_groups: int, head_dim: int, cache_itemsize: int, wanted: int) -> int:
@@ -166,7 +168,8 @@ def paged_decode(
 ) -> jax.Array:
     """num_workers: CTAs, for tests; by default as many as the device holds at once.
 
-    With a float8_e4m3fn cache the products are of float16, which holds every such number (and queries up to 65504).
+    With a float8_e4m3fn cache the products are of float16, which holds every such number (and queries up to 65504); NaN that is stored
+    counts as ±480.
     """
     _, num_kv_heads, num_groups, head_dim = q_RKGH.shape
     page_size = k_pages_PKSH.shape[2]
@@ -195,7 +198,7 @@ def paged_decode(
     if tiles is None:
         tiles = pick_tiles(num_groups, head_dim, cache_itemsize, num_queries)
     if num_workers is None:
-        num_workers = num_cores() * tiles.ctas_per_core * tiles.workers_per_cta
+        num_workers = num_cores() * tiles.ctas_per_core
     span = None if window is None else window + num_queries - 1
     plan = make_plan(kv_length_R, num_kv_heads, tiles, span, num_workers)
     whole_RKGH, partial_CGH, lse_CN = decode_items(
@@ -258,7 +261,6 @@ def decode_items(
         num_queries=num_queries,
         block_k=tiles.block_k,
         num_stages=tiles.num_stages,
-        workers_per_cta=tiles.workers_per_cta,
         score_scale=scale * LOG2E,
         soft_cap=None if soft_cap is None else soft_cap * LOG2E,
         window=window,
@@ -279,19 +281,6 @@ def decode_items(
     pages = (
         plgpu.SMEM(ring, cache_dtype, transforms=eight_bits.transforms(head_dim)) if is_narrow else _swizzled(ring, cache_dtype)
     )
-    scratch = {
-        # Without tiles queries of several tokens come to lie one behind the other.
-        "q": plgpu.SMEM(q_shape, dtype) if is_narrow or num_queries > 1 else _swizzled(q_shape, dtype),
-        "k": pages,
-        "v": pages,
-        "p": _swizzled((padded_lines, tiles.block_k), compute_dtype),
-        "out": plgpu.SMEM((padded_lines, head_dim), dtype),
-        "partial": plgpu.SMEM((padded_lines, head_dim), jnp.float32),
-        **copied,
-    }
-    barriers = {"q_full": (num_queries, 2), "q_free": (1, 2)}
-    barriers |= {name: (copies, tiles.num_stages) for name in ("k_full", "v_full")}
-    barriers |= {name: (1, tiles.num_stages) for name in ("k_free", "v_free")}
     return plgpu.kernel(
         kernel,
         out_type=(
@@ -299,39 +288,31 @@ def decode_items(
             jax.ShapeDtypeStruct((2 * num_workers, num_lines, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((2 * num_workers, padded_lines), jnp.float32),
         ),
-        grid=(num_workers // tiles.workers_per_cta,),
-        grid_names=("cta",),
-        num_threads=2 * tiles.workers_per_cta,
+        grid=(num_workers,),
+        grid_names=("worker",),
+        num_threads=2,
         thread_name="warpgroup",
-        scratch_types=(_scratch(tiles, scratch, barriers),),
+        scratch_types=(
+            {
+                # Without tiles queries of several tokens come to lie one behind the other.
+                "q": plgpu.SMEM(q_shape, dtype) if is_narrow or num_queries > 1 else _swizzled(q_shape, dtype),
+                "k": pages,
+                "v": pages,
+                "p": _swizzled((padded_lines, tiles.block_k), compute_dtype),
+                "out": plgpu.SMEM((padded_lines, head_dim), dtype),
+                "partial": plgpu.SMEM((padded_lines, head_dim), jnp.float32),
+                **copied,
+                "q_full": plgpu.Barrier(num_arrivals=num_queries, num_barriers=2),
+                "q_free": plgpu.Barrier(num_barriers=2),
+                "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.num_stages),
+                "k_free": plgpu.Barrier(num_barriers=tiles.num_stages),
+                "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.num_stages),
+                "v_free": plgpu.Barrier(num_barriers=tiles.num_stages),
+            },
+        ),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=mosaic_interpret(interpret),
     )(q_QH, k_pages_PKSH, v_pages_PKSH, page_table_RB, plan.rows_A2, plan.work_W6, *scales, *sinks)
-
-
-def _scratch(tiles: DecodeTiles, shared: dict[str, Any], barriers: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """Shared memory of a CTA: that of each of its workers, and barriers by their arrivals and number."""
-    found = shared
-    count = tiles.workers_per_cta
-    if count > 1:
-        found = {name: plgpu.SMEM((count, *x.shape), x.dtype, transforms=x.transforms) for name, x in shared.items()}
-    return found | {
-        name: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count * number) for name, (arrivals, number) in barriers.items()
-    }
-
-
-class _Barriers:
-    """Some of the barriers of a reference, from one on."""
-
-    def __init__(self, ref: Any, first: Any) -> None:
-        self.ref, self.first = ref, first
-
-    @property
-    def at(self) -> "_Barriers":
-        return self
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.ref.at[self.first + index]
 
 
 def combine_items(
@@ -372,9 +353,9 @@ class Item(NamedTuple):
     is_last: jax.Array
 
 
-def _walk(visit: Callable[[Item, Any], Any], carry: Any, rows_ref, work_ref, *, num_kv_heads, block_k, window, worker=None) -> Any:
-    """The items of a worker, in order; None: the CTA's one."""
-    worker = lax.axis_index("worker") if worker is None else worker
+def _walk(visit: Callable[[Item, Any], Any], carry: Any, rows_ref, work_ref, *, num_kv_heads, block_k, window) -> Any:
+    """The items of this worker, in order."""
+    worker = lax.axis_index("worker")
     place, row, length, head, tile, left = (work_ref[worker, column] for column in (PLACE, ROW, LENGTH, HEAD, TILE, COUNT))
 
     def body(state):
@@ -416,7 +397,6 @@ def _decode_kernel(
     num_queries: int,
     block_k: int,
     num_stages: int,
-    workers_per_cta: int,
     score_scale: float,
     soft_cap: float | None,
     window: int | None,
@@ -430,33 +410,20 @@ def _decode_kernel(
     """
     sinks_ref, out_ref, partial_ref, lse_ref, smem = refs if has_sinks else (None, *refs)
     span = None if window is None else window + num_queries - 1
-    warpgroup, worker, role = lax.axis_index("warpgroup"), lax.axis_index("cta"), lax.axis_index("warpgroup")
-    if workers_per_cta > 1:
-        own, role = lax.div(warpgroup, jnp.int32(2)), lax.rem(warpgroup, jnp.int32(2))
-        worker = worker * workers_per_cta + own
-        smem = {
-            name: _Barriers(ref, own * (2 if name.startswith("q_") else num_stages))
-            if name.endswith(("_full", "_free"))
-            else ref.at[own]
-            for name, ref in smem.items()
-        }
     walk = functools.partial(
-        _walk, rows_ref=rows_ref, work_ref=work_ref, num_kv_heads=num_kv_heads, block_k=block_k, window=span, worker=worker
+        _walk, rows_ref=rows_ref, work_ref=work_ref, num_kv_heads=num_kv_heads, block_k=block_k, window=span
     )
     unit = eight_bits.UNIT if jnp.dtype(k_ref.dtype).itemsize == 1 else 1.0
-    registers = {3: (120, 40), 4: (96, 32)}.get(workers_per_cta)
+    warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(role == 0)
+    @pl.when(warpgroup == 0)
     def _compute():
-        if registers:
-            plgpu.set_max_registers(registers[0], action="increase")
         visit = functools.partial(
             _attend,
             out_ref=out_ref,
             partial_ref=partial_ref,
             lse_ref=lse_ref,
             smem=smem,
-            worker=worker,
             num_groups=num_groups,
             num_queries=num_queries,
             score_scale=score_scale * unit * k_scale_ref[0],
@@ -469,10 +436,8 @@ def _decode_kernel(
         walk(visit, (jnp.int32(0), jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(role == 1)
+    @pl.when(warpgroup == 1)
     def _produce():
-        if registers:
-            plgpu.set_max_registers(registers[1], action="decrease")
         visit = functools.partial(
             _fetch,
             q_ref=q_ref,
@@ -552,7 +517,6 @@ def _attend(
     partial_ref,
     lse_ref,
     smem,
-    worker,
     num_groups: int,
     num_queries: int,
     score_scale,
@@ -614,19 +578,8 @@ def _attend(
 
         plgpu.barrier_wait(smem["k_full"].at[stage])
         k_ref = tile("k", stage)
-        is_early = EARLY and is_narrow and not interpret
-
-        def multiply(acc_ref):
-            if not is_early:
-                return multiply_keys(acc_ref, k_ref)
-            plgpu.wgmma(acc_ref, eight_bits.keys(k_ref, 0), q_ref.transpose((1, 0)))
-            plgpu.barrier_wait(smem["v_full"].at[stage])
-            values = eight_bits.values(smem["v"].at[stage], 0)
-            return acc_ref[...], values
-
-        scores_kN = pl.run_scoped(multiply, plgpu.ACC((block_k, padded_lines), jnp.float32))
-        scores_kN, values = scores_kN if is_early else (scores_kN, None)
-        scores_kN *= score_scale
+        multiply = functools.partial(multiply_keys, k_ref=k_ref)
+        scores_kN = pl.run_scoped(multiply, plgpu.ACC((block_k, padded_lines), jnp.float32)) * score_scale
         plgpu.barrier_arrive(smem["k_free"].at[stage])
         if soft_cap is not None:
             scores_kN = cap_scores(scores_kN, soft_cap)
@@ -638,8 +591,7 @@ def _attend(
         acc_HN = acc_HN * lax.broadcast_in_dim(shrink_N, acc_HN.shape, [1])
         _store_transposed(smem["p"], weights_kN)
 
-        if not is_early:
-            plgpu.barrier_wait(smem["v_full"].at[stage])
+        plgpu.barrier_wait(smem["v_full"].at[stage])
         v_ref = tile("v", stage)
 
         def clear_hidden_values():
@@ -653,10 +605,7 @@ def _attend(
         if not is_narrow:
             pl.when((start < first_position) | (start + block_k > item.length))(clear_hidden_values)
         plgpu.commit_smem()
-        if is_early:
-            acc_HN = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, values, smem["p"].transpose((1, 0))))(plgpu.ACC.init(acc_HN))
-        else:
-            acc_HN = add_values(acc_HN, v_ref)
+        acc_HN = add_values(acc_HN, v_ref)
         plgpu.barrier_arrive(smem["v_free"].at[stage])
         return acc_HN, new_max_N, sum_kN
 
@@ -687,12 +636,12 @@ def _attend(
     acc_HN = acc_HN * lax.broadcast_in_dim(value_scale / sum_N, acc_HN.shape, [1])
 
     store = eight_bits.store_result if is_narrow and not interpret else _store_transposed
-    _store_item(item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, worker, store, num_groups, num_queries)
+    _store_item(item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, store, num_groups, num_queries)
     return num_items + 1, num_tiles + item.num_tiles
 
 
 def _store_item(
-    item: Item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, worker, store, num_groups: int, num_queries: int
+    item: Item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, store, num_groups: int, num_queries: int
 ) -> None:
     """A whole row and head goes to the result, a part with its softmax sum to its place for the combination."""
     is_whole, groups, num_lines = item.is_first & item.is_last, Rows(0, num_groups, num_groups), num_queries * num_groups
@@ -709,7 +658,7 @@ def _store_item(
 
     @pl.when(jnp.logical_not(is_whole))
     def _store_part():
-        part = 2 * worker + item.is_first.astype(jnp.int32)
+        part = 2 * lax.axis_index("worker") + item.is_first.astype(jnp.int32)
         store(smem["partial"], acc_HN)
         plgpu.commit_smem()
         row_copies.store(smem["partial"].at[pl.ds(0, num_lines)], partial_ref, Rows(0, num_lines, num_lines), before=(part,))

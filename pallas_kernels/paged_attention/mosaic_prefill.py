@@ -14,6 +14,9 @@ multiplies while the other computes its softmax (FlashAttention-3, Shah et al. 2
 
 Tiles in shared memory begin at tokens that are multiples of 8, the rows of a swizzle tile (see `row_copies`): a row's first tile
 may begin with queries of the row before it. They are computed and not stored.
+
+Over a float8_e4m3fn cache the producer's warpgroup also widens each tile to the queries' type, from a place of its own in shared memory
+(`eight_bits.widen_tile`). What no row owns may be NaN there: it becomes a number.
 """
 
 import functools
@@ -39,9 +42,8 @@ NUM_CONSUMERS = 2
 SWIZZLE_BYTES = 128
 SMEM_BYTES = 227 << 10
 TILE_ROWS = 8  # of the swizzled tiles in shared memory
-REGISTERS = {1: (224, 56), 2: (216, 40)}
 MAX_NARROW_WIDTH = 128
-"""Of heads of 8 bits: there is no room to widen tiles of wider ones."""
+"""Of heads in a cache of 8 bits: there is no room to widen tiles of wider ones."""
 HAS_TAIL, FIRST, END = (
     4,
     5,
@@ -57,7 +59,6 @@ class MosaicPrefillTiles:
     block_kv: int = 128
     num_stages: int = 2
     q_slots: int = 2
-    num_producers: int = 1
 
     def smem_bytes(self, head_dim: int, is_narrow: bool = False) -> int:
         q = self.q_slots * NUM_CONSUMERS * self.block_q * head_dim
@@ -178,7 +179,7 @@ def paged_attention(
         scratch_types=list(scratch.values()),
         grid=(num_ctas,),
         grid_names=("cta",),
-        num_threads=NUM_CONSUMERS + tiles.num_producers,
+        num_threads=NUM_CONSUMERS + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         # Reads out of bounds give NaN.
@@ -358,7 +359,7 @@ class _Prefill:
         # Three warpgroups start with 168 registers a thread. Asking for more than that in all would wait forever.
         consumer_registers, producer_registers = (224, 56) if self.q_ref.shape[3] == 64 else (232, 40)
         if self.scales_ref is not None:
-            consumer_registers, producer_registers = REGISTERS[self.tiles.num_producers]
+            consumer_registers, producer_registers = 224, 56
         wg = lax.axis_index("wg")
 
         @pl.when(wg < NUM_CONSUMERS)
@@ -369,14 +370,7 @@ class _Prefill:
         @pl.when(wg == NUM_CONSUMERS)
         def _():
             self.plgpu.set_max_registers(producer_registers, action="decrease")
-            self.produce() if self.scales_ref is None else self.produce_widened("k" if self.tiles.num_producers == 2 else "kv")
-
-        if self.tiles.num_producers == 2:
-
-            @pl.when(wg == NUM_CONSUMERS + 1)
-            def _():
-                self.plgpu.set_max_registers(producer_registers, action="decrease")
-                self.produce_widened("v")
+            self.produce() if self.scales_ref is None else self.produce_widened()
 
     # Work items
 
@@ -457,6 +451,7 @@ class _Prefill:
         self.drain(num_steps, num_items)
 
     def load_queries(self, index: jax.Array, item: _Item) -> None:
+        """Starts the copy of an item's queries as soon as there is a place."""
         plgpu = self.plgpu
         q_slot = lax.rem(index, self.tiles.q_slots)
         pl.when(index >= self.tiles.q_slots)(lambda: plgpu.barrier_wait(self.q_free.at[q_slot]))
@@ -470,20 +465,18 @@ class _Prefill:
                 after=(item.head, group),
             )
 
-    def drain(self, num_steps: jax.Array, num_items: jax.Array, letters: str = "kv") -> None:
+    def drain(self, num_steps: jax.Array, num_items: jax.Array) -> None:
         """What the consumers still release must have arrived before the barriers go."""
         plgpu = self.plgpu
 
         @pl.loop(jnp.maximum(num_steps - self.tiles.num_stages, 0), num_steps)
         def _(step):
-            for letter in letters:
-                plgpu.barrier_wait(getattr(self, f"{letter}_free").at[self.slot(step)])
+            plgpu.barrier_wait(self.k_free.at[self.slot(step)])
+            plgpu.barrier_wait(self.v_free.at[self.slot(step)])
 
-        if "k" in letters:
-
-            @pl.loop(jnp.maximum(num_items - self.tiles.q_slots, 0), num_items)
-            def _(index):
-                plgpu.barrier_wait(self.q_free.at[lax.rem(index, self.tiles.q_slots)])
+        @pl.loop(jnp.maximum(num_items - self.tiles.q_slots, 0), num_items)
+        def _(index):
+            plgpu.barrier_wait(self.q_free.at[lax.rem(index, self.tiles.q_slots)])
 
     def q_place(self, item: _Item, wg: Any) -> tuple[Any, Any]:
         """Query head within the group, and the token of the first row in shared memory, of a consumer."""
@@ -542,7 +535,7 @@ class _Prefill:
 
         return next_pages
 
-    def produce_widened(self, letters: str) -> None:
+    def produce_widened(self) -> None:
         """`produce` of keys and values of 8 bits: a tile is widened while the next one is copied, also the first of the next item."""
         plgpu = self.plgpu
         num_items, needed = self.num_my_items(), (*self.keys_of_part, TOKEN, COUNT, POSITION, ROW)
@@ -554,8 +547,7 @@ class _Prefill:
             base, columns = carry
             item, next_columns = self.item(index, columns), self.load(index + 1, needed)
             first, end = self.first_tile(item), self.end_tile(item)
-            if "k" in letters:
-                pl.when(first == end)(lambda: self.load_queries(index, item))
+            pl.when(first == end)(lambda: self.load_queries(index, item))
             next_item = self.item(index + 1, next_columns)
             # Items without keys are the last ones.
             is_another = (index + 1 < num_items) & has_keys(next_item)
@@ -566,7 +558,7 @@ class _Prefill:
                 upcoming_tile = jnp.where(is_last, self.first_tile(next_item), tile + 1)
                 pages = self.pages(upcoming, upcoming_tile)  # in flight while this tile is widened
                 slot = self.slot(base + tile - first)
-                for letter in letters:
+                for letter in "kv":
                     narrow, wide = getattr(self, f"{letter}_narrow"), getattr(self, f"{letter}_smem").at[slot]
                     plgpu.barrier_wait(getattr(self, f"{letter}_raw").at[0])
                     free = getattr(self, f"{letter}_free").at[slot]
@@ -577,8 +569,7 @@ class _Prefill:
                     copy = functools.partial(self.copy_narrow, letter, upcoming, upcoming_tile, pages)
                     pl.when(jnp.logical_not(is_last) | is_another)(copy)
                 # Their place may be free only when the item before has ended, the first tile's earlier.
-                if "k" in letters:
-                    pl.when(tile == first)(lambda: self.load_queries(index, item))
+                pl.when(tile == first)(lambda: self.load_queries(index, item))
 
             lax.fori_loop(first, end, do_tile, None)
             return base + end - first, next_columns
@@ -590,11 +581,11 @@ class _Prefill:
         def _():
             tile = self.first_tile(item)
             pages = self.pages(item, tile)
-            for letter in letters:
+            for letter in "kv":
                 self.copy_narrow(letter, item, tile, pages)
 
         num_steps, _ = lax.fori_loop(0, num_items, do_item, (jnp.int32(0), columns))
-        self.drain(num_steps, num_items, letters)
+        self.drain(num_steps, num_items)
 
     def copy_narrow(self, letter: str, item: _Item, tile: jax.Array, pages: tuple[jax.Array, ...]) -> None:
         """Starts the copy of a tile of keys or values as they are stored."""
