@@ -145,10 +145,8 @@ def test_random_prompts_in_random_chunks(make_core) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"share_layers": True},
-        {"attention_implementation": "triton", "kernel_check": "off"},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}},
-        {"kv_cache_dtype": "bfloat16"},
+        {"share_layers": True, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}},
+        {"attention_implementation": "triton", "kernel_check": "off", "kv_cache_dtype": "bfloat16"},
     ],
     ids=lambda options: next(iter(options)),
 )
