@@ -155,12 +155,13 @@ def test_an_engine_with_another_token_or_model_is_not_asked_again(one: Runner, m
 
 
 CASES: list[list[Any]] = [
-    ["gemma3", {"max_num_batched_tokens": 32, "token_buckets": (32,)}, {"tensor_parallel_size": 2, "async_scheduling": False}],
+    ["qwen3", {"max_num_batched_tokens": 32, "token_buckets": (32,)}, {"tensor_parallel_size": 2, "async_scheduling": False}],
     [
         "qwen3",
         {"tensor_parallel_size": 2, "async_scheduling": False, "kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "fp8"},
     ],
+    ["gemma3", {}, {}],
     ["deepseek_v3", {"tensor_parallel_size": 2}, {}],
 ]
 
