@@ -73,7 +73,7 @@ def check(core: EngineCore, asked: list[EngineCoreRequest]) -> None:
 
 @pytest.mark.parametrize(
     ("is_whole", "attention"),
-    slow_except([(False, "xla")], [(False, "xla"), (True, "triton")]),
+    slow_except([], [(False, "xla"), (True, "triton")]),
 )
 def test_the_encoder_computes_what_transformers_does(directory, is_whole, attention) -> None:
     """In the program of the longest clip, and in the smallest that holds the clip."""

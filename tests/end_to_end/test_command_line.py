@@ -52,7 +52,7 @@ def run_and_interrupt(cache: Path, *arguments: str, after_lines: int) -> tuple[i
 
 
 def test_generate_writes_text_to_stdout_and_the_rest_to_stderr(cache: Path) -> None:
-    code, out, err = run(cache, "generate", "def is_even(number):", "--max-tokens", "30")
+    code, out, err = run(cache, "generate", "def is_even(number):", "--max-tokens", "30", *SMALL)
     assert code == 0
     assert "return" in out
     lines = [line for line in err.splitlines() if not line.startswith(("compiling", "loading programs"))]

@@ -75,10 +75,7 @@ def furthest(core: EngineCore) -> float:
 
 @pytest.mark.parametrize(
     "options",
-    slow_except(
-        [{"max_num_batched_tokens": 16}],
-        [{"max_num_batched_tokens": 16}, {}, {"tensor_parallel_size": 2, "max_num_batched_tokens": 16}],
-    ),
+    slow_except([], [{"max_num_batched_tokens": 16}, {}, {"tensor_parallel_size": 2, "max_num_batched_tokens": 16}]),
     ids=str,
 )
 def test_logprobs_of_prompts_are_those_of_transformers(make_core, tmp_path, options) -> None:
