@@ -101,7 +101,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", slow_except([{}], OPTIONS))
+@pytest.mark.parametrize("options", slow_except([], OPTIONS))
 def test_engines_say_what_transformers_says(make_core, options) -> None:
     """More requests than rows, those with the same clips among them."""
     core = make_core(**options)
