@@ -58,7 +58,9 @@ def finished(returned: jax.Array, factor: jax.Array | None, dtype: DTypeLike) ->
 
 def smem_bytes(num_consumers: int, num_rows: int, num_parts: int) -> int:
     """Shared memory of `scratch`, for results of 16 bits."""
-    return num_consumers * num_rows * TILE * (2 + 4 * (num_parts > 1))
+    if num_parts == 1:
+        return 2 * num_consumers * num_rows * TILE
+    return num_consumers * TILE * (4 * num_rows + 2 * CHUNK * pl.cdiv(num_rows // CHUNK, num_parts))
 
 
 def scratch(num_consumers: int, num_rows: int, num_parts: int, dtype: DTypeLike, interpret: Any) -> dict[str, Any]:
@@ -67,15 +69,15 @@ def scratch(num_consumers: int, num_rows: int, num_parts: int, dtype: DTypeLike,
     is_interpreted_part = interpret and num_parts > 1
     dtype = jnp.dtype(jnp.float32 if is_interpreted_part else dtype)
     are_added = num_parts > 1 and not is_interpreted_part
-    chunks = (num_rows // CHUNK,) if are_added else ()
-    size = CHUNK if are_added else num_rows
+    num_chunks = num_rows // CHUNK
+    own, size = ((pl.cdiv(num_chunks, num_parts),), CHUNK) if are_added else ((), num_rows)
     if dtype.itemsize == 2:
         swizzled = plgpu.TilingTransform((CHUNK, TILE)), plgpu.SwizzleTransform(128)
-        found = {"out_smem": plgpu.SMEM((num_consumers, *chunks, size, TILE), dtype, transforms=swizzled)}
+        found = {"out_smem": plgpu.SMEM((num_consumers, *own, size, TILE), dtype, transforms=swizzled)}
     else:
-        found = {"out_smem": plgpu.SMEM((num_consumers, *chunks, TILE, size), dtype)}
+        found = {"out_smem": plgpu.SMEM((num_consumers, *own, TILE, size), dtype)}
     if are_added:
-        found["sums_smem"] = plgpu.SMEM((num_consumers, *chunks, THREADS, FOUR), jnp.float32)
+        found["sums_smem"] = plgpu.SMEM((num_consumers, num_chunks, THREADS, FOUR), jnp.float32)
     return found
 
 
@@ -125,7 +127,7 @@ class Result:
             def _():
                 whole = self._with_factor(block, add_parts(self.sums_smem.at[wg, chunk], self.num_parts))
                 of_chunk = Rows(rows.index * (rows.unit // CHUNK) + chunk, CHUNK, CHUNK)
-                self._store(self.out_smem.at[wg, chunk], block, of_chunk, whole, ())
+                self._store(self.out_smem.at[wg, turn], block, of_chunk, whole, ())
 
     def _with_factor(self, block: Any, sums: jax.Array) -> jax.Array:
         if self.factor_ref is None:

@@ -155,7 +155,7 @@ def _divided(shapes: Shapes, num_rows: int) -> Case:
         calls += [functools.partial(few.product, sizes=FewSizes(*sizes)) for sizes in ((4, 2, 2), (2, 4, 2), (3, 8, 2))]
     else:
         calls += [
-            functools.partial(many.product, sizes=ManySizes(*sizes)) for sizes in ((2, 72, 2, 3), (3, 128, 4, 3), (4, 64, 8, 4))
+            functools.partial(many.product, sizes=ManySizes(*sizes)) for sizes in ((2, 72, 2, 3), (3, 96, 4, 3), (4, 64, 8, 4))
         ]
     return Case(
         f"quantized, {shapes}, {num_rows} rows divided",
