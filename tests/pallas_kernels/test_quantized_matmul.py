@@ -329,6 +329,10 @@ def test_inputs_are_divided_between_ctas_in_the_interpreter():
     x, (weight,) = host_arrays(shapes, 8)
     got = few.product(jnp.asarray(x), weight, dtype=jnp.float32, sizes=few.FewSizes(2, 2, 1), interpret=True)
     assert host_error(shapes, x, (weight,), got) <= TOLERANCE_OF_SUMS[True]
+    shapes = Shapes("nf4", 192, 1088, 64, "float32", has_factor=True)
+    x, (weight,) = host_arrays(shapes, 48)
+    got = many.product(jnp.asarray(x), weight, sizes=many.ManySizes(2, 32, 4, 3), interpret=True)
+    assert host_error(shapes, x, (weight,), got) <= tolerance(shapes)
 
 
 @needs_mosaic
