@@ -35,9 +35,6 @@ SUMMED_GROUP = 128
 """Inputs of a group whose sums are scaled."""
 _WANTED_STAGE_BYTES = 96 << 10
 """In flight, of a core: fewer do not hide the latency of reading."""
-_ALL_CONSUMERS_ROWS = 16
-"""Rows up to which the sums fit into the registers of more than two consumers. With more, multiplying takes as long as reading, and half
-of the bytes in flight are enough."""
 _IDLE_BYTES = 48 << 10
 """Bytes that a core could read while a CTA begins and ends: an estimate."""
 _MIN_STAGES, _MAX_STAGES = 2, 8
@@ -52,32 +49,30 @@ class FewSizes:
     num_stages: int
 
 
-def pick_sizes(num_rows: int, weight: Packed, num_cores: int) -> FewSizes:
-    """Sizes with which each core reads the least of the weight, its CTAs one after the other.
+def pick_sizes(num_rows: int, weight: Packed, num_cores: int, itemsize: int = 2) -> FewSizes:
+    """Sizes with which each core reads the least of the weight, its CTAs one after the other. itemsize: bytes of a result.
 
     Raises ValueError for more rows than shared memory holds in any way.
     """
     num_blocks, num_steps = weight.words.shape[0], pl.cdiv(weight.words.shape[1], STEP_TILES)
     best: tuple[tuple[int, ...], FewSizes] | None = None
-    is_bound_by_reading = num_rows <= _ALL_CONSUMERS_ROWS
-    wanted_bytes = _WANTED_STAGE_BYTES if is_bound_by_reading else _WANTED_STAGE_BYTES // 2
-    for num_consumers in (4, 3, 2) if is_bound_by_reading else (2,):
+    for num_consumers in (4, 3, 2):
         for num_parts in PARTS:
             steps = pl.cdiv(num_steps, num_parts)
             if steps * (num_parts - 1) >= num_steps:
                 break
             stage = _stage_bytes(weight, num_consumers)
-            room = SMEM_BYTES - RESERVED_BYTES - result.smem_bytes(num_consumers, num_rows, num_parts)
+            room = SMEM_BYTES - RESERVED_BYTES - result.smem_bytes(num_consumers, num_rows, num_parts, itemsize)
             num_stages = min(room // (stage + 2 * num_rows * STEP), _MAX_STAGES)
             if num_stages < _MIN_STAGES:
                 continue
             num_turns = pl.cdiv(pl.cdiv(num_blocks, num_consumers) * num_parts, num_cores)
-            is_shallow = num_stages * stage < min(wanted_bytes, steps * stage)
+            is_shallow = num_stages * stage < min(_WANTED_STAGE_BYTES, steps * stage)
             cost = (is_shallow, num_turns * (steps * stage + _IDLE_BYTES), num_parts)
             if best is None or cost < best[0]:
                 best = cost, FewSizes(num_consumers, num_parts, min(num_stages, steps))
     if best is None:
-        raise ValueError(f"{num_rows} rows of {weight.num_inputs} inputs do not fit into shared memory in any number of parts")
+        raise ValueError(f"{num_rows} rows do not fit into shared memory in any way")
     return best[1]
 
 
@@ -92,7 +87,7 @@ def product(
 ) -> jax.Array:
     """[M, N] in dtype, by default that of x: x @ weight.T, M a multiple of 8, K the inputs of the weight."""
     dtype = jnp.dtype(dtype or x_MK.dtype)
-    sizes = sizes or pick_sizes(x_MK.shape[0], weight, _compat.num_cores())
+    sizes = sizes or pick_sizes(x_MK.shape[0], weight, _compat.num_cores(), dtype.itemsize)
     plgpu = _compat.mosaic()
     num_rows, vectors = x_MK.shape[0], cta.vectors(weight)
     num_steps = pl.cdiv(pl.cdiv(weight.words.shape[1], STEP_TILES), sizes.num_parts)
@@ -101,11 +96,11 @@ def product(
     scratch = {
         "words_smem": plgpu.SMEM((*ring, STEP_TILES * word_rows(DECODERS[weight.number].bits), WORD_COLUMNS), jnp.int32),
         "x_smem": plgpu.SMEM((sizes.num_stages, num_rows, STEP), x_MK.dtype, transforms=swizzled),
-        "full": plgpu.Barrier(num_arrivals=1 + sizes.num_consumers * (1 + len(vectors)), num_barriers=sizes.num_stages),
+        "full": plgpu.Barrier(num_arrivals=2 + len(vectors), num_barriers=sizes.num_stages),
         "free": plgpu.Barrier(num_arrivals=sizes.num_consumers, num_barriers=sizes.num_stages),
     }
     scratch |= {
-        f"{name}_smem": plgpu.SMEM((*ring, cta.num_groups(weight, STEP), TILE), vector.dtype)
+        f"{name}_smem": plgpu.SMEM((sizes.num_stages, cta.num_groups(weight, STEP), sizes.num_consumers * TILE), vector.dtype)
         for name, vector in vectors.items()
     }
     of_result = result.scratch(sizes.num_consumers, num_rows, sizes.num_parts, dtype, interpret)
@@ -195,12 +190,15 @@ class _Few:
         def _(step):
             slot, source = self.slot(step), part * self.num_steps + step
             pl.when(step >= self.sizes.num_stages)(lambda: self.plgpu.barrier_wait(free.at[slot]))
-            for consumer in range(self.sizes.num_consumers):
-                block = self.block(consumer)
-                self.load(self.words_ref, source, self.smem["words_smem"].at[slot, consumer], full.at[slot], before=(block,))
-                for name, ref in self.vector_refs.items():
-                    target = self.smem[f"{name}_smem"].at[slot, consumer]
-                    self.load(ref, source, target, full.at[slot], after=(pl.ds(block * TILE, TILE),))
+            # One copy for all consumers: the producer is slow to begin one.
+            first, num_consumers = self.block(0), self.sizes.num_consumers
+            words_smem = self.smem["words_smem"].at[slot]
+            rows = Rows(source, words_smem.shape[1], words_smem.shape[1])
+            row_copies.load(self.words_ref, rows, words_smem, full.at[slot], before=(pl.ds(first, num_consumers),))
+            for name, ref in self.vector_refs.items():
+                target, outputs = self.smem[f"{name}_smem"].at[slot], pl.ds(first * TILE, num_consumers * TILE)
+                rows = Rows(source, target.shape[0], target.shape[0])
+                row_copies.load(ref, rows, target, full.at[slot], after=(outputs,))
             x_smem, inputs = self.smem["x_smem"].at[slot], pl.ds(source * STEP, STEP)
             row_copies.load(self.x_ref, Rows(0, num_rows, num_rows), x_smem, full.at[slot], after=(inputs,))
 
@@ -210,11 +208,6 @@ class _Few:
             self.plgpu.barrier_wait(free.at[self.slot(step)])
 
         self.result.pass_by()
-
-    def load(self, source: Any, step: Any, target: Any, barrier: Any, **around: Any) -> None:
-        """The rows of a step."""
-        size = target.shape[0]
-        row_copies.load(source, Rows(step, size, size), target, barrier, **around)
 
     # Consumers
 
@@ -242,7 +235,7 @@ class _Few:
                     for tile, a in enumerate(upcoming, group * tiles):
                         plgpu.wgmma(sum_ref, a, self.x_tile(slot, tile))
                     upcoming = operands(slot, group + 1) if group + 1 < len(sum_refs) else []
-                    scale = load_rows(self.smem["scale_smem"].at[slot, wg, group]).astype(jnp.float32)
+                    scale = load_rows(self.vector("scale", wg, slot).at[group]).astype(jnp.float32)
                     sums += sum_ref[...] * by_rows(scale, num_rows)
                 return sums
 
@@ -277,12 +270,16 @@ class _Few:
 
         def vectors(name: str) -> list[jax.Array]:
             is_there = name in self.vector_refs and not (name == "scale" and self.group == SUMMED_GROUP)
-            return of_tile(self.smem[f"{name}_smem"].at[slot, wg], self.group or STEP, tile) if is_there else []
+            return of_tile(self.vector(name, wg, slot), self.group or STEP, tile) if is_there else []
 
         interpreted = self.smem.get("interpreted_smem")
         interpreted = interpreted if interpreted is None else interpreted.at[wg, tile % interpreted.shape[1]]
         words_smem = self.smem["words_smem"].at[slot, wg]
         return operand(self.number, words_smem, tile, vectors("scale"), vectors("zero"), interpreted)
+
+    def vector(self, name: str, wg: Any, slot: Any) -> Any:
+        """The scales or zeros of a step, [groups, 64]."""
+        return self.smem[f"{name}_smem"].at[slot, :, pl.ds(wg * TILE, TILE)]
 
     def x_tile(self, slot: Any, tile: int) -> Any:
         """[64, M] of x.T."""

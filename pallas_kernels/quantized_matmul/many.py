@@ -35,7 +35,7 @@ _MIN_TILE_ROWS = 16
 _MIN_STAGES = 3
 _MIN_STEPS = 8
 """Of a part."""
-_ITEM_CYCLES = 3000
+_ITEM_CYCLES = 5000
 _PARTS_CYCLES = 2500
 STEPS = 2
 """Steps of an iteration. Registers that a product in flight still reads belong to the other one: with one step an iteration they would
@@ -84,7 +84,7 @@ def _candidates(num_rows: int, weight: Packed, num_cores: int) -> Iterator[ManyS
                 num_ctas = num_parts * num_items(num_rows, weight.words.shape[0], sizes)
                 if num_parts > 1 and (num_ctas > num_cores or num_steps(weight, sizes) < _MIN_STEPS):
                     break
-                room = SMEM_BYTES - RESERVED_BYTES - result.smem_bytes(num_consumers, tile_rows, num_parts)
+                room = SMEM_BYTES - RESERVED_BYTES - result.smem_bytes(num_consumers, tile_rows, num_parts, 2)
                 num_stages = min(_MAX_STAGES, room // _stage_bytes(weight, num_consumers, tile_rows))
                 if num_stages >= _MIN_STAGES:
                     yield replace(sizes, num_stages=num_stages)
@@ -92,7 +92,7 @@ def _candidates(num_rows: int, weight: Packed, num_cores: int) -> Iterator[ManyS
 
 def _cycles(num_consumers: int, tile_rows: int) -> float:
     """Estimated cycles of a step, from what was measured."""
-    return 330 + 1.54 * tile_rows * num_consumers
+    return 120 + max(400, 2.2 * tile_rows * num_consumers)
 
 
 def _stage_bytes(weight: Packed, num_consumers: int, tile_rows: int) -> int:
@@ -117,16 +117,15 @@ def product(x_TK: jax.Array, weight: Packed, *, sizes: ManySizes | None = None, 
 
     swizzled = plgpu.TilingTransform((ALIGNMENT, TILE)), plgpu.SwizzleTransform(128)
     stages = sizes.num_stages
-    num_copies = 1 + num_consumers * (1 + len(vectors))
     scratch = {
         "words_smem": plgpu.SMEM((stages, num_consumers, word_rows(DECODERS[weight.number].bits), WORD_COLUMNS), jnp.int32),
         "x_smem": plgpu.SMEM((stages, sizes.tile_rows, TILE), x_TK.dtype, transforms=swizzled),
-        "full": plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=2 + len(vectors), num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=num_consumers, num_barriers=stages),
     }
     groups = cta.num_groups(weight, TILE)
     scratch |= {
-        f"{name}_smem": plgpu.SMEM((stages, num_consumers, groups, TILE), vector.dtype) for name, vector in vectors.items()
+        f"{name}_smem": plgpu.SMEM((stages, groups, num_consumers * TILE), vector.dtype) for name, vector in vectors.items()
     }
     of_result = result.scratch(num_consumers, sizes.tile_rows, num_parts, x_TK.dtype, interpret)
     scratch |= of_result
@@ -233,14 +232,14 @@ class _Many:
                 self.slot(index),
             )
             pl.when(index >= stages)(lambda: self.plgpu.barrier_wait(free.at[slot]))
-            for consumer in range(self.sizes.num_consumers):
-                words_smem = self.smem["words_smem"].at[slot, consumer]
-                rows = Rows(step, words_smem.shape[0], words_smem.shape[0])
-                row_copies.load(self.words_ref, rows, words_smem, full.at[slot], before=(first + consumer,))
-                for name, ref in self.vector_refs.items():
-                    target = self.smem[f"{name}_smem"].at[slot, consumer]
-                    outputs = pl.ds((first + consumer) * TILE, TILE)
-                    row_copies.load(ref, self.groups(step, target.shape[0]), target, full.at[slot], after=(outputs,))
+            # One copy for all consumers: the producer is slow to begin one.
+            words_smem, num_consumers = self.smem["words_smem"].at[slot], self.sizes.num_consumers
+            rows = Rows(step, words_smem.shape[1], words_smem.shape[1])
+            row_copies.load(self.words_ref, rows, words_smem, full.at[slot], before=(pl.ds(first, num_consumers),))
+            for name, ref in self.vector_refs.items():
+                target = self.smem[f"{name}_smem"].at[slot]
+                outputs = pl.ds(first * TILE, num_consumers * TILE)
+                row_copies.load(ref, self.groups(step, target.shape[0]), target, full.at[slot], after=(outputs,))
             inputs = pl.ds(step * TILE, TILE)
             row_copies.load(self.x_ref, self.rows(tile), self.smem["x_smem"].at[slot], full.at[slot], after=(inputs,))
 
@@ -296,7 +295,9 @@ class _Many:
     def operand(self, wg: Any, slot: Any) -> Any:
         """The weight's tile of a step for wgmma."""
         scales, zeros = (
-            of_tile(self.smem[f"{name}_smem"].at[slot, wg], self.group or TILE, 0) if name in self.vector_refs else []
+            of_tile(self.smem[f"{name}_smem"].at[slot, :, pl.ds(wg * TILE, TILE)], self.group or TILE, 0)
+            if name in self.vector_refs
+            else []
             for name in ("scale", "zero")
         )
         interpreted = self.smem.get("interpreted_smem")

@@ -56,11 +56,12 @@ def finished(returned: jax.Array, factor: jax.Array | None, dtype: DTypeLike) ->
     return (sums if factor is None else sums * factor).astype(dtype)
 
 
-def smem_bytes(num_consumers: int, num_rows: int, num_parts: int) -> int:
-    """Shared memory of `scratch`, for results of 16 bits."""
+def smem_bytes(num_consumers: int, num_rows: int, num_parts: int, itemsize: int) -> int:
+    """Shared memory of `scratch`."""
     if num_parts == 1:
-        return 2 * num_consumers * num_rows * TILE
-    return num_consumers * TILE * (4 * num_rows + 2 * CHUNK * pl.cdiv(num_rows // CHUNK, num_parts))
+        return itemsize * num_consumers * num_rows * TILE
+    own_rows = CHUNK * pl.cdiv(num_rows // CHUNK, num_parts)
+    return num_consumers * TILE * (4 * num_rows + itemsize * own_rows)
 
 
 def scratch(num_consumers: int, num_rows: int, num_parts: int, dtype: DTypeLike, interpret: Any) -> dict[str, Any]:
