@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxllm import LLM, SamplingParams
 from jaxllm.engine.kernel_choice import wants_tiles
 from jaxllm.engine.kernel_shapes import shapes_of_tiles
 from jaxllm.layers.build import build_model
@@ -26,8 +27,8 @@ from jaxllm.runner.weights import Weights
 from pallas_kernels.checking.quantized_matmul import Shapes
 from pallas_kernels.quantized_matmul import product as multiply
 from scripts.saving import save_orbax
-from tests.helpers import goldens
-from tests.helpers.quantized import answer, by_path, load, write
+from tests.helpers import engines, goldens
+from tests.helpers.quantized import PROMPT, answer, by_path, load, write
 from tests.helpers.slow import slow_except
 from tests.quantization.test_compressed_tensors import described, packed
 
@@ -213,3 +214,39 @@ def test_an_engine_answers_as_with_weights_as_stored(directory, size):
     wanted_tokens, wanted = answer(directory, tensor_parallel_size=size)
     assert tokens == wanted_tokens
     np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_drafts_adapters_and_sleep(directory):
+    """A draft model in tiles too; weights come back from the host's memory and from the files."""
+    drafts = {"method": "draft_model", "model": str(directory), "num_speculative_tokens": 2}
+    options = {**engines.SMALL, "attention_implementation": "triton", "enable_lora": True, "speculative_config": drafts}
+    wanted, _ = answer(directory)
+    llm = LLM(str(directory), **options)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for level in (None, 1, 2):
+        if level is not None:
+            llm.sleep(level)
+            llm.wake_up()
+        [output] = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == wanted
+    models = llm.llm_engine.core.runner.weights.shapes
+    assert sum(shape.shape[-1] == 512 and shape.dtype == "int32" for shape in models) == 2 * 8
+    llm.shutdown()
+
+
+LAYERS = [("llama_mqa", 4), ("deepseek_v3", 2), ("qwen3_next", 2), ("qwen3_moe", 2), ("gemma3", 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("golden", "size"), LAYERS)
+def test_linear_layers_of_all_kinds(golden, size):
+    """Copied KV heads, latents, linear attention, shared experts; weights are rounded while they are loaded."""
+    folder, mesh = goldens.FOLDER / golden, make_mesh(size)
+    config, state = load(folder, tensor_parallel_size=size, quantization="int8")
+    tiled, made = in_tiles(config, mesh, state)
+    found = load_weights(tiled, build_model(tiled), folder, load_format="auto", mesh=mesh)
+    assert_same(found, made)
+    wanted, found = products(config, mesh, state), products(tiled, mesh, made)
+    for name, y in wanted.items():
+        np.testing.assert_allclose(found[name], y, atol=1e-5 * np.abs(y).max(), err_msg=name)
