@@ -1,16 +1,17 @@
 """PTX of a few registers on arrays: what decodes packed numbers."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import ml_dtypes
 import numpy as np
 
 
-def run_ptx(text: str, word: np.ndarray, temporaries: Collection[str]) -> np.ndarray:
-    """What the instructions make of words uint32 ($1): the register $0, uint32. They may use the registers of `temporaries`."""
-    registers = {"$1": word}
+def run_ptx(text: str, given: dict[str, np.ndarray], results: Sequence[str], temporaries: Collection[str]) -> list[np.ndarray]:
+    """What the instructions make of the given registers, uint32: the results. They may use the registers of `temporaries`."""
+    registers = dict(given)
+    word = next(iter(given.values()))
 
     def value(name: str) -> np.ndarray:
         return registers[name] if name in registers else np.full_like(word, int(name, 0))
@@ -43,6 +44,6 @@ def run_ptx(text: str, word: np.ndarray, temporaries: Collection[str]) -> np.nda
     }
     for line in filter(None, map(str.strip, text.split(";"))):
         operation, target, *operands = re.split(r"[ ,]+", line)
-        assert target in (*temporaries, "$0")
+        assert target in (*temporaries, *results)
         registers[target] = operations[operation](*map(value, operands))
-    return registers["$0"]
+    return [registers[result] for result in results]

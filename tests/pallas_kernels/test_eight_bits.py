@@ -22,7 +22,8 @@ def test_instructions_widen_every_code_exactly(pair, dtype):
     for byte, code in zip(pair, (first, second), strict=True):
         word = word & ~np.uint32(255 << 8 * byte) | code << np.uint32(8 * byte)
     text = eight_bits.instructions("{} and {}".format(*pair), dtype != np.float16)
-    got = run_ptx(text, word, ("a", "m")).view(dtype).astype(np.float64).reshape(-1, 2) * eight_bits.unit(dtype)
+    (got,) = run_ptx(text, {"$1": word}, ["$0"], ("a", "m"))
+    got = got.view(dtype).astype(np.float64).reshape(-1, 2) * eight_bits.unit(dtype)
     for column, code in enumerate((first, second)):
         stored = code.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
         negative = np.where(code >= 128, -1, 1)
