@@ -547,15 +547,17 @@ def _attend(
         return ahead_kN < end if window is None else (ahead_kN < end) & (ahead_kN >= end - window)
 
     def multiply_keys(acc_ref, k_ref):
+        """S^T of a tile."""
         if not is_narrow or interpret:
             plgpu.wgmma(acc_ref, k_ref, q_ref.transpose((1, 0)))
             return acc_ref[...]
         for key in range(0, block_k, eight_bits.BLOCK):
             plgpu.wgmma(acc_ref.at[pl.ds(key, eight_bits.BLOCK)], eight_bits.keys(k_ref, key), q_ref.transpose((1, 0)))
-            plgpu.wgmma_wait(0)
+            plgpu.wgmma_wait(0)  # its registers are those of the next block
         return acc_ref[...]
 
     def add_values(acc_HN, v_ref):
+        """O^T with a tile's values, under the weights in smem["p"]."""
         if not is_narrow or interpret:
             return add_wgmma(acc_HN, v_ref.transpose((1, 0)), smem["p"].transpose((1, 0)), interpret=interpret)
 
@@ -568,6 +570,7 @@ def _attend(
         return pl.run_state(multiply)(plgpu.ACC.init(acc_HN))
 
     def tile(name, stage):
+        """What the products take it from: where interpreted, an 8-bit one is widened before."""
         ref = smem[name].at[stage]
         return eight_bits.widen(ref, smem["wide"]) if "wide" in smem else ref
 
@@ -602,7 +605,7 @@ def _attend(
                 v_kc = load_smem(chunk_ref, LAYOUT)
                 chunk_ref[...] = jnp.where(is_visible(position_kc), v_kc, jnp.zeros_like(v_kc))
 
-        if not is_narrow:
+        if not is_narrow:  # what is widened is no NaN
             pl.when((start < first_position) | (start + block_k > item.length))(clear_hidden_values)
         plgpu.commit_smem()
         acc_HN = add_values(acc_HN, v_ref)
