@@ -198,12 +198,18 @@ def test_kernels_are_checked_in_the_shapes_of_a_device(directory):
 
 def test_tiles_are_for_kernels(directory, monkeypatch):
     config = load_model_config(directory, dtype="bfloat16")
-    assert not wants_tiles("auto", config, on_gpu=False) and wants_tiles("triton", config, on_gpu=False)
+
+    def wants(wanted, dtype="bfloat16", on_gpu=True, is_checked=True):
+        return wants_tiles(wanted, dataclasses.replace(config, dtype=dtype), on_gpu=on_gpu, is_checked=is_checked)
+
+    assert not wants("auto", on_gpu=False) and not wants("xla", on_gpu=False) and wants("triton", "float32", on_gpu=False)
     monkeypatch.setattr("pallas_kernels._compat.has_mosaic", lambda: True)
-    assert wants_tiles("auto", config, on_gpu=True) and not wants_tiles("xla", config, on_gpu=True)
-    assert not wants_tiles("auto", dataclasses.replace(config, dtype="float16"), on_gpu=True)
+    assert wants("auto") and wants("triton") and not wants("xla") and not wants("auto", "float16")
+    for verified in (False, True):
+        monkeypatch.setattr("pallas_kernels.quantized_matmul.is_verified", lambda *_, verified=verified: verified)
+        assert wants("auto", is_checked=False) is verified
     monkeypatch.setattr("pallas_kernels._compat.has_mosaic", lambda: False)
-    assert not wants_tiles("auto", config, on_gpu=True)
+    assert not wants("auto")
 
 
 @pytest.mark.slow
