@@ -99,9 +99,9 @@ these weights do, gpt-oss's experts too. Devices that cut a group have a scale f
 
 On Hopper GPUs with JAX 0.11 or later, a kernel multiplies weights of linear layers in int4, int8, fp8, NVFP4, MXFP4,
 MXFP8 and nf4 in engines in bfloat16, after the check at the start found it right in the model's shapes. It takes groups
-of 16, 32, 64 or 128 inputs or multiples of 128, and no minimums (GGUF's types with K and _1); nf4's table is rounded to
+of a multiple of 16 inputs on each device, and no minimums (GGUF's types with K and _1); nf4's table is rounded to
 bfloat16. In all other cases XLA widens the weights: in float16 and float32, on other GPUs, where the check fails, and
-of experts, fp4 and IQ4_NL always. `--attention-implementation xla` turns it off, with all other kernels.
+of experts, fp4 and IQ4_NL always. `--attention-implementation xla` turns the kernel off, with all others.
 
 A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. What ModelOpt says in hf_quant_config.json
 counts where config.json has no quantization_config.

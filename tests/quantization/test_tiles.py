@@ -256,3 +256,20 @@ def test_linear_layers_of_all_kinds(golden, size):
     wanted, found = products(config, mesh, state), products(tiled, mesh, made)
     for name, y in wanted.items():
         np.testing.assert_allclose(found[name], y, atol=1e-5 * np.abs(y).max(), err_msg=name)
+
+
+@pytest.mark.slow
+def test_layers_of_different_numbers_are_told_apart(tmp_path):
+    """In tiles, int8 and fp8 by output have arrays of equal shapes and types."""
+    groups = [CONFIGS[name]["config_groups"]["group_0"] for name in ("int8", "e4m3")]
+    forms = [CONFIGS[name]["format"] for name in ("int8", "e4m3")]
+    named = {
+        f"group_{i}": group | {"targets": [rf"re:model\.layers\.{i}\."], "format": form}
+        for i, (group, form) in enumerate(zip(groups, forms, strict=True))
+    }
+    directory = write_config(tmp_path, CONFIGS["int8"] | {"config_groups": named})
+    options = {"load_format": "dummy", "skip_tokenizer_init": True}
+    tokens, logprobs = answer(directory, attention_implementation="triton", share_layers=True, **options)
+    wanted_tokens, wanted = answer(directory, share_layers=False, **options)
+    assert tokens == wanted_tokens
+    np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
