@@ -131,8 +131,9 @@ def cases(*quick):
 def test_products_are_those_of_weights_as_stored(tmp_path, name, size):
     config, mesh, state = random_weights(write_config(tmp_path, CONFIGS[name]), size)
     tiled, made = in_tiles(config, mesh, state)
-    names = [name for name in by_path(made) if name.endswith(".words")]
-    assert len(names) == 8 or (size == 4 and len(names) == 6), "groups that a device has a part of are too small for kernels"
+    kinds = {name.split(".")[3] for name in by_path(made) if name.endswith(".words")}
+    # Where devices split inputs, one may have a single group or a part of one.
+    assert kinds >= {"qkv", "gate_up"} if size > 1 else kinds == {"qkv", "out", "gate_up", "down"}
     wanted, found = products(config, mesh, state), products(tiled, mesh, made)
     limit = 5e-3 if name == "nf4" else 2e-5  # of nf4, the table is rounded to bfloat16
     for name, y in wanted.items():

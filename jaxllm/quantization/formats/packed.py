@@ -155,12 +155,15 @@ class PackedFormat(WeightFormat):
 
         scheme = self._scheme_of(weight)
         assert scheme is not None
-        outputs, num_groups = list(stored["scale"].shape[:-1]), stored["scale"].shape[-1]
+        *outputs, num_groups = stored["scale"].shape
         num_inputs = stored["codes"].shape[-1] * NUMBERS[scheme.number].per_value
         if weight.split_outputs is not None:
             outputs[weight.split_outputs] //= self.size
         if weight.splits_inputs:
-            num_inputs, num_groups = num_inputs // self.size, max(1, num_groups // self.size)
+            num_inputs //= self.size
+            if num_groups == self.size > 1:
+                return None  # a device's one group would become a factor of outputs, which all devices share
+            num_groups = max(1, num_groups // self.size)
         return Tiled(tuple(outputs), num_inputs, num_groups, stored) if takes(scheme, num_inputs, num_groups) else None
 
     def _declare_stored(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
