@@ -103,8 +103,9 @@ of a multiple of 16 inputs on each device, and no minimums (GGUF's types with K 
 bfloat16. In all other cases XLA widens the weights: in float16 and float32, on other GPUs, where the check fails, and
 of experts, fp4 and IQ4_NL always. `--attention-implementation xla` turns the kernel off, with all others.
 
-A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. What ModelOpt says in hf_quant_config.json
-counts where config.json has no quantization_config.
+A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. Where config.json has no
+quantization_config, its text_config's counts, or compression_config, or what stands in hf_quant_config.json (ModelOpt),
+quantize_config.json (AutoGPTQ) or quant_config.json (AutoAWQ).
 
 GPTQ's `dynamic` and `modules_in_block_to_quantize` count, and so does a quantised head. Groups whose inputs are not
 neighbours (`desc_act` with a group size) are refused: take a checkpoint without activation order. 4-bit blocks of
