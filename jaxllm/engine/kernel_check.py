@@ -38,6 +38,7 @@ from pallas_kernels.checking import (
     grouped_matmul,
     lora,
     mla_attention,
+    quantize,
     rope_cache_write,
     sampling,
     segment_attention,
@@ -55,6 +56,7 @@ _CASES: dict[str, Any] = {
     "grouped_matmul": grouped_matmul.cases,
     "lora": lora.cases,
     "mla_attention": mla_attention.cases,
+    "quantize": quantize.cases,
     "sampling": sampling.cases,
     "segment_attention": segment_attention.cases,
 }

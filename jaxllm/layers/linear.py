@@ -13,6 +13,7 @@ from jaxllm.layers.source import AnySource, Module, PartlyZero, output_major, pl
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.weight_format import PLAIN, WHOLE, Init, ParamSpec, WeightFormat, WeightSpec
+from pallas_kernels.quantize import Quantized, Sums
 
 
 def abstract_param(
@@ -48,9 +49,13 @@ class PackedWeight(nnx.Module):
     def _arrays(self) -> dict[str, Array]:
         return {name: getattr(self, name)[...] for name in self.names}
 
-    def product(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
+    def product(self, x: Array, shards: Shards = ONE_DEVICE, *, weight_only: bool = False) -> Array:
         """Product of a linear layer, as `WeightFormat.product`."""
-        return self.format.product(self._arrays(), x, shards)
+        return self.format.product(self._arrays(), x, shards, weight_only=weight_only)
+
+    def sums(self, x: Quantized) -> Sums:
+        """As `WeightFormat.sums`."""
+        return self.format.sums(self._arrays(), x)  # type: ignore[no-any-return]
 
     def __getitem__(self, index: object) -> Any:
         """The weight of experts, indexed as a parameter: `weight[...]`."""
@@ -126,16 +131,27 @@ class Linear(nnx.Module):
         plain = ParamSpec(self.shape, self.axes, str(self.weight.dtype), self.weight.get_metadata("source"))
         self.weight = declare(formats, WeightSpec(plain, self.modules, self.joined, self.num_contracted, self.is_split))
 
-    def __call__(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
+    @property
+    def quantizes_inputs(self) -> bool:
+        """See `WeightFormat.quantizes_inputs`."""
+        return isinstance(self.weight, PackedWeight) and self.weight.format.quantizes_inputs
+
+    def sums(self, x: Quantized) -> Array | Sums:
+        """The product with quantised vectors, without the scales unless there is a bias; of a weight that quantises inputs."""
+        assert isinstance(self.weight, PackedWeight)
+        y = self.weight.sums(x)
+        return y if self.bias is None else y.scaled() + self.bias[...].astype(y.values.dtype)
+
+    def __call__(self, x: Array, shards: Shards = ONE_DEVICE, *, weight_only: bool = False) -> Array:
         """The product of this device's part of the weight.
 
         shards: of a product whose contracted dimensions are split, those that it is split over; the result is then a part
-        of the sum, with the bias in the part of the first device.
+        of the sum, with the bias in the part of the first device. weight_only: see `WeightFormat.product`.
         """
         # One contracted dimension: XLA would transpose a weight in every step to contract several.
         x = x.reshape(*x.shape[: x.ndim - self.num_contracted], -1)
         if isinstance(self.weight, PackedWeight):
-            y = self.weight.product(x, shards)
+            y = self.weight.product(x, shards, weight_only=weight_only)
         else:
             weight = self.weight[...].astype(x.dtype)
             trailing = weight.shape[self.num_contracted :]

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.quantize.values import Quantized, Sums
+from pallas_kernels.quantize.values import Quantized, Sums, scaled
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -26,6 +26,7 @@ __all__ = [
     "add_norm_quantize",
     "candidates",
     "quantize",
+    "scaled",
     "silu_up_quantize",
 ]
 

@@ -48,7 +48,12 @@ class Sums:
         """Some of the rows."""
         return Sums(self.values[index], self.row_scale_T[index], self.column_scale)
 
-    def scaled(self, dtype: DTypeLike) -> jax.Array:
-        """[T, *outputs] in a type."""
+    def scaled(self, dtype: DTypeLike | None = None) -> jax.Array:
+        """[T, *outputs] in a type; None: that of the values."""
         row_scale = self.row_scale_T.reshape(-1, *(1,) * self.column_scale.ndim)
-        return (self.values.astype(jnp.float32) * row_scale * self.column_scale).astype(dtype)
+        return (self.values.astype(jnp.float32) * row_scale * self.column_scale).astype(dtype or self.values.dtype)
+
+
+def scaled(product: jax.Array | Sums) -> jax.Array:
+    """A product with its scales applied, whether they were before or not."""
+    return product.scaled() if isinstance(product, Sums) else product

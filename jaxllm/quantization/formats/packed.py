@@ -145,7 +145,7 @@ class PackedFormat(WeightFormat):
     def widens_in_products(self) -> bool:
         return self.computes
 
-    def product(self, arrays: Arrays, x: Array, shards: Any) -> Array:
+    def product(self, arrays: Arrays, x: Array, shards: Any, *, weight_only: bool = False) -> Array:
         from jaxllm.quantization.packed import product
 
         return product(arrays, self._scheme, x, shards)
