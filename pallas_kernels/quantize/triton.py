@@ -4,7 +4,8 @@
                                |                                        |
     x                     <----+     values <-- x * weight * 448 / largest,  scale = rms factor * largest / 448
 
-Squares and the largest value are found in the same pass, because the values do not depend on the factor of the norm.
+Squares and the largest value are found in the same pass, because the values do not depend on the factor of the norm. Both are reduced
+once, behind the last chunk: a reduction is a barrier, which no later load would pass.
 """
 
 import functools
@@ -45,9 +46,8 @@ def supports(*, platform: str, dtype: DTypeLike, widths: Sequence[int], interpre
 
 
 def pick_tiles(num_rows: int, width: int) -> Tiles:
-    """Few rows: a program for each. Many: two at a time, else the columns' scales are as many bytes as the rows."""
-    rows = 2 if num_rows >= 1024 and width <= LARGEST_WIDTH // 2 else 1
-    return Tiles(rows, min(2048, next_power_of_two(width)), 8 if width <= 8192 else 16)
+    """Few rows: many threads for each, for the shortest way through. Many: several programs on a multiprocessor, as one waits for memory."""
+    return Tiles(1, min(2048, next_power_of_two(width)), 16 if num_rows < 1024 and width > 8192 else 8)
 
 
 def add_norm_quantize(
@@ -96,17 +96,18 @@ def _add_norm_quantize(
 ) -> None:
     row_R, in_R, chunks = _places(residual_ref.shape, tiles)
     factor_R1 = load(row_ref.at[row_R], mask=in_R, other=0.0)[:, None]
-    squares_R, weighted = jnp.zeros(tiles.rows, jnp.float32), []
+    squares, weighted = [], []
     for place, column_C, in_C, mask in chunks:
-        sums_RC = load(sums_ref.at[place], mask=mask, other=0.0).astype(jnp.float32)
+        sums_RC = _load_once(sums_ref.at[place], mask)
         column_1C = load(column_ref.at[column_C], mask=in_C, other=0.0)[None, :]
-        residual_RC = load(residual_ref.at[place], mask=mask, other=0.0).astype(jnp.float32)
+        residual_RC = _load_once(residual_ref.at[place], mask)
         x_RC = (residual_RC + sums_RC * factor_R1 * column_1C).astype(x_ref.dtype)
         store(x_ref.at[place], x_RC, mask=mask)
         wide_RC = x_RC.astype(jnp.float32)
-        squares_R += jnp.sum(wide_RC * wide_RC, axis=1)
+        squares.append(wide_RC * wide_RC)
         weighted.append(wide_RC * load(weight_ref.at[column_C], mask=in_C, other=0.0).astype(jnp.float32)[None, :])
-    norm_R = lax.rsqrt(squares_R / residual_ref.shape[1] + eps)
+    mean_R = jnp.sum(functools.reduce(jnp.add, squares), axis=1) / residual_ref.shape[1]
+    norm_R = lax.rsqrt(mean_R + eps)
     _write(weighted, norm_R, row_R, in_R, chunks, values_ref, scale_ref)
 
 
@@ -116,7 +117,7 @@ def _silu_up_quantize(sums_ref, row_ref, column_ref, values_ref, scale_ref, *, t
     products = []
     for (row_R1, column_1C), column_C, in_C, mask in chunks:
         gate_RC, up_RC = (
-            load(sums_ref.at[row_R1, half, column_1C], mask=mask, other=0.0).astype(jnp.float32)
+            _load_once(sums_ref.at[row_R1, half, column_1C], mask)
             * factor_R1
             * load(column_ref.at[half, column_C], mask=in_C, other=0.0)[None, :]
             for half in (0, 1)
@@ -127,7 +128,7 @@ def _silu_up_quantize(sums_ref, row_ref, column_ref, values_ref, scale_ref, *, t
 
 def _quantize(x_ref, values_ref, scale_ref, *, tiles: Tiles) -> None:
     row_R, in_R, chunks = _places(x_ref.shape, tiles)
-    loaded = [load(x_ref.at[place], mask=mask, other=0.0).astype(jnp.float32) for place, _, _, mask in chunks]
+    loaded = [_load_once(x_ref.at[place], mask) for place, _, _, mask in chunks]
     _write(loaded, 1.0, row_R, in_R, chunks, values_ref, scale_ref)
 
 
@@ -143,6 +144,11 @@ def _places(shape: tuple[int, int], tiles: Tiles) -> tuple[jax.Array, jax.Array,
     return row_R, in_R, chunks
 
 
+def _load_once(ref: Any, mask: jax.Array) -> jax.Array:
+    """Float32, of what no other program reads: it must not drive out of the multiprocessor's cache what all rows read."""
+    return load(ref, mask=mask, other=0.0, eviction_policy="evict_first").astype(jnp.float32)
+
+
 def _write(
     parts: list[jax.Array],
     factor: jax.Array | float,
@@ -153,7 +159,7 @@ def _write(
     scale_ref: Any,
 ) -> None:
     """Rows [R, C] of a chunk each, times a factor of each row, as values and scales."""
-    largest_R = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(part_RC), axis=1) for part_RC in parts))
+    largest_R = jnp.max(functools.reduce(jnp.maximum, map(jnp.abs, parts)), axis=1)
     scale_R = jnp.maximum(largest_R * factor, TINY) / LARGEST
     inverse_R1 = (factor / scale_R)[:, None]
     for part_RC, (place, _, _, mask) in zip(parts, chunks, strict=True):

@@ -16,7 +16,9 @@ def add_norm_quantize(
     sums: Sums, residual_TD: jax.Array, weight_D: jax.Array, *, eps: float, interpret: bool = False
 ) -> tuple[jax.Array, Quantized]:
     x_TD = (residual_TD.astype(jnp.float32) + sums.scaled(jnp.float32)).astype(residual_TD.dtype)
-    wide_TD = x_TD.astype(jnp.float32)
+    number = jnp.finfo(x_TD.dtype)
+    # A cast back would be taken out by the compiler.
+    wide_TD = jax.lax.reduce_precision(x_TD.astype(jnp.float32), number.nexp, number.nmant)
     wide_TD = wide_TD * jax.lax.rsqrt(jnp.mean(jnp.square(wide_TD), axis=-1, keepdims=True) + eps)
     return x_TD, _quantized(wide_TD * weight_D.astype(jnp.float32))
 
