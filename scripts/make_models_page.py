@@ -74,7 +74,7 @@ attention keep the model's type.
 | value | weights | activations | bits per byte of the demo model |
 |---|---|---|---|
 | – | as stored | | 1.1191 |
-| `fp8` | e4m3, a scale per output channel | e4m3, a scale per token; on a GPU in steps of up to 8 tokens as they are | 1.1192 (+0.01 %) |
+| `fp8` | e4m3, a scale per output channel | e4m3, a scale per token; on a GPU in steps of up to 16 tokens as they are | 1.1192 (+0.01 %) |
 | `int8` | 8-bit integers, a scale per output channel; experts with a tensor each too | as they are | 1.1197 (+0.05 %) |
 | `int4` | 4-bit integers, a scale per group of inputs; experts with a tensor each too | as they are | 1.1267 (+0.7 %) |
 
@@ -85,7 +85,7 @@ Measured on a CPU in float32 (`scripts/evaluate_demo_model.py --direct --windows
 
 | weights in the checkpoint | weights in the model |
 |---|---|
-| fp8, a scale per channel or tensor, fp8 activations | as stored; products are computed in fp8, activations get a scale per token, as above |
+| fp8, a scale per channel or tensor, fp8 activations | as stored; products are computed in fp8, activations get a scale per token |
 | fp8, a scale per block | 16 bits; with `--quantization fp8` fp8 with a scale per channel |
 | fp8 of experts, heads and others outside of linear layers | 16 bits |
 | fp8 with plain activations, or of some layers where others are in another format | as stored, widened inside products |

@@ -191,6 +191,8 @@ def _sampling(engine: _Engine) -> tuple[sampling.Shapes, ...]:
 
 def _quantize(engine: _Engine) -> tuple[quantize.Shapes, ...]:
     model = engine.model
+    if not model.quantizes_inputs:
+        return ()
     dense = [layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers]
     found = (
         quantize.Shapes(

@@ -46,7 +46,7 @@ def supports(*, platform: str, dtype: DTypeLike, widths: Sequence[int], interpre
 
 
 def pick_tiles(num_rows: int, width: int) -> Tiles:
-    """Few rows: many threads for each, for the shortest way through. Many: several programs on a multiprocessor, as one waits for memory."""
+    """Few rows: many threads for each, for the shortest way through. Many: several programs share a multiprocessor."""
     return Tiles(1, min(2048, next_power_of_two(width)), 16 if num_rows < 1024 and width > 8192 else 8)
 
 
