@@ -129,9 +129,10 @@ class Step:
 
     def sums(self, linear: "Linear", x: Array | Quantized, start: int = 0) -> Array | Sums:
         """As `product`, but without its scales where a kernel may apply them with what follows."""
+        if isinstance(x, Quantized):
+            return linear.sums(x)
         if linear.quantizes_inputs and self.quantizes(len(x)):
-            return linear.sums(x if isinstance(x, Quantized) else self._quantized(x))
-        assert not isinstance(x, Quantized), "no kernel has quantised it"
+            return linear.sums(self._quantized(x))
         shards = self.shards if linear.is_split else ONE_DEVICE
         y = linear(x, shards, weight_only=self.policy.is_weight_only(len(x)))
         return y if self.adapt is None else self.adapt(linear, x, y, start)
