@@ -39,7 +39,7 @@ class Shapes:
 
 
 def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
-    """A few tokens, and more than the kernel takes one at a time; odd numbers."""
+    """A few tokens, and as many as the kernels have other tiles for; odd numbers."""
     call = functools.partial(case, implementations=(implementation,), dtype=shapes.dtype, interpret=interpret)
     found = []
     for num_tokens in (3, 261):

@@ -1,4 +1,4 @@
-"""Pallas-Triton kernels that read every array once: a program has some whole rows in registers, in chunks of their columns.
+"""Pallas-Triton kernels that read every array once: a program has a whole row in registers, in chunks of its columns.
 
     sums, scales, residual --> x = residual + sums * row * column --> squares of x, largest of |x * weight|
                                |                                        |
@@ -30,8 +30,6 @@ _COMPUTED = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 @dataclass(frozen=True)
 class Tiles:
-    rows: int
-    """Rows of a program, a power of two: they share what is read of the columns' scales."""
     chunk: int
     """Columns at a time, a power of two."""
     num_warps: int
@@ -47,7 +45,8 @@ def supports(*, platform: str, dtype: DTypeLike, widths: Sequence[int], interpre
 
 def pick_tiles(num_rows: int, width: int) -> Tiles:
     """Few rows: many threads for each, for the shortest way through. Many: several programs share a multiprocessor."""
-    return Tiles(1, min(2048, next_power_of_two(width)), 16 if num_rows < 1024 and width > 8192 else 8)
+    chunk = min(4096 if width <= 8192 else 2048, next_power_of_two(width))
+    return Tiles(chunk, 16 if num_rows < 256 or width > 16384 else 8)
 
 
 def add_norm_quantize(
@@ -81,9 +80,9 @@ def _call(
     num_rows, width = shape
     tiles = tiles or pick_tiles(num_rows, width)
     return triton_call(
-        functools.partial(kernel, tiles=tiles),
+        functools.partial(kernel, chunk=tiles.chunk),
         name=name,
-        grid=(pl.cdiv(num_rows, tiles.rows),),
+        grid=(num_rows,),
         out_shape=(*first_out, jax.ShapeDtypeStruct(shape, DTYPE), jax.ShapeDtypeStruct((num_rows,), jnp.float32)),
         num_warps=tiles.num_warps,
         num_stages=1,
@@ -92,76 +91,63 @@ def _call(
 
 
 def _add_norm_quantize(
-    sums_ref, row_ref, column_ref, residual_ref, weight_ref, x_ref, values_ref, scale_ref, *, tiles: Tiles, eps: float
+    sums_ref, row_ref, column_ref, residual_ref, weight_ref, x_ref, values_ref, scale_ref, *, chunk: int, eps: float
 ) -> None:
-    row_R, in_R, chunks = _places(residual_ref.shape, tiles)
-    factor_R1 = load(row_ref.at[row_R], mask=in_R, other=0.0)[:, None]
-    squares, weighted = [], []
-    for place, column_C, in_C, mask in chunks:
-        sums_RC = _load_once(sums_ref.at[place], mask)
-        column_1C = load(column_ref.at[column_C], mask=in_C, other=0.0)[None, :]
-        residual_RC = _load_once(residual_ref.at[place], mask)
-        x_RC = (residual_RC + sums_RC * factor_R1 * column_1C).astype(x_ref.dtype)
-        store(x_ref.at[place], x_RC, mask=mask)
-        wide_RC = x_RC.astype(jnp.float32)
-        squares.append(wide_RC * wide_RC)
-        weighted.append(wide_RC * load(weight_ref.at[column_C], mask=in_C, other=0.0).astype(jnp.float32)[None, :])
-    mean_R = jnp.sum(functools.reduce(jnp.add, squares), axis=1) / residual_ref.shape[1]
-    norm_R = lax.rsqrt(mean_R + eps)
-    _write(weighted, norm_R, row_R, in_R, chunks, values_ref, scale_ref)
+    row, width = pl.program_id(0), residual_ref.shape[1]
+    row_scale, squares, weighted = row_ref[row], [], []
+    for column_C, mask_C in _chunks(width, chunk):
+        sums_C = _load_once(sums_ref.at[row, column_C], mask_C) * row_scale * _load_shared(column_ref.at[column_C], mask_C)
+        x_C = (_load_once(residual_ref.at[row, column_C], mask_C) + sums_C).astype(x_ref.dtype)
+        store(x_ref.at[row, column_C], x_C, mask=mask_C)
+        wide_C = x_C.astype(jnp.float32)
+        squares.append(wide_C * wide_C)
+        weighted.append(wide_C * _load_shared(weight_ref.at[column_C], mask_C))
+    mean = jnp.sum(functools.reduce(jnp.add, squares)) / width
+    _write(weighted, lax.rsqrt(mean + eps), values_ref, scale_ref, chunk)
 
 
-def _silu_up_quantize(sums_ref, row_ref, column_ref, values_ref, scale_ref, *, tiles: Tiles) -> None:
-    row_R, in_R, chunks = _places(values_ref.shape, tiles)
-    factor_R1 = load(row_ref.at[row_R], mask=in_R, other=0.0)[:, None]
-    products = []
-    for (row_R1, column_1C), column_C, in_C, mask in chunks:
-        gate_RC, up_RC = (
-            _load_once(sums_ref.at[row_R1, half, column_1C], mask)
-            * factor_R1
-            * load(column_ref.at[half, column_C], mask=in_C, other=0.0)[None, :]
+def _silu_up_quantize(sums_ref, row_ref, column_ref, values_ref, scale_ref, *, chunk: int) -> None:
+    row = pl.program_id(0)
+    row_scale, products = row_ref[row], []
+    for column_C, mask_C in _chunks(values_ref.shape[1], chunk):
+        gate_C, up_C = (
+            _load_once(sums_ref.at[row, half, column_C], mask_C)
+            * row_scale
+            * _load_shared(column_ref.at[half, column_C], mask_C)
             for half in (0, 1)
         )
-        products.append(gate_RC / (1 + jnp.exp(-gate_RC)) * up_RC)
-    _write(products, 1.0, row_R, in_R, chunks, values_ref, scale_ref)
+        products.append(gate_C / (1 + jnp.exp(-gate_C)) * up_C)
+    _write(products, 1.0, values_ref, scale_ref, chunk)
 
 
-def _quantize(x_ref, values_ref, scale_ref, *, tiles: Tiles) -> None:
-    row_R, in_R, chunks = _places(x_ref.shape, tiles)
-    loaded = [_load_once(x_ref.at[place], mask) for place, _, _, mask in chunks]
-    _write(loaded, 1.0, row_R, in_R, chunks, values_ref, scale_ref)
+def _quantize(x_ref, values_ref, scale_ref, *, chunk: int) -> None:
+    row = pl.program_id(0)
+    parts = [_load_once(x_ref.at[row, column_C], mask_C) for column_C, mask_C in _chunks(x_ref.shape[1], chunk)]
+    _write(parts, 1.0, values_ref, scale_ref, chunk)
 
 
-def _places(shape: tuple[int, int], tiles: Tiles) -> tuple[jax.Array, jax.Array, list[tuple[Any, ...]]]:
-    """A program's rows, which of them exist, and of each chunk its place in the rows, its columns, which exist, and both masks."""
-    num_rows, width = shape
-    row_R = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows)
-    in_R, chunks = row_R < num_rows, []
-    for start in range(0, width, tiles.chunk):
-        column_C = start + jnp.arange(tiles.chunk)
-        in_C = column_C < width
-        chunks.append(((row_R[:, None], column_C[None, :]), column_C, in_C, in_R[:, None] & in_C[None, :]))
-    return row_R, in_R, chunks
+def _chunks(width: int, chunk: int) -> list[tuple[jax.Array, jax.Array]]:
+    """The columns of each chunk, and which of them exist."""
+    columns = [start + jnp.arange(chunk) for start in range(0, width, chunk)]
+    return [(column_C, column_C < width) for column_C in columns]
 
 
-def _load_once(ref: Any, mask: jax.Array) -> jax.Array:
+def _load_once(ref: Any, mask_C: jax.Array) -> jax.Array:
     """Float32, of what no other program reads: it must not drive out of the multiprocessor's cache what all rows read."""
-    return load(ref, mask=mask, other=0.0, eviction_policy="evict_first").astype(jnp.float32)
+    return load(ref, mask=mask_C, other=0.0, eviction_policy="evict_first").astype(jnp.float32)
 
 
-def _write(
-    parts: list[jax.Array],
-    factor: jax.Array | float,
-    row_R: jax.Array,
-    in_R: jax.Array,
-    chunks: list[tuple[Any, ...]],
-    values_ref: Any,
-    scale_ref: Any,
-) -> None:
-    """Rows [R, C] of a chunk each, times a factor of each row, as values and scales."""
-    largest_R = jnp.max(functools.reduce(jnp.maximum, map(jnp.abs, parts)), axis=1)
-    scale_R = jnp.maximum(largest_R * factor, TINY) / LARGEST
-    inverse_R1 = (factor / scale_R)[:, None]
-    for part_RC, (place, _, _, mask) in zip(parts, chunks, strict=True):
-        store(values_ref.at[place], jnp.clip(part_RC * inverse_R1, -LARGEST, LARGEST).astype(DTYPE), mask=mask)
-    store(scale_ref.at[row_R], scale_R, mask=in_R)
+def _load_shared(ref: Any, mask_C: jax.Array) -> jax.Array:
+    """Float32, of what all programs read."""
+    return load(ref, mask=mask_C, other=0.0).astype(jnp.float32)
+
+
+def _write(parts: list[jax.Array], factor: jax.Array | float, values_ref: Any, scale_ref: Any, chunk: int) -> None:
+    """A row, of which each part is a chunk, times a factor, as values and a scale."""
+    row, width = pl.program_id(0), values_ref.shape[1]
+    largest = jnp.max(functools.reduce(jnp.maximum, map(jnp.abs, parts)))
+    scale = jnp.maximum(largest * factor, TINY) / LARGEST
+    inverse = factor / scale
+    for part_C, (column_C, mask_C) in zip(parts, _chunks(width, chunk), strict=True):
+        store(values_ref.at[row, column_C], jnp.clip(part_C * inverse, -LARGEST, LARGEST).astype(DTYPE), mask=mask_C)
+    scale_ref[row] = scale
