@@ -11,18 +11,19 @@ from jax import Array
 
 from jaxllm.kernel_policy import ALIKE, KernelPolicy
 from jaxllm.layers.attend import Attend, AttendToLatents
+from jaxllm.layers.linear import PLAINLY, Linear
 from jaxllm.layers.rope import rope_angles
 from jaxllm.layers.row_states import RowStates
 from jaxllm.model_parts import Rope
 from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
+from jaxllm.weight_format import Multiply
 from pallas_kernels import expert_choice
 from pallas_kernels import gated_delta as gated_delta_rule
 from pallas_kernels.grouped_matmul import experts
 from pallas_kernels.quantize import Quantized, Sums, add_norm_quantize, quantize, scaled
 
 if TYPE_CHECKING:
-    from jaxllm.layers.linear import Linear
     from jaxllm.layers.norm import AnyNorm
 
 # Traced and lowered once for all layers of a program.
@@ -39,7 +40,7 @@ def call_layer(block: Any, next_norm: Any, runs: Any, step: "Step") -> Any:
 class Adapt(Protocol):
     """Changes what layers compute by the adapter of each token's request."""
 
-    def __call__(self, linear: "Linear", x: Array, y: Array, start: int) -> Array:
+    def __call__(self, linear: Linear, x: Array, y: Array, start: int) -> Array:
         """The product y of a layer with x, of the tokens from `start` on, with what their adapters add."""
         ...
 
@@ -70,6 +71,8 @@ class Step:
     """Chooses the experts of each token: `pallas_kernels.expert_choice.choose_experts`."""
     experts: Callable[..., Array] = partial(compute_experts, implementation="xla")
     """Computes the chosen experts: `pallas_kernels.grouped_matmul.experts`."""
+    multiply: Multiply = PLAINLY
+    """Computes products with weights in tiles: `pallas_kernels.quantized_matmul.product`."""
     attend_to_latents: AttendToLatents | None = None
     """`attend` of layers of latent attention; None where there are none."""
     states: RowStates | None = None
@@ -123,18 +126,18 @@ class Step:
         parts = {"attend": context, "attend_to_latents": context.attend_to_latents, "states": context}
         return replace(self, **parts, _angles={})
 
-    def product(self, linear: "Linear", x: Array | Quantized, start: int = 0) -> Array:
+    def product(self, linear: Linear, x: Array | Quantized, start: int = 0) -> Array:
         """The product of a layer with the tokens from `start` on; where devices split its inputs, this one's part of the sum."""
         return scaled(self.sums(linear, x, start))
 
-    def sums(self, linear: "Linear", x: Array | Quantized, start: int = 0) -> Array | Sums:
+    def sums(self, linear: Linear, x: Array | Quantized, start: int = 0) -> Array | Sums:
         """As `product`, but without its scales where a kernel may apply them with what follows."""
         if isinstance(x, Quantized):
             return linear.sums(x)
         if linear.quantizes_inputs and self.quantizes(len(x)):
             return linear.sums(self._quantized(x))
         shards = self.shards if linear.is_split else ONE_DEVICE
-        y = linear(x, shards, weight_only=self.policy.is_weight_only(len(x)))
+        y = linear(x, shards, self.multiply, weight_only=self.policy.is_weight_only(len(x)))
         return y if self.adapt is None else self.adapt(linear, x, y, start)
 
     def quantizes(self, num_rows: int) -> bool:

@@ -15,6 +15,7 @@ OPS = (
     "lora",
     "quantize",
     "segment_attention",
+    "quantized_matmul",
 )
 
 
@@ -41,6 +42,8 @@ class Kernels:
     """What products with fp8 weights multiply, with what is computed before; empty: these products are computed in plain JAX."""
     segment_attention: str = ""
     """Between the patches of images, or the positions of audio."""
+    quantized_matmul: str = "xla"
+    """Products with weights of linear layers in tiles."""
     interpret: bool = False
     """Run Pallas kernels as plain JAX: on a CPU."""
 
