@@ -127,6 +127,11 @@ class ModelConfig(ServedModel):
         return self.expert_type != self.dtype
 
     @property
+    def quantizes_inputs(self) -> bool:
+        """Whether products of linear layers quantise what they multiply."""
+        return any(format.quantizes_inputs for format in self.formats)
+
+    @property
     def widens_in_products(self) -> bool:
         """Whether products may make their whole weight in the model's type first."""
         return any(format.widens_in_products for format in self.formats)

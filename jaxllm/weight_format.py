@@ -221,9 +221,18 @@ class WeightFormat:
         """This format as a weight that it declares is in it, if its weights differ."""
         return self
 
-    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply) -> Array:
+    @property
+    def quantizes_inputs(self) -> bool:
+        """Whether products of linear layers quantise what they multiply, unless they are `weight_only`."""
+        return False
+
+    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply, *, weight_only: bool = False) -> Array:
         """Multiply x by a linear layer's weight: [..., contracted as one] to [..., *outputs], in x's type. shards: what x and the
-        contracted dimension are split over. multiply: for a weight in tiles."""
+        contracted dimension are split over. multiply: for a weight in tiles. weight_only: leave x as it is."""
+        raise NotImplementedError
+
+    def sums(self, arrays: Arrays, x: Any) -> Any:
+        """`Sums` of a linear layer with x, which is `Quantized` (`pallas_kernels.quantize`), in a format that quantises inputs."""
         raise NotImplementedError
 
     def operand(self, arrays: Arrays) -> Any:

@@ -14,6 +14,7 @@ OPS = (
     "lora",
     "mla_attention",
     "paged_attention",
+    "quantize",
     "quantized_matmul",
     "rope_cache_write",
     "sampling",

@@ -9,7 +9,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.layers.routing import rule_of
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, Audio, LatentAttention, Vision
+from jaxllm.model_parts import Attention, Audio, LatentAttention, MoE, Vision
 from jaxllm.parallel.across_hosts import has_other_hosts
 from jaxllm.parallel.mesh import context_size, tensor_size
 from jaxllm.runner.memory import MemoryPlan
@@ -21,6 +21,7 @@ from pallas_kernels import (
     lora,
     mla_attention,
     paged_attention,
+    quantize,
     quantized_matmul,
     rope_cache_write,
     sampling,
@@ -118,6 +119,8 @@ def candidates(
     if has_tiles:
         found["quantized_matmul"] = quantized_matmul.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)
     encoder = model.vision or model.audio
+    if tensor_size(mesh) == 1 and (widths := quantized_widths(model)):
+        found["quantize"] = ("xla",) if is_plain else _quantize_candidates(model, widths, on_gpu=on_gpu)
     if is_plain:
         of_mixtures = ("expert_choice", "grouped_matmul") if model.mixtures else ()
         others = ("sampling", "collectives", *of_mixtures, *(("gated_delta",) if model.delta_nets else ()))
@@ -137,6 +140,22 @@ def candidates(
         **({"lora": lora.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)} if has_adapters else {}),
         **({"segment_attention": _segment_candidates(model, encoder, on_gpu=on_gpu)} if encoder else {}),
     }
+
+
+def quantized_widths(model: ModelConfig) -> tuple[int, ...]:
+    """The widths of the vectors that products of layers quantise, where kernels may do that; empty: no product does, or it is left to
+    plain JAX, as in layers without keys and values."""
+    if not model.quantizes_inputs or model.latent_attentions or model.delta_nets:
+        return ()
+    dense = (layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers)
+    widths = [model.hidden_size, *(part.num_heads * part.head_dim for part in model.attentions)]
+    return tuple(dict.fromkeys([*widths, *(mlp.width for mlp in dense if mlp is not None)]))
+
+
+def _quantize_candidates(model: ModelConfig, widths: tuple[int, ...], *, on_gpu: bool) -> tuple[str, ...]:
+    if model.dtype != "bfloat16":
+        return ("xla",)  # its sums are float32: scales might leave the range of float16
+    return quantize.candidates(platform="gpu", dtype=model.dtype, widths=widths, interpret=not on_gpu)
 
 
 def _rope_candidates(model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.layers.parameters import weights
 from jaxllm.layers.routing import rule_of
 from jaxllm.model_config import FP8, ModelConfig
-from jaxllm.model_parts import Attention
+from jaxllm.model_parts import Attention, MoE
 from jaxllm.parallel.topology import Topology
 from jaxllm.quantization.formats.packed import PackedFormat
 from jaxllm.runner.adaptation import Adaptation
@@ -24,6 +24,7 @@ from pallas_kernels.checking import (
     grouped_matmul,
     lora,
     mla_attention,
+    quantize,
     quantized_matmul,
     rope_cache_write,
     sampling,
@@ -224,6 +225,25 @@ def _sampling(engine: _Engine) -> tuple[sampling.Shapes, ...]:
     )
 
 
+def _quantize(engine: _Engine) -> tuple[quantize.Shapes, ...]:
+    model = engine.model
+    if not model.quantizes_inputs:
+        return ()
+    dense = [layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers]
+    found = (
+        quantize.Shapes(
+            dtype=model.dtype,
+            width=model.hidden_size,
+            of_heads=layer.attention.num_heads * layer.attention.head_dim,
+            of_mlp=0 if mlp is None else mlp.width,
+            eps=1e-5 if layer.mlp_norm is None else layer.mlp_norm.eps,
+        )
+        for layer, mlp in zip(model.layers, dense, strict=True)
+        if isinstance(layer.attention, Attention)
+    )
+    return tuple(dict.fromkeys(found))
+
+
 def _segment_attention(engine: _Engine) -> tuple[segment_attention.Shapes, ...]:
     encoder = engine.model.vision or engine.model.audio
     return () if encoder is None else (segment_attention.Shapes(engine.model.dtype, encoder.num_heads, encoder.head_dim),)
@@ -239,6 +259,7 @@ _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "mla_attention": _mla_attention,
     "quantized_matmul": _quantized_matmul,
     "collectives": _collectives,
+    "quantize": _quantize,
     "sampling": _sampling,
     "segment_attention": _segment_attention,
 }

@@ -131,6 +131,12 @@ class Prepared:
             for stage, mesh in zip(stages, meshes, strict=True):
                 check_pool(stage.plan, mesh.local_devices)
         resolved = config
+        if starts and model_config.quantizes_inputs and (most := policy.max_weight_only_rows):
+            logger.info(
+                "steps of up to %d tokens multiply fp8 weights with activations in %s, larger ones in fp8",
+                most,
+                model_config.dtype,
+            )
 
         def make(kernels: Kernels) -> DeviceRunner:
             of_kernels = resolved.replace(attention_implementation=kernels.attention)

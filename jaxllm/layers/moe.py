@@ -17,6 +17,7 @@ from jaxllm.model_parts import MoE
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import Shards
 from jaxllm.weight_format import ParamSpec, WeightSpec
+from pallas_kernels.quantize import scaled
 
 
 class MixtureOfExperts(nnx.Module):
@@ -25,6 +26,9 @@ class MixtureOfExperts(nnx.Module):
     Weights of experts are output-major, as checkpoints hold them: gate_up [P, 2, F, D] and down [P, D, F], arrays or in 4 bits, in as
     many slots P as there are experts and redundant copies of some.
     """
+
+    quantizes_inputs = False
+    """Whether all products with what it takes do."""
 
     def __init__(self, config: ModelConfig, part: MoE, prefix: str):
         E, D, F = part.routing.num_experts, config.hidden_size, part.width
@@ -94,7 +98,7 @@ class MixtureOfExperts(nnx.Module):
         )
         if self.shared is None:
             return out_TD
-        shared_TD = self.shared(x_TD, step, start)
+        shared_TD = scaled(self.shared(x_TD, step, start))
         if self.shared_gate is not None:
             gate_T1 = step.scores(self.shared_gate_name, x_TD, _scores(x_TD, self.shared_gate[...]), start)
             shared_TD = shared_TD * jax.nn.sigmoid(gate_T1).astype(x_TD.dtype)

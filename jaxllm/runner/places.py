@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout, LayerPlace
+from jaxllm.kernel_policy import ALIKE, KernelPolicy
 from jaxllm.layers.linear import multiply_tiles
 from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.step import Step, call_layer, choose_experts, compute_experts, gated_delta
@@ -158,6 +159,7 @@ def make_step(
     entering_TD: jax.Array | None = None,
     exchange: RankExchange | None = None,
     share_layers: bool = False,
+    policy: KernelPolicy = ALIKE,
 ) -> Step:
     """The `Step` that a model with these layers runs on. It replaces the arrays in `caches`.
 
@@ -187,6 +189,10 @@ def make_step(
         entering_TD=entering_TD,
         exchange=exchange,
         call_layer=SharedLayers(context) if share_layers else call_layer,
+        policy=policy,
+        quantization=None
+        if kernels.quantize in ("", "xla")
+        else {"implementation": kernels.quantize, "interpret": kernels.interpret},
     )
 
 

@@ -244,7 +244,9 @@ def _logits(core: EngineCore, steps: Steps) -> dict[str, np.ndarray]:
     def forward(num_queries: int | None, params: Any, caches: Any, token_ids: Any, places: Places, later: Any) -> Any:
         kept = list(caches)
         model, places = functions.merge(params), places._replace(num_queries=num_queries)
-        step = make_step(kept, token_ids, places, functions.cache.places, functions.kernels, functions.shards)
+        step = make_step(
+            kept, token_ids, places, functions.cache.places, functions.kernels, functions.shards, policy=functions.policy
+        )
         step.attend.later = later
         return model.logits(model(step), functions.shards).astype(jnp.float32)[:, :vocab_size], tuple(kept)
 

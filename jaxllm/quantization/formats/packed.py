@@ -227,7 +227,7 @@ class PackedFormat(WeightFormat):
     def widens_in_products(self) -> bool:
         return self.computes
 
-    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply) -> Array:
+    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply, *, weight_only: bool = False) -> Array:
         from jaxllm.quantization import packed, tiles
 
         if self.tiled is not None:
