@@ -120,9 +120,9 @@ class Loading:
     def take_ops(self) -> list[AnyDeviceOp]:
         """Take the operations for tiers in the step that is being planned, once it is."""
         self._ops += self._storing.end_step()
-        for tier in self._tiers:
-            self._ops += tier.end_step()
-        ops, self._ops = self._ops, []
+        # Those that begin copies at once come before those whose programs take the host's time to launch.
+        ops = [op for tier in self._tiers for op in tier.end_step()] + self._ops
+        self._ops = []
         return ops
 
     def _end_copy(self, load: _Load, copy: _Copy, is_right: Iterable[bool]) -> None:
@@ -247,8 +247,9 @@ class Loading:
             return
         blocks = dict(zip(names, self._manager.pool.allocate(len(names)), strict=True))
         for tier in self._tiers:
-            part = [name for name in names if tier_of[name] is tier]
-            if part:
+            of_tier = [name for name in names if tier_of[name] is tier]
+            for start in range(0, len(of_tier), tier.copy_blocks):
+                part = of_tier[start : start + tier.copy_blocks]
                 own = [blocks[name] for name in part]
                 sources = tier.sources(part)
                 load_id = tier.load([block.block_id for block in own], part)

@@ -198,6 +198,20 @@ def test_a_load_takes_blocks_a_part_at_a_time() -> None:
     assert (request.num_cached_tokens, tier.num_loaded) == (32, 8) and tier.num_loads >= 3
 
 
+def test_loads_begin_as_soon_as_others_are_over() -> None:
+    engine, tier = make_engine(FakeTier(random.Random(3), max_steps=6, load_blocks=4, copy_blocks=1, share_stored=1.0))
+    request, num_under_way = add(engine, "a2"), []
+    while not engine.in_flight or not engine.plans[-1].rows:
+        if engine.in_flight:
+            engine.collect()
+        engine.dispatch()
+        num_under_way.append(len(tier.loads))
+    assert num_under_way[:3] == [4, 4, 4], "all that the tier takes"
+    assert min(num_under_way[: num_under_way.index(3)]) == 4, "until none is left to begin"
+    check_tokens(engine, request)
+    assert (request.num_cached_tokens, tier.num_loaded, tier.num_loads) == (32, 8, 8)
+
+
 def test_a_load_evicts_nothing_that_is_not_stored() -> None:
     engine, tier = make_engine()
     tier.contents = {name: content for name, content in tier.contents.items() if name in block_names("a")}
