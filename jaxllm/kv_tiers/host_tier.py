@@ -88,15 +88,16 @@ class HostTier:
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         if num_tokens < self._min_tokens:
             return ()
-        here = [name for name in names if self.contents.is_ready(name)]
         behind = self._stores.find([name for name in names if name not in self.contents])
-        if self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
-            self._protect(names)  # what is read must not take their place
+        if not self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
+            here = [name for name in names if self.contents.is_ready(name)]
+            return here if len(here) < len(names) else ()
+        self._protect(names)  # what is read must not take their place
+        if behind:
             # They are loaded a part at a time, but read at once: host memory has room for them before the blocks are free.
             self._stores.read([name for name in names if name in behind][: int(READ_AHEAD_SHARE * self.contents.num_slots)])
             self._protect(names)  # nor what is stored until they are loaded
-            return names
-        return here if len(here) < len(names) else ()
+        return names
 
     def _protect(self, names: Sequence[bytes]) -> None:
         for content in map(self.contents.get, names):
