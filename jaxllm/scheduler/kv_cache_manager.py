@@ -279,6 +279,7 @@ class KVCacheManager:
                 for group in groups:
                     self._store_filter.note(request, enumerate(group.blocks))
             table = self._tables[request.request_id] = _BlockTable(groups)
+            request.num_found_blocks = min(request.num_found_blocks, table.num_shared)
             self._keep(request, shared)
         new_blocks = self.pool.allocate(num_new * len(groups))
         for index, group in enumerate(groups):
@@ -321,6 +322,19 @@ class KVCacheManager:
         # The end of a sequence is the least likely to be reused: evict it first.
         ends = zip_longest(*(group.held[::-1] for group in table.groups))
         self.pool.free([block for block in chain.from_iterable(ends) if block is not None])
+
+    def discard_computed(self, request: Request) -> None:
+        """Find no content any more that a request computed, whoever has blocks of it now. The request may run, wait or have ended."""
+        own = request.block_hashes[request.num_found_blocks :]
+        self.discard([name + suffix for name in own for suffix in self._suffixes])
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        """Find these contents no more, neither in the pool nor in tiers: they were computed wrongly."""
+        for name in names:
+            while (block := self.pool.find(name)) is not None:
+                self.pool.forget(block)
+        if self.loading is not None:
+            self.loading.discard(names)
 
     def _publish(self, request: Request, table: _BlockTable, num_tokens: int) -> None:
         """Add the blocks filled by the first `num_tokens` to the prefix cache, as far as their tokens are known."""

@@ -212,6 +212,26 @@ def test_loads_begin_as_soon_as_others_are_over() -> None:
     assert (request.num_cached_tokens, tier.num_loaded, tier.num_loads) == (32, 8, 8)
 
 
+def test_tiers_keep_nothing_of_a_request_that_fails_after_a_preemption() -> None:
+    engine, tier = make_engine()
+    engine.depth = 2
+    request = make_request("d", [9] * 33, max_tokens=3)
+    engine.scheduler.add_request(request)
+    engine.dispatch()
+    engine.scheduler.hold_requests(["d"])
+    for name, length in (("other", 44), ("evicts its blocks, which the tier is to store", 33)):
+        engine.scheduler.add_request(make_request(name, [40 + length] * length, max_tokens=1))
+    engine.depth = 3
+    engine.dispatch()
+    assert any(tier.stores.keys() & set(request.block_hashes))
+    plan, _ = engine.in_flight[0]
+    engine.in_flight[0] = plan, ModelRunnerOutput({}, errors={"d": "it broke"})
+    while engine.scheduler.has_requests():
+        engine.step()
+    assert request.status is RequestStatus.FINISHED_ERROR
+    assert not (tier.stores.keys() | tier.contents.keys()) & set(request.block_hashes)
+
+
 def test_a_load_evicts_nothing_that_is_not_stored() -> None:
     engine, tier = make_engine()
     tier.contents = {name: content for name, content in tier.contents.items() if name in block_names("a")}

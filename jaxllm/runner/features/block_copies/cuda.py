@@ -153,10 +153,14 @@ class _Span:
 
 def _wait_for(spans: Iterable[_Span]) -> float:
     """The seconds of the longest. Waits for all, after an error too: others may get the buffers and slots next."""
-    seconds = [0.0]
-    with contextlib.ExitStack() as stack:
-        for span in spans:
-            stack.callback(lambda span=span: seconds.append(span.wait()))
+    seconds, errors = [0.0], list[CudaError]()
+    for span in spans:
+        try:
+            seconds.append(span.wait())
+        except CudaError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
     return max(seconds)
 
 
