@@ -1,5 +1,6 @@
 """A connection of a decode engine to a prefill engine."""
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -22,6 +23,8 @@ from jaxllm.kv_tiers.slot_store import SlotMemory
 from jaxllm.kv_tiers.transfers import copy
 
 T = TypeVar("T")
+_TOUCHED_PAGES = 1 << 16
+"""Pages that are touched at a time."""
 
 
 class RefusedError(JaxLLMError):
@@ -50,17 +53,33 @@ class Mapping:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
+        self._touching: threading.Thread | None = None
+        self._is_closing = False
 
     def open(self, channel: Channel, seconds: float) -> mmap.mmap:
         """Map it, if no other connection has. Raises WireError."""
         with self._lock:
             if self._memory is None:
-                self._memory = _map(channel, seconds)
+                self._memory = memory = _map(channel, seconds)
+                self._touching = threading.Thread(target=self._touch, args=(memory,), name="kv-touch", daemon=True)
+                with contextlib.suppress(RuntimeError):  # there are too many threads: copies are slower at first
+                    self._touching.start()
             return self._memory
+
+    def _touch(self, memory: mmap.mmap) -> None:
+        """Have the system map every page now: copies from pages that are not mapped yet take twice as long."""
+        pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
+        for start in range(0, len(pages), _TOUCHED_PAGES):
+            if self._is_closing:
+                return
+            pages[start : start + _TOUCHED_PAGES].max()  # other threads run Python meanwhile
 
     def close(self) -> None:
         """Give it back. No connection is used any more."""
+        self._is_closing = True
         with self._lock:
+            if self._touching is not None and self._touching.ident is not None:
+                self._touching.join()
             if self._memory is not None:
                 self._memory.close()
                 self._memory = None
