@@ -212,6 +212,25 @@ def test_loads_begin_as_soon_as_others_are_over() -> None:
     assert (request.num_cached_tokens, tier.num_loaded, tier.num_loads) == (32, 8, 8)
 
 
+@pytest.mark.parametrize(("most", "num_found"), [(0, 0), (3, 0), (14, 12), (1000, 32)])
+def test_a_request_limits_what_is_loaded_of_it(most: int, num_found: int) -> None:
+    engine, tier = make_engine(FakeTier(random.Random(1), max_steps=2, load_blocks=2, share_stored=1.0))
+    request = add(engine, "a2", max_load_tokens=most)
+    check_tokens(engine, request)
+    assert (request.num_cached_tokens, 4 * tier.num_loaded) == (num_found, num_found)
+
+
+def test_tokens_on_the_devices_do_not_count_as_loaded() -> None:
+    engine, tier = make_engine()
+    pool, names = engine.scheduler.cache_manager.pool, block_names("a")
+    engine.scheduler.add_request(make_request("first", PROMPTS["a"][:9], max_tokens=1, max_load_tokens=0))
+    engine.run()
+    assert [pool.is_cached(name) for name in names] == [True] * 2 + [False] * 6
+    request = add(engine, "a2", max_load_tokens=8)
+    check_tokens(engine, request)
+    assert (request.num_cached_tokens, tier.num_loaded, sum(request.loaded_tokens.values())) == (16, 2, 8)
+
+
 def test_tiers_keep_nothing_of_a_request_that_fails_after_a_preemption() -> None:
     engine, tier = make_engine()
     engine.depth = 2
