@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -152,22 +152,30 @@ class Connection:
                     self._channel.receive_into(self._memory.view(slot), self._seconds)
                     self._set_sums(slot, sums)
                     came.add(name)
-                case messages.Slot(name, offset, sums):
-                    slot = _take(slot_of, name)
-                    self._copy(slot, offset)
-                    self._set_sums(slot, sums)
-                    came.add(name)
+                case messages.Slots(found, offsets, all_sums):
+                    if not len(found) == len(offsets) == len(all_sums):
+                        raise WireError("Slots has lists of different lengths")
+                    taken = [_take(slot_of, name) for name in found]
+                    self._copy(taken, offsets)
+                    for slot, sums in zip(taken, all_sums, strict=True):
+                        self._set_sums(slot, sums)
+                    came.update(found)
                 case messages.Refused(code, text):
                     raise RefusedError(code, text)
                 case other:
                     raise WireError(f"the answer to Pull is a {type(other).__name__}")
         return [name in came for name in names]
 
-    def _copy(self, slot: int, offset: int) -> None:
-        size, shared = self._memory.block_bytes, self._shared
-        if shared is None or not 0 <= offset <= len(shared) - size:
-            raise WireError("a slot lies outside of the memory that is shared")
-        copy(memoryview(shared)[offset : offset + size], to=self._memory.view(slot))
+    def _copy(self, slots: Sequence[int], offsets: Sequence[int]) -> None:
+        """Copy contents from places in the memory that is shared. Neighbours in both memories are one copy: threads wait for each other after
+        each."""
+        memory, shared = self._memory, self._shared
+        for first, count in _runs(slots, offsets, memory.slot_bytes):
+            slot, offset = slots[first], offsets[first]
+            size = (count - 1) * memory.slot_bytes + memory.block_bytes
+            if shared is None or not 0 <= offset <= len(shared) - size:
+                raise WireError("a slot lies outside of the memory that is shared")
+            copy(memoryview(shared)[offset : offset + size], to=memory.view(slot, count))
 
     def _set_sums(self, slot: int, sums: bytes) -> None:
         own = self._memory.sums[slot]
@@ -187,6 +195,15 @@ class Connection:
     def close(self) -> None:
         """Close it. No other thread uses it."""
         self._channel.close()
+
+
+def _runs(slots: Sequence[int], offsets: Sequence[int], slot_bytes: int) -> Iterator[tuple[int, int]]:
+    """The first index and the length of runs of consecutive slots whose offsets are as far from each other."""
+    start = 0
+    for index in range(1, len(slots) + 1):
+        if index == len(slots) or (slots[index] - slots[index - 1], offsets[index] - offsets[index - 1]) != (1, slot_bytes):
+            yield start, index - start
+            start = index
 
 
 def _take(slot_of: dict[bytes, int], name: bytes) -> int:

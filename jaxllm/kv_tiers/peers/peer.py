@@ -11,9 +11,9 @@ from jaxllm.kv_tiers.peers.client import Connection, Mapping, Target
 from jaxllm.worker_thread import WorkerThread
 
 T = TypeVar("T")
-NUM_CONNECTIONS = 8
-"""Connections for contents, each with a thread that copies: several copy as fast as memory is, one does not."""
-BATCH_BYTES = 16 << 20
+NUM_CONNECTIONS = 4
+"""Connections for contents."""
+BATCH_BYTES = 32 << 20
 """Contents of one Pull."""
 
 
