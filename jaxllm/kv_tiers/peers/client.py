@@ -167,8 +167,8 @@ class Connection:
         return [name in came for name in names]
 
     def _copy(self, slots: Sequence[int], offsets: Sequence[int]) -> None:
-        """Copy contents from places in the memory that is shared. Neighbours in both memories are one copy: threads wait for each other after
-        each."""
+        """Copy contents from places in the memory that is shared. Neighbours in both memories are one copy, since threads wait for each other
+        after each."""
         memory, shared = self._memory, self._shared
         for first, count in _runs(slots, offsets, memory.slot_bytes):
             slot, offset = slots[first], offsets[first]
