@@ -167,7 +167,7 @@ class Connection:
         return [name in came for name in names]
 
     def _copy(self, slots: Sequence[int], offsets: Sequence[int]) -> None:
-        """Copy contents from the memory that is shared, neighbours in both memories at once: threads wait for each other after each copy."""
+        """Copy contents from the memory that is shared, neighbours in both at once: threads wait for each other after each copy."""
         memory, shared = self._memory, self._shared
         for first, count in _runs(slots, offsets, memory.slot_bytes):
             slot, offset = slots[first], offsets[first]
