@@ -125,7 +125,8 @@ class HostTier:
             (index for index, name in enumerate(names) if name in found), key=lambda i: found[names[i]].is_being_read
         )
         for start in range(0, len(indices), size):
-            part = indices[start : start + size]
+            # Neighbouring slots are copied at once: in order of the sequence they run backwards, as its end is stored first.
+            part = sorted(indices[start : start + size], key=lambda i: found[names[i]].slot)
             load.waiting.append(Part(load, part, [block_ids[i] for i in part], [found[names[i]] for i in part]))
         for content in found.values():
             content.read_from = None
@@ -156,14 +157,15 @@ class HostTier:
         ops: list[AnyDeviceOp] = []
         num_taken = 0
         while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
-            blocks, contents = [], []
+            taken: list[tuple[Content, int]] = []
             for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
                 if (content := self.contents.add(name, was_used=name in used)) is None:
                     break
-                blocks.append(block)
-                contents.append(content)
-            if not contents:
+                taken.append((content, block))
+            if not taken:
                 break
+            taken.sort(key=lambda each: each[0].slot)
+            contents, blocks = [content for content, _ in taken], [block for _, block in taken]
             num_taken += len(contents)
             self._allocated.add(len(contents))
             number, staging = next(self._numbers), self._free_staging.pop()
