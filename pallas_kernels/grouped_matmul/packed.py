@@ -10,6 +10,19 @@ from jax.typing import DTypeLike
 from pallas_kernels.quantized_matmul.packed import TILE, Packed, pack, widened
 
 
+_KIND = "packed "
+
+
+def type_of(number: str) -> str:
+    """The name of the type of weights that are packed with a number of `quantized_matmul.DECODERS`."""
+    return f"{_KIND}{number}"
+
+
+def is_packed_type(weight_dtype: DTypeLike | str) -> bool:
+    """Whether a type is one of `type_of`."""
+    return isinstance(weight_dtype, str) and weight_dtype.startswith(_KIND)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedExperts:
@@ -25,8 +38,8 @@ class PackedExperts:
 
     @property
     def dtype(self) -> str:
-        """The name of its numbers."""
-        return self.packed.number
+        """See `type_of`."""
+        return type_of(self.packed.number)
 
     @property
     def num_groups(self) -> int | None:
@@ -61,7 +74,7 @@ def pack_experts(
 
 
 def padded(array: jax.Array | None, size: int) -> jax.Array | None:
-    """With zeros at the end of the last dimension."""
-    if array is None or array.shape[-1] == size:
+    """With zeros at the end of the last dimension, if fewer than a tile are missing."""
+    if array is None or not 0 < size - array.shape[-1] < TILE:
         return array
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, size - array.shape[-1])])

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import _compat
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
-from pallas_kernels.grouped_matmul.packed import PackedExperts
+from pallas_kernels.grouped_matmul.packed import PackedExperts, type_of
 from pallas_kernels.grouped_matmul.packed_product import ALIGNMENT, Sizes, grouped_product
 from pallas_kernels.grouped_matmul.plan import local_experts
 from pallas_kernels.grouped_matmul.triton_choices import tile_of_each_expert
@@ -30,8 +30,8 @@ def supports(
     *, platform: str, dtype: DTypeLike, weight_dtype: DTypeLike | str, width: int, hidden: int, interpret: bool = False
 ) -> bool:
     """Activations in bfloat16, which all numbers are decoded to."""
-    is_number = isinstance(weight_dtype, str) and weight_dtype in DECODERS
-    return (platform == "gpu" or interpret) and _compat.has_mosaic() and jnp.dtype(dtype) == jnp.bfloat16 and is_number
+    is_packed = weight_dtype in map(type_of, DECODERS)
+    return (platform == "gpu" or interpret) and _compat.has_mosaic() and jnp.dtype(dtype) == jnp.bfloat16 and is_packed
 
 
 def pick_tile_rows(num_pairs: int, num_experts: int) -> int:

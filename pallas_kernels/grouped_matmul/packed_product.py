@@ -297,9 +297,7 @@ class _Grouped:
         index = expert * self.num_matrices + matrix
         words_smem = self.smem["words_smem"].at[slot, consumer, product]
         size = words_smem.shape[0]
-        row_copies.load(
-            self.words_ref, Rows(step, size, size), words_smem, full, before=(index * self.num_blocks + block,)
-        )
+        row_copies.load(self.words_ref, Rows(step, size, size), words_smem, full, before=(index * self.num_blocks + block,))
         for name, ref in self.vector_refs.items():
             target = self.smem[f"{name}_smem"].at[slot, consumer, product]
             rows = self.groups(step, target.shape[0])

@@ -23,7 +23,9 @@ def tile_of_each_expert(
     """
     num_pairs = len(expert_P)
     num_tiles = min(num_pairs, num_experts)
-    assert num_pairs <= MAX_PAIRS and len(x_TD) <= tile_rows, f"{num_pairs} pairs of {len(x_TD)} tokens, {tile_rows} rows of a tile"
+    assert num_pairs <= MAX_PAIRS and len(x_TD) <= tile_rows, (
+        f"{num_pairs} pairs of {len(x_TD)} tokens, {tile_rows} rows of a tile"
+    )
 
     def ints(size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size,), jnp.int32)
