@@ -166,7 +166,7 @@ def random_experts(stored: Stored, shape: tuple[int, ...], seed: int = 0) -> Pac
     bits = DECODERS[stored.number].bits
     words = jax.random.bits(keys[0], (*lead, N // TILE, K // TILE, 128 * bits), jnp.uint32)
     if stored.number == "e4m3":
-        words &= 0xBFBFBFBF  # neither NaN nor large numbers
+        words &= jnp.uint32(0xBFBFBFBF)  # neither NaN nor large numbers
     size = 1 / (math.sqrt(K) * _DEVIATIONS[stored.number])
     scale = zero = factor = None
     if stored.group is not None:

@@ -9,7 +9,6 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.quantized_matmul.packed import TILE, Packed, pack, widened
 
-
 _KIND = "packed "
 
 

@@ -347,14 +347,13 @@ class _Grouped:
     def store(self, out_smem: Any, row: Any, count: Any, outputs: Any) -> None:
         """Writes the first rows, in runs of powers of two times 8. The last may end in the room up to the next expert's rows."""
         aligned = lax.div(count + (ALIGNMENT - 1), ALIGNMENT) * ALIGNMENT
-        size = self.tile_rows
-        offset: Any = 0
 
-        @pl.when(aligned == size)
+        @pl.when(aligned == self.tile_rows)
         def _():
-            row_copies.store(out_smem, self.out_ref, Rows(lax.div(row, ALIGNMENT), ALIGNMENT, size), after=(outputs,))
+            whole = Rows(lax.div(row, ALIGNMENT), ALIGNMENT, self.tile_rows)
+            row_copies.store(out_smem, self.out_ref, whole, after=(outputs,))
 
-        @pl.when(aligned < size)
+        @pl.when(aligned < self.tile_rows)
         def _():
             size = self.tile_rows // 2
             while size >= ALIGNMENT:

@@ -1,4 +1,4 @@
-"""The plan for few tokens, by a Pallas-Triton kernel of one program: a tile for each expert that a token chose, with a row for every token."""
+"""The plan for few tokens, by a Pallas-Triton kernel of one program: a tile for each chosen expert, with a row for every token."""
 
 import functools
 from typing import Any
